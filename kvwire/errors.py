@@ -1,0 +1,254 @@
+"""Everything kvwire raises, as one tree.
+
+* :exc:`KVWireError`
+
+  * :exc:`UsageError`: you called it wrong; nothing was sent.
+  * :exc:`BackendUnavailable`: scheme unknown, library missing, or wrong API version.
+  * :exc:`HandshakeError`: the peers could not agree; names every differing field.
+
+    * :exc:`VersionMismatch`
+    * :exc:`AuthenticationFailed`
+    * :exc:`ProfileMismatch`
+    * :exc:`HandshakeTimeout`
+
+  * :exc:`ProtocolError`: the peer broke rule ``.rule``; the connection is closed.
+
+    * :exc:`MalformedFrame`
+    * :exc:`FrameTooLarge`
+    * :exc:`UnexpectedFrame`
+    * :exc:`FlowControlViolation`
+
+  * :exc:`ConnectionClosed`: the connection is gone, and so are its requests.
+
+    * :exc:`ClosedOK`
+    * :exc:`ConnectionLost`
+    * :exc:`PeerUnresponsive`
+
+  * :exc:`RequestError`: this request only; the connection lives.
+
+    * :exc:`DeadlineExceeded`
+    * :exc:`AccessDenied`
+    * :exc:`StaleRegion`
+    * :exc:`IntegrityError`
+    * :exc:`PeerCancelled`
+    * :exc:`RequestCancelled`
+    * :exc:`MessageTooLarge`
+    * :exc:`PeerError`
+
+Retry on :exc:`RequestError`, reconnect on :exc:`ConnectionClosed`, look for a bug (or an
+attacker) on :exc:`ProtocolError`. What the peer is told is a :class:`WireCode`, never a
+traceback; each leaf of ``RequestError`` and ``HandshakeError`` has one code and
+:func:`error_from_code` turns it back into the class.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+
+class WireCode(enum.IntEnum):
+    """What one peer tells the other about a failure. Values are never reused."""
+
+    OK = 0
+    # A whole connection.
+    GOING_AWAY = 1
+    PROTOCOL = 2
+    INTERNAL = 3
+    UNRESPONSIVE = 4
+    # The handshake.
+    VERSION = 16
+    AUTHENTICATION = 17
+    PROFILE = 18
+    HANDSHAKE_TIMEOUT = 19
+    BUSY = 20
+    # One request.
+    DEADLINE = 32
+    ACCESS = 33
+    STALE = 34
+    INTEGRITY = 35
+    CANCELLED = 36
+    TOO_LARGE = 37
+    OTHER = 63
+
+
+class KVWireError(Exception):
+    """Root of every exception that kvwire raises on purpose."""
+
+    code: ClassVar[WireCode] = WireCode.OTHER
+
+
+class UsageError(KVWireError, ValueError):
+    """The call was wrong and nothing was sent; the message says what to change."""
+
+
+class BackendUnavailable(KVWireError):
+    """No such transport here, or its library is missing; the message says how to get it."""
+
+
+class HandshakeError(KVWireError):
+    """The two sides could not agree on a connection.
+
+    Attributes:
+        fields: The names of the fields that differ, in the order of the message.
+    """
+
+    def __init__(self, message: str, *, fields: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
+class VersionMismatch(HandshakeError):
+    """No protocol version is spoken by both sides."""
+
+    code = WireCode.VERSION
+
+
+class AuthenticationFailed(HandshakeError):
+    """The peer did not prove that it holds the key, or the trust modes differ."""
+
+    code = WireCode.AUTHENTICATION
+
+
+class ProfileMismatch(HandshakeError):
+    """A field that must be equal on both sides differs, or no transport is shared."""
+
+    code = WireCode.PROFILE
+
+
+class HandshakeTimeout(HandshakeError):
+    """The handshake did not end before its deadline."""
+
+    code = WireCode.HANDSHAKE_TIMEOUT
+
+
+class ProtocolError(KVWireError):
+    """The peer broke a numbered protocol rule, and the connection was closed.
+
+    Attributes:
+        rule: The rule's id in docs/topics/protocol.md, such as ``"KVW-HD-02"``.
+    """
+
+    code = WireCode.PROTOCOL
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{message} [{rule}]")
+        self.rule = rule
+
+
+class MalformedFrame(ProtocolError):
+    """A frame that cannot be decoded: bad checksum, field out of range, bad body."""
+
+
+class FrameTooLarge(ProtocolError):
+    """A frame announced more bytes than its type allows."""
+
+
+class UnexpectedFrame(ProtocolError):
+    """A well-formed frame that this state does not allow."""
+
+
+class FlowControlViolation(ProtocolError):
+    """The peer sent more than it was granted."""
+
+
+class ConnectionClosed(KVWireError):
+    """The connection is closed; every request that was open on it has failed."""
+
+    code = WireCode.GOING_AWAY
+
+
+class ClosedOK(ConnectionClosed):
+    """Closed on purpose, by either side, after everything sent had been delivered."""
+
+
+class ConnectionLost(ConnectionClosed):
+    """The connection broke: reset, end of file in mid-frame, or aborted."""
+
+
+class PeerUnresponsive(ConnectionClosed):
+    """The peer sent nothing for the whole liveness period."""
+
+    code = WireCode.UNRESPONSIVE
+
+
+class RequestError(KVWireError):
+    """One request failed; the connection and its other requests go on."""
+
+
+class DeadlineExceeded(RequestError, TimeoutError):
+    """The request's deadline passed. Its memory is free only once it has drained."""
+
+    code = WireCode.DEADLINE
+
+
+class AccessDenied(RequestError):
+    """The grant does not allow this: unknown, of another peer, wrong verb or range."""
+
+    code = WireCode.ACCESS
+
+
+class StaleRegion(RequestError):
+    """The region was closed or reused since the grant was made."""
+
+    code = WireCode.STALE
+
+
+class IntegrityError(RequestError):
+    """Bytes arrived that are not the bytes that were sent."""
+
+    code = WireCode.INTEGRITY
+
+
+class PeerCancelled(RequestError):
+    """The peer cancelled its side of this request."""
+
+    code = WireCode.CANCELLED
+
+
+class RequestCancelled(RequestError):
+    """This side cancelled the request with ``request.cancel()``."""
+
+
+class MessageTooLarge(RequestError):
+    """A message is longer than the buffer or the limit given for it."""
+
+    code = WireCode.TOO_LARGE
+
+
+class PeerError(RequestError):
+    """The peer failed this request for a reason this version has no class for."""
+
+
+def _classes_by_code() -> dict[WireCode, type[KVWireError]]:
+    """Map each code to its class; two classes with one code is a bug of ours."""
+    found: dict[WireCode, type[KVWireError]] = {WireCode.OTHER: PeerError}
+    pending: list[type[KVWireError]] = [HandshakeError, RequestError]
+    while pending:
+        parent = pending.pop()
+        for cls in parent.__subclasses__():
+            pending.append(cls)
+            if "code" not in cls.__dict__:
+                continue
+            if cls.code in found:
+                raise TypeError(f"{cls.__name__} and {found[cls.code].__name__} share")
+            found[cls.code] = cls
+    return found
+
+
+_BY_CODE = _classes_by_code()
+
+
+def error_from_code(code: int, text: str) -> KVWireError:
+    """Turn what the peer said into the exception its caller can catch.
+
+    Args:
+        code: A :class:`WireCode` value as it came off the wire; unknown ones are kept
+            as :exc:`PeerError`, so that a newer peer can add codes.
+        text: One line for a human; never interpreted.
+    """
+    try:
+        cls = _BY_CODE.get(WireCode(code), PeerError)
+    except ValueError:
+        return PeerError(f"peer reported code {code}: {text}")
+    return cls(text)

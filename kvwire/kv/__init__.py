@@ -1,0 +1,1 @@
+"""What is moved: cache specs, layouts, block lists, plans and outcomes. Pure NumPy."""

@@ -1,0 +1,102 @@
+"""A byte stream as the contiguous pieces of memory it lies in.
+
+A transfer is one canonical byte order; each side maps that order onto its own memory with
+a list of fragments. The two lists need not agree: only their total length does. A list is
+a pair of NumPy arrays, so 100,000 fragments cost two arrays and not 100,000 objects.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError
+
+UINT64: Final = np.dtype(np.uint64)
+Array = npt.NDArray[np.uint64]
+
+
+class Fragments:
+    """Contiguous pieces of one side's memory, in canonical order.
+
+    Attributes:
+        addresses: Shape (n,), uint64: the first byte of each fragment.
+        lengths: Shape (n,), uint64: its bytes, each at least 1.
+        starts: Shape (n + 1,), uint64: where each fragment begins in the stream; the
+            last entry is the total.
+        nbytes: Total bytes.
+        owner: Whatever must stay alive while the addresses are used.
+        writable: Whether the memory may be written to.
+    """
+
+    __slots__ = ("addresses", "lengths", "nbytes", "owner", "starts", "writable")
+
+    def __init__(
+        self,
+        addresses: Array,
+        lengths: Array,
+        *,
+        owner: object,
+        writable: bool,
+    ) -> None:
+        if addresses.dtype != UINT64 or lengths.dtype != UINT64:
+            raise UsageError("fragments: addresses and lengths must be uint64 arrays")
+        if addresses.shape != lengths.shape or addresses.ndim != 1:
+            raise UsageError("fragments: addresses and lengths must be 1-D and as long")
+        if lengths.size and not lengths.all():
+            raise UsageError("fragments: a fragment of 0 bytes")
+        self.addresses = addresses
+        self.lengths = lengths
+        self.starts = np.zeros(lengths.size + 1, np.uint64)
+        np.cumsum(lengths, out=self.starts[1:])
+        self.nbytes = int(self.starts[-1])
+        self.owner = owner
+        self.writable = writable
+
+    def __len__(self) -> int:
+        """The number of fragments."""
+        return int(self.lengths.size)
+
+    def __repr__(self) -> str:
+        return f"Fragments({len(self)} of {self.nbytes} bytes)"
+
+    def slice(self, offset: int, length: int) -> Fragments:
+        """The bytes ``[offset, offset + length)`` of the stream, as fragments.
+
+        Raises:
+            UsageError: The range is not inside the stream.
+        """
+        if offset < 0 or length < 0 or offset > self.nbytes - length:
+            raise UsageError(
+                f"fragments: range {offset}+{length} of a stream of {self.nbytes} bytes"
+            )
+        if length == 0:
+            empty = np.empty(0, np.uint64)
+            return Fragments(empty, empty, owner=self.owner, writable=self.writable)
+        first = int(np.searchsorted(self.starts, np.uint64(offset), "right")) - 1
+        last = int(np.searchsorted(self.starts, np.uint64(offset + length), "left"))
+        addresses = self.addresses[first:last].copy()
+        lengths = self.lengths[first:last].copy()
+        lengths[-1] -= self.starts[last] - np.uint64(offset + length)
+        skipped = np.uint64(offset) - self.starts[first]
+        addresses[0] += skipped
+        lengths[0] -= skipped
+        return Fragments(addresses, lengths, owner=self.owner, writable=self.writable)
+
+    def merged(self) -> Fragments:
+        """The same stream with fragments joined where they touch in memory."""
+        if len(self) < 2:
+            return self
+        touches = self.addresses[1:] == self.addresses[:-1] + self.lengths[:-1]
+        if not touches.any():
+            return self
+        heads = np.flatnonzero(np.concatenate(([True], ~touches)))
+        lengths = np.add.reduceat(self.lengths, heads)
+        return Fragments(
+            self.addresses[heads],
+            lengths,
+            owner=self.owner,
+            writable=self.writable,
+        )

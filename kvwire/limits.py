@@ -1,0 +1,99 @@
+"""Every bound of kvwire in one place, each with its reason, related by assertions.
+
+A number from a peer is compared with one of these before it is used for anything. Units
+are in the names. Those a user may change are defaults of :class:`kvwire.Config`; the
+``_MAX`` beside them is as far as they go.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# --- frames -----------------------------------------------------------------------------
+# Fixed, so that a link can receive a header without knowing anything else.
+HEADER_BYTES: Final = 32
+# A whole handshake message is 256 bytes: QUIC and TLS fit their first flight in one
+# packet as well, and nothing of unknown length is parsed before authentication.
+HANDSHAKE_BODY_BYTES: Final = 256 - HEADER_BYTES
+# Control bodies carry numbers and names, never payload. NATS allows 4 KiB a control line;
+# the offers of a handshake (backend bootstraps, cache specs) need more.
+CONTROL_BODY_BYTES_MAX: Final = 64 * KIB
+# HMAC-SHA256 truncated to 128 bits, as in RFC 4868.
+SEAL_BYTES: Final = 16
+
+# --- payload ----------------------------------------------------------------------------
+# Field measurements put the knee of every transport between 256 KiB and 1 MiB.
+CHUNK_BYTES: Final = 1 * MIB
+CHUNK_BYTES_MIN: Final = 64 * KIB
+# Keeps a cancel at most one chunk, that is 16 MiB, late.
+CHUNK_BYTES_MAX: Final = 16 * MIB
+# Up to here a message travels with its header, and the receiver may have to hold it.
+EAGER_BYTES: Final = 16 * KIB
+EAGER_BYTES_MAX: Final = 64 * KIB
+# What the receiver holds for messages nobody has asked for yet, per connection.
+EAGER_WINDOW_BYTES: Final = 1 * MIB
+EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB
+EAGER_WINDOW_MESSAGES: Final = 1024
+# One request: the KV cache of one long prompt of a 70B-class model fits.
+REQUEST_BYTES_MAX: Final = 64 * GIB
+# `recv(tag)` without a buffer allocates at most this, whatever the sender announces.
+MESSAGE_BYTES: Final = 256 * MIB
+# Bulk bytes that a connection hands to one link before it waits for that link: two
+# chunks keep the wire busy, and a third would only delay a more urgent one.
+LINK_QUEUE_BYTES: Final = 2 * MIB
+# Bytes one wake-up of the loop may move before other connections get their turn.
+WAKEUP_BYTES: Final = 4 * MIB
+
+# --- tables -----------------------------------------------------------------------------
+# Requests open at once per connection and side.
+REQUESTS_MAX: Final = 4096
+# Request numbers are 32 bits and never reused within a connection.
+REQUEST_ID_MAX: Final = 2**32 - 1
+# Announced messages (larger than eager) that wait for their `recv`, per connection.
+ANNOUNCEMENTS_MAX: Final = 1024
+GRANTS_MAX: Final = 65_536
+REGIONS_MAX: Final = 65_536
+# Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS
+# allows 64 MiB, but that is payload.
+CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
+# Connections per listener, and handshakes that may be pending on it. With 16 KiB of
+# buffers each, strangers pin at most 8 MiB together.
+CONNECTIONS_MAX: Final = 4096
+PENDING_HANDSHAKES_MAX: Final = 256
+BACKENDS_MAX: Final = 32
+PROFILE_FIELDS_MAX: Final = 256
+
+# --- strings ----------------------------------------------------------------------------
+NAME_CHARS_MAX: Final = 128
+KEY_ID_BYTES: Final = 16
+PSK_BYTES_MIN: Final = 32
+PSK_BYTES_MAX: Final = 1024
+REASON_CHARS_MAX: Final = 200
+# websockets truncates what it logs of a peer to 75 characters.
+LOG_CHARS_MAX: Final = 75
+
+# --- time -------------------------------------------------------------------------------
+# NATS gives 2 s to authenticate and 2 s for TLS; asyncio's 60 s is far too long.
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+# Servers in the field take 20 s to 2 min. A decode worker holds GPU memory meanwhile, so
+# a dead peer is known after 3 missed pings of 2 s.
+PING_INTERVAL_S: Final = 2.0
+PING_MISSES: Final = 3
+# gRPC disconnects a client after 2 strikes of too many pings.
+PINGS_PER_SECOND_MAX: Final = 10
+PING_STRIKES_MAX: Final = 2
+CLOSE_TIMEOUT_S: Final = 5.0
+# How late our own loop may be before we say that we, and not the peer, had stalled.
+STALL_TOLERANCE_S: Final = 0.25
+
+assert HEADER_BYTES + HANDSHAKE_BODY_BYTES == 256
+assert CHUNK_BYTES_MIN <= CHUNK_BYTES <= CHUNK_BYTES_MAX <= REQUEST_BYTES_MAX
+assert EAGER_BYTES <= EAGER_BYTES_MAX <= CHUNK_BYTES_MIN
+assert EAGER_BYTES_MAX <= EAGER_WINDOW_BYTES <= EAGER_WINDOW_BYTES_MAX
+assert MESSAGE_BYTES <= REQUEST_BYTES_MAX
+assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
+assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"

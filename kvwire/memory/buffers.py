@@ -1,0 +1,97 @@
+"""Whatever holds bytes, seen as a payload, without a copy.
+
+Accepted: anything with the buffer protocol (bytes, bytearray, mmap, NumPy arrays), NumPy
+arrays of dtypes that protocol cannot name (bfloat16, float8), CPU torch tensors, and
+ready-made fragments. Refused with the reason: memory that is not C-contiguous, read-only
+memory as a destination, and device memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.fragments import Fragments
+
+Payload = memoryview | Fragments
+
+
+def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
+    """See ``buffer`` as bytes; the result keeps it alive.
+
+    Args:
+        buffer: The memory.
+        writable: Whether it is going to be written to.
+        what: The argument's name, for the error.
+
+    Raises:
+        UsageError: The memory cannot be used, and why.
+    """
+    if isinstance(buffer, Fragments):
+        if writable and not buffer.writable:
+            raise UsageError(f"{what}: these fragments are read-only memory")
+        return buffer
+    view = _byte_view(buffer, what)
+    if writable and view.readonly:
+        raise UsageError(
+            f"{what}: {type(buffer).__name__} is read-only; pass a bytearray, a writable "
+            f"NumPy array or a tensor to receive into"
+        )
+    return view
+
+
+def slice_payload(payload: Payload, offset: int, length: int) -> Payload:
+    """The bytes ``[offset, offset + length)`` of a payload."""
+    if isinstance(payload, Fragments):
+        return payload.slice(offset, length)
+    return payload[offset : offset + length]
+
+
+def _byte_view(buffer: Any, what: str) -> memoryview:
+    if _is_tensor(buffer):
+        buffer = _tensor_bytes(buffer, what)
+    elif isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+        # bfloat16 and float8 arrays (ml_dtypes) have no buffer format of their own.
+        buffer = buffer.reshape(-1).view(np.uint8)
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError, BufferError):
+        raise UsageError(
+            f"{what}: {type(buffer).__name__} is no memory that kvwire can use; pass "
+            f"bytes, a bytearray, a NumPy array or a CPU torch tensor"
+        ) from None
+    if not view.c_contiguous:
+        raise UsageError(
+            f"{what}: the memory is not C-contiguous (shape {view.shape}, strides "
+            f"{view.strides}); pass a contiguous array or a copy of it"
+        )
+    if view.format == "B" and view.ndim == 1:
+        return view
+    if view.nbytes == 0:
+        # A zero in the shape cannot be cast, and there is nothing to point at.
+        return memoryview(bytearray() if not view.readonly else b"")
+    return view.cast("B")
+
+
+def _is_tensor(buffer: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(buffer, torch.Tensor)
+
+
+def _tensor_bytes(tensor: Any, what: str) -> Any:
+    torch: Any = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise UsageError(
+            f"{what}: the tensor is on {tensor.device}; this transport moves host memory "
+            f"only, so pass tensor.cpu() or choose a transport that takes device memory"
+        )
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"{what}: the tensor is not contiguous (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}); pass tensor.contiguous()"
+        )
+    # NumPy has no bfloat16 and no float8, so the bytes are viewed before they cross over.
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

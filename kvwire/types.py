@@ -1,0 +1,165 @@
+"""Small value types that every layer shares. No behaviour that needs a loop or a socket."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+from urllib.parse import urlsplit
+
+from kvwire.errors import UsageError
+
+RequestId = NewType("RequestId", int)
+"""Names one request on a connection; the initiator counts, and never twice the same."""
+BufferId = NewType("BufferId", int)
+"""Names one local buffer to the protocol core, which never sees the memory itself."""
+RegionId = NewType("RegionId", int)
+GrantId = NewType("GrantId", int)
+Generation = NewType("Generation", int)
+"""Counts the uses of a region; a grant of an earlier one is stale."""
+Tag = NewType("Tag", int)
+"""Matches a message with its receiver: 0 to 2**64 - 1."""
+LayerIndex = NewType("LayerIndex", int)
+ChunkIndex = NewType("ChunkIndex", int)
+
+
+class Role(enum.IntEnum):
+    """Which side opened the connection."""
+
+    CLIENT = 0
+    SERVER = 1
+
+    @property
+    def other(self) -> Role:
+        """The peer's role."""
+        return Role.SERVER if self is Role.CLIENT else Role.CLIENT
+
+
+class TrustMode(enum.IntEnum):
+    """How the two sides know each other; docs/topics/security.md says what each gives."""
+
+    LOOPBACK = 0
+    PSK = 1
+
+
+class Access(enum.Flag):
+    """What a peer may do with a region it was granted."""
+
+    READ = 1
+    WRITE = 2
+    READWRITE = READ | WRITE
+
+    @classmethod
+    def parse(cls, text: str | Access) -> Access:
+        """Read ``"read"``, ``"write"`` or ``"readwrite"``.
+
+        Raises:
+            UsageError: Any other text.
+        """
+        if isinstance(text, Access):
+            return text
+        names = {"read": cls.READ, "write": cls.WRITE, "readwrite": cls.READWRITE}
+        if text not in names:
+            raise UsageError(
+                f'access={text!r}: use "read" (the peer may get), "write" (the peer may '
+                f'put) or "readwrite"'
+            )
+        return names[text]
+
+
+class MemoryKind(enum.StrEnum):
+    """Where bytes lie."""
+
+    HOST = "host"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a communicator listens: a scheme, and what that scheme needs.
+
+    ``str(address)`` and :meth:`parse` are inverses.
+    """
+
+    scheme: str
+    host: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}" if self.port else self._portless()
+
+    def _portless(self) -> str:
+        if self.scheme == "inproc":
+            return f"inproc://{self.host}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:0"
+
+    @classmethod
+    def parse(cls, text: str | Address) -> Address:
+        """Read ``"host:port"``, ``"tcp://host:port"`` or ``"inproc://name"``.
+
+        Raises:
+            UsageError: The text is none of these, or the port is not 0 to 65,535.
+        """
+        if isinstance(text, Address):
+            return text
+        full = text if "://" in text else f"tcp://{text}"
+        try:
+            parts = urlsplit(full)
+            port = parts.port
+        except ValueError as exc:
+            raise UsageError(f"address {text!r}: {exc}") from None
+        if parts.path not in ("", "/") or parts.query or parts.username is not None:
+            raise UsageError(f"address {text!r}: only scheme://host:port is understood")
+        if parts.scheme == "inproc":
+            return cls("inproc", full.removeprefix("inproc://").rstrip("/"))
+        if port is None:
+            raise UsageError(f'address {text!r} has no port; write "host:0" for any free one')
+        return cls(parts.scheme, parts.hostname or "", port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerInfo:
+    """Who is at the other end, as it said and, in ``psk`` mode, proved."""
+
+    name: str
+    incarnation: bytes
+    address: Address | None
+    trust: TrustMode
+    version: int
+    profile: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        where = f" at {self.address}" if self.address else ""
+        return f"{self.name!r} ({self.incarnation.hex()[:8]}){where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One transport that was considered for a connection."""
+
+    name: str
+    taken: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'taken' if self.taken else 'refused'}, {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class TransportReport:
+    """Every transport that was considered for a connection, and why it was taken or not."""
+
+    candidates: tuple[Candidate, ...] = field(default=())
+
+    @property
+    def taken(self) -> str:
+        """The name of the transport that was taken."""
+        return next((c.name for c in self.candidates if c.taken), "")
+
+    def __iter__(self) -> object:
+        return iter(self.candidates)
+
+    def __str__(self) -> str:
+        return "; ".join(str(c) for c in self.candidates)
