@@ -1,0 +1,47 @@
+# Everything a contributor runs. `make test` needs Python >= 3.11 and nothing else.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
+THIRD_PARTY := $(wildcard examples/third_party_backend/pyproject.toml)
+CODE := $(wildcard kvwire backends tests examples)
+# More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
+ARGS ?=
+
+.PHONY: test check format cover wheel clean
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy $(CODE)
+
+format: $(STAMP)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+# Each module of wire/ and proto/ against its own test file, every branch.
+cover: $(STAMP)
+	$(BIN)/python -m tests.support.module_coverage
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The stamp is newer than what it was made from, so nothing is installed twice.
+$(STAMP): pyproject.toml $(THIRD_PARTY) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' \
+	  $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
+	touch $@
+
+$(BIN)/python:
+	@for python in $(PYTHONS); do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then echo "$$python -m venv $(VENV)"; exec $$python -m venv $(VENV); fi; \
+	done; \
+	echo 'kvwire needs Python 3.11 or newer; none of $(PYTHONS) is one' >&2; exit 1

@@ -1,0 +1,3 @@
+"""Every test runs on both event loops and leaves nothing behind."""
+
+pytest_plugins = ["tests.support.leaks", "tests.support.loops"]

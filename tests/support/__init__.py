@@ -1,0 +1,1 @@
+"""What the tests share: the leak check, both event loops, and the house rules."""

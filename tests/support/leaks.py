@@ -1,0 +1,102 @@
+"""Fails a test that leaves something behind: a descriptor, a thread, a task, an error.
+
+Two fixtures of every test do it, and their order is the point. ``_nothing_left`` is set up
+before the test's event loop exists and torn down after it is closed, so that what the loop
+itself holds, its default executor included, is not counted. ``_loop_left_empty`` lives inside the loop and around the
+test's own async fixtures, because closing a loop cancels what still runs in it and so
+hides it.
+
+An exception nobody retrieved is only noticed when its task is collected, and a descriptor
+may sit in a reference cycle. So every test ends with a collection. Freezing what survives
+one (modules, reports) keeps the next at 0.1 ms instead of 30 and more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from pytest_asyncio import is_async_test
+
+# Grace for a thread that has been told to end and is on its way out.
+THREAD_EXIT_S = 1.0
+
+_errors: list[str] = []
+
+
+def pytest_collection_finish() -> None:
+    """Hook of pytest: all tests are imported and none has run."""
+    # libuv makes a process-wide signal pipe with its first loop and keeps it.
+    uvloop.new_event_loop().close()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    descriptors, threads = open_descriptors(), set(threading.enumerate())
+    _errors.clear()
+    yield
+    gc.collect()
+    gc.freeze()
+    left = [
+        *(f"descriptor {fd}: {what}" for fd, what in _opened_since(descriptors)),
+        *(f"thread {thread.name!r}" for thread in _started_since(threads)),
+        *_errors,
+    ]
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _watch_loop(request: pytest.FixtureRequest, _nothing_left: None) -> None:
+    if is_async_test(request.node):
+        request.getfixturevalue("_loop_left_empty")
+
+
+@pytest.fixture
+async def _loop_left_empty() -> AsyncIterator[None]:
+    asyncio.get_running_loop().set_exception_handler(_note_error)
+    yield
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        names = "\n  ".join(sorted(repr(task) for task in left))
+        pytest.fail(f"tasks left behind:\n  {names}", pytrace=False)
+
+
+def _note_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio would only have logged, such as a never retrieved exception."""
+    cause = context.get("exception")
+    _errors.append(f"{context['message']}: {cause!r}" if cause else context["message"])
+
+
+def open_descriptors() -> dict[int, str]:
+    """The open file descriptors of this process and what each leads to, on Linux."""
+    if sys.platform != "linux":
+        return {}
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = str(Path("/proc/self/fd", name).readlink())
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing
+    return found
+
+
+def _opened_since(before: dict[int, str]) -> list[tuple[int, str]]:
+    return sorted(set(open_descriptors().items()) - set(before.items()))
+
+
+def _started_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in started:
+        thread.join(THREAD_EXIT_S)
+    return [thread for thread in started if thread.is_alive()]
