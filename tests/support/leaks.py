@@ -1,21 +1,20 @@
 """Fails a test that leaves something behind: a descriptor, a thread, a task, an error.
 
-Two fixtures of every test do it, and their order is the point. ``_nothing_left`` is set up
-before the test's event loop exists and torn down after it is closed, so that what the loop
-itself holds, its default executor included, is not counted. ``_loop_left_empty`` lives inside the loop and around the
-test's own async fixtures, because closing a loop cancels what still runs in it and so
-hides it.
+Two fixtures of every test do it, and their order is the point. ``_nothing_left`` is set
+up before the test's event loop exists and torn down after it is closed, so that what
+the loop itself holds, its default executor included, is not counted.
+``_loop_left_empty`` lives inside the loop and around the test's own async fixtures,
+because closing a loop cancels what still runs in it and so hides it.
 
-An exception nobody retrieved is only noticed when its task is collected, and a descriptor
-may sit in a reference cycle. So every test ends with a collection. Freezing what survives
-one (modules, reports) keeps the next at 0.1 ms instead of 30 and more.
+An exception nobody retrieved is only noticed when its task is collected, and a
+descriptor may sit in a reference cycle. So every test ends with a collection. Freezing
+what survives one (modules, reports) keeps the next at 0.1 ms instead of 30 and more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -83,9 +82,9 @@ def open_descriptors() -> dict[int, str]:
     if sys.platform != "linux":
         return {}
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            found[int(name)] = str(Path("/proc/self/fd", name).readlink())
+            found[int(entry.name)] = str(entry.readlink())
         except FileNotFoundError:
             continue  # the descriptor of this very listing
     return found

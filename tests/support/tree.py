@@ -42,7 +42,7 @@ class Source:
         return _parsed(self.text, self.path)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _parsed(text: str, path: str) -> ast.Module:
     return ast.parse(text, filename=path)
 
