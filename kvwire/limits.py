@@ -67,6 +67,18 @@ PENDING_HANDSHAKES_MAX: Final = 256
 BACKENDS_MAX: Final = 32
 PROFILE_FIELDS_MAX: Final = 256
 
+# --- KV caches --------------------------------------------------------------------------
+# What a peer may say about its cache. The widest models of today have 128 layers, 128 KV
+# heads, heads of 576 elements and 5 cache groups; tensor parallelism stays below 1024.
+KV_LAYERS_MAX: Final = 4096
+KV_HEADS_MAX: Final = 4096
+KV_HEAD_DIM_MAX: Final = 65_536
+KV_BLOCK_TOKENS_MAX: Final = 65_536
+KV_SHARDS_MAX: Final = 4096
+KV_GROUPS_MAX: Final = 64
+# Blocks in the list of one transfer: 10 million tokens at 4 tokens a block fit.
+KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
+
 # --- strings ----------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16

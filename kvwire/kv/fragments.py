@@ -1,8 +1,9 @@
 """A byte stream as the contiguous pieces of memory it lies in.
 
-A transfer is one canonical byte order; each side maps that order onto its own memory with
-a list of fragments. The two lists need not agree: only their total length does. A list is
-a pair of NumPy arrays, so 100,000 fragments cost two arrays and not 100,000 objects.
+A transfer is one canonical byte order; each side maps that order onto its own memory
+with a list of fragments. The two lists need not agree: only their total length does. A
+list is a pair of NumPy arrays, so 100,000 fragments cost two arrays and not 100,000
+objects.
 """
 
 from __future__ import annotations

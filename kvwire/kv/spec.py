@@ -1,0 +1,336 @@
+"""What a KV cache holds: the model's geometry, and which share of it lies here.
+
+Two kinds of fields. *Geometry* (layers, KV heads, head dim, dtype, components,
+fingerprint) describes the model and must agree between two peers;
+:meth:`KVSpec.differing` names what does not. *Placement* (block size, shard, first
+layer) says how one side stores it and may differ, because the planner maps either side's
+memory onto one byte order.
+
+``kv_heads`` and ``layers`` count what the tensors of *this* cache hold. The model's
+indices of them follow from the shard:
+
+* Split heads. ``kv_heads=2, shard=(1, 4)`` is heads 2 and 3 of a model with 8.
+* Replicated heads. With more shards than heads, several shards hold the same ones, and
+  ``model_kv_heads`` says how many the model has: ``kv_heads=1, shard=(5, 8),
+  model_kv_heads=4`` is head 2, which shard 4 holds too. With MLA (``components=1,
+  kv_heads=1``) every shard holds the one latent head, without being asked.
+* Pipeline stages. ``layers=16, first_layer=16, model_layers=32`` is the second of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire import limits
+from kvwire.errors import ProfileMismatch, UsageError
+
+DTYPE_BYTES: Final = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Element types by name, and their bytes. Elements are moved, never converted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """What one KV cache, or one group of a hybrid cache, holds.
+
+    Attributes:
+        layers: Layers in this cache.
+        kv_heads: KV heads of each layer in this cache, so of this shard.
+        head_dim: Elements of one head of one token; for MLA the latent width.
+        block_tokens: Tokens of one block.
+        dtype: Element type, a key of :data:`DTYPE_BYTES`.
+        components: 2 for keys and values, 1 for MLA's latent.
+        shard: (rank, size) of the tensor-parallel group that the heads are split over.
+        fingerprint: Names the weights (model, revision); compared as it is.
+        model_kv_heads: KV heads of the whole model; None for ``kv_heads * size``, or,
+            with MLA, for 1.
+        first_layer: The model's index of this cache's layer 0.
+        model_layers: Layers of the whole model; None for ``first_layer + layers``.
+
+    Raises:
+        UsageError: A field is out of range, or the shard does not divide the heads.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str = "bfloat16"
+    components: int = 2
+    shard: tuple[int, int] = (0, 1)
+    fingerprint: str = ""
+    model_kv_heads: int | None = None
+    first_layer: int = 0
+    model_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("layers", self.layers, limits.KV_LAYERS_MAX)
+        _check_count("kv_heads", self.kv_heads, limits.KV_HEADS_MAX)
+        _check_count("head_dim", self.head_dim, limits.KV_HEAD_DIM_MAX)
+        _check_count("block_tokens", self.block_tokens, limits.KV_BLOCK_TOKENS_MAX)
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        if type(self.components) is not int or self.components not in (1, 2):
+            raise UsageError(
+                f"KVSpec: components={self.components!r}: use 2 for keys and values, "
+                "or 1 for MLA"
+            )
+        _check_fingerprint(self.fingerprint)
+        _check_shard(self)
+        _check_stage(self)
+
+    @property
+    def total_kv_heads(self) -> int:
+        """KV heads of the whole model."""
+        if self.model_kv_heads is not None:
+            return self.model_kv_heads
+        latent = self.components == 1 and self.kv_heads == 1
+        return 1 if latent else self.kv_heads * self.shard[1]
+
+    @property
+    def total_layers(self) -> int:
+        """Layers of the whole model."""
+        if self.model_layers is not None:
+            return self.model_layers
+        return self.first_layer + self.layers
+
+    @property
+    def replicas(self) -> int:
+        """How many shards hold these same heads."""
+        return self.kv_heads * self.shard[1] // self.total_kv_heads
+
+    @property
+    def heads(self) -> range:
+        """The model's indices of the heads in this cache."""
+        first = self.shard[0] // self.replicas * self.kv_heads
+        return range(first, first + self.kv_heads)
+
+    @property
+    def layer_indices(self) -> range:
+        """The model's indices of the layers in this cache."""
+        return range(self.first_layer, self.first_layer + self.layers)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer: every component and head of this shard."""
+        return self.components * self.kv_heads * self.head_dim * self.item_bytes
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.block_tokens * self.token_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over every layer."""
+        return self.layers * self.layer_block_bytes
+
+    def differing(self, other: KVSpec) -> tuple[str, ...]:
+        """The names of the fields that must agree with ``other`` and do not."""
+        mine, theirs = self._geometry(), other._geometry()
+        return tuple(name for name in mine if mine[name] != theirs[name])
+
+    def require_same_model(self, peer: KVSpec, *, where: str = "KV cache") -> None:
+        """Refuse a peer whose cache cannot hold the same bytes.
+
+        Raises:
+            ProfileMismatch: Names every field that differs, with both values.
+        """
+        fields = self.differing(peer)
+        if not fields:
+            return
+        mine, theirs = self._geometry(), peer._geometry()
+        pairs = [f"{f} is {mine[f]!r} here and {theirs[f]!r} there" for f in fields]
+        raise ProfileMismatch(f"{where}: {'; '.join(pairs)}", fields=fields)
+
+    def to_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The spec as (name, value) texts in a fixed order, for a handshake."""
+        return (
+            ("layers", str(self.layers)),
+            ("kv_heads", str(self.kv_heads)),
+            ("head_dim", str(self.head_dim)),
+            ("block_tokens", str(self.block_tokens)),
+            ("dtype", self.dtype),
+            ("components", str(self.components)),
+            ("shard_rank", str(self.shard[0])),
+            ("shard_size", str(self.shard[1])),
+            ("fingerprint", self.fingerprint),
+            ("model_kv_heads", str(self.total_kv_heads)),
+            ("first_layer", str(self.first_layer)),
+            ("model_layers", str(self.total_layers)),
+        )
+
+    @classmethod
+    def from_pairs(cls, pairs: object) -> KVSpec:
+        """Read what :meth:`to_pairs` wrote; names of a newer version are ignored.
+
+        Raises:
+            UsageError: Not pairs of texts, a name is missing, or a value out of range.
+        """
+        values = _texts(pairs)
+        numbers = {name: _number(values, name) for name in _NUMBERS}
+        rank, size = numbers.pop("shard_rank"), numbers.pop("shard_size")
+        for name in ("dtype", "fingerprint"):
+            if name not in values:
+                raise UsageError(f"KVSpec: the peer's description lacks {name!r}")
+        return cls(
+            shard=(rank, size),
+            dtype=values["dtype"],
+            fingerprint=values["fingerprint"],
+            **numbers,
+        )
+
+    def _geometry(self) -> dict[str, int | str]:
+        """What must agree. ``layers`` and ``kv_heads`` are those of the whole model."""
+        return {
+            "layers": self.total_layers,
+            "kv_heads": self.total_kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+            "components": self.components,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
+    """Which of the peer's shards to move heads from or to, each head exactly once.
+
+    Where several shards hold the same heads, this shard's rank picks among them, so
+    that replicas share the load.
+
+    Args:
+        here: The spec of this shard.
+        there: The specs of every shard of the peer's group, in rank order.
+
+    Returns:
+        Indices into ``there``, ascending by head.
+
+    Raises:
+        UsageError: Some head of this shard is in none of them.
+    """
+    holders: dict[int, list[int]] = {}
+    for index, spec in enumerate(there):
+        common = _overlap(here.heads, spec.heads)
+        if common:
+            holders.setdefault(common.start, []).append(index)
+    chosen: list[int] = []
+    head = here.heads.start
+    while head < here.heads.stop:
+        if head not in holders:
+            raise UsageError(f"shards: none of {len(there)} peers holds KV head {head}")
+        replicas = holders[head]
+        chosen.append(replicas[here.shard[0] % len(replicas)])
+        head = _overlap(here.heads, there[chosen[-1]].heads).stop
+    return tuple(chosen)
+
+
+_NUMBERS: Final = (
+    "layers",
+    "kv_heads",
+    "head_dim",
+    "block_tokens",
+    "components",
+    "shard_rank",
+    "shard_size",
+    "model_kv_heads",
+    "first_layer",
+    "model_layers",
+)
+
+
+def _overlap(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _dtype_name(dtype: object) -> str:
+    """Read ``"bfloat16"``, ``"torch.bfloat16"`` or an object that prints as one."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise UsageError(
+            f"KVSpec: dtype={str(dtype)!r} is none of {', '.join(DTYPE_BYTES)}"
+        )
+    return name
+
+
+def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise UsageError(f"KVSpec: {name}={value!r}: a number from {least} to {most}")
+
+
+def _check_fingerprint(value: object) -> None:
+    if not isinstance(value, str) or len(value) > limits.NAME_CHARS_MAX:
+        raise UsageError(
+            f"KVSpec: fingerprint={value!r}: a text of at most "
+            f"{limits.NAME_CHARS_MAX} characters, such as a model's name and revision"
+        )
+
+
+def _check_shard(spec: KVSpec) -> None:
+    shard: object = spec.shard
+    if not isinstance(shard, tuple) or len(shard) != 2:
+        raise UsageError(f"KVSpec: shard={shard!r}: use (rank, size), such as (0, 1)")
+    rank, size = spec.shard
+    _check_count("shard size", size, limits.KV_SHARDS_MAX)
+    _check_count("shard rank", rank, size - 1, least=0)
+    if spec.model_kv_heads is not None:
+        _check_count("model_kv_heads", spec.model_kv_heads, limits.KV_HEADS_MAX)
+    total = spec.total_kv_heads
+    parts = total // spec.kv_heads
+    if total % spec.kv_heads or size % parts:
+        raise UsageError(
+            f"KVSpec: {total} model_kv_heads cannot be split into {size} shards of "
+            f"kv_heads={spec.kv_heads}; kv_heads counts the heads of one shard"
+        )
+
+
+def _check_stage(spec: KVSpec) -> None:
+    _check_count("first_layer", spec.first_layer, limits.KV_LAYERS_MAX, least=0)
+    total = spec.total_layers
+    _check_count("model_layers", total, limits.KV_LAYERS_MAX)
+    if spec.first_layer + spec.layers > total:
+        raise UsageError(
+            f"KVSpec: first_layer={spec.first_layer} + layers={spec.layers} is more "
+            f"than model_layers={total}"
+        )
+
+
+def _texts(pairs: object) -> dict[str, str]:
+    """Check a peer's pairs for shape before any of them is looked at."""
+    if not isinstance(pairs, tuple | list) or len(pairs) > limits.PROFILE_FIELDS_MAX:
+        raise UsageError("KVSpec: the peer's description is not a list of pairs")
+    values: dict[str, str] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise UsageError("KVSpec: the peer's description is not a list of pairs")
+        name, value = pair
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise UsageError("KVSpec: the peer's description has more than texts")
+        values[name] = value
+    return values
+
+
+def _number(values: dict[str, str], name: str) -> int:
+    text = values.get(name, "")
+    # Nine digits are more than any field may have, and int() of a long text is slow.
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise UsageError(f"KVSpec: the peer's {name} is {text[:16]!r}, not a number")
+    return int(text)
+
+
+# A field that both sides must agree on has to be in the handshake.
+assert {f.name for f in dataclasses.fields(KVSpec)} - {"shard"} == (
+    {*_NUMBERS, "dtype", "fingerprint"} - {"shard_rank", "shard_size"}
+)
