@@ -1,0 +1,181 @@
+"""Copies one payload into another in this process, without Python work per fragment.
+
+Both sides are cut at every border that either has, which gives *pieces*: contiguous on
+both. Two ways to move them, chosen by the measured knee between them:
+
+* small pieces: NumPy gathers and scatters them. All pieces of one length are items of
+  an array of a void type of that length, laid over the whole span of addresses with a
+  stride of one byte, so that an index is a byte offset;
+* large pieces, or pieces of very many lengths: one ``process_vm_readv`` of our own
+  process, which takes the fragment lists of both sides as they are (Linux only; NumPy
+  moves these too where the kernel does not).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import sys
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError
+from kvwire.kv.fragments import Array, Fragments
+from kvwire.limits import KIB
+from kvwire.memory.buffers import Payload
+
+# Below this mean length NumPy is faster: 2.0 against 0.4 GB/s at 256 bytes, 4.8 against
+# 4.0 at 4 KiB, 7.5 against 7.6 at 16 KiB, 10.6 against 13.9 at 1 MiB.
+_KERNEL_PIECE_BYTES: Final = 16 * KIB
+# NumPy is called once for each length of piece; beyond this that is work per fragment.
+_LENGTHS_MAX: Final = 64
+# Gathered at once; small enough to be still in the second-level cache when scattered.
+_BATCH_BYTES: Final = 256 * KIB
+# The kernel takes this many fragments of each side in one call (UIO_MAXIOV).
+_IOVECS_MAX: Final = 1024
+
+
+def copy(source: Payload, destination: Payload) -> None:
+    """Copy ``source`` into ``destination``, which must not overlap it.
+
+    Raises:
+        UsageError: They differ in length, or the destination is read-only.
+    """
+    if source.nbytes != destination.nbytes:
+        raise UsageError(
+            f"copy: {source.nbytes} bytes into a destination of {destination.nbytes}"
+        )
+    if isinstance(destination, Fragments):
+        read_only = not destination.writable
+    else:
+        read_only = destination.readonly
+    if read_only:
+        raise UsageError("copy: the destination is read-only memory")
+    if source.nbytes == 0:
+        return
+    if isinstance(source, memoryview) and isinstance(destination, memoryview):
+        destination[:] = source
+        return
+    _copy_fragments(as_fragments(source), as_fragments(destination))
+
+
+def as_fragments(payload: Payload) -> Fragments:
+    """The payload as a list of fragments; a view becomes a list of one."""
+    if isinstance(payload, Fragments):
+        return payload
+    count = 1 if payload.nbytes else 0
+    lengths = np.full(count, payload.nbytes, np.uint64)
+    addresses = np.full(count, _address(payload) if count else 0, np.uint64)
+    return Fragments(addresses, lengths, owner=payload, writable=not payload.readonly)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _copy_fragments(source: Fragments, destination: Fragments) -> None:
+    borders = np.union1d(source.starts, destination.starts)
+    lengths = np.diff(borders)
+    small = source.nbytes < _KERNEL_PIECE_BYTES * lengths.size
+    if (small and np.unique(lengths).size <= _LENGTHS_MAX) or not _kernel_copies():
+        _copy_by_numpy(source, destination, borders)
+    else:
+        _copy_by_kernel(source, destination)
+
+
+def _copy_by_numpy(source: Fragments, destination: Fragments, borders: Array) -> None:
+    """Copy the pieces between the borders, all pieces of one length together."""
+    starts, lengths = borders[:-1], np.diff(borders)
+    origin = _addresses_at(source, starts)
+    target = _addresses_at(destination, starts)
+    for length in np.unique(lengths).tolist():
+        chosen = lengths == length
+        _gather_and_scatter(origin[chosen], target[chosen], length)
+
+
+def _addresses_at(fragments: Fragments, offsets: Array) -> Array:
+    """Where the bytes at these offsets of the stream lie in memory."""
+    index = np.searchsorted(fragments.starts, offsets, "right") - 1
+    return fragments.addresses[index] + (offsets - fragments.starts[index])
+
+
+def _gather_and_scatter(origin: Array, target: Array, length: int) -> None:
+    """Copy pieces of one length from the addresses ``origin`` to ``target``."""
+    source, first_read = _windows(origin, length)
+    destination, first_written = _windows(target, length)
+    read = (origin - first_read).astype(np.intp)
+    written = (target - first_written).astype(np.intp)
+    batch = max(1, _BATCH_BYTES // length)
+    for i in range(0, read.size, batch):
+        destination[written[i : i + batch]] = source[read[i : i + batch]]
+
+
+def _windows(addresses: Array, length: int) -> tuple[npt.NDArray[np.void], np.uint64]:
+    """All the runs of ``length`` bytes in the span of the addresses, and its start.
+
+    The span may hold memory that is not ours, even not mapped: only what is indexed is
+    touched.
+    """
+    first = addresses.min()
+    count = int(addresses.max() - first) + 1
+    span = (ctypes.c_char * (count + length - 1)).from_address(int(first))
+    windows: npt.NDArray[np.void] = np.ndarray(
+        (count,), np.dtype((np.void, length)), buffer=memoryview(span), strides=(1,)
+    )
+    return windows, first
+
+
+def _copy_by_kernel(source: Fragments, destination: Fragments) -> None:
+    """Copy by ``process_vm_readv``, 1,024 fragments of each side at a time."""
+    done = 0
+    while done < source.nbytes:
+        remote = _iovecs(source, done)
+        local = _iovecs(destination, done)
+        done += _read_own_memory(local, remote)
+
+
+def _iovecs(fragments: Fragments, offset: int) -> Array:
+    """Shape (n, 2): base and length of the next fragments from ``offset`` on."""
+    first = int(np.searchsorted(fragments.starts, np.uint64(offset), "right")) - 1
+    chosen = slice(first, first + _IOVECS_MAX)
+    iovecs = np.stack((fragments.addresses[chosen], fragments.lengths[chosen]), axis=1)
+    skipped = np.uint64(offset) - fragments.starts[first]
+    iovecs[0, 0] += skipped
+    iovecs[0, 1] -= skipped
+    return iovecs
+
+
+def _read_own_memory(local: Array, remote: Array) -> int:
+    moved: int = _libc().process_vm_readv(
+        os.getpid(), local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+    )
+    if moved <= 0:
+        code = ctypes.get_errno() or errno.EIO
+        raise OSError(code, f"process_vm_readv of our own memory: {os.strerror(code)}")
+    return moved
+
+
+@functools.cache
+def _kernel_copies() -> bool:
+    """Whether the kernel lets us read our own memory; a sandbox may forbid the call."""
+    if sys.platform != "linux":
+        return False
+    two = as_fragments(memoryview(bytearray(2)))
+    try:
+        _read_own_memory(_iovecs(two.slice(0, 1), 0), _iovecs(two.slice(1, 1), 0))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    iovecs = (ctypes.c_void_p, ctypes.c_ulong)
+    libc.process_vm_readv.argtypes = (ctypes.c_int, *iovecs, *iovecs, ctypes.c_ulong)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    return libc

@@ -1,0 +1,208 @@
+"""Copies between views and fragment lists, by the kernel and by NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import UsageError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB, MIB
+from kvwire.memory import copy as copy_module
+from kvwire.memory.copy import as_fragments, copy
+
+Bytes = npt.NDArray[np.uint8]
+
+# Around the piece length from which the kernel is asked, and far from it.
+_PIECES = [1, 3, 256, 4 * KIB, 16 * KIB - 1, 16 * KIB, 64 * KIB, 1 * MIB]
+
+
+@pytest.fixture(params=["kernel", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to move pieces, each for all lengths."""
+    name: str = request.param
+    if name == "numpy":
+        monkeypatch.setattr(copy_module, "_kernel_copies", lambda: False)
+    elif not copy_module._kernel_copies():
+        pytest.skip(f"process_vm_readv is missing or forbidden on this {sys.platform}")
+    else:
+        monkeypatch.setattr(copy_module, "_KERNEL_PIECE_BYTES", 0)
+    return name
+
+
+def random_bytes(count: int, seed: int = 1) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+
+
+def scattered(lengths: list[int], seed: int, gap: int = 0) -> tuple[Fragments, Bytes]:
+    """Fragments of these lengths lying in a random order, and all of their memory."""
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    offsets = np.zeros(len(lengths), np.uint64)
+    end = gap
+    for index in order:
+        offsets[index] = end
+        end += lengths[index] + gap
+    memory = np.zeros(end, np.uint8)
+    fragments = Fragments(
+        np.uint64(memory.ctypes.data) + offsets,
+        np.array(lengths, np.uint64),
+        owner=memory,
+        writable=True,
+    )
+    return fragments, memory
+
+
+def content(fragments: Fragments) -> bytes:
+    pairs = zip(fragments.addresses.tolist(), fragments.lengths.tolist(), strict=True)
+    return b"".join(ctypes.string_at(address, length) for address, length in pairs)
+
+
+def fill(fragments: Fragments, data: bytes) -> None:
+    starts = fragments.starts.tolist()
+    for i, address in enumerate(fragments.addresses.tolist()):
+        piece = data[starts[i] : starts[i + 1]]
+        ctypes.memmove(address, piece, len(piece))
+
+
+def cuts(draw: st.DrawFn, total: int) -> list[int]:
+    borders = draw(st.sets(st.integers(1, max(1, total - 1)), max_size=60))
+    edges = [0, *sorted(b for b in borders if b < total), total]
+    return [b - a for a, b in itertools.pairwise(edges)]
+
+
+@st.composite
+def two_splits(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """The same total, cut twice without regard to one another."""
+    total = draw(st.integers(1, 4 * KIB))
+    return cuts(draw, total), cuts(draw, total)
+
+
+@given(two_splits(), st.integers(0, 2**32 - 1))
+def test_any_split_into_any_split(
+    splits: tuple[list[int], list[int]], seed: int
+) -> None:
+    source, _ = scattered(splits[0], seed)
+    data = random_bytes(source.nbytes, seed).tobytes()
+    fill(source, data)
+    by_numpy, _ = scattered(splits[1], seed + 1, gap=2)
+    borders = np.union1d(source.starts, by_numpy.starts)
+    copy_module._copy_by_numpy(source, by_numpy, borders)
+    assert content(by_numpy) == data
+    if copy_module._kernel_copies():
+        by_kernel, _ = scattered(splits[1], seed + 2, gap=2)
+        copy_module._copy_by_kernel(source, by_kernel)
+        assert content(by_kernel) == data
+
+
+@pytest.mark.parametrize("piece", _PIECES)
+def test_equal_pieces(way: str, piece: int) -> None:
+    count = max(2, min(3000, 4 * MIB // piece))
+    source, memory = scattered([piece] * count, 1)
+    memory[:] = random_bytes(memory.size)
+    destination, _ = scattered([piece] * count, 2)
+    copy(source, destination)
+    assert content(destination) == content(source)
+
+
+def test_more_fragments_than_one_call_takes(way: str) -> None:
+    source, memory = scattered([3] * 5000, 1)
+    memory[:] = random_bytes(memory.size)
+    destination, _ = scattered([5] * 3000, 2)
+    copy(source, destination)
+    assert content(destination) == content(source)
+
+
+def test_very_many_lengths(way: str) -> None:
+    lengths = list(range(1, 301))
+    source, memory = scattered(lengths, 1)
+    memory[:] = random_bytes(memory.size)
+    destination, _ = scattered(lengths[::-1], 2)
+    copy(source, destination)
+    assert content(destination) == content(source)
+
+
+def test_view_into_fragments_and_back(way: str) -> None:
+    data = random_bytes(100_000)
+    fragments, _ = scattered([1000] * 100, 3)
+    back = bytearray(data.size)
+    copy(data.data, fragments)
+    copy(fragments, memoryview(back))
+    assert content(fragments) == data.tobytes() == bytes(back)
+
+
+def test_view_into_view() -> None:
+    data = random_bytes(70_000)
+    back = bytearray(data.size)
+    copy(data.data, memoryview(back))
+    assert bytes(back) == data.tobytes()
+
+
+def test_nothing_beside_the_destination_is_touched(way: str) -> None:
+    source, memory = scattered([100] * 50, 1)
+    memory[:] = 1
+    destination, around = scattered([250] * 20, 2, gap=7)
+    copy(source, destination)
+    assert int(around.sum()) == 5000
+
+
+def test_read_only_source_is_enough(way: str) -> None:
+    data = random_bytes(4096).tobytes()
+    destination, _ = scattered([512] * 8, 2)
+    copy(memoryview(data), destination)
+    assert content(destination) == data
+
+
+def test_nothing_to_copy() -> None:
+    empty = as_fragments(memoryview(bytearray()))
+    assert len(empty) == 0
+    copy(empty, memoryview(bytearray()))
+    copy(memoryview(b""), empty)
+
+
+def test_lengths_must_agree() -> None:
+    with pytest.raises(UsageError, match="3 bytes into a destination of 4"):
+        copy(memoryview(b"abc"), memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize("kind", ["view", "fragments"])
+def test_read_only_destination(kind: str) -> None:
+    view = memoryview(b"abc")
+    destination = view if kind == "view" else as_fragments(view)
+    with pytest.raises(UsageError, match="destination is read-only"):
+        copy(memoryview(b"xyz"), destination)
+
+
+def test_as_fragments_keeps_memory_alive() -> None:
+    view = memoryview(bytearray(b"abc"))
+    fragments = as_fragments(view)
+    assert fragments.owner is view
+    assert fragments.writable
+    assert content(fragments) == b"abc"
+    assert as_fragments(fragments) is fragments
+
+
+def test_a_forbidden_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> int:
+        ctypes.set_errno(1)
+        return -1
+
+    class Libc:
+        process_vm_readv = staticmethod(forbidden)
+
+    monkeypatch.setattr(copy_module, "_libc", Libc)
+    assert not copy_module._kernel_copies.__wrapped__()
+    fragments = as_fragments(memoryview(bytearray(4)))
+    with pytest.raises(OSError, match="process_vm_readv"):
+        copy_module._copy_by_kernel(fragments, fragments)
+
+
+@pytest.mark.skipif(sys.platform == "linux", reason="Linux has process_vm_readv")
+def test_other_systems_use_numpy() -> None:
+    assert not copy_module._kernel_copies()
