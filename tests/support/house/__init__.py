@@ -1,0 +1,16 @@
+"""The house style as checks that run: see CONTRIBUTING.md for the rules in prose."""
+
+from __future__ import annotations
+
+from tests.support.house import bounds, contracts, forbidden, shape, suite
+from tests.support.house.check import Check, Finding
+
+CHECKS: tuple[Check, ...] = (
+    *forbidden.CHECKS,
+    *shape.CHECKS,
+    *contracts.CHECKS,
+    *bounds.CHECKS,
+    *suite.CHECKS,
+)
+
+__all__ = ["CHECKS", "Check", "Finding"]

@@ -1,0 +1,138 @@
+"""What a test may not do: wait for a clock, assert nothing, skip without a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.support.house.check import (
+    AnyFunction,
+    Check,
+    Finding,
+    dotted,
+    each,
+    functions,
+)
+from tests.support.tree import Source
+
+# Helpers that assert for the test that calls them are named so.
+ASSERTING = ("assert_", "check", "expect", "fnmatch_lines", "no_fnmatch", "run_state_")
+_PYTEST_ASKS = {"pytest.raises", "pytest.warns", "pytest.fail", "pytest.skip"}
+
+
+def sleeps(source: Source) -> Iterator[Finding]:
+    """Waiting for time to pass. ``sleep(0)`` only gives other tasks a turn."""
+    for name, function in functions(source.syntax):
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or _is_zero(node.args):
+                continue
+            if dotted(node.func).rpartition(".")[2] == "sleep":
+                text = "wait for an event, not for time"
+                yield Finding(source.path, node.lineno, name, text)
+
+
+def _is_zero(arguments: list[ast.expr]) -> bool:
+    match arguments:
+        case [ast.Constant(value=0)]:
+            return True
+        case _:
+            return False
+
+
+def idle_tests(source: Source) -> Iterator[Finding]:
+    """A test that asserts nothing, neither itself nor through a named helper."""
+    for name, function in functions(source.syntax):
+        bare = name.rpartition(".")[2]
+        if bare.startswith("test_") and "<locals>" not in name and not _asks(function):
+            yield Finding(source.path, function.lineno, name, "asserts nothing")
+
+
+def _asks(function: AnyFunction) -> bool:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Call):
+            called = dotted(node.func)
+            last = called.rpartition(".")[2] or getattr(node.func, "attr", "")
+            if called in _PYTEST_ASKS or last.lstrip("_").startswith(ASSERTING):
+                return True
+    return False
+
+
+def silent_skips(source: Source) -> Iterator[Finding]:
+    """A skip or expected failure without a reason that pytest can print."""
+    for node in ast.walk(source.syntax):
+        reasoned = isinstance(node, ast.Call) and (
+            any(k.arg == "reason" for k in node.keywords)
+            or (dotted(node.func) == "pytest.skip" and node.args)
+        )
+        if reasoned or not isinstance(node, ast.Call | ast.Attribute):
+            continue
+        name = dotted(node.func if isinstance(node, ast.Call) else node)
+        if name in _SKIPS and not _is_called(source, node):
+            yield Finding(source.path, node.lineno, name, "says no reason")
+
+
+_SKIPS = {
+    "pytest.skip",
+    *(f"pytest.mark.{mark}" for mark in ("skip", "skipif", "xfail")),
+}
+
+
+def _is_called(source: Source, node: ast.AST) -> bool:
+    """Whether an attribute is the function of a call, which is judged as a whole."""
+    return any(
+        isinstance(call, ast.Call) and call.func is node
+        for call in ast.walk(source.syntax)
+    )
+
+
+_TESTS = ("tests/",)
+
+CHECKS = (
+    Check(
+        name="tests do not sleep",
+        over=_TESTS,
+        find=each(sleeps),
+        bad=[
+            ("tests/a.py", "async def test_a():\n    await asyncio.sleep(0.1)"),
+            ("tests/a.py", "def test_a():\n    time.sleep(1)"),
+            ("tests/a.py", "def test_a():\n    sleep(delay)"),
+        ],
+        good=[("tests/a.py", "async def test_a():\n    await asyncio.sleep(0)")],
+        excused={},
+    ),
+    Check(
+        name="tests assert something",
+        over=_TESTS,
+        find=each(idle_tests),
+        bad=[
+            ("tests/a.py", "def test_a():\n    run()"),
+            ("tests/a.py", "class TestA:\n    async def test_a(self):\n        ..."),
+        ],
+        good=[
+            ("tests/a.py", "def test_a():\n    assert run()"),
+            ("tests/a.py", "def test_a():\n    with pytest.raises(E):\n        run()"),
+            ("tests/a.py", "def test_a():\n    assert_closed(pair)"),
+            ("tests/a.py", "def helper():\n    run()"),
+        ],
+    ),
+    Check(
+        name="skips say why",
+        over=_TESTS,
+        find=each(silent_skips),
+        bad=[
+            ("tests/a.py", "@pytest.mark.skip\ndef test_a(): ..."),
+            ("tests/a.py", "@pytest.mark.skipif(WINDOWS)\ndef test_a(): ..."),
+            ("tests/a.py", "def test_a():\n    pytest.skip()"),
+            ("tests/a.py", "pytestmark = pytest.mark.xfail(strict=True)"),
+        ],
+        good=[
+            (
+                "tests/a.py",
+                "@pytest.mark.skipif(X, reason='no GPU')\ndef test_a(): ...",
+            ),
+            ("tests/a.py", "def test_a():\n    pytest.skip('no GPU')"),
+        ],
+    ),
+)
