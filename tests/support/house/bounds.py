@@ -31,20 +31,27 @@ _CONTAINERS = {
 
 def unbounded(files: Sequence[Source]) -> Iterator[Finding]:
     """Attributes that grow somewhere and whose definition names no limit."""
-    bounded: set[str] = set()
-    containers: set[str] = set()
     for source in files:
         yield from _wrong_names(source)
-        for attribute, node in _definitions(source.syntax):
-            if _names_a_limit(source, node) or _answers_itself(node.value):
-                bounded.add(attribute)
-            if node.value and _is_container(node.value):
-                containers.add(attribute)
+    made = [
+        (source, attribute, node)
+        for source in files
+        for attribute, node in _definitions(source.syntax)
+    ]
+    containers = {name for _, name, node in made if _is_container(node.value)}
+    grown: dict[str, tuple[str, int]] = {}
     for source in files:
-        for attribute, line in sorted(_grown(source, containers)):
-            if attribute not in bounded:
-                text = "grows; its definition names no limit (# bounded: NAME)"
-                yield Finding(source.path, line, attribute, text)
+        for attribute, line in _grown(source, containers):
+            grown.setdefault(attribute, (source.path, line))
+    for source, attribute, node in made:
+        if attribute in grown and not (
+            _is_scalar(node) or _answers_itself(node.value) or _is_marked(source, node)
+        ):
+            text = f"grows at {':'.join(map(str, grown[attribute]))}; # bounded: NAME?"
+            yield Finding(source.path, node.lineno, attribute, text)
+    for attribute in grown.keys() - {name for _, name, _ in made}:
+        text = "grows and is not defined in these files"
+        yield Finding(*grown[attribute], attribute, text)
 
 
 def _wrong_names(source: Source) -> Iterator[Finding]:
@@ -66,27 +73,45 @@ def _limit_names() -> set[str]:
 
 
 def _definitions(tree: ast.AST) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
-    """Where attributes come from: ``self.x = ...``, and fields in a class body."""
+    """Where attributes are made: a field in a class body, or in ``__init__``."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            for field in node.body:
-                match field:
-                    case ast.AnnAssign(target=ast.Name(id=name)):
-                        yield name, field
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if isinstance(target, ast.Attribute):
-                    yield target.attr, node
+        match node:
+            case ast.ClassDef(body=body):
+                for field in body:
+                    match field:
+                        case ast.AnnAssign(target=ast.Name(id=name)):
+                            yield name, field
+            case ast.FunctionDef(name="__init__" | "__post_init__"):
+                yield from _made_in(node)
 
 
-def _names_a_limit(source: Source, node: ast.stmt) -> bool:
+def _made_in(init: ast.FunctionDef) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
+    for node in ast.walk(init):
+        match node:
+            case ast.Assign(targets=[ast.Attribute(attr=name)]):
+                yield name, node
+            case ast.AnnAssign(target=ast.Attribute(attr=name)):
+                yield name, node
+
+
+def _is_marked(source: Source, node: ast.stmt) -> bool:
     last = node.end_lineno or node.lineno
     above = source.lines[node.lineno - 2].strip() if node.lineno > 1 else ""
     candidates = source.lines[node.lineno - 1 : last]
     if above.startswith("#"):
         candidates = [above, *candidates]
     return any(_MARK.search(line) for line in candidates)
+
+
+def _is_scalar(node: ast.Assign | ast.AnnAssign) -> bool:
+    """Made as a number or a text: another attribute of the same name is meant."""
+    match node:
+        case ast.AnnAssign(annotation=ast.Name(id="int" | "float" | "bool" | "str")):
+            return True
+        case ast.Assign(value=ast.Constant(value=int() | float() | str())):
+            return True
+        case _:
+            return False
 
 
 def _answers_itself(value: ast.expr | None) -> bool:
@@ -99,7 +124,7 @@ def _answers_itself(value: ast.expr | None) -> bool:
             return False
 
 
-def _is_container(value: ast.expr) -> bool:
+def _is_container(value: ast.expr | None) -> bool:
     match value:
         case ast.List() | ast.Dict() | ast.Set() | ast.Constant(value=bytes()):
             return True

@@ -1,0 +1,168 @@
+"""Every numbered protocol rule is shown kept and shown broken (goal Q1).
+
+docs/topics/protocol.md defines a rule in a heading or in the first cell of a table row. A
+test says which rule it shows, and which way::
+
+    @pytest.mark.rule("KVW-HD-01", "keeps")     # the rule followed, and what it gives
+    @pytest.mark.rule("KVW-HD-01", "breaks")    # the rule broken, and how it is refused
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.tree import Source, python, sources
+
+DOCUMENT = "docs/topics/protocol.md"
+SIDES = ("keeps", "breaks")
+
+_ID = re.compile(r"KVW-[A-Z]{2}-\d{2}")
+# "### KVW-HD-01 ..." and "| KVW-HD-01 | ...", with or without code or bold marks.
+_DEFINITION = re.compile(rf"^(?:#+ +|\| *)[`*]*({_ID.pattern})\b", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One ``pytest.mark.rule`` in the tests."""
+
+    where: str
+    rule: str
+    side: str
+
+
+def defined(document: str) -> list[str]:
+    """The rules a document defines, in its order."""
+    return _DEFINITION.findall(document)
+
+
+def marks(source: Source) -> Iterator[Mark]:
+    """Every ``pytest.mark.rule(...)`` of a file, on tests, classes and parameters."""
+    for node in ast.walk(source.syntax):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Attribute(attr="mark"), attr="rule"),
+                args=arguments,
+            ):
+                said = [ast.unparse(argument).strip("'\"") for argument in arguments]
+                rule, side = [*said, "", ""][:2]
+                yield Mark(f"{source.path}:{node.lineno}", rule, side)
+
+
+def cited(source: Source) -> Iterator[tuple[str, str]]:
+    """Where code names a rule, in a string, a comment or a docstring; and which."""
+    for number, line in enumerate(source.lines, 1):
+        for rule in _ID.findall(line):
+            yield f"{source.path}:{number}", rule
+
+
+def problems(
+    rules: list[str], shown: Iterable[Mark], named: Iterable[tuple[str, str]]
+) -> Iterator[str]:
+    """What keeps the document, the code and the tests from saying the same."""
+    for rule, times in Counter(rules).items():
+        if times > 1:
+            yield f"{rule} is defined {times} times"
+    sides: dict[str, set[str]] = defaultdict(set)
+    for mark in shown:
+        if mark.rule not in rules:
+            yield f"{mark.where}: no rule {mark.rule!r} in {DOCUMENT}"
+        if mark.side not in SIDES:
+            yield f"{mark.where}: the side is one of {SIDES}, not {mark.side!r}"
+        sides[mark.rule].add(mark.side)
+    for where, rule in named:
+        if rule not in rules:
+            yield f"{where}: {rule} is not in {DOCUMENT}"
+    for rule in rules:
+        for side in SIDES:
+            if side not in sides[rule]:
+                yield f'{rule}: no test is marked rule("{rule}", "{side}")'
+
+
+def test_every_rule_is_shown_both_ways() -> None:
+    """The document, the code and the tests name the same rules."""
+    documents = sources(DOCUMENT)
+    if not documents:
+        pytest.fail(f"{DOCUMENT} does not exist; it numbers the protocol's rules")
+    rules = defined(documents[0].text)
+    assert rules, f"{DOCUMENT} defines no rule: KVW-XX-00 in a heading or a first cell"
+    shown = [mark for source in python("tests/") for mark in marks(source)]
+    named = [
+        place for source in python("kvwire/", "backends/") for place in cited(source)
+    ]
+    if found := list(problems(rules, shown, named)):
+        pytest.fail("\n  ".join(["protocol rules:", *found]), pytrace=False)
+
+
+def test_definitions_are_read_from_headings_and_tables() -> None:
+    """A mention in running text defines nothing."""
+    text = (
+        "# Protocol\n\n### KVW-HD-01 Header checksum\n\nSee KVW-HD-09.\n\n"
+        "| rule | text |\n|---|---|\n| `KVW-HS-02` | ranges |\n| **KVW-HS-03** | role |\n"
+    )
+    assert defined(text) == ["KVW-HD-01", "KVW-HS-02", "KVW-HS-03"]
+
+
+def test_marks_are_found_wherever_pytest_takes_them() -> None:
+    """On a function, on a class, on a parameter; strings in tests are no marks."""
+    text = """
+@pytest.mark.rule("KVW-HD-01", "keeps")
+def test_a(): ...
+
+@pytest.mark.rule("KVW-HD-02", "breaks")
+class TestB: ...
+
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.rule("KVW-HD-03"))])
+def test_c(x): "pytest.mark.rule('KVW-HD-04', 'keeps')"
+"""
+    found = [(m.rule, m.side) for m in marks(Source("tests/test_x.py", text))]
+    assert sorted(found) == [
+        ("KVW-HD-01", "keeps"),
+        ("KVW-HD-02", "breaks"),
+        ("KVW-HD-03", ""),
+    ]
+
+
+_KEPT = [Mark("a:1", "KVW-HD-01", "keeps"), Mark("a:2", "KVW-HD-01", "breaks")]
+
+
+def test_a_rule_shown_both_ways_has_no_problem() -> None:
+    """And naming it in code is as it should be."""
+    assert not list(problems(["KVW-HD-01"], _KEPT, [("k.py:1", "KVW-HD-01")]))
+
+
+@pytest.mark.parametrize(
+    ("rules", "shown", "named", "complaint"),
+    [
+        (["KVW-HD-01", "KVW-HD-01"], _KEPT, [], "defined 2 times"),
+        (["KVW-HD-01"], _KEPT[:1], [], '"breaks"'),
+        (["KVW-HD-01"], _KEPT[1:], [], '"keeps"'),
+        (["KVW-HD-01"], [*_KEPT, Mark("a:3", "KVW-HD-09", "keeps")], [], "no rule"),
+        (["KVW-HD-01"], [*_KEPT, Mark("a:3", "KVW-HD-01", "kept")], [], "the side"),
+        (["KVW-HD-01"], _KEPT, [("k.py:1", "KVW-HD-09")], "k.py:1: KVW-HD-09"),
+    ],
+)
+def test_each_kind_of_problem_is_named(
+    rules: list[str],
+    shown: list[Mark],
+    named: list[tuple[str, str]],
+    complaint: str,
+) -> None:
+    """One example for every complaint there is."""
+    (problem,) = problems(rules, shown, named)
+    assert complaint in problem
+
+
+def test_citations_are_found_in_strings_and_comments() -> None:
+    """Both bind the code to the document."""
+    text = 'raise MalformedFrame("KVW-HD-01", "bad")  # KVW-HD-02 as well\n'
+    places = list(cited(Source("kvwire/wire/a.py", text)))
+    assert places == [
+        ("kvwire/wire/a.py:1", "KVW-HD-01"),
+        ("kvwire/wire/a.py:1", "KVW-HD-02"),
+    ]
