@@ -67,9 +67,9 @@ PENDING_HANDSHAKES_MAX: Final = 256
 BACKENDS_MAX: Final = 32
 PROFILE_FIELDS_MAX: Final = 256
 
-# --- KV caches --------------------------------------------------------------------------
-# What a peer may say about its cache. The widest models of today have 128 layers, 128 KV
-# heads, heads of 576 elements and 5 cache groups; tensor parallelism stays below 1024.
+# --- KV caches ------------------------------------------------------------------------
+# What a peer may say about its cache. The widest models of today have 128 layers, 128
+# KV heads, heads of 576 elements and 5 groups; tensor parallelism stays below 1024.
 KV_LAYERS_MAX: Final = 4096
 KV_HEADS_MAX: Final = 4096
 KV_HEAD_DIM_MAX: Final = 65_536

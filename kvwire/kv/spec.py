@@ -3,8 +3,8 @@
 Two kinds of fields. *Geometry* (layers, KV heads, head dim, dtype, components,
 fingerprint) describes the model and must agree between two peers;
 :meth:`KVSpec.differing` names what does not. *Placement* (block size, shard, first
-layer) says how one side stores it and may differ, because the planner maps either side's
-memory onto one byte order.
+layer) says how one side stores it and may differ, because the planner maps the memory
+of either side onto one byte order.
 
 ``kv_heads`` and ``layers`` count what the tensors of *this* cache hold. The model's
 indices of them follow from the shard:

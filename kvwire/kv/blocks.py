@@ -1,0 +1,162 @@
+"""Block lists: which blocks a transfer moves, and in which order.
+
+A transfer's list says where the request's tokens lie: the block at position 0 holds
+the first ``block_tokens`` of them, and so on. Positions count within the list, ids
+within the pool. Hybrid models have a list for each cache group, so a block is named by
+(group, id).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire import limits
+from kvwire.errors import UsageError
+
+DEFAULT_GROUP: Final = "kv"
+"""The one group of a cache that has no groups."""
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Bits: TypeAlias = npt.NDArray[np.bool_]
+BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
+Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
+"""What callers pass: the ids of the only group, or {group: ids}."""
+
+
+def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> dict[str, Ids]:
+    """Check block ids and put them in one array for each group.
+
+    Args:
+        blocks: Ids in token order; a plain sequence where there is one group.
+        pools: Blocks of each group's pool, in the cache's order.
+
+    Returns:
+        An array for every group, in the order of ``pools``.
+
+    Raises:
+        UsageError: A group is unknown or missing, there is no block at all, or an id is
+            no number, out of range or twice in the list. Names group, id and range.
+    """
+    if not isinstance(blocks, Mapping):
+        if len(pools) != 1:
+            raise UsageError(
+                f"blocks: this cache has the groups {', '.join(pools)}; pass "
+                "{group: ids}, with [] for a group that has none"
+            )
+        blocks = {next(iter(pools)): blocks}
+    for name in blocks:
+        if name not in pools:
+            raise UsageError(
+                f"blocks: no group {name!r}; this cache has {', '.join(pools)}"
+            )
+    for name in pools:
+        if name not in blocks:
+            raise UsageError(
+                f"blocks: group {name!r} is missing; pass [] for no blocks"
+            )
+    lists = {name: _checked(blocks[name], name, pools[name]) for name in pools}
+    total = sum(ids.size for ids in lists.values())
+    if not 0 < total <= limits.KV_BLOCKS_MAX:
+        raise UsageError(
+            f"blocks: {total} blocks; a transfer has 1 to {limits.KV_BLOCKS_MAX}"
+        )
+    return lists
+
+
+class BlockSet(AbstractSet[tuple[str, int]]):
+    """Blocks by (group, id): a set whose members are made only when asked for.
+
+    Args:
+        ids: The ids of each group.
+    """
+
+    __slots__ = ("_ids", "_sorted")
+
+    def __init__(self, ids: Mapping[str, Ids]) -> None:
+        self._ids = dict(ids)
+        self._sorted: dict[str, Ids] = {}
+
+    def ids(self, group: str = DEFAULT_GROUP) -> Ids:
+        """The ids of one group, in the order of the transfer's list.
+
+        Raises:
+            UsageError: There is no such group.
+        """
+        if group not in self._ids:
+            raise UsageError(f"no group {group!r}; there is {', '.join(self._ids)}")
+        return self._ids[group]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups, whether they have blocks here or not."""
+        return tuple(self._ids)
+
+    def __contains__(self, block: object) -> bool:
+        return self.position(block) >= 0
+
+    def position(self, block: object) -> int:
+        """Where ``(group, id)`` stands among its group's ids here, or -1."""
+        if not isinstance(block, tuple) or len(block) != 2 or block[0] not in self._ids:
+            return -1
+        group, block_id = block
+        ids = self._ids[group]
+        if group not in self._sorted:
+            self._sorted[group] = np.argsort(ids, kind="stable")
+        order = self._sorted[group]
+        found = int(np.searchsorted(ids, block_id, sorter=order))
+        if found == ids.size or ids[order[found]] != block_id:
+            return -1
+        return int(order[found])
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        for group, ids in self._ids.items():
+            for block_id in ids.tolist():
+                yield group, block_id
+
+    def __len__(self) -> int:
+        return sum(ids.size for ids in self._ids.values())
+
+    def __repr__(self) -> str:
+        counts = (f"{group}: {ids.size}" for group, ids in self._ids.items())
+        return f"BlockSet({', '.join(counts)})"
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[_Block]) -> frozenset[_Block]:
+        """What ``&`` and the other set operations return: a plain set."""
+        return frozenset(it)
+
+
+_Block = TypeVar("_Block")
+
+
+def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
+    given = np.asarray(ids)
+    if given.size == 0:
+        return np.empty(0, np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise UsageError(
+            f"blocks of group {group!r}: a flat sequence of block ids, not "
+            f"{given.ndim}-dimensional {given.dtype.name}"
+        )
+    wrong = (given < 0) | (given >= num_blocks)
+    if wrong.any():
+        position = int(wrong.argmax())
+        raise UsageError(
+            f"blocks of group {group!r}: block id {int(given[position])} at position "
+            f"{position} is out of range; the pool has blocks 0 to {num_blocks - 1}"
+        )
+    checked = given.astype(np.int64)
+    order = np.argsort(checked, kind="stable")
+    twice = np.flatnonzero(np.diff(checked[order]) == 0)
+    if twice.size:
+        position = int(order[twice + 1].min())
+        raise UsageError(
+            f"blocks of group {group!r}: block id {int(checked[position])} is there "
+            f"twice, again at position {position}"
+        )
+    return checked

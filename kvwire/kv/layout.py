@@ -1,0 +1,238 @@
+"""Which axis of the cache each dimension of a tensor is, and how far its steps are.
+
+A layout is an axis order in einops style: ``"block kv token head dim"``. Parentheses
+fold several axes into one dimension: ``"block head token (kv dim)"`` has the key and
+the value of one token side by side. An axis of one element may be left out, so MLA is
+``"block token dim"``. The text gives only the *names*; strides come from the tensor, so
+that a transposed or padded view needs no layout of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.errors import UsageError
+from kvwire.kv.spec import KVSpec
+
+AXES: Final = ("layer", "block", "kv", "token", "head", "dim")
+"""Every axis of a cache, in the order that a layout without further wishes has."""
+
+ALIASES: Final = {
+    "NHD": "block kv token head dim",
+    "HND": "block kv head token dim",
+}
+"""The field's names. In a cross-layer tensor the ``layer`` axis follows ``block``."""
+
+Dims = tuple[tuple[str, ...], ...]
+"""The axes of each dimension of a tensor, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How one axis lies in one tensor.
+
+    Attributes:
+        extent: Steps along the axis.
+        stride: Bytes from one step to the next; 0 where there is only one.
+    """
+
+    extent: int
+    stride: int
+
+
+def parse_layout(text: str) -> Dims:
+    """Read an axis order such as ``"block head token (kv dim)"``.
+
+    Raises:
+        UsageError: An unknown or repeated axis, or no ``block`` axis.
+    """
+    dims: list[tuple[str, ...]] = []
+    for folded, plain in _TOKEN.findall(text):
+        dims.append(tuple(folded.split()) if folded else (plain,))
+    named = [axis for dim in dims for axis in dim]
+    for axis in named:
+        if axis not in AXES:
+            raise UsageError(
+                f"layout {text!r}: no axis {axis!r}; the axes are {', '.join(AXES)}, "
+                f"the short forms {' and '.join(ALIASES)}"
+            )
+        if named.count(axis) > 1:
+            raise UsageError(f"layout {text!r}: axis {axis!r} is there twice")
+    if "block" not in named:
+        raise UsageError(f"layout {text!r}: axis 'block' is missing")
+    return tuple(dims)
+
+
+def choose_dims(
+    layout: str,
+    spec: KVSpec,
+    shape: tuple[int, ...],
+    *,
+    layered: bool,
+    apart: bool,
+    where: str,
+) -> Dims:
+    """The dimensions that ``layout`` means for a tensor of this shape.
+
+    An axis order is taken as it is written. ``"NHD"`` and ``"HND"`` adapt: a
+    cross-layer tensor has ``layer`` after ``block``, keys and values apart have no
+    ``kv``, and axes of one element are left out where the tensor has fewer dimensions.
+
+    Args:
+        layout: An axis order or a short form.
+        spec: What the cache holds.
+        shape: Of the tensor.
+        layered: Whether the tensor holds every layer.
+        apart: Whether keys and values are two tensors.
+        where: What to call the tensor in errors.
+
+    Raises:
+        UsageError: The layout has other axes than the tensor.
+    """
+    if layout not in ALIASES:
+        dims = parse_layout(layout)
+        _check_axes(dims, layout, spec, layered=layered, apart=apart, where=where)
+        return dims
+    names = ALIASES[layout].split()
+    if layered:
+        names.insert(1, "layer")
+    if apart:
+        names.remove("kv")
+    extents = _extents(spec)
+    single = [a for a in ("kv", "layer", "head") if a in names and extents[a] == 1]
+    candidates = [names]
+    for axis in single:
+        candidates += [[n for n in names if n != axis] for names in list(candidates)]
+    for candidate in candidates:
+        if len(candidate) == len(shape) and all(
+            axis == "block" or extents[axis] == size
+            for axis, size in zip(candidate, shape, strict=True)
+        ):
+            return tuple((axis,) for axis in candidate)
+    wanted = ", ".join(_with_extent(axis, extents) for axis in names)
+    raise UsageError(
+        f"{where}: shape {shape} is not {layout} of this spec, which is ({wanted}); "
+        "for another order name the axes, such as layout='kv block token head dim'"
+    )
+
+
+def read_axes(
+    dims: Dims,
+    spec: KVSpec,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    *,
+    where: str,
+) -> dict[str, Axis]:
+    """Every axis of one tensor with its extent and stride in bytes.
+
+    Raises:
+        UsageError: The shape is not the spec's, or a stride is zero, negative, makes
+            elements overlap, or leaves the innermost axis with gaps. Names the axis.
+    """
+    if len(dims) != len(shape):
+        text = " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims)
+        raise UsageError(
+            f"{where}: {len(shape)} dimensions {shape}, but the layout {text!r} has "
+            f"{len(dims)}"
+        )
+    extents = _extents(spec)
+    axes = {axis: Axis(1, 0) for axis in AXES}
+    for folded, size, innermost in zip(dims, shape, strides, strict=True):
+        known = {axis: extents[axis] for axis in folded if axis != "block"}
+        rest = math.prod(known.values())
+        if "block" in folded:
+            known["block"] = size // rest
+        if size == 0 or math.prod(known.values()) != size:
+            wanted = " x ".join(_with_extent(axis, extents) for axis in folded)
+            raise UsageError(
+                f"{where}: a dimension of {size} in shape {shape} should be {wanted}"
+            )
+        stride = innermost
+        for axis in reversed(folded):
+            axes[axis] = Axis(known[axis], stride if known[axis] > 1 else 0)
+            stride *= known[axis]
+    _check_strides(axes, spec.item_bytes, where)
+    return axes
+
+
+def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
+    """The innermost axis whose steps do not clear what lies inside it, or ``""``.
+
+    Returns:
+        The axis, and the bytes that one of its steps must be at least.
+    """
+    span = item_bytes
+    for stride, name in sorted((a.stride, n) for n, a in axes.items() if a.extent > 1):
+        if stride < span:
+            return name, span
+        span += stride * (axes[name].extent - 1)
+    return "", span
+
+
+_TOKEN: Final = re.compile(r"\(([^()]*)\)|([^\s()]+)")
+
+
+def _extents(spec: KVSpec) -> Mapping[str, int]:
+    """How many steps each axis has; that of ``block`` is the tensor's affair."""
+    return {
+        "layer": spec.layers,
+        "block": 0,
+        "kv": spec.components,
+        "token": spec.block_tokens,
+        "head": spec.kv_heads,
+        "dim": spec.head_dim,
+    }
+
+
+def _with_extent(axis: str, extents: Mapping[str, int]) -> str:
+    return "blocks" if axis == "block" else f"{axis} {extents[axis]}"
+
+
+def _check_axes(
+    dims: Dims, layout: str, spec: KVSpec, *, layered: bool, apart: bool, where: str
+) -> None:
+    """Refuse a written layout that lacks an axis of the tensor, or has one too many."""
+    named = {axis for dim in dims for axis in dim}
+    extents = _extents(spec)
+    elsewhere = {a for a, gone in (("layer", not layered), ("kv", apart)) if gone}
+    for axis in AXES:
+        if axis in named and axis in elsewhere and extents[axis] > 1:
+            reason = "layer" if axis == "layer" else "key and value"
+            raise UsageError(
+                f"{where}: layout {layout!r} has axis {axis!r}, but there is one "
+                f"tensor for each {reason}"
+            )
+        if axis not in named | elsewhere and axis != "block" and extents[axis] > 1:
+            raise UsageError(
+                f"{where}: layout {layout!r} lacks axis {axis!r}, of which the spec "
+                f"has {extents[axis]}"
+            )
+
+
+def _check_strides(axes: Mapping[str, Axis], item_bytes: int, where: str) -> None:
+    """Refuse elements that overlap, run backwards, or do not lie side by side."""
+    wide = {name: axis for name, axis in axes.items() if axis.extent > 1}
+    for name, axis in wide.items():
+        if axis.stride <= 0:
+            raise UsageError(
+                f"{where}: axis {name!r} has stride {axis.stride}; pass a tensor that is "
+                "neither flipped nor expanded"
+            )
+    name, span = overlapping(wide, item_bytes)
+    if name:
+        raise UsageError(
+            f"{where}: axis {name!r} has a stride of {wide[name].stride} bytes, less "
+            f"than the {span} bytes of one step, so elements overlap"
+        )
+    inner = min(wide, key=lambda name: wide[name].stride, default="")
+    if inner and wide[inner].stride != item_bytes:
+        raise UsageError(
+            f"{where}: axis {inner!r} is the innermost and has a stride of "
+            f"{wide[inner].stride} bytes; its elements of {item_bytes} bytes must lie "
+            "side by side"
+        )

@@ -1,0 +1,321 @@
+"""A paged KV cache as kvwire sees it: which bytes of which tensors are which element.
+
+Whatever the tensors' shapes, a group of a cache comes down to a table of base addresses
+(one for each layer and component) and four strides (block, token, head, dim). The
+*memory order* is the axes sorted by stride, outermost first: two caches of one memory
+order agree on what lies beside what, however their tensors were cut up and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire import limits
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import DEFAULT_GROUP, Blocks, Ids, block_lists
+from kvwire.kv.layout import AXES, Axis, choose_dims, overlapping, read_axes
+from kvwire.kv.spec import KVSpec
+from kvwire.kv.tensors import TensorView, tensor_view
+from kvwire.types import MemoryKind
+
+GroupSource: TypeAlias = "tuple[KVSpec, object] | tuple[KVSpec, object, str]"
+"""What describes one group: spec, tensors and, where it is not the default, layout."""
+
+
+class PagedCache:
+    """The KV cache of one process, in blocks, over memory that the caller owns.
+
+    Args:
+        spec: What the tensors hold.
+        tensors: One tensor for each layer; or one cross-layer tensor; or either with a
+            (keys, values) pair in place of a tensor. NumPy arrays or torch tensors on
+            the CPU. They are kept alive, never copied and never resized.
+        layout: Axis order of each tensor; see :mod:`kvwire.kv.layout`.
+
+    Attributes:
+        groups: The cache's groups by name; a plain cache has one, ``"kv"``.
+        kind: Which memory it lies in.
+
+    Raises:
+        UsageError: A tensor does not fit spec or layout; names tensor and field.
+    """
+
+    __slots__ = ("groups", "kind")
+
+    groups: Mapping[str, CacheGroup]
+    kind: MemoryKind
+
+    def __init__(self, spec: KVSpec, tensors: object, layout: str = "NHD") -> None:
+        group = CacheGroup(DEFAULT_GROUP, spec, tensors, layout)
+        self.groups = {DEFAULT_GROUP: group}
+        self.kind = group.kind
+
+    @classmethod
+    def grouped(
+        cls, groups: Mapping[str, GroupSource], *, layout: str = "NHD"
+    ) -> PagedCache:
+        """A hybrid model's cache: each group has its own spec, tensors and block ids.
+
+        Args:
+            groups: {name: (spec, tensors)} or {name: (spec, tensors, layout)}. Both
+                sides of a transfer must use the same names.
+            layout: Of the groups that give none.
+
+        Raises:
+            UsageError: As for the class, naming the group; or no group, or a bad name.
+        """
+        if not 1 <= len(groups) <= limits.KV_GROUPS_MAX:
+            raise UsageError(
+                f"PagedCache: {len(groups)} groups; 1 to {limits.KV_GROUPS_MAX} can be"
+            )
+        cache = cls.__new__(cls)
+        cache.groups = {
+            name: CacheGroup(
+                name, source[0], source[1], source[2] if len(source) == 3 else layout
+            )
+            for name, source in groups.items()
+        }
+        cache.kind = next(iter(cache.groups.values())).kind
+        return cache
+
+    @property
+    def spec(self) -> KVSpec:
+        """The spec of a cache without groups.
+
+        Raises:
+            UsageError: The cache has several groups.
+        """
+        return self._only().spec
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a cache without groups.
+
+        Raises:
+            UsageError: The cache has several groups.
+        """
+        return self._only().num_blocks
+
+    @property
+    def writable(self) -> bool:
+        """Whether every tensor may be written to, so whether it can receive."""
+        return all(group.writable for group in self.groups.values())
+
+    def block_lists(self, blocks: Blocks) -> dict[str, Ids]:
+        """Check block ids against this cache; see :func:`kvwire.kv.blocks.block_lists`.
+
+        Raises:
+            UsageError: Names the group, the block id and the range.
+        """
+        return block_lists(blocks, {n: g.num_blocks for n, g in self.groups.items()})
+
+    def __repr__(self) -> str:
+        return f"PagedCache({'; '.join(map(repr, self.groups.values()))})"
+
+    def _only(self) -> CacheGroup:
+        if len(self.groups) != 1:
+            raise UsageError(
+                f"PagedCache: has the groups {', '.join(self.groups)}; ask "
+                "cache.groups[name]"
+            )
+        return next(iter(self.groups.values()))
+
+
+class CacheGroup:
+    """One group of layers that share a block table.
+
+    Attributes:
+        name: The group's name.
+        spec: What it holds.
+        num_blocks: Blocks in the pool.
+        bases: Shape (layers, components), int64: where block 0, token 0, head 0 of each
+            layer and component begins.
+        strides: Bytes between steps along ``block``, ``token``, ``head`` and ``dim``; 0
+            for an axis of one element.
+        order: The memory order: every axis, outermost first.
+        kind: Which memory it lies in.
+        writable: Whether every tensor may be written to.
+        owners: The tensors.
+    """
+
+    __slots__ = (
+        "bases",
+        "kind",
+        "name",
+        "num_blocks",
+        "order",
+        "owners",
+        "spec",
+        "strides",
+        "writable",
+    )
+
+    def __init__(self, name: str, spec: KVSpec, tensors: object, layout: str) -> None:
+        _check_name(name)
+        entries = _entries(tensors, spec, name)
+        self.name = name
+        self.spec = spec
+        bases, axes, views = _place(entries, spec, layout, name)
+        self.bases = bases
+        self.num_blocks = axes["block"].extent
+        self.strides = {axis: axes[axis].stride for axis in _INNER}
+        self.kind = views[0].kind
+        self.writable = all(view.writable for view in views)
+        self.owners = tuple(view.owner for view in views)
+        nested = _nested_axes(bases, axes, spec.item_bytes)
+        _check_apart(bases, nested, spec.item_bytes, f"group {name!r}")
+        self.order = _memory_order(nested)
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return (
+            f"{self.name!r}: {spec.layers} layers x {self.num_blocks} blocks of "
+            f"{spec.block_tokens} tokens, {spec.dtype}, {' '.join(self.order)}"
+        )
+
+
+Addresses: TypeAlias = npt.NDArray[np.int64]
+
+# The axes that the table of bases holds, in its order, and those with one stride each.
+_TABLE: Final = ("layer", "kv")
+_INNER: Final = ("block", "token", "head", "dim")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not 1 <= len(name) <= limits.NAME_CHARS_MAX:
+        raise UsageError(
+            f"PagedCache: group name {name!r}: a text of 1 to {limits.NAME_CHARS_MAX} "
+            "characters"
+        )
+
+
+def _entries(tensors: object, spec: KVSpec, group: str) -> list[tuple[object, ...]]:
+    """One tuple for each layer, or for all of them: (both,) or (keys, values)."""
+    if not isinstance(tensors, list | tuple):
+        return [(tensors,)]
+    if len(tensors) not in (1, spec.layers):
+        raise UsageError(
+            f"group {group!r}: {len(tensors)} tensors for layers={spec.layers}; pass "
+            "one for each layer, or one tensor with a 'layer' axis"
+        )
+    entries = [tuple(e) if isinstance(e, list | tuple) else (e,) for e in tensors]
+    for index, entry in enumerate(entries):
+        if len(entry) != len(entries[0]) or len(entry) not in (1, spec.components):
+            raise UsageError(
+                f"group {group!r}: tensors[{index}] is {len(entry)} tensors; pass one "
+                f"for each layer or {spec.components} (components), the same for all"
+            )
+    return entries
+
+
+def _place(
+    entries: Sequence[tuple[object, ...]], spec: KVSpec, layout: str, group: str
+) -> tuple[Addresses, dict[str, Axis], list[TensorView]]:
+    """Read every tensor: the table of bases, and the axes that all of them share."""
+    layered = len(entries) == 1
+    apart = len(entries[0]) > 1
+    bases = np.zeros((spec.layers, spec.components), np.int64)
+    views: list[TensorView] = []
+    shared: dict[str, Axis] = {}
+    for index, entry in enumerate(entries):
+        for part, tensor in enumerate(entry):
+            where = f"group {group!r}: {_tensor_name(index, part, layered, apart)}"
+            view = tensor_view(tensor, where)
+            view.require_dtype(spec.dtype, where)
+            dims = choose_dims(
+                layout, spec, view.shape, layered=layered, apart=apart, where=where
+            )
+            axes = read_axes(dims, spec, view.shape, view.strides, where=where)
+            if not views:
+                shared = axes
+            _check_alike(shared, axes, where)
+            rows = slice(None) if layered else slice(index, index + 1)
+            columns = slice(part, part + 1) if apart else slice(None)
+            bases[rows, columns] = view.address + _steps(axes, bases[rows, columns])
+            views.append(view)
+    return bases, shared, views
+
+
+def _steps(axes: Mapping[str, Axis], table: Addresses) -> Addresses:
+    """How far each entry of a part of the table is from its first."""
+    layers, components = table.shape
+    by_layer = np.arange(layers, dtype=np.int64) * axes["layer"].stride
+    by_component = np.arange(components, dtype=np.int64) * axes["kv"].stride
+    return by_layer[:, None] + by_component
+
+
+def _check_alike(
+    first: Mapping[str, Axis], axes: Mapping[str, Axis], where: str
+) -> None:
+    for axis in _INNER:
+        if axes[axis].extent != first[axis].extent:
+            raise UsageError(
+                f"{where}: {axes[axis].extent} {axis}s, the first tensor has "
+                f"{first[axis].extent}"
+            )
+        if axes[axis].stride != first[axis].stride:
+            raise UsageError(
+                f"{where}: axis {axis!r} has a stride of {axes[axis].stride} bytes, "
+                f"that of the first tensor is {first[axis].stride}; make a cache group "
+                "for tensors of each kind"
+            )
+
+
+def _nested_axes(
+    bases: Addresses, axes: Mapping[str, Axis], item_bytes: int
+) -> dict[str, Axis]:
+    """The axes that lie one inside the other; ``layer`` and ``kv`` only if they do."""
+    inner = {axis: axes[axis] for axis in _INNER}
+    table = {axis: _table_axis(bases, dim) for dim, axis in enumerate(_TABLE)}
+    nested = inner | {axis: found for axis, found in table.items() if found}
+    # Tensors of their own may be equally far apart by chance, and yet interleaved.
+    return inner if overlapping(nested, item_bytes)[0] else nested
+
+
+def _table_axis(bases: Addresses, dim: int) -> Axis | None:
+    """An axis of the table as one stride, or None where its steps are not equal."""
+    extent = bases.shape[dim]
+    if extent == 1:
+        return Axis(1, 0)
+    steps = np.diff(bases, axis=dim)
+    stride = int(steps.flat[0])
+    # Tensors allocated one below the other are as good as scattered.
+    return Axis(extent, stride) if stride > 0 and (steps == stride).all() else None
+
+
+def _check_apart(
+    bases: Addresses, nested: Mapping[str, Axis], item_bytes: int, where: str
+) -> None:
+    """Refuse tensors that share memory, such as one tensor passed for two layers."""
+    span = item_bytes + sum((a.extent - 1) * a.stride for a in nested.values())
+    rows = slice(0, 1) if "layer" in nested else slice(None)
+    columns = slice(0, 1) if "kv" in nested else slice(None)
+    table = bases[rows, columns]
+    order = np.argsort(table, axis=None, kind="stable")
+    near = np.flatnonzero(np.diff(table.flat[order]) < span)
+    if near.size:
+        pair = (np.unravel_index(order[near[0] + i], table.shape) for i in (0, 1))
+        names = [f"layer {int(at[0])} component {int(at[1])}" for at in pair]
+        raise UsageError(f"{where}: {' and '.join(names)} share memory")
+
+
+def _memory_order(nested: Mapping[str, Axis]) -> tuple[str, ...]:
+    """The axes by stride, outermost first; scattered ones are outside everything."""
+    wide = [axis for axis, found in nested.items() if found.extent > 1]
+    order = [axis for axis in _TABLE if axis not in nested]
+    order += sorted(wide, key=lambda axis: -nested[axis].stride)
+    # An axis of one element lies nowhere; it goes where a plain layout has it.
+    for index, axis in enumerate(AXES):
+        if axis not in order:
+            order.insert(order.index(AXES[index - 1]) + 1 if index else 0, axis)
+    return tuple(order)
+
+
+def _tensor_name(index: int, part: int, layered: bool, apart: bool) -> str:
+    if apart:
+        return f"tensors[{index}][{part}]"
+    return "the cross-layer tensor" if layered else f"tensors[{index}]"
