@@ -53,8 +53,6 @@ WAKEUP_BYTES: Final = 4 * MIB
 REQUESTS_MAX: Final = 4096
 # Request numbers are 32 bits and never reused within a connection.
 REQUEST_ID_MAX: Final = 2**32 - 1
-# Announced messages (larger than eager) that wait for their `recv`, per connection.
-ANNOUNCEMENTS_MAX: Final = 1024
 GRANTS_MAX: Final = 65_536
 REGIONS_MAX: Final = 65_536
 # Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS

@@ -1,0 +1,471 @@
+"""One connection after its handshake: frames, time and calls in; frames and events out.
+
+The caller feeds it and carries out what it says, in this order:
+
+1. Something happened: call one of the *link* methods (``header_received``,
+   ``body_received``, ``chunk_sent``, ``link_lost``), ``tick`` when ``next_tick`` has come,
+   or one of the *application* methods (``send``, ``recv``, ``put``, ``get``, ...).
+2. Send what is in ``outbox.frames``, in order, before anything else.
+3. While the link has room, take ``next_chunk`` and send it under ``chunk_header``.
+4. Deal with ``outbox.events``, and with ``holds.drained``.
+
+Times are absolute seconds on one monotonic clock and never go back. The link methods
+raise :exc:`~kvwire.errors.ProtocolError` when the peer has broken a rule; the caller then
+calls ``fail`` and stops feeding. Nothing else is raised for what a peer sends.
+"""
+
+from __future__ import annotations
+
+from kvwire.errors import (
+    ClosedOK,
+    ConnectionClosed,
+    ConnectionLost,
+    KVWireError,
+    PeerUnresponsive,
+    RequestCancelled,
+    UnexpectedFrame,
+    WireCode,
+    error_from_code,
+)
+from kvwire.proto.events import Ended
+from kvwire.proto.flows import Arrival, Chunk, Flows, Place
+from kvwire.proto.framing import Framing
+from kvwire.proto.handshake import Agreement
+from kvwire.proto.holds import Holds
+from kvwire.proto.liveness import Liveness, Verdict
+from kvwire.proto.messages import Messages
+from kvwire.proto.onesided import OneSided
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.regions import GrantRow, Grants, Region
+from kvwire.proto.requests import Request, Requests
+from kvwire.proto.state import PHASE_TRANSITIONS, Kind, Phase, State, Turn
+from kvwire.types import Access as Direction
+from kvwire.types import BufferId, RegionId
+from kvwire.wire.control import (
+    Access,
+    Announce,
+    Body,
+    Close,
+    Credit,
+    Done,
+    Fail,
+    Ping,
+    Ready,
+    decode_body,
+    narrowed,
+)
+from kvwire.wire.header import FrameType, Header
+from kvwire.wire.hello import Terms
+
+# The frame types that may follow the handshake and have a control body.
+_CONTROL = frozenset(
+    {
+        FrameType.PING,
+        FrameType.PONG,
+        FrameType.CLOSE,
+        FrameType.CREDIT,
+        FrameType.ANNOUNCE,
+        FrameType.READY,
+        FrameType.PUT,
+        FrameType.GET,
+        FrameType.DONE,
+        FrameType.FAIL,
+    }
+)
+# Those that speak of the connection and not of a request.
+_NO_REQUEST = frozenset(
+    {FrameType.PING, FrameType.PONG, FrameType.CLOSE, FrameType.CREDIT}
+)
+
+
+class Connection:
+    """The protocol state of one connection.
+
+    Attributes:
+        agreement: What the handshake agreed on.
+        outbox: Frames to send and events to deal with.
+        holds: Shared by the connections of a communicator.
+        phase: How far the connection is.
+        error: Why it is closed, once it is.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        framing: Framing,
+        holds: Holds,
+        *,
+        terms: Terms,
+        ping_interval_s: float,
+        ping_misses: int,
+        now: float,
+    ) -> None:
+        role = agreement.role
+        self.agreement = agreement
+        self.outbox = Outbox(framing)
+        self.holds = holds
+        self.phase = Phase.OPEN
+        self.error: ConnectionClosed | None = None
+        self._requests = Requests(role, self.outbox, holds)
+        self._flows = Flows(self._requests, holds, agreement.terms.chunk_bytes)
+        self._messages = Messages(
+            self.outbox,
+            self._requests,
+            self._flows,
+            holds,
+            mine=terms,
+            theirs=agreement.peer_terms,
+        )
+        self._grants = Grants(agreement.keys.grant[role])
+        self._onesided = OneSided(
+            self.outbox, self._requests, self._flows, self._grants
+        )
+        self._liveness = Liveness(
+            interval_s=ping_interval_s, misses=ping_misses, now=now
+        )
+        self._pings = 0
+        self._close_by: float | None = None
+
+    # --- the link ---------------------------------------------------------------------
+
+    def header_received(self, raw: bytes | memoryview) -> Arrival:
+        """Accept the next header and say where its body goes.
+
+        Raises:
+            ProtocolError: The frame breaks a rule.
+        """
+        header = self.outbox.framing.accept_header(raw)
+        if header.type == FrameType.MESSAGE:
+            self._check_may_start(header)
+            return self._messages.message_header(header)
+        if header.type == FrameType.DATA:
+            return self._flows.data_header(header)
+        if header.type not in _CONTROL:
+            raise UnexpectedFrame(
+                "KVW-CN-01", f"{FrameType(header.type).name} after the handshake"
+            )
+        if header.segment or header.offset or header.payload_check:
+            raise UnexpectedFrame("KVW-CN-02", "a control frame with data fields")
+        if (header.request == 0) != (header.type in _NO_REQUEST):
+            raise UnexpectedFrame(
+                "KVW-CN-02",
+                f"{FrameType(header.type).name} for request {header.request}",
+            )
+        return Arrival(Place.CONTROL, header, raw=bytes(raw))
+
+    def body_received(
+        self, arrival: Arrival, now: float, *, body: bytes = b"", intact: bool = True
+    ) -> None:
+        """Act on a frame that is all here.
+
+        Args:
+            arrival: What ``header_received`` returned.
+            now: The time.
+            body: The bytes, for ``Place.CONTROL``.
+            intact: Whether the payload matched ``payload_check``, if it had one.
+
+        Raises:
+            ProtocolError: The frame breaks a rule.
+        """
+        self._liveness.heard(now)
+        header = arrival.header
+        if header.type == FrameType.MESSAGE:
+            self._messages.message_landed(arrival, intact=intact)
+        elif header.type == FrameType.DATA:
+            self._flows.data_landed(arrival, intact=intact)
+        else:
+            plain = self.outbox.framing.open(arrival.raw, body)
+            self._control(header, decode_body(header.type, plain), now)
+        self._settle()
+
+    def heard(self, now: float) -> None:
+        """Bytes have arrived that do not make a frame yet: a sign of life."""
+        self._liveness.heard(now)
+
+    def chunk_sent(self, chunk: Chunk) -> None:
+        """The link no longer needs the memory of a chunk."""
+        self._flows.chunk_sent(chunk)
+        self._settle()
+
+    def link_lost(self, error: ConnectionClosed | None = None) -> None:
+        """The link has ended and touches no memory any more; the last call."""
+        self._flows.link_gone()
+        if self.phase is not Phase.CLOSED:
+            self._end(error or ConnectionLost("the peer closed the connection"))
+        self._turn(Turn.LOST)
+
+    def next_chunk(self) -> Chunk | None:
+        """The next piece of payload to send, if there is one."""
+        if self.error is not None:
+            return None
+        return self._flows.next_chunk()
+
+    @property
+    def sending(self) -> bool:
+        """Whether ``next_chunk`` may have something."""
+        return self._flows.sending
+
+    def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
+        """The header to send a chunk under; frames are numbered in this order."""
+        assert chunk.request.wire_id is not None
+        return self.outbox.framing.payload(
+            FrameType.DATA,
+            chunk.length,
+            request=chunk.request.wire_id,
+            offset=chunk.position,
+            check=check,
+        )
+
+    # --- time -------------------------------------------------------------------------
+
+    @property
+    def next_tick(self) -> float:
+        """When to call ``tick`` at the latest."""
+        due = self._liveness.due
+        for other in (self._requests.next_deadline, self._close_by):
+            if other is not None and other < due:
+                due = other
+        return due
+
+    def tick(self, now: float) -> None:
+        """Deal with everything that is due."""
+        if self.phase is Phase.CLOSED:
+            return
+        for request in self._requests.expire(now):
+            self._abandon(request, Requests.expired(request), WireCode.DEADLINE)
+        if self._close_by is not None and now >= self._close_by:
+            self._end(ConnectionLost("the peer did not finish closing in time"))
+            return
+        verdict = self._liveness.look(now)
+        if verdict is Verdict.PING:
+            self._pings += 1
+            self.outbox.send(FrameType.PING, Ping(number=self._pings & 0xFFFF_FFFF))
+        elif verdict is Verdict.DEAD:
+            silence_s = self._liveness.silence_s(now)
+            self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
+            return
+        self._settle()
+
+    # --- the application --------------------------------------------------------------
+
+    def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
+        """Send a small message at once, if there is credit; see Messages.
+
+        Raises:
+            ConnectionClosed: The connection is closing or closed.
+        """
+        self._check_open()
+        return self._messages.eager_header(tag, nbytes, check)
+
+    def send(
+        self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
+    ) -> Request:
+        """Announce a message; its bytes move when the peer has memory for them."""
+        request = self._new(Kind.SEND, buffer, nbytes, deadline, tag=tag)
+        self._messages.announce(request)
+        return request
+
+    def recv(
+        self, tag: int, buffer: BufferId | None, nbytes: int, deadline: float | None
+    ) -> Request:
+        """Receive the next message of a tag, of at most ``nbytes`` bytes.
+
+        Raises:
+            ConnectionClosed: Nothing waits and nothing can come any more.
+        """
+        if self.phase is not Phase.OPEN:
+            self._check_waiting(tag)
+        request = self._new(Kind.RECV, buffer, nbytes, deadline, tag=tag, check=False)
+        self._messages.post(request)
+        return request
+
+    def provide(self, request: Request, buffer: BufferId) -> None:
+        """Answer MemoryWanted."""
+        self._messages.provide(request, buffer)
+
+    def put(
+        self, buffer: BufferId, nbytes: int, target: Access, deadline: float | None
+    ) -> Request:
+        """Write a buffer into granted memory of the peer."""
+        request = self._new(Kind.PUT, buffer, nbytes, deadline)
+        self._onesided.put(request, target)
+        return request
+
+    def get(
+        self, buffer: BufferId, nbytes: int, source: Access, deadline: float | None
+    ) -> Request:
+        """Read granted memory of the peer into a buffer."""
+        request = self._new(Kind.GET, buffer, nbytes, deadline)
+        self._onesided.get(request, source)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request of ours; its memory is free once its buffer has drained."""
+        error = RequestCancelled(f"the {request.kind.value} was cancelled on this side")
+        self._abandon(request, error, WireCode.CANCELLED)
+        self._settle()
+
+    def withdraw(self, request: Request) -> bool:
+        """End a receive that has met no message yet; False if it has."""
+        if not self._messages.withdraw(request):
+            return False
+        error = RequestCancelled("the receive was withdrawn")
+        self._requests.fail(request, error, tell=None)
+        return True
+
+    def grant(
+        self, region: Region, offset: int, nbytes: int, access: Direction
+    ) -> GrantRow:
+        """Let the peer reach a range of a region.
+
+        Raises:
+            UsageError: The region does not allow it.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        self._check_open()
+        return self._grants.give(region, offset, nbytes, access)
+
+    def region_revoked(self, region: RegionId) -> None:
+        """A region was closed or revoked: end what the peer does with it."""
+        self._onesided.region_revoked(region)
+        self._settle()
+
+    def close(self, now: float, timeout_s: float) -> None:
+        """Deliver what was begun, tell the peer, then end. May be called again."""
+        if self.phase is Phase.OPEN:
+            self._close_by = now + timeout_s
+        self._turn(Turn.CLOSE_CALLED)
+        closed = ClosedOK("this side closed the connection")
+        for request in self._messages.posted:
+            self._abandon(request, closed, WireCode.GOING_AWAY)
+        self._settle()
+
+    def fail(self, error: KVWireError) -> None:
+        """Something broke, here or in what the peer sent: end at once."""
+        if isinstance(error, ConnectionClosed):
+            self._end(error)
+            return
+        closed = ConnectionLost(f"closed after an error: {error}")
+        closed.__cause__ = error
+        self._end(closed)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _control(self, header: Header, body: Body, now: float) -> None:
+        match header.type:
+            case FrameType.PING:
+                self._liveness.ping_received(now)
+                self.outbox.send(FrameType.PONG, body)
+            case FrameType.PONG:
+                if narrowed(body, Ping).number > self._pings:
+                    raise UnexpectedFrame("KVW-LV-01", "a PONG that answers no PING")
+            case FrameType.CLOSE:
+                self._peer_closed(narrowed(body, Close))
+            case FrameType.CREDIT:
+                self._messages.credit_received(narrowed(body, Credit))
+            case FrameType.ANNOUNCE:
+                self._check_may_start(header)
+                self._messages.announced(header, narrowed(body, Announce))
+            case FrameType.READY:
+                self._messages.ready_received(header, narrowed(body, Ready))
+            case FrameType.PUT | FrameType.GET:
+                self._check_may_start(header)
+                self._onesided.asked(header, narrowed(body, Access))
+            case FrameType.DONE:
+                self._onesided.done_received(header, narrowed(body, Done))
+            case _:
+                self._failed(header, narrowed(body, Fail))
+
+    def _failed(self, header: Header, body: Fail) -> None:
+        request = self._requests.find(header.request)
+        if request is None:
+            self._messages.withdrawn(header.request)
+            return
+        error = error_from_code(body.code, f"the peer ended it: {body.reason}")
+        self._requests.fail(request, error, tell=None)
+
+    def _peer_closed(self, body: Close) -> None:
+        if self.phase in (Phase.ANSWERING, Phase.CLOSED):
+            raise UnexpectedFrame("KVW-CL-01", "a second CLOSE")
+        self._turn(Turn.PEER_CLOSED)
+        self._messages.peer_closed()
+        closed = ClosedOK(f"the peer closed the connection (code {body.code})")
+        for request in self._messages.posted:
+            self._abandon(request, closed, None)
+        for request in self._requests:
+            if request.kind is Kind.SEND and request.state is State.POSTED:
+                self._abandon(request, closed, None)
+        if self.phase is Phase.CLOSED:
+            self._end(closed, graceful=True)
+
+    def _settle(self) -> None:
+        """Take the step to the end when nothing is left to deliver."""
+        if self.phase not in (Phase.FLUSHING, Phase.ANSWERING):
+            return
+        if any(True for _ in self._requests) or self._flows.sending:
+            return
+        self._turn(Turn.IDLE)
+        self.outbox.send(FrameType.CLOSE, Close(code=WireCode.GOING_AWAY))
+        if self.phase is Phase.CLOSED:
+            self._end(ClosedOK("the connection was closed"), graceful=True)
+
+    def _end(self, error: ConnectionClosed, *, graceful: bool = False) -> None:
+        if self.error is not None:
+            return
+        self.phase = Phase.CLOSED
+        self.error = error
+        for request in self._requests:
+            self._abandon(request, error, None)
+        self.outbox.report(Ended(error=error, graceful=graceful))
+
+    def _abandon(
+        self, request: Request, error: KVWireError, tell: WireCode | None
+    ) -> None:
+        self._messages.withdraw(request)
+        self._requests.fail(request, error, tell=tell)
+
+    def _turn(self, turn: Turn) -> None:
+        self.phase = PHASE_TRANSITIONS[self.phase, turn]
+
+    def _new(
+        self,
+        kind: Kind,
+        buffer: BufferId | None,
+        nbytes: int,
+        deadline: float | None,
+        *,
+        tag: int = 0,
+        check: bool = True,
+    ) -> Request:
+        if check:
+            self._check_open()
+        self._requests.check_room()
+        return Request(
+            kind=kind,
+            wire_id=None,
+            buffer=buffer,
+            nbytes=nbytes,
+            tag=tag,
+            deadline=deadline,
+        )
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise type(self.error)(str(self.error))
+        if self.phase is not Phase.OPEN:
+            raise ClosedOK("the connection is closing")
+
+    def _check_waiting(self, tag: int) -> None:
+        if not self._messages.waits(tag):
+            self._check_open()
+
+    def _check_may_start(self, header: Header) -> None:
+        """A peer that has said CLOSE starts nothing.
+
+        Raises:
+            UnexpectedFrame: It does.
+        """
+        if self.phase in (Phase.ANSWERING, Phase.CLOSED):
+            raise UnexpectedFrame(
+                "KVW-CL-02", f"{FrameType(header.type).name} after the peer's CLOSE"
+            )

@@ -1,0 +1,85 @@
+"""Credit for eager messages: what the receiver may have to hold, and no more.
+
+A message that travels unasked has to be kept until somebody asks for it. The receiver
+says in the handshake how many bytes and messages it keeps, the sender counts down, and
+each message that its owner has taken gives its share back. The share is returned in
+lumps of half a window, so that credit costs one frame per hundreds of messages.
+"""
+
+from __future__ import annotations
+
+from kvwire.errors import FlowControlViolation
+
+
+class SendCredit:
+    """The sender's side: what it may still send."""
+
+    __slots__ = ("_max_bytes", "_max_messages", "messages", "nbytes")
+
+    def __init__(self, messages: int, nbytes: int) -> None:
+        self.messages = self._max_messages = messages
+        self.nbytes = self._max_bytes = nbytes
+
+    def spend(self, nbytes: int) -> bool:
+        """Take credit for one message; False if there is not enough."""
+        if self.messages < 1 or self.nbytes < nbytes:
+            return False
+        self.messages -= 1
+        self.nbytes -= nbytes
+        return True
+
+    def add(self, messages: int, nbytes: int) -> None:
+        """The receiver gives credit back.
+
+        Raises:
+            FlowControlViolation: More than was ever spent.
+        """
+        if (
+            messages > self._max_messages - self.messages
+            or nbytes > self._max_bytes - self.nbytes
+        ):
+            raise FlowControlViolation(
+                "KVW-CR-02", f"credit for {messages} messages that were not sent"
+            )
+        self.messages += messages
+        self.nbytes += nbytes
+
+
+class ReceiveCredit:
+    """The receiver's side: what has arrived, and what is due back to the sender."""
+
+    __slots__ = ("_messages", "_nbytes", "due_bytes", "due_messages", "left")
+
+    def __init__(self, messages: int, nbytes: int) -> None:
+        self._messages = messages
+        self._nbytes = nbytes
+        self.left = SendCredit(messages, nbytes)
+        self.due_messages = 0
+        self.due_bytes = 0
+
+    def arrived(self, nbytes: int) -> None:
+        """A message begins to arrive.
+
+        Raises:
+            FlowControlViolation: The sender had no credit for it.
+        """
+        if not self.left.spend(nbytes):
+            raise FlowControlViolation(
+                "KVW-CR-01", f"a message of {nbytes} bytes without credit for it"
+            )
+
+    def taken(self, nbytes: int) -> bool:
+        """Its owner has taken a message; True if credit should be returned now."""
+        self.due_messages += 1
+        self.due_bytes += nbytes
+        return (
+            2 * self.due_messages >= self._messages
+            or 2 * self.due_bytes >= self._nbytes
+        )
+
+    def give_back(self) -> tuple[int, int]:
+        """Messages and bytes to return; the sender has them from now on."""
+        messages, nbytes = self.due_messages, self.due_bytes
+        self.left.add(messages, nbytes)
+        self.due_messages = self.due_bytes = 0
+        return messages, nbytes

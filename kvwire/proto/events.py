@@ -1,0 +1,54 @@
+"""What the core tells its front, in the order in which it happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ConnectionClosed, KVWireError
+from kvwire.types import BufferId
+
+if TYPE_CHECKING:
+    from kvwire.proto.requests import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDone:
+    """A request is over; said exactly once for each request.
+
+    Attributes:
+        request: Which one.
+        error: Why it failed, or None.
+        nbytes: Bytes moved, if it did not fail.
+        held: For a RECV whose message had to be held: the buffer the message is in.
+            The front copies or hands it out, and forgets the buffer.
+    """
+
+    request: Request
+    error: KVWireError | None
+    nbytes: int
+    held: BufferId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryWanted:
+    """A RECV without memory has met a message; answer with ``provide``."""
+
+    request: Request
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The connection is over; its link is to be closed. Said exactly once.
+
+    Attributes:
+        error: What requests made from now on fail with.
+        graceful: Close the link after what is queued, rather than at once.
+    """
+
+    error: ConnectionClosed
+    graceful: bool
+
+
+Event = RequestDone | MemoryWanted | Ended

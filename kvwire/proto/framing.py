@@ -1,0 +1,138 @@
+"""Frames of one link, numbered and sealed: the last step out and the first step in.
+
+Each direction of a link counts its frames. The low 16 bits travel in the header, so a
+frame that was lost, doubled or reordered shows at the next one. In ``psk`` mode a control
+frame also ends in a seal: a truncated HMAC over the full 64-bit count, the header and the
+body, under a key of this connection and direction. A seal therefore cannot be replayed,
+reflected, or moved to another frame.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Final
+
+from kvwire.errors import MalformedFrame, UnexpectedFrame
+from kvwire.limits import SEAL_BYTES
+from kvwire.types import Role
+from kvwire.wire.header import (
+    FIRST_PAYLOAD_TYPE,
+    Flag,
+    Header,
+    decode_header,
+    encode_header,
+)
+
+_SEQUENCE_MASK: Final = 0xFFFF
+_CHECKED: Final = int(Flag.CHECKED)
+_SEALED: Final = int(Flag.SEALED)
+
+
+class Framing:
+    """Both directions of one link, from this side's view.
+
+    Attributes:
+        sent: Frames encoded so far.
+        received: Frames whose header was accepted so far.
+    """
+
+    __slots__ = ("_open_key", "_seal_key", "received", "sent")
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.received = 0
+        self._seal_key: bytes | None = None
+        self._open_key: bytes | None = None
+
+    def use_seals(self, role: Role, seal: dict[Role, bytes]) -> None:
+        """From the next frame on, seal control frames and demand the peer's seals."""
+        self._seal_key = seal[role]
+        self._open_key = seal[role.other]
+
+    def control(
+        self, frame_type: int, body: bytes, *, request: int = 0
+    ) -> tuple[bytes, bytes]:
+        """Header and body of the next control frame."""
+        key = self._seal_key
+        if key is None:
+            header = encode_header(
+                frame_type, 0, self.sent & _SEQUENCE_MASK, len(body), request
+            )
+        else:
+            length = len(body) + SEAL_BYTES
+            header = encode_header(
+                frame_type, _SEALED, self.sent & _SEQUENCE_MASK, length, request
+            )
+            body += _seal(key, self.sent, header, body)
+        self.sent += 1
+        return header, body
+
+    def payload(
+        self,
+        frame_type: int,
+        length: int,
+        *,
+        request: int = 0,
+        segment: int = 0,
+        offset: int = 0,
+        check: int | None = None,
+    ) -> bytes:
+        """Header of the next frame that carries payload."""
+        header = encode_header(
+            frame_type,
+            0 if check is None else _CHECKED,
+            self.sent & _SEQUENCE_MASK,
+            length,
+            request,
+            segment,
+            offset,
+            check or 0,
+        )
+        self.sent += 1
+        return header
+
+    def accept_header(self, raw: bytes | memoryview) -> Header:
+        """Decode the next header and check its place in the sequence.
+
+        Raises:
+            ProtocolError: A header rule is broken.
+        """
+        header = decode_header(raw)
+        if header.sequence != self.received & _SEQUENCE_MASK:
+            raise MalformedFrame(
+                "KVW-HD-05",
+                f"frame {header.sequence} where {self.received & _SEQUENCE_MASK} was due: "
+                f"a frame was lost, doubled or reordered",
+            )
+        sealed = bool(header.flags & _SEALED)
+        if header.type >= FIRST_PAYLOAD_TYPE:
+            if sealed:
+                raise UnexpectedFrame("KVW-HD-06", "a sealed payload frame")
+        elif sealed != (self._open_key is not None):
+            said = "a sealed" if sealed else "an unsealed"
+            raise UnexpectedFrame(
+                "KVW-AU-01", f"{said} control frame in this trust mode"
+            )
+        elif header.flags & _CHECKED:
+            raise UnexpectedFrame("KVW-HD-06", "a control frame with a payload check")
+        self.received += 1
+        return header
+
+    def open(self, raw_header: bytes, body: bytes) -> bytes:
+        """The body of the control frame just received, without its seal.
+
+        Raises:
+            MalformedFrame: The seal is missing or wrong.
+        """
+        if self._open_key is None:
+            return body
+        plain, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
+        expected = _seal(self._open_key, self.received - 1, raw_header, plain)
+        if not hmac.compare_digest(seal, expected):
+            raise MalformedFrame("KVW-AU-02", "the seal of a control frame is wrong")
+        return plain
+
+
+def _seal(key: bytes, count: int, header: bytes, body: bytes) -> bytes:
+    message = count.to_bytes(8, "little") + header + body
+    return hmac.digest(key, message, "sha256")[:SEAL_BYTES]

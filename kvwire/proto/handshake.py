@@ -1,0 +1,464 @@
+"""The handshake, both roles, as a state machine without I/O.
+
+::
+
+    client                              server
+      HELLO   versions, terms, nonce ->            256 bytes
+              <- ACCEPT  version, terms, nonce, proof over HELLO and ACCEPT
+      CONFIRM proof over HELLO, ACCEPT ->
+      OFFER   name, transports, profile ->         first body of unknown length
+              <- CHOICE  name, verdict per transport, profile
+
+Nothing of unknown length is read before the peer has proved itself, and ACCEPT is never
+longer than HELLO. Both proofs cover everything said so far, so a changed version, mode or
+limit shows. Whoever disagrees sends REFUSE with a code and stops; the text of the error is
+made on the side that reads it.
+
+Which transport to take is not decided here: ``offer_received`` is returned to the front,
+which answers with :meth:`ServerHandshake.choose`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvwire.errors import (
+    AuthenticationFailed,
+    HandshakeError,
+    ProfileMismatch,
+    ProtocolError,
+    UnexpectedFrame,
+    VersionMismatch,
+    WireCode,
+    error_from_code,
+)
+from kvwire.limits import KEY_ID_BYTES
+from kvwire.proto.auth import Keys, key_id, same, transcript_hash
+from kvwire.proto.framing import Framing
+from kvwire.types import PeerInfo, Role, TrustMode
+from kvwire.wire.control import Choice, Offer, decode_body, encode_body, narrowed
+from kvwire.wire.header import FrameType, Header
+from kvwire.wire.hello import Accept, Confirm, Hello, Refuse, Terms
+
+VERSION_MIN: Final = 1
+VERSION_MAX: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What this side brings to a handshake.
+
+    Attributes:
+        name: Shown to the peer.
+        incarnation: 16 random bytes, new for each start of the process.
+        trust: How the sides know each other.
+        psk: The key this side connects with; empty in loopback mode.
+        keys: Every key this side accepts, by :func:`~kvwire.proto.auth.key_id`.
+        terms: This side's limits.
+        profile: (field, value) pairs that must agree where both sides name the field.
+    """
+
+    name: str
+    incarnation: bytes
+    trust: TrustMode
+    terms: Terms
+    psk: bytes = field(default=b"", repr=False)
+    keys: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
+    profile: tuple[tuple[str, str], ...] = ()
+    versions: tuple[int, int] = (VERSION_MIN, VERSION_MAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What both sides have agreed on when the handshake ends well.
+
+    Attributes:
+        digest: 32 bytes over HELLO and ACCEPT; names the connection.
+        keys: The connection's keys.
+        terms: The smaller of both sides' limits; the windows are the peer's own.
+        peer: Who the peer is.
+        choice: The verdict on each transport.
+        offer: What the client offered.
+    """
+
+    role: Role
+    digest: bytes = field(repr=False)
+    keys: Keys
+    terms: Terms
+    peer_terms: Terms
+    peer: PeerInfo
+    choice: Choice
+    offer: Offer
+
+
+class HandshakeState(enum.Enum):
+    """What the handshake waits for."""
+
+    HELLO = FrameType.HELLO
+    ACCEPT = FrameType.ACCEPT
+    CONFIRM = FrameType.CONFIRM
+    OFFER = FrameType.OFFER
+    CHOICE = FrameType.CHOICE
+    DONE = "done"
+    FAILED = "failed"
+
+
+# What follows when the frame that a state waits for has been accepted. REFUSE is allowed
+# in every state and leads to FAILED; every other frame is an error.
+TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
+    (Role.CLIENT, HandshakeState.ACCEPT): HandshakeState.CHOICE,
+    (Role.CLIENT, HandshakeState.CHOICE): HandshakeState.DONE,
+    (Role.SERVER, HandshakeState.HELLO): HandshakeState.CONFIRM,
+    (Role.SERVER, HandshakeState.CONFIRM): HandshakeState.OFFER,
+    (Role.SERVER, HandshakeState.OFFER): HandshakeState.DONE,
+}
+
+
+class Handshake:
+    """What both roles share: the state, the frames to send, refusing.
+
+    Feed it with :meth:`header_received` and :meth:`body_received` in turn, send what is in
+    :attr:`outgoing`, and stop when it raises or :attr:`agreement` is set.
+
+    Attributes:
+        outgoing: (header, body) of frames to send, oldest first; the caller empties it.
+        agreement: Set when the handshake has ended well.
+    """
+
+    role: Role
+
+    def __init__(self, identity: Identity, nonce: bytes, state: HandshakeState) -> None:
+        self.framing = Framing()
+        self.outgoing: list[tuple[bytes, bytes]] = []
+        self.agreement: Agreement | None = None
+        self.state = state
+        self._identity = identity
+        self._nonce = nonce
+        self._header: Header | None = None
+        self._raw_header = b""
+
+    def header_received(self, raw: bytes | memoryview) -> int:
+        """Take the next header; return how many body bytes follow.
+
+        Raises:
+            ProtocolError: The frame breaks a rule or is not the one that is due.
+        """
+        header = self.framing.accept_header(raw)
+        if header.type not in (self.state.value, FrameType.REFUSE):
+            raise UnexpectedFrame(
+                "KVW-HS-04",
+                f"{FrameType(header.type).name} while the handshake waits for "
+                f"{self.state.name}",
+            )
+        if header.request or header.segment or header.offset:
+            raise UnexpectedFrame("KVW-HS-04", "a handshake frame that names a request")
+        self._header, self._raw_header = header, bytes(raw)
+        return header.length
+
+    def body_received(self, body: bytes) -> None:
+        """Take the body of that frame.
+
+        Raises:
+            HandshakeError: The sides disagree. ``outgoing`` may hold a last REFUSE.
+            ProtocolError: The frame breaks a rule.
+        """
+        header = self._header
+        assert header is not None, "body_received without header_received"
+        self._header = None
+        plain = self.framing.open(self._raw_header, body)
+        try:
+            if header.type == FrameType.REFUSE:
+                raise self._refused(Refuse.decode(plain))
+            self._advance(plain)
+        except (HandshakeError, ProtocolError):
+            self.state = HandshakeState.FAILED
+            raise
+
+    def refuse(self, code: WireCode) -> None:
+        """Tell the peer why; nothing else is sent after it."""
+        low, high = self._identity.versions
+        message = Refuse(
+            code=code, version_min=low, version_max=high, trust=self._identity.trust
+        )
+        self.state = HandshakeState.FAILED
+        self._send(FrameType.REFUSE, message.encode())
+
+    def _advance(self, body: bytes) -> None:
+        raise NotImplementedError
+
+    def _next(self) -> None:
+        self.state = TRANSITIONS[self.role, self.state]
+
+    def _send(self, frame_type: FrameType, body: bytes) -> None:
+        self.outgoing.append(self.framing.control(frame_type, body))
+
+    def _refused(self, said: Refuse) -> HandshakeError:
+        mine = self._identity
+        if said.code == WireCode.VERSION:
+            return VersionMismatch(
+                f"peer speaks protocol versions {said.version_min} to "
+                f"{said.version_max}, this side {mine.versions[0]} to "
+                f"{mine.versions[1]}; upgrade the older one",
+                fields=("version",),
+            )
+        if said.code == WireCode.AUTHENTICATION:
+            return _trust_error(mine.trust, said.trust)
+        error = error_from_code(said.code, "the peer refused the connection")
+        if isinstance(error, HandshakeError):
+            return error
+        return HandshakeError(f"the peer refused the connection: {error}")
+
+    def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
+        mine = dict(self._identity.profile)
+        differing = [
+            (name, mine[name], value)
+            for name, value in theirs
+            if name in mine and mine[name] != value
+        ]
+        if differing:
+            self.refuse(WireCode.PROFILE)
+            listed = ", ".join(f"{n} (here {a!r}, peer {b!r})" for n, a, b in differing)
+            raise ProfileMismatch(
+                f"these fields differ: {listed}",
+                fields=tuple(name for name, _, _ in differing),
+            )
+
+
+class ClientHandshake(Handshake):
+    """The side that connects."""
+
+    role = Role.CLIENT
+
+    def __init__(self, identity: Identity, nonce: bytes, offer: Offer) -> None:
+        super().__init__(identity, nonce, HandshakeState.ACCEPT)
+        self._offer = offer
+        self._hello = Hello(
+            version_min=identity.versions[0],
+            version_max=identity.versions[1],
+            trust=identity.trust,
+            terms=identity.terms,
+            incarnation=identity.incarnation,
+            key_id=key_id(identity.psk) if identity.psk else bytes(KEY_ID_BYTES),
+            nonce=nonce,
+        ).encode()
+        self._accept: Accept | None = None
+        self._digest = b""
+        self._keys: Keys | None = None
+        self._send(FrameType.HELLO, self._hello)
+
+    def _advance(self, body: bytes) -> None:
+        if self.state is HandshakeState.ACCEPT:
+            self._accepted(body)
+        else:
+            self._chosen(body)
+
+    def _accepted(self, body: bytes) -> None:
+        identity, accept = self._identity, Accept.decode(body)
+        low, high = identity.versions
+        if not low <= accept.version <= high:
+            self.refuse(WireCode.VERSION)
+            raise VersionMismatch(
+                f"peer chose protocol version {accept.version}, this side speaks {low} "
+                f"to {high}",
+                fields=("version",),
+            )
+        keys = Keys.derive(identity.psk, self._nonce, accept.nonce)
+        digest = accepted_digest(self._hello, accept)
+        if accept.trust is not identity.trust or not same(
+            accept.mac, keys.server_proof(digest)
+        ):
+            self.refuse(WireCode.AUTHENTICATION)
+            raise _trust_error(identity.trust, accept.trust)
+        self._accept, self._digest, self._keys = accept, digest, keys
+        self._next()
+        proof = keys.client_proof(digest + accept.mac)
+        self._send(FrameType.CONFIRM, Confirm(mac=proof).encode())
+        if identity.trust is TrustMode.PSK:
+            self.framing.use_seals(self.role, keys.seal)
+        self._send(FrameType.OFFER, encode_body(self._offer))
+
+    def _chosen(self, body: bytes) -> None:
+        choice = narrowed(decode_body(FrameType.CHOICE, body), Choice)
+        accept, keys = self._accept, self._keys
+        assert accept is not None
+        assert keys is not None
+        self._check_profile(choice.profile)
+        if not any(verdict.taken for verdict in choice.verdicts):
+            raise no_transport(choice)
+        self._next()
+        self.agreement = Agreement(
+            role=self.role,
+            digest=self._digest,
+            keys=keys,
+            terms=common_terms(self._identity.terms, accept.terms),
+            peer_terms=accept.terms,
+            peer=PeerInfo(
+                name=choice.name,
+                incarnation=accept.incarnation,
+                address=None,
+                trust=accept.trust,
+                version=accept.version,
+                profile=choice.profile,
+            ),
+            choice=choice,
+            offer=self._offer,
+        )
+
+
+class ServerHandshake(Handshake):
+    """The side that listens.
+
+    Attributes:
+        offer: What the client offers, once it is known; answer with :meth:`choose`.
+    """
+
+    role = Role.SERVER
+
+    def __init__(self, identity: Identity, nonce: bytes) -> None:
+        super().__init__(identity, nonce, HandshakeState.HELLO)
+        self.offer: Offer | None = None
+        self._hello: Hello | None = None
+        self._version = 0
+        self._digest = b""
+        self._proof = b""
+        self._keys: Keys | None = None
+
+    def choose(self, choice: Choice) -> None:
+        """Answer the client's offer; with a transport taken, the handshake is done.
+
+        Raises:
+            ProfileMismatch: No transport was taken.
+        """
+        hello, offer, keys = self._hello, self.offer, self._keys
+        assert hello is not None
+        assert offer is not None
+        assert keys is not None
+        self._send(FrameType.CHOICE, encode_body(choice))
+        if not any(verdict.taken for verdict in choice.verdicts):
+            self.state = HandshakeState.FAILED
+            raise no_transport(choice)
+        self._next()
+        self.agreement = Agreement(
+            role=self.role,
+            digest=self._digest,
+            keys=keys,
+            terms=common_terms(self._identity.terms, hello.terms),
+            peer_terms=hello.terms,
+            peer=PeerInfo(
+                name=offer.name,
+                incarnation=hello.incarnation,
+                address=None,
+                trust=hello.trust,
+                version=self._version,
+                profile=offer.profile,
+            ),
+            choice=choice,
+            offer=offer,
+        )
+
+    def _advance(self, body: bytes) -> None:
+        if self.state is HandshakeState.HELLO:
+            self._greeted(body)
+        elif self.state is HandshakeState.CONFIRM:
+            self._confirmed(body)
+        else:
+            offer = narrowed(decode_body(FrameType.OFFER, body), Offer)
+            self._check_profile(offer.profile)
+            self.offer = offer
+
+    def _greeted(self, body: bytes) -> None:
+        identity, hello = self._identity, Hello.decode(body)
+        low, high = identity.versions
+        version = min(high, hello.version_max)
+        if version < max(low, hello.version_min):
+            self.refuse(WireCode.VERSION)
+            raise VersionMismatch(
+                f"peer speaks protocol versions {hello.version_min} to "
+                f"{hello.version_max}, this side {low} to {high}",
+                fields=("version",),
+            )
+        psk = identity.keys.get(hello.key_id, b"")
+        wants_key = identity.trust is TrustMode.PSK
+        if hello.trust is not identity.trust or (wants_key and not psk):
+            self.refuse(WireCode.AUTHENTICATION)
+            raise _trust_error(identity.trust, hello.trust)
+        accept = Accept(
+            version=version,
+            trust=identity.trust,
+            terms=identity.terms,
+            incarnation=identity.incarnation,
+            nonce=self._nonce,
+        )
+        keys = Keys.derive(psk, hello.nonce, self._nonce)
+        self._digest = accepted_digest(body, accept)
+        self._proof = keys.server_proof(self._digest)
+        self._hello, self._keys, self._version = hello, keys, version
+        self._next()
+        proved = Accept(
+            version=version,
+            trust=accept.trust,
+            terms=accept.terms,
+            incarnation=accept.incarnation,
+            nonce=accept.nonce,
+            mac=self._proof,
+        )
+        self._send(FrameType.ACCEPT, proved.encode())
+
+    def _confirmed(self, body: bytes) -> None:
+        keys = self._keys
+        assert keys is not None
+        expected = keys.client_proof(self._digest + self._proof)
+        if not same(Confirm.decode(body).mac, expected):
+            self.refuse(WireCode.AUTHENTICATION)
+            raise _trust_error(self._identity.trust, self._identity.trust)
+        self._next()
+        if self._identity.trust is TrustMode.PSK:
+            self.framing.use_seals(self.role, keys.seal)
+
+
+def accepted_digest(hello: bytes, accept: Accept) -> bytes:
+    """The digest both proofs cover: HELLO, and ACCEPT without its own proof."""
+    bare = Accept(
+        version=accept.version,
+        trust=accept.trust,
+        terms=accept.terms,
+        incarnation=accept.incarnation,
+        nonce=accept.nonce,
+    )
+    return transcript_hash(hello, bare.encode())
+
+
+def common_terms(mine: Terms, theirs: Terms) -> Terms:
+    """What both sides can live with."""
+    return Terms(
+        chunk_bytes=min(mine.chunk_bytes, theirs.chunk_bytes),
+        eager_bytes=min(mine.eager_bytes, theirs.eager_bytes),
+        window_bytes=min(mine.window_bytes, theirs.window_bytes),
+        window_messages=min(mine.window_messages, theirs.window_messages),
+        features=mine.features & theirs.features,
+    )
+
+
+def no_transport(choice: Choice) -> ProfileMismatch:
+    """The error when no transport was taken; it lists why each was not."""
+    listed = "; ".join(f"{v.name}: {v.reason}" for v in choice.verdicts)
+    return ProfileMismatch(
+        f"no transport suits both sides: {listed or 'none was offered'}",
+        fields=("backends",),
+    )
+
+
+def _trust_error(mine: TrustMode, theirs: TrustMode) -> AuthenticationFailed:
+    if mine is not theirs:
+        return AuthenticationFailed(
+            f"trust modes differ: this side {mine.name.lower()}, peer "
+            f"{theirs.name.lower()}; set the same `trust` and `psk_file` on both",
+            fields=("trust",),
+        )
+    return AuthenticationFailed(
+        "the peer does not hold the same key; compare `psk_file` on both sides",
+        fields=("psk_file",),
+    )

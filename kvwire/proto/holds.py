@@ -1,0 +1,73 @@
+"""Who still touches which memory: the answer behind `released` and `drained`.
+
+A buffer is *held* once for each operation of a link that may read or write it: from the
+moment a frame with its bytes is handed to the link until the link says that it is done,
+or is gone. A buffer is *retired* when its owner has no more use for it: the request is
+over, the region is closed. It is *drained* when it is retired and no hold is left. Only
+then may the memory be used for something else: a timeout, a cancel or an error retires
+a buffer, none of them drains it.
+
+One table serves all connections of a communicator, since a region's memory is used
+through many of them.
+"""
+
+from __future__ import annotations
+
+from kvwire.types import BufferId
+
+
+class Holds:
+    """Counts the holds on each buffer.
+
+    Attributes:
+        drained: Buffers drained since the caller last emptied this list.
+    """
+
+    __slots__ = ("_counts", "_last", "_retired", "drained")
+
+    def __init__(self) -> None:
+        self.drained: list[BufferId] = []
+        self._counts: dict[BufferId, int] = {}
+        self._retired: set[BufferId] = set()
+        self._last = 0
+
+    def __len__(self) -> int:
+        """Buffers that are not drained."""
+        return len(self._counts)
+
+    def new(self) -> BufferId:
+        """Name a buffer; names are never used twice."""
+        self._last += 1
+        buffer = BufferId(self._last)
+        self._counts[buffer] = 0  # bounded: REQUESTS_MAX, REGIONS_MAX
+        return buffer
+
+    def take(self, buffer: BufferId) -> None:
+        """An operation begins to use the buffer."""
+        assert buffer not in self._retired, "a retired buffer was handed to a link"
+        self._counts[buffer] += 1
+
+    def drop(self, buffer: BufferId) -> None:
+        """That operation has ended."""
+        left = self._counts[buffer] - 1
+        assert left >= 0, "a hold was dropped twice"
+        self._counts[buffer] = left
+        if not left and buffer in self._retired:
+            self._drain(buffer)
+
+    def retire(self, buffer: BufferId) -> None:
+        """Its owner has no more use for the buffer; it drains with the last hold."""
+        if buffer in self._retired or buffer not in self._counts:
+            return
+        self._retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
+        if not self._counts[buffer]:
+            self._drain(buffer)
+
+    def held(self, buffer: BufferId) -> bool:
+        """Whether some operation may touch the buffer now."""
+        return self._counts.get(buffer, 0) > 0
+
+    def _drain(self, buffer: BufferId) -> None:
+        self._retired.discard(buffer)
+        del self._counts[buffer]
+        self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX

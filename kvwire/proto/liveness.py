@@ -1,0 +1,91 @@
+"""Is the peer there? Pings when it is silent, and a verdict when it stays so.
+
+Any byte from the peer is a sign of life. After one interval of silence a PING goes out,
+then one more per interval; after ``misses`` intervals without a byte the peer is dead.
+PONG is sent by the loop that runs the application, so it proves that this loop turns.
+
+Our own stalls are forgiven: if our timer fires late by more than a tolerance, we were
+the ones who did not listen, and the peer's silence is counted from that much later. A
+loop blocked for seconds by a GPU synchronisation must not kill healthy peers.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvwire.errors import FlowControlViolation
+from kvwire.limits import PING_STRIKES_MAX, PINGS_PER_SECOND_MAX, STALL_TOLERANCE_S
+
+
+class Verdict(enum.Enum):
+    """What a look at the clock says."""
+
+    FINE = "fine"
+    PING = "ping"
+    DEAD = "dead"
+
+
+class Liveness:
+    """Watches one peer.
+
+    Attributes:
+        due: When to look at the clock next.
+    """
+
+    __slots__ = (
+        "_heard",
+        "_interval_s",
+        "_misses",
+        "_pings",
+        "_pings_since",
+        "_strikes",
+        "due",
+    )
+
+    def __init__(self, *, interval_s: float, misses: int, now: float) -> None:
+        self._interval_s = interval_s
+        self._misses = misses
+        self._heard = now
+        self._pings = 0
+        self._pings_since = now
+        self._strikes = 0
+        self.due = now + interval_s
+
+    def heard(self, now: float) -> None:
+        """Something arrived."""
+        self._heard = now
+
+    def silence_s(self, now: float) -> float:
+        """How long the peer has been silent."""
+        return now - self._heard
+
+    def look(self, now: float) -> Verdict:
+        """Judge the silence; call it when ``due`` has come."""
+        if now < self.due:
+            return Verdict.FINE
+        late_s = now - self.due
+        if late_s > STALL_TOLERANCE_S:
+            self._heard = min(now, self._heard + late_s)
+        silence_s = now - self._heard
+        missed = int(silence_s / self._interval_s + 1e-6)
+        if missed >= self._misses:
+            self.due = now + self._interval_s
+            return Verdict.DEAD
+        self.due = self._heard + (missed + 1) * self._interval_s
+        return Verdict.PING if missed else Verdict.FINE
+
+    def ping_received(self, now: float) -> None:
+        """The peer pings; too many of them are an attack or a bug.
+
+        Raises:
+            FlowControlViolation: Again more than 10 a second, after two warnings.
+        """
+        if now - self._pings_since >= 1.0:
+            self._pings_since, self._pings = now, 0
+        self._pings += 1
+        if self._pings == PINGS_PER_SECOND_MAX + 1:
+            self._strikes += 1
+            if self._strikes > PING_STRIKES_MAX:
+                raise FlowControlViolation(
+                    "KVW-LV-02", f"more than {PINGS_PER_SECOND_MAX} pings a second"
+                )

@@ -1,0 +1,305 @@
+"""Tagged messages: who meets whom, in which order, and in whose memory.
+
+A small message travels at once (MESSAGE) if the receiver has given credit for it. Any
+other is announced (ANNOUNCE), waits until a receive with memory for it is posted
+(READY), and then moves as chunks. On the receiving side both kinds wait in one queue per
+tag, in the order in which they came, so messages of one tag never overtake each other.
+
+A message that meets a posted receive lands straight in its memory. One that meets nobody
+is held, which is what the credit is for. A receive that cannot take the message at the
+head of its queue fails, and the message stays: nothing that was sent is lost by a buffer
+that is too small.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvwire.errors import (
+    FlowControlViolation,
+    IntegrityError,
+    MessageTooLarge,
+    RequestError,
+    UnexpectedFrame,
+)
+from kvwire.limits import REQUESTS_MAX
+from kvwire.proto.credits import ReceiveCredit, SendCredit
+from kvwire.proto.events import MemoryWanted
+from kvwire.proto.flows import Arrival, Flows, Place
+from kvwire.proto.holds import Holds
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.requests import Request, Requests
+from kvwire.proto.state import Input, Kind, State
+from kvwire.types import BufferId, RequestId
+from kvwire.wire.control import Announce, Credit, Ready
+from kvwire.wire.header import FrameType, Header
+from kvwire.wire.hello import Terms
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Waiting:
+    """A message that nobody has taken yet.
+
+    Attributes:
+        buffer: Where it is held; None if it was only announced.
+        wire_id: Its request, if it was announced.
+        whole: Whether all of it is here, or it was only announced.
+        error: Set if it arrived damaged; whoever takes it gets this.
+    """
+
+    nbytes: int
+    buffer: BufferId | None = None
+    wire_id: RequestId | None = None
+    whole: bool = True
+    error: RequestError | None = None
+
+
+class Messages:
+    """The messages of one connection, both directions."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        requests: Requests,
+        flows: Flows,
+        holds: Holds,
+        *,
+        mine: Terms,
+        theirs: Terms,
+    ) -> None:
+        self._outbox = outbox
+        self._requests = requests
+        self._flows = flows
+        self._holds = holds
+        self._eager_bytes = min(mine.eager_bytes, theirs.eager_bytes)
+        self._send_credit = SendCredit(theirs.window_messages, theirs.window_bytes)
+        self._credit = ReceiveCredit(mine.window_messages, mine.window_bytes)
+        self._waiting: dict[int, deque[Waiting]] = {}
+        self._posted: dict[int, deque[Request]] = {}
+        self._announced: dict[int, tuple[int, Waiting]] = {}
+        self._arriving: dict[Arrival, Waiting] = {}
+
+    # --- sending ----------------------------------------------------------------------
+
+    def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
+        """The header to send a message under at once; None if it has to be announced.
+
+        The message is over for its sender as soon as the link has its bytes.
+        """
+        if nbytes > self._eager_bytes or not self._send_credit.spend(nbytes):
+            return None
+        return self._outbox.framing.payload(
+            FrameType.MESSAGE, nbytes, offset=tag, check=check
+        )
+
+    def announce(self, request: Request) -> None:
+        """Tell the receiver of a message that waits for its memory."""
+        self._requests.start(request)
+        body = Announce(tag=request.tag.to_bytes(8, "little"), nbytes=request.nbytes)
+        assert request.wire_id is not None
+        self._outbox.send(FrameType.ANNOUNCE, body, request=request.wire_id)
+
+    def ready_received(self, header: Header, body: Ready) -> None:
+        """The receiver has memory for a message we announced."""
+        request = self._requests.find(header.request)
+        if request is None:
+            return
+        if request.kind is not Kind.SEND or body.nbytes != request.nbytes:
+            raise UnexpectedFrame(
+                "KVW-MS-02", f"READY for {body.nbytes} bytes of a {request.kind.value}"
+            )
+        request.advance(Input.GO)
+        self._flows.begin_send(request)
+
+    def credit_received(self, body: Credit) -> None:
+        """The receiver gives back credit for eager messages."""
+        self._send_credit.add(body.messages, body.nbytes)
+
+    # --- receiving --------------------------------------------------------------------
+
+    def post(self, request: Request) -> None:
+        """Wait for the next message of a tag, or take one that waits already."""
+        self._requests.post(request)
+        self._posted.setdefault(request.tag, deque()).append(  # bounded: REQUESTS_MAX
+            request
+        )
+        self._meet(request.tag)
+
+    def withdraw(self, request: Request) -> bool:
+        """Take back a receive that has not met its message; False if it has."""
+        queue = self._posted.get(request.tag)
+        if request.state is not State.POSTED or not queue or request not in queue:
+            return False
+        queue.remove(request)
+        if not queue:
+            del self._posted[request.tag]
+        return True
+
+    def provide(self, request: Request, buffer: BufferId) -> None:
+        """Give a receive the memory it wanted for the message it has met."""
+        if request.over:
+            self._holds.retire(buffer)
+            return
+        request.buffer = buffer
+        self._receive(request)
+
+    def message_header(self, header: Header) -> Arrival:
+        """Find a place for an eager message.
+
+        Raises:
+            FlowControlViolation: The sender had no credit for it.
+            UnexpectedFrame: Larger than agreed, or it names a request.
+        """
+        if header.length > self._eager_bytes or header.request or header.segment:
+            raise UnexpectedFrame(
+                "KVW-MS-01",
+                f"a message of {header.length} bytes where {self._eager_bytes} were "
+                f"agreed, or with a request number",
+            )
+        self._credit.arrived(header.length)
+        tag = header.offset
+        if tag not in self._waiting and (posted := self._posted.get(tag)):
+            request = posted[0]
+            if request.buffer is not None and header.length <= request.nbytes:
+                self._unpost(tag)
+                request.nbytes = header.length
+                request.advance(Input.GO)
+                return self._flows.into_buffer(header, request, request.base)
+        waiting = Waiting(nbytes=header.length, buffer=self._holds.new(), whole=False)
+        self._queue(tag, waiting)
+        arrival = Arrival(Place.HOLD, header, buffer=waiting.buffer)
+        self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
+        return arrival
+
+    def message_landed(self, arrival: Arrival, *, intact: bool) -> None:
+        """An eager message is all here."""
+        error = None if intact else IntegrityError("the message arrived damaged")
+        if arrival.place is Place.HOLD:
+            waiting = self._arriving.pop(arrival)
+            waiting.whole, waiting.error = True, error
+            self._meet(arrival.header.offset)
+            return
+        request = self._flows.release(arrival)
+        self._taken(arrival.length)
+        if request.over:
+            return
+        if error:
+            self._requests.fail(request, error, tell=None)
+            return
+        request.advance(Input.MOVED)
+        self._requests.finish(request)
+
+    def announced(self, header: Header, body: Announce) -> None:
+        """The peer has a large message for us.
+
+        Raises:
+            FlowControlViolation: Too many announced messages wait.
+        """
+        wire_id = self._requests.admit(header.request)
+        if len(self._announced) >= REQUESTS_MAX:
+            raise FlowControlViolation(
+                "KVW-MS-03", f"more than {REQUESTS_MAX} announced messages wait"
+            )
+        tag = int.from_bytes(body.tag, "little")
+        waiting = Waiting(nbytes=body.nbytes, wire_id=wire_id)
+        self._announced[wire_id] = (tag, waiting)  # bounded: REQUESTS_MAX
+        self._queue(tag, waiting)
+        self._meet(tag)
+
+    def withdrawn(self, wire_id: int) -> None:
+        """The sender has taken back a message that it had announced."""
+        found = self._announced.pop(wire_id, None)
+        if found is not None:
+            tag, waiting = found
+            self._waiting[tag].remove(waiting)
+            self._trim(tag)
+
+    def peer_closed(self) -> None:
+        """The peer delivers nothing new: forget announcements, keep what is here."""
+        for wire_id in list(self._announced):
+            self.withdrawn(wire_id)
+
+    @property
+    def posted(self) -> list[Request]:
+        """Receives that have met no message; a snapshot."""
+        return [request for queue in self._posted.values() for request in queue]
+
+    def waits(self, tag: int) -> bool:
+        """Whether a message of this tag is here and nobody has taken it."""
+        return tag in self._waiting
+
+    # --- matching ---------------------------------------------------------------------
+
+    def _meet(self, tag: int) -> None:
+        """Bring the messages and the receives of one tag together, oldest first."""
+        while (posted := self._posted.get(tag)) and (queue := self._waiting.get(tag)):
+            waiting = queue[0]
+            if not waiting.whole:
+                return
+            request = self._unpost(tag)
+            if waiting.nbytes > request.nbytes:
+                self._requests.fail(
+                    request,
+                    MessageTooLarge(
+                        f"the next message of tag {tag} has {waiting.nbytes} bytes, the "
+                        f"receive takes {request.nbytes}; it waits for a larger one"
+                    ),
+                    tell=None,
+                )
+                continue
+            queue.popleft()
+            self._trim(tag)
+            self._hand_over(waiting, request)
+
+    def _hand_over(self, waiting: Waiting, request: Request) -> None:
+        request.nbytes = waiting.nbytes
+        if waiting.wire_id is not None:
+            del self._announced[waiting.wire_id]
+            self._requests.match(request, waiting.wire_id)
+            if request.buffer is None:
+                self._outbox.report(
+                    MemoryWanted(request=request, nbytes=waiting.nbytes)
+                )
+            else:
+                self._receive(request)
+            return
+        assert waiting.buffer is not None
+        self._holds.retire(waiting.buffer)
+        self._taken(waiting.nbytes)
+        if waiting.error:
+            self._requests.fail(request, waiting.error, tell=None)
+            return
+        request.advance(Input.GO)
+        request.advance(Input.MOVED)
+        self._requests.finish(request, held=waiting.buffer)
+
+    def _receive(self, request: Request) -> None:
+        assert request.wire_id is not None
+        request.advance(Input.GO)
+        self._flows.begin_receive(request)
+        self._outbox.send(
+            FrameType.READY, Ready(nbytes=request.nbytes), request=request.wire_id
+        )
+
+    def _taken(self, nbytes: int) -> None:
+        if self._credit.taken(nbytes):
+            messages, returned = self._credit.give_back()
+            self._outbox.send(
+                FrameType.CREDIT, Credit(messages=messages, nbytes=returned)
+            )
+
+    def _queue(self, tag: int, waiting: Waiting) -> None:
+        # bounded: EAGER_WINDOW_MESSAGES held and REQUESTS_MAX announced
+        self._waiting.setdefault(tag, deque()).append(waiting)
+
+    def _unpost(self, tag: int) -> Request:
+        queue = self._posted[tag]
+        request = queue.popleft()
+        if not queue:
+            del self._posted[tag]
+        return request
+
+    def _trim(self, tag: int) -> None:
+        if not self._waiting[tag]:
+            del self._waiting[tag]

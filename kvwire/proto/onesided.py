@@ -1,0 +1,115 @@
+"""put and get: the side that asks, and the side whose memory was granted.
+
+Both are executed in software by the owner of the memory, which checks the grant before
+a byte moves. A put needs no answer to begin, since the grant is the permission and the
+memory is there: its chunks follow the PUT at once, and if the PUT was refused they are
+dropped. It ends with the owner's DONE. A get ends when its bytes have landed.
+"""
+
+from __future__ import annotations
+
+from kvwire.errors import (
+    AccessDenied,
+    RequestError,
+    StaleRegion,
+    UnexpectedFrame,
+    WireCode,
+)
+from kvwire.proto.flows import Flows
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.regions import Grants
+from kvwire.proto.requests import SERVING, Request, Requests
+from kvwire.proto.state import Input, Kind, State
+from kvwire.types import Access as Direction
+from kvwire.types import RegionId
+from kvwire.wire.control import Access, Done
+from kvwire.wire.header import FrameType, Header
+
+
+class OneSided:
+    """The puts and gets of one connection, asked and served."""
+
+    def __init__(
+        self, outbox: Outbox, requests: Requests, flows: Flows, grants: Grants
+    ) -> None:
+        self._outbox = outbox
+        self._requests = requests
+        self._flows = flows
+        self._grants = grants
+
+    def put(self, request: Request, target: Access) -> None:
+        """Write the request's bytes into the peer's memory."""
+        self._ask(FrameType.PUT, request, target)
+        self._flows.begin_send(request)
+
+    def get(self, request: Request, source: Access) -> None:
+        """Read the peer's memory into the request's."""
+        self._ask(FrameType.GET, request, source)
+        self._flows.begin_receive(request)
+
+    def asked(self, header: Header, body: Access) -> None:
+        """The peer wants to put into or get from our memory."""
+        wire_id = self._requests.admit(header.request)
+        put = header.type == FrameType.PUT
+        if not body.nbytes:
+            raise UnexpectedFrame("KVW-OS-01", "a put or get of 0 bytes")
+        try:
+            row = self._grants.check(
+                grant=body.grant,
+                generation=body.generation,
+                token=body.token,
+                offset=body.offset,
+                nbytes=body.nbytes,
+                access=Direction.WRITE if put else Direction.READ,
+            )
+        except (AccessDenied, StaleRegion) as exc:
+            self._requests.tell_failed(wire_id, exc.code, str(exc))
+            return
+        request = Request(
+            kind=Kind.SERVE_PUT if put else Kind.SERVE_GET,
+            wire_id=wire_id,
+            buffer=row.region.buffer,
+            base=row.offset + body.offset,
+            nbytes=body.nbytes,
+            region=row.region.id,
+        )
+        self._requests.serve(request)
+        if put:
+            self._flows.begin_receive(request)
+        else:
+            self._flows.begin_send(request)
+
+    def done_received(self, header: Header, body: Done) -> None:
+        """The peer has every byte of a put of ours.
+
+        Raises:
+            UnexpectedFrame: It cannot have, or that was no put.
+        """
+        request = self._requests.find(header.request)
+        if request is None:
+            return
+        whole = request.moved == request.nbytes == body.nbytes
+        if request.kind is not Kind.PUT or not whole or request.confirmed:
+            raise UnexpectedFrame(
+                "KVW-OS-02",
+                f"DONE for {body.nbytes} bytes of a {request.kind.value} of which "
+                f"{request.moved} of {request.nbytes} were sent",
+            )
+        if request.state is State.MOVING:
+            # Our link has not said yet that it is through with the memory.
+            request.confirmed = True
+            return
+        request.advance(Input.CONFIRMED)
+        self._requests.finish(request)
+
+    def region_revoked(self, region: RegionId) -> None:
+        """End what peers do with a region; its memory drains with the last frame."""
+        for request in self._requests:
+            if request.kind in SERVING and request.region == region:
+                error: RequestError = StaleRegion("the region was closed or revoked")
+                self._requests.fail(request, error, tell=WireCode.STALE)
+
+    def _ask(self, frame_type: FrameType, request: Request, where: Access) -> None:
+        self._requests.start(request)
+        assert request.wire_id is not None
+        self._outbox.send(frame_type, where, request=request.wire_id)

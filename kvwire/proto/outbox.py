@@ -1,0 +1,37 @@
+"""Control frames to send and events to report, collected while the core works."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvwire.proto.events import Event
+from kvwire.proto.framing import Framing
+from kvwire.wire.control import Body, encode_body
+
+
+class Outbox:
+    """What one connection has to say, to its peer and to its front.
+
+    Attributes:
+        framing: Numbers and seals the frames of the control link.
+        frames: (header, body) of control frames, oldest first; the front empties it
+            after each call into the core, so it holds what one call produced.
+        events: Likewise, for the front itself.
+    """
+
+    __slots__ = ("events", "frames", "framing")
+
+    def __init__(self, framing: Framing) -> None:
+        self.framing = framing
+        self.frames: deque[tuple[bytes, bytes]] = deque()
+        self.events: list[Event] = []
+
+    def send(self, frame_type: int, body: Body, *, request: int = 0) -> None:
+        """Queue one control frame."""
+        self.frames.append(  # bounded: CONTROL_QUEUE_BYTES_MAX, by the front
+            self.framing.control(frame_type, encode_body(body), request=request)
+        )
+
+    def report(self, event: Event) -> None:
+        """Queue one event."""
+        self.events.append(event)  # bounded: REQUESTS_MAX

@@ -1,0 +1,191 @@
+"""Registered memory, generations of it, and the grants a peer holds.
+
+No address crosses the wire. A peer names a grant, a generation, an offset and a length,
+and shows the grant's token. A grant belongs to one connection, covers one byte range of
+one region, allows one direction or both, and dies with its connection, its region, or
+the region's generation. The token is an HMAC under a key of the connection, so that a
+descriptor written by somebody else (an API client whose request carries it, say) names
+nothing. A grant that is unknown, another's, or shown with a wrong token gives the same
+answer, and the token is compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.errors import AccessDenied, StaleRegion, UsageError
+from kvwire.limits import GRANTS_MAX, REGIONS_MAX
+from kvwire.types import Access, BufferId, Generation, GrantId, RegionId
+
+TOKEN_BYTES: Final = 16
+_NO_TOKEN: Final = bytes(TOKEN_BYTES)
+_TOKEN_FIELDS: Final = struct.Struct("<QQQQQB")
+
+
+@dataclass(slots=True, kw_only=True)
+class Region:
+    """Memory that peers may reach through grants.
+
+    Attributes:
+        generation: Grants of an earlier one are stale.
+        open: False once closed; it never opens again.
+    """
+
+    id: RegionId
+    buffer: BufferId
+    nbytes: int
+    access: Access
+    generation: Generation
+    open: bool = True
+
+
+class Regions:
+    """The regions of a communicator."""
+
+    def __init__(self) -> None:
+        self._open: dict[RegionId, Region] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def register(self, buffer: BufferId, nbytes: int, access: Access) -> Region:
+        """Make a region of a buffer.
+
+        Raises:
+            UsageError: Too many regions are open.
+        """
+        if len(self._open) >= REGIONS_MAX:
+            raise UsageError(f"{REGIONS_MAX} regions are open; close some of them")
+        self._last += 1
+        region = Region(
+            id=RegionId(self._last),
+            buffer=buffer,
+            nbytes=nbytes,
+            access=access,
+            generation=Generation(1),
+        )
+        self._open[region.id] = region  # bounded: REGIONS_MAX
+        return region
+
+    def revoke(self, region: Region) -> None:
+        """End every grant of the region so far; the region stays open."""
+        region.generation = Generation(region.generation + 1)
+
+    def close(self, region: Region) -> None:
+        """End every grant of the region, for good."""
+        self.revoke(region)
+        region.open = False
+        self._open.pop(region.id, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantRow:
+    """One grant as its giver keeps it."""
+
+    id: GrantId
+    region: Region
+    generation: Generation
+    offset: int
+    nbytes: int
+    access: Access
+    token: bytes
+
+
+class Grants:
+    """The grants made to one peer, over one connection."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._rows: dict[int, GrantRow] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def give(
+        self, region: Region, offset: int, nbytes: int, access: Access
+    ) -> GrantRow:
+        """Allow the peer to reach ``[offset, offset + nbytes)`` of the region.
+
+        Raises:
+            UsageError: The region is closed, the range is not inside it, it does not
+                allow this access, or too many grants are open.
+        """
+        if not region.open:
+            raise UsageError(f"region {region.id} is closed")
+        if offset < 0 or nbytes < 0 or offset > region.nbytes - nbytes:
+            raise UsageError(
+                f"grant: {offset}+{nbytes} of a region of {region.nbytes} bytes"
+            )
+        if access & ~region.access:
+            raise UsageError(
+                f"grant: {access} of a region registered for {region.access}"
+            )
+        self._drop_dead()
+        if len(self._rows) >= GRANTS_MAX:
+            raise UsageError(
+                f"{GRANTS_MAX} grants are open on this connection; revoke some regions"
+            )
+        self._last += 1
+        row = GrantRow(
+            id=GrantId(self._last),
+            region=region,
+            generation=region.generation,
+            offset=offset,
+            nbytes=nbytes,
+            access=access,
+            token=self._token(self._last, region, offset, nbytes, access),
+        )
+        self._rows[row.id] = row  # bounded: GRANTS_MAX
+        return row
+
+    def check(
+        self,
+        *,
+        grant: int,
+        generation: int,
+        token: bytes,
+        offset: int,
+        nbytes: int,
+        access: Access,
+    ) -> GrantRow:
+        """Decide about one access of the peer.
+
+        Raises:
+            AccessDenied: No such grant, wrong token, wrong direction, or out of range.
+            StaleRegion: The region was closed or revoked since.
+        """
+        row = self._rows.get(grant)
+        proven = hmac.compare_digest(token, row.token if row else _NO_TOKEN)
+        if row is None or not proven:
+            raise AccessDenied("no such grant on this connection")
+        if access & ~row.access:
+            raise AccessDenied(f"the grant does not allow {access}")
+        if offset > row.nbytes or nbytes > row.nbytes - offset:
+            raise AccessDenied(f"{offset}+{nbytes} of a grant of {row.nbytes} bytes")
+        region = row.region
+        if not region.open or not generation == row.generation == region.generation:
+            raise StaleRegion("the region was closed or reused since the grant")
+        return row
+
+    def _drop_dead(self) -> None:
+        """Forget rows whose region has moved on, before saying that there is no room."""
+        if len(self._rows) < GRANTS_MAX:
+            return
+        self._rows = {
+            row.id: row
+            for row in self._rows.values()
+            if row.region.open and row.generation == row.region.generation
+        }
+
+    def _token(
+        self, grant: int, region: Region, offset: int, nbytes: int, access: Access
+    ) -> bytes:
+        fields = _TOKEN_FIELDS.pack(
+            grant, region.id, region.generation, offset, nbytes, access.value
+        )
+        return hmac.digest(self._key, fields, "sha256")[:TOKEN_BYTES]

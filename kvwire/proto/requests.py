@@ -1,0 +1,278 @@
+"""The requests of one connection: numbers, states, deadlines, and exactly one end each.
+
+Each side numbers the requests it starts (the client odd, the server even), counting up
+and never twice the same. So any number is either open, or was open and is over, or was
+never given: frames for one that is over are late and are dropped, frames for one that
+was never given break the protocol.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.errors import (
+    DeadlineExceeded,
+    FlowControlViolation,
+    KVWireError,
+    UnexpectedFrame,
+    UsageError,
+    WireCode,
+)
+from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
+from kvwire.proto.events import RequestDone
+from kvwire.proto.holds import Holds
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.state import (
+    FIRST_STATE,
+    REQUEST_TRANSITIONS,
+    TERMINAL,
+    Input,
+    Kind,
+    State,
+)
+from kvwire.types import BufferId, RegionId, RequestId, Role
+from kvwire.wire.control import Done, Fail
+from kvwire.wire.header import FrameType
+
+SENDING: Final = frozenset({Kind.SEND, Kind.PUT, Kind.SERVE_GET})
+SERVING: Final = frozenset({Kind.SERVE_PUT, Kind.SERVE_GET})
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One movement of bytes, from this side's view. Changed by the core alone.
+
+    Attributes:
+        kind: What it does.
+        wire_id: Its number on the wire; None for a RECV that has no match yet.
+        tag: Of a message.
+        buffer: Its memory; None for a RECV that was posted without any.
+        base: Where in the buffer its bytes begin.
+        nbytes: How many; for a posted RECV, how many it could take.
+        region: The region it works on, for SERVE_PUT and SERVE_GET.
+        moved: Bytes handed to the link (sending) or verified (receiving).
+        in_flight: Frames handed to the link that it still works on.
+        arrived: Receiving: one byte per chunk, 1 when its header was seen.
+        confirmed: The peer's DONE came before our link said that all was sent.
+        context: The front's own object for it.
+    """
+
+    kind: Kind
+    wire_id: RequestId | None
+    buffer: BufferId | None
+    nbytes: int
+    tag: int = 0
+    base: int = 0
+    region: RegionId | None = None
+    deadline: float | None = None
+    state: State = State.POSTED
+    moved: int = 0
+    in_flight: int = 0
+    arrived: bytearray | None = None
+    confirmed: bool = False
+    context: object = None
+
+    def __post_init__(self) -> None:
+        self.state = FIRST_STATE[self.kind]
+
+    @property
+    def over(self) -> bool:
+        """Whether it is done or has failed."""
+        return self.state in TERMINAL
+
+    def advance(self, event: Input) -> None:
+        """Take one step of the table.
+
+        Raises:
+            UnexpectedFrame: There is no such step; only frames of the peer can ask
+                for one.
+        """
+        new = REQUEST_TRANSITIONS.get((self.kind, self.state, event))
+        if new is None:
+            raise UnexpectedFrame(
+                "KVW-RQ-01",
+                f"request {self.wire_id}: {event.value} while a {self.kind.value} is "
+                f"{self.state.value}",
+            )
+        self.state = new
+
+
+class Requests:
+    """The open requests of one connection."""
+
+    def __init__(self, role: Role, outbox: Outbox, holds: Holds) -> None:
+        self._mine = 1 if role is Role.CLIENT else 2
+        self._next_id = self._mine
+        self._highest_theirs = 0
+        self._outbox = outbox
+        self._holds = holds
+        self._by_wire_id: dict[int, Request] = {}
+        self._unmatched: dict[int, Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadline_count = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        """All open requests, oldest first per table; a snapshot."""
+        yield from list(self._by_wire_id.values())
+        yield from list(self._unmatched.values())
+
+    def __len__(self) -> int:
+        return len(self._by_wire_id) + len(self._unmatched)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the earliest open request expires."""
+        while self._deadlines and self._deadlines[0][2].over:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def check_room(self) -> None:
+        """Refuse to start one more than the table holds.
+
+        Raises:
+            UsageError: Too many requests are open, or the numbers are used up.
+        """
+        if len(self) >= REQUESTS_MAX:
+            raise UsageError(
+                f"{REQUESTS_MAX} requests are open on this connection already; wait for "
+                f"some of them"
+            )
+        if self._next_id > REQUEST_ID_MAX:
+            raise UsageError(
+                "this connection has used all of its 2**31 request numbers; reconnect"
+            )
+
+    def start(self, request: Request) -> None:
+        """Number a request of our own and keep it until it is over."""
+        request.wire_id = RequestId(self._next_id)
+        self._next_id += 2
+        self._keep(request)
+
+    def post(self, request: Request) -> None:
+        """Keep a RECV that has no match yet."""
+        self._unmatched[id(request)] = request  # bounded: REQUESTS_MAX
+        self._note_deadline(request)
+
+    def match(self, request: Request, wire_id: RequestId) -> None:
+        """Give a RECV the number of the message it has met."""
+        self._unmatched.pop(id(request), None)
+        request.wire_id = wire_id
+        self._by_wire_id[wire_id] = request  # bounded: REQUESTS_MAX
+
+    def admit(self, wire_id: int) -> RequestId:
+        """Check the number of a request that the peer starts.
+
+        Raises:
+            UnexpectedFrame: Not the peer's to give, or not a new one.
+            FlowControlViolation: The peer has too many open.
+        """
+        if not self._is_theirs(wire_id) or wire_id <= self._highest_theirs:
+            raise UnexpectedFrame(
+                "KVW-RQ-02", f"request number {wire_id} is not a new one of the peer"
+            )
+        if len(self._by_wire_id) >= 2 * REQUESTS_MAX:
+            raise FlowControlViolation(
+                "KVW-RQ-03", f"more than {REQUESTS_MAX} requests open at once"
+            )
+        self._highest_theirs = wire_id
+        return RequestId(wire_id)
+
+    def serve(self, request: Request) -> None:
+        """Keep a request that the peer has started."""
+        self._keep(request)
+
+    def find(self, wire_id: int) -> Request | None:
+        """The open request with this number; None if it is over.
+
+        Raises:
+            UnexpectedFrame: No such number was ever given.
+        """
+        request = self._by_wire_id.get(wire_id)
+        if request is None:
+            last = (
+                self._highest_theirs if self._is_theirs(wire_id) else self._next_id - 2
+            )
+            if not 0 < wire_id <= last:
+                raise UnexpectedFrame(
+                    "KVW-RQ-04", f"a frame for request {wire_id}, which never was"
+                )
+        return request
+
+    def finish(self, request: Request, *, held: BufferId | None = None) -> None:
+        """A request that has reached DONE leaves the table."""
+        assert request.state is State.DONE
+        self._leave(request)
+        self._outbox.report(
+            RequestDone(request=request, error=None, nbytes=request.nbytes, held=held)
+        )
+
+    def fail(
+        self, request: Request, error: KVWireError, *, tell: WireCode | None
+    ) -> None:
+        """End a request with an error; does nothing if it is over.
+
+        Args:
+            request: Which one.
+            error: What its owner gets.
+            tell: What the peer is told, if it knows of the request.
+        """
+        if request.over:
+            return
+        request.advance(Input.FAIL)
+        self._leave(request)
+        if tell is not None and request.wire_id is not None:
+            self.tell_failed(request.wire_id, tell, str(error))
+        self._outbox.report(RequestDone(request=request, error=error, nbytes=0))
+
+    def tell_failed(self, wire_id: int, code: WireCode, reason: str) -> None:
+        """Send FAIL for a request, open here or not."""
+        body = Fail(code=code, reason=reason[:REASON_CHARS_MAX])
+        self._outbox.send(FrameType.FAIL, body, request=wire_id)
+
+    def tell_done(self, request: Request) -> None:
+        """Send DONE: every byte of a put is in place."""
+        assert request.wire_id is not None
+        body = Done(nbytes=request.nbytes)
+        self._outbox.send(FrameType.DONE, body, request=request.wire_id)
+
+    def expire(self, now: float) -> list[Request]:
+        """The requests whose deadline has passed; the caller fails them."""
+        due = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.over:
+                due.append(request)
+        return due
+
+    @staticmethod
+    def expired(request: Request) -> DeadlineExceeded:
+        """The error of a request whose deadline has passed."""
+        return DeadlineExceeded(
+            f"the deadline passed while the {request.kind.value} was "
+            f"{request.state.value}, {request.moved} of {request.nbytes} bytes moved"
+        )
+
+    def _keep(self, request: Request) -> None:
+        assert request.wire_id is not None
+        self._by_wire_id[request.wire_id] = request  # bounded: REQUESTS_MAX
+        self._note_deadline(request)
+
+    def _note_deadline(self, request: Request) -> None:
+        if request.deadline is not None:
+            self._deadline_count += 1
+            heapq.heappush(
+                self._deadlines, (request.deadline, self._deadline_count, request)
+            )
+
+    def _leave(self, request: Request) -> None:
+        if request.wire_id is not None:
+            self._by_wire_id.pop(request.wire_id, None)
+        self._unmatched.pop(id(request), None)
+        if request.buffer is not None and request.kind not in SERVING:
+            self._holds.retire(request.buffer)
+
+    def _is_theirs(self, wire_id: int) -> bool:
+        return wire_id % 2 != self._mine % 2

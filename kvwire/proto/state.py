@@ -1,0 +1,140 @@
+"""Every state of a request and of a connection, and every step between them.
+
+Rule 1: what decides a transition stands in this file. Rule 2: the tables do not know
+who runs them; both sides use the same ones. A step that is not listed does not exist:
+asked for by our own code it is a bug, caused by a frame it is an error of the peer.
+
+A request is one movement of bytes, seen from one side:
+
+* SEND and RECV are a message too large to travel unasked. The sender has announced it
+  (POSTED), the receiver answers once it has memory (GO), the bytes move.
+* A message small enough to travel at once is a RECV alone: on the sender's side nothing
+  is left to wait for.
+* PUT moves at once, since the grant is the permission; it is over when the peer says
+  that every byte is in place.
+* GET moves as soon as it is asked for, from the peer's SERVE_GET.
+* SERVE_PUT and SERVE_GET are the same movements on the side that granted the memory.
+
+States:
+
+* POSTED: waits for a match, for credit, or for the peer's word; no byte moves yet.
+* MOVING: payload may be under way, and the request's memory is in use.
+* WAITING: every byte has left or arrived here; the peer has the last word.
+* DONE, FAILED: over. Memory may still be in use; the holds know (kvwire.proto.holds).
+
+Inputs:
+
+* GO: matched, permitted, or given credit.
+* MOVED: the last byte has left the link, or has arrived and was verified.
+* CONFIRMED: the peer said DONE.
+* FAIL: cancelled, expired, refused, broken, on either side.
+
+A connection, once its handshake is over:
+
+* OPEN: anything goes.
+* FLUSHING: this side wants to close and still delivers what it has begun.
+* SAID: this side has sent CLOSE, and waits for the peer's.
+* ANSWERING: the peer has sent CLOSE; this side delivers what it has begun, then
+  answers.
+* CLOSED: nothing more is sent; the link is ending or has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class Kind(enum.Enum):
+    """What a request does, seen from this side."""
+
+    SEND = "send"
+    RECV = "recv"
+    PUT = "put"
+    GET = "get"
+    SERVE_PUT = "serve put"
+    SERVE_GET = "serve get"
+
+
+class State(enum.Enum):
+    """How far a request is."""
+
+    POSTED = "posted"
+    MOVING = "moving"
+    WAITING = "waiting"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Input(enum.Enum):
+    """What can happen to a request."""
+
+    GO = "go"
+    MOVED = "moved"
+    CONFIRMED = "confirmed"
+    FAIL = "fail"
+
+
+FIRST_STATE: Final[dict[Kind, State]] = {
+    Kind.SEND: State.POSTED,
+    Kind.RECV: State.POSTED,
+    Kind.PUT: State.MOVING,
+    Kind.GET: State.MOVING,
+    Kind.SERVE_PUT: State.MOVING,
+    Kind.SERVE_GET: State.MOVING,
+}
+
+TERMINAL: Final = frozenset({State.DONE, State.FAILED})
+
+REQUEST_TRANSITIONS: Final[dict[tuple[Kind, State, Input], State]] = {
+    (Kind.SEND, State.POSTED, Input.GO): State.MOVING,
+    (Kind.SEND, State.MOVING, Input.MOVED): State.DONE,
+    (Kind.RECV, State.POSTED, Input.GO): State.MOVING,
+    (Kind.RECV, State.MOVING, Input.MOVED): State.DONE,
+    (Kind.PUT, State.MOVING, Input.MOVED): State.WAITING,
+    (Kind.PUT, State.WAITING, Input.CONFIRMED): State.DONE,
+    (Kind.GET, State.MOVING, Input.MOVED): State.DONE,
+    (Kind.SERVE_PUT, State.MOVING, Input.MOVED): State.DONE,
+    (Kind.SERVE_GET, State.MOVING, Input.MOVED): State.DONE,
+} | {
+    (kind, state, Input.FAIL): State.FAILED
+    for kind in Kind
+    for state in State
+    if state not in TERMINAL
+}
+
+
+class Phase(enum.Enum):
+    """How far a connection is."""
+
+    OPEN = "open"
+    FLUSHING = "flushing"
+    SAID = "said"
+    ANSWERING = "answering"
+    CLOSED = "closed"
+
+
+class Turn(enum.Enum):
+    """What can happen to a connection."""
+
+    CLOSE_CALLED = "close called"
+    PEER_CLOSED = "peer closed"
+    IDLE = "idle"
+    LOST = "lost"
+
+
+# IDLE means that nothing this side has begun is left to deliver; CLOSE is sent on the
+# step that IDLE causes.
+PHASE_TRANSITIONS: Final[dict[tuple[Phase, Turn], Phase]] = {
+    (Phase.OPEN, Turn.CLOSE_CALLED): Phase.FLUSHING,
+    (Phase.OPEN, Turn.PEER_CLOSED): Phase.ANSWERING,
+    (Phase.FLUSHING, Turn.CLOSE_CALLED): Phase.FLUSHING,
+    (Phase.FLUSHING, Turn.IDLE): Phase.SAID,
+    (Phase.FLUSHING, Turn.PEER_CLOSED): Phase.ANSWERING,
+    (Phase.SAID, Turn.CLOSE_CALLED): Phase.SAID,
+    (Phase.SAID, Turn.PEER_CLOSED): Phase.CLOSED,
+    (Phase.ANSWERING, Turn.CLOSE_CALLED): Phase.ANSWERING,
+    (Phase.ANSWERING, Turn.IDLE): Phase.CLOSED,
+    (Phase.CLOSED, Turn.CLOSE_CALLED): Phase.CLOSED,
+    (Phase.CLOSED, Turn.LOST): Phase.CLOSED,
+} | {(phase, Turn.LOST): Phase.CLOSED for phase in Phase if phase is not Phase.CLOSED}

@@ -1,0 +1,1 @@
+"""What travels: headers, handshake messages and control bodies. Pure, no I/O, no clock."""

@@ -1,0 +1,180 @@
+"""The bodies of control frames: msgspec arrays with every number's range spelled out.
+
+The type stands in the frame's header, so a body carries no tag. Fields are numbered by
+position: new ones go to the end and have defaults, old readers ignore them. The request a
+frame speaks of is in its header. No field is a view of the receive buffer, and none can
+hold a container of unknown element type.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvwire.errors import MalformedFrame
+from kvwire.limits import (
+    BACKENDS_MAX,
+    EAGER_WINDOW_BYTES_MAX,
+    NAME_CHARS_MAX,
+    PROFILE_FIELDS_MAX,
+    REASON_CHARS_MAX,
+    REQUEST_BYTES_MAX,
+)
+from kvwire.wire.header import FrameType
+
+U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+# 2**63 - 1: transports below count in signed 64 bits.
+U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# msgspec cannot bound above 2**63 - 1, and a tag may use all 64 bits: any 8 bytes.
+Tag8 = Annotated[bytes, Meta(min_length=8, max_length=8)]
+Bytes = Annotated[int, Meta(ge=0, le=REQUEST_BYTES_MAX)]
+Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Bootstrap = Annotated[bytes, Meta(max_length=4096)]
+
+
+class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A control body; each subclass belongs to one frame type."""
+
+
+class BackendOffer(Body, array_like=True, frozen=True, gc=False):
+    """One transport a side offers."""
+
+    name: Name
+    api_version: U16
+    bootstrap: Bootstrap = b""
+
+
+class Offer(Body, array_like=True, frozen=True, gc=False):
+    """OFFER: the client's name, transports by preference, and facts that must agree."""
+
+    name: Name
+    backends: Annotated[tuple[BackendOffer, ...], Meta(max_length=BACKENDS_MAX)]
+    profile: Annotated[
+        tuple[tuple[Name, Name], ...], Meta(max_length=PROFILE_FIELDS_MAX)
+    ]
+
+
+class Verdict(Body, array_like=True, frozen=True, gc=False):
+    """What the server decided about one transport."""
+
+    name: Name
+    taken: bool
+    reason: Reason
+
+
+class Choice(Body, array_like=True, frozen=True, gc=False):
+    """CHOICE: the server's name and verdicts; at most one transport is taken."""
+
+    name: Name
+    verdicts: Annotated[tuple[Verdict, ...], Meta(max_length=2 * BACKENDS_MAX)]
+    profile: Annotated[
+        tuple[tuple[Name, Name], ...], Meta(max_length=PROFILE_FIELDS_MAX)
+    ]
+    bootstrap: Bootstrap = b""
+
+
+class Ping(Body, array_like=True, frozen=True, gc=False):
+    """PING and PONG: the answer repeats the number."""
+
+    number: U32
+
+
+class Close(Body, array_like=True, frozen=True, gc=False):
+    """CLOSE: the sender starts nothing new and has nothing more to deliver."""
+
+    code: U16
+
+
+class Credit(Body, array_like=True, frozen=True, gc=False):
+    """CREDIT: room for so many more eager messages and bytes."""
+
+    messages: Annotated[int, Meta(ge=0, le=2**20)]
+    nbytes: Annotated[int, Meta(ge=0, le=EAGER_WINDOW_BYTES_MAX)]
+
+
+class Announce(Body, array_like=True, frozen=True, gc=False):
+    """ANNOUNCE: a message too large to travel unasked waits for a READY."""
+
+    tag: Tag8
+    nbytes: Bytes
+
+
+class Ready(Body, array_like=True, frozen=True, gc=False):
+    """READY: the receiver has memory for all of an announced message."""
+
+    nbytes: Bytes
+
+
+class Access(Body, array_like=True, frozen=True, gc=False):
+    """PUT and GET: a byte range of a grant, and the proof that it was granted."""
+
+    grant: U63
+    generation: U63
+    token: Token
+    offset: Bytes
+    nbytes: Bytes
+
+
+class Done(Body, array_like=True, frozen=True, gc=False):
+    """DONE: every byte of a put is where it belongs."""
+
+    nbytes: Bytes
+
+
+class Fail(Body, array_like=True, frozen=True, gc=False):
+    """FAIL: the sender has ended this request; it is over on both sides."""
+
+    code: U16
+    reason: Reason
+
+
+_BODIES: Final[dict[int, type[Body]]] = {
+    FrameType.OFFER: Offer,
+    FrameType.CHOICE: Choice,
+    FrameType.PING: Ping,
+    FrameType.PONG: Ping,
+    FrameType.CLOSE: Close,
+    FrameType.CREDIT: Credit,
+    FrameType.ANNOUNCE: Announce,
+    FrameType.READY: Ready,
+    FrameType.PUT: Access,
+    FrameType.GET: Access,
+    FrameType.DONE: Done,
+    FrameType.FAIL: Fail,
+}
+_DECODERS: Final = {
+    frame_type: msgspec.msgpack.Decoder(cls) for frame_type, cls in _BODIES.items()
+}
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+B = TypeVar("B", bound=Body)
+
+
+def encode_body(body: Body) -> bytes:
+    """The bytes of a control body."""
+    return _ENCODER.encode(body)
+
+
+def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:
+    """Read the body of a control frame of this type.
+
+    Raises:
+        MalformedFrame: Not msgpack, a field of the wrong type or out of range, or bytes
+            after the end.
+    """
+    try:
+        return _DECODERS[frame_type].decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
+        name = FrameType(frame_type).name
+        raise MalformedFrame("KVW-CT-01", f"{name} body: {exc}") from None
+
+
+def narrowed(body: Body, cls: type[B]) -> B:
+    """The body as its own type; a mismatch is a bug of ours, not of the peer."""
+    assert isinstance(body, cls), (body, cls)
+    return body

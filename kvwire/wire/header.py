@@ -1,0 +1,151 @@
+"""The 32 bytes in front of every frame.
+
+Little-endian, fixed, so that a link can receive it knowing nothing else::
+
+    0  type           u8    what follows; 0x40 and above carry payload
+    1  flags          u8    SEALED, CHECKED
+    2  sequence       u16   frames sent before on this link, modulo 65,536
+    4  length         u32   bytes that follow the header
+    8  request        u32   the request, or 0
+    12 segment        u32   the segment of a transfer, or 0
+    16 offset         u64   where the payload belongs; the tag of a message
+    24 payload_check  u32   low half of xxh3-64 of the payload, if CHECKED
+    28 header_check   u32   CRC-32 of the 28 bytes above
+
+The check makes a flipped bit certain to be seen (CRC-32 finds every burst up to 32 bits)
+before a length or a request number is believed. The sequence number makes a frame that
+was lost, doubled or reordered visible at the next one, on any transport.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from typing import Final, NamedTuple
+
+from kvwire.errors import FrameTooLarge, MalformedFrame, UnexpectedFrame
+from kvwire.limits import (
+    CHUNK_BYTES_MAX,
+    CONTROL_BODY_BYTES_MAX,
+    EAGER_BYTES_MAX,
+    HANDSHAKE_BODY_BYTES,
+    HEADER_BYTES,
+    SEAL_BYTES,
+)
+
+_LAYOUT: Final = struct.Struct("<BBHIIIQII")
+_CHECKED_PART: Final = struct.Struct("<BBHIIIQI")
+_CHECK: Final = struct.Struct("<I")
+assert _LAYOUT.size == HEADER_BYTES
+
+
+class FrameType(enum.IntEnum):
+    """What a frame is. Values are never reused; unknown ones are refused."""
+
+    HELLO = 0x01
+    ACCEPT = 0x02
+    CONFIRM = 0x03
+    REFUSE = 0x04
+    OFFER = 0x05
+    CHOICE = 0x06
+    PING = 0x10
+    PONG = 0x11
+    CLOSE = 0x12
+    CREDIT = 0x13
+    ANNOUNCE = 0x20
+    READY = 0x21
+    PUT = 0x22
+    GET = 0x23
+    DONE = 0x24
+    FAIL = 0x25
+    MESSAGE = 0x40
+    DATA = 0x41
+
+
+FIRST_PAYLOAD_TYPE: Final = 0x40
+HANDSHAKE_TYPES: Final = frozenset(
+    {FrameType.HELLO, FrameType.ACCEPT, FrameType.CONFIRM, FrameType.REFUSE}
+)
+
+
+class Flag(enum.IntFlag):
+    """Bits of the flags byte; a bit not listed here is refused."""
+
+    SEALED = 1
+    """The last SEAL_BYTES of the body authenticate the frame."""
+    CHECKED = 2
+    """``payload_check`` holds a checksum of the payload."""
+
+
+_FLAGS_KNOWN: Final = int(Flag.SEALED | Flag.CHECKED)
+
+# Smallest and largest body of each type. What a type allows is all that is ever read.
+_BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
+    **dict.fromkeys(HANDSHAKE_TYPES, (HANDSHAKE_BODY_BYTES, HANDSHAKE_BODY_BYTES)),
+    **dict.fromkeys(
+        (t for t in FrameType if FrameType.OFFER <= t < FIRST_PAYLOAD_TYPE),
+        (1, 1024 + SEAL_BYTES),
+    ),
+    FrameType.OFFER: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.CHOICE: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.MESSAGE: (0, EAGER_BYTES_MAX),
+    FrameType.DATA: (1, CHUNK_BYTES_MAX),
+}
+
+
+class Header(NamedTuple):
+    """A decoded header; the fields are those of the table above."""
+
+    type: int
+    flags: int
+    sequence: int
+    length: int
+    request: int
+    segment: int
+    offset: int
+    payload_check: int
+
+
+def encode_header(
+    type: int,  # noqa: A002 - the field's name
+    flags: int,
+    sequence: int,
+    length: int,
+    request: int = 0,
+    segment: int = 0,
+    offset: int = 0,
+    payload_check: int = 0,
+) -> bytes:
+    """The 32 bytes of a header."""
+    head = _CHECKED_PART.pack(
+        type, flags, sequence, length, request, segment, offset, payload_check
+    )
+    return head + _CHECK.pack(zlib.crc32(head))
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> Header:
+    """Read the 32 bytes of a header and check everything that needs no state.
+
+    Raises:
+        MalformedFrame: The check does not match, or a flag is unknown.
+        UnexpectedFrame: The type is unknown.
+        FrameTooLarge: The type does not allow this length.
+    """
+    *fields, header_check = _LAYOUT.unpack_from(data)
+    header = Header._make(fields)
+    if zlib.crc32(memoryview(data)[: HEADER_BYTES - 4]) != header_check:
+        raise MalformedFrame("KVW-HD-01", "header check does not match its bytes")
+    bounds = _BODY_BYTES.get(header.type)
+    if bounds is None:
+        raise UnexpectedFrame("KVW-HD-02", f"unknown frame type 0x{header.type:02x}")
+    if header.flags & ~_FLAGS_KNOWN:
+        raise MalformedFrame("KVW-HD-03", f"unknown flags 0x{header.flags:02x}")
+    low, high = bounds
+    if not low <= header.length <= high:
+        raise FrameTooLarge(
+            "KVW-HD-04",
+            f"{FrameType(header.type).name} of {header.length} bytes; {low} to {high} "
+            f"are allowed",
+        )
+    return header
