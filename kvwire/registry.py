@@ -25,13 +25,15 @@ def load(name: str) -> type[Backend]:
     """Import the backend called ``name``.
 
     Raises:
-        BackendUnavailable: Nobody offers it, two do, it cannot be imported, or it was
-            written for another version of the contract.
+        BackendUnavailable: Nobody offers it, two distributions do, it cannot be
+            imported, or what it offers is no backend of that name and contract version.
     """
     found = _entry_points().get(name, [])
     if not found:
         known = ", ".join(names()) or "none"
-        raise BackendUnavailable(f"no backend called {name!r} is installed; there is: {known}")
+        raise BackendUnavailable(
+            f"no backend called {name!r} is installed; there is: {known}"
+        )
     if len(found) > 1:
         owners = " and ".join(sorted(_owner(point) for point in found))
         raise BackendUnavailable(
@@ -39,9 +41,11 @@ def load(name: str) -> type[Backend]:
         )
     try:
         cls = found[0].load()
-    except ImportError as exc:
+    # A plug-in may raise anything: OSError for a shared library that is not there, say.
+    except Exception as exc:
         raise BackendUnavailable(
-            f"backend {name!r} of {_owner(found[0])} cannot be imported: {exc}"
+            f"backend {name!r} of {_owner(found[0])} cannot be imported: "
+            f"{type(exc).__name__}: {exc}"
         ) from exc
     return _checked(name, cls)
 
@@ -55,12 +59,11 @@ def availability(name: str) -> Availability:
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
-    found: dict[str, list[metadata.EntryPoint]] = defaultdict(list)
+    """Every offer, by name; one for each distribution, however it is installed."""
+    found: dict[str, dict[str, metadata.EntryPoint]] = defaultdict(dict)
     for point in metadata.entry_points(group=GROUP):
-        # An editable install can list one distribution's entry twice; same value, once.
-        if all(other.value != point.value for other in found[point.name]):
-            found[point.name].append(point)
-    return found
+        found[point.name][f"{_owner(point)}: {point.value}"] = point
+    return {name: list(points.values()) for name, points in found.items()}
 
 
 def _owner(point: metadata.EntryPoint) -> str:
@@ -70,10 +73,16 @@ def _owner(point: metadata.EntryPoint) -> str:
 
 def _checked(name: str, cls: object) -> type[Backend]:
     if not isinstance(cls, type) or not issubclass(cls, Backend):
-        raise BackendUnavailable(f"backend {name!r}: {cls!r} is no kvwire.backend.Backend")
+        raise BackendUnavailable(
+            f"backend {name!r}: {cls!r} is no kvwire.backend.Backend"
+        )
+    if getattr(cls, "scheme", None) != name:
+        raise BackendUnavailable(
+            f"backend {name!r}: {cls.__name__}.scheme must be that name too"
+        )
     if cls.api_version != API_VERSION:
         raise BackendUnavailable(
-            f"backend {name!r} speaks contract {cls.api_version}, this kvwire {API_VERSION}; "
-            f"upgrade the older of the two"
+            f"backend {name!r} speaks contract {cls.api_version}, this kvwire "
+            f"{API_VERSION}; upgrade the older of the two"
         )
     return cls
