@@ -1,0 +1,69 @@
+"""The coverage check fails on a missing branch, a missing test file, a failing test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.module_coverage import Pair, main, pairs, shortfall
+
+_MODULE = """
+def sign(x: int) -> int:
+    if x < 0:
+        return -1
+    return 1
+"""
+_HALF = "from kvwire.wire.a import sign\ndef test_a(): assert sign(1) == 1\n"
+_WHOLE = _HALF + "def test_b(): assert sign(-1) == -1\n"
+_WRONG = _WHOLE + "def test_c(): assert sign(0) == 0\n"
+
+
+def _pair(root: Path, test: str | None) -> Pair:
+    """A tree with one module in it, and its test file if there is to be one."""
+    (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath=["."]')
+    (root / "kvwire/wire").mkdir(parents=True)
+    (root / "tests/wire").mkdir(parents=True)
+    # Packages of their own, or the installed kvwire would be the one imported.
+    (root / "kvwire/__init__.py").touch()
+    (root / "kvwire/wire/__init__.py").touch()
+    (root / "kvwire/wire/a.py").write_text(_MODULE)
+    if test is not None:
+        (root / "tests/wire/test_a.py").write_text(test)
+    (pair,) = pairs(root)
+    return pair
+
+
+def test_full_branch_coverage_passes(tmp_path: Path) -> None:
+    """Every branch of the module, by its own test file."""
+    assert shortfall(_pair(tmp_path, _WHOLE), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("test", "complaint"),
+    [
+        (_HALF, "less than fail-under=100"),
+        (_WRONG, "assert 1 == 0"),
+        (None, "test_a.py does not exist"),
+    ],
+    ids=["a branch is missing", "a test fails", "no test file"],
+)
+def test_each_shortfall_is_told(
+    test: str | None, complaint: str, tmp_path: Path
+) -> None:
+    """In the words of the tool that found it."""
+    assert complaint in shortfall(_pair(tmp_path, test), tmp_path)
+
+
+def test_one_shortfall_fails_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the module is named."""
+    _pair(tmp_path, None)
+    assert main(tmp_path) == 1
+    assert "FAIL  kvwire/wire/a.py" in capsys.readouterr().out
+
+
+def test_a_tree_without_the_core_fails(tmp_path: Path) -> None:
+    """Nothing to check is not success."""
+    assert main(tmp_path) == 1

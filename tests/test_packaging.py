@@ -1,0 +1,116 @@
+"""What pip installs: metadata, entry points, type markers, and which copy it is."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import kvwire
+from tests.support.tree import ROOT, packages, project, sources
+
+DISTRIBUTION = metadata.distribution("kvwire")
+_SOURCE_TREE = (ROOT / "kvwire").is_dir()
+
+
+def test_the_tested_copy_is_the_one_meant() -> None:
+    """A source tree tests itself; without one, the installed wheel is tested."""
+    where = Path(kvwire.__file__).resolve()
+    site_packages = Path(sysconfig.get_path("purelib")).resolve()
+    assert where.is_relative_to(ROOT if _SOURCE_TREE else site_packages)
+    assert where.is_relative_to(site_packages) is not _SOURCE_TREE
+
+
+def test_one_version_everywhere() -> None:
+    """pyproject.toml decides; the module, the metadata and the changelog follow."""
+    version = project()["project"]["version"]
+    assert DISTRIBUTION.version == version
+    assert kvwire.__version__ == version
+    (changelog,) = sources("CHANGELOG.md")
+    newest = re.search(r"^## \[([^\]]+)\]", changelog.text, re.MULTILINE)
+    assert newest
+    assert newest[1] in {"Unreleased", version}
+
+
+@pytest.mark.parametrize("name", packages())
+def test_every_package_is_marked_as_typed(name: str) -> None:
+    """Without py.typed, type checkers ignore every annotation (PEP 561)."""
+    assert (packages()[name] / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    "point",
+    DISTRIBUTION.entry_points,
+    ids=lambda point: f"{point.group}:{point.name}",
+)
+def test_every_entry_point_resolves(point: metadata.EntryPoint) -> None:
+    """The command, each backend and the pytest plugin are where the metadata says."""
+    assert point.load() is not None
+
+
+def test_every_packaged_backend_is_offered() -> None:
+    """A backend that no entry point names cannot be found."""
+    offered = {
+        point.value.partition(":")[0]
+        for point in DISTRIBUTION.entry_points
+        if point.group == "kvwire.backends"
+    }
+    packaged = {Path(name).name for name in packages()} - {"kvwire"}
+    assert offered == packaged
+
+
+def test_every_backend_in_the_tree_is_packaged() -> None:
+    """A folder that pyproject.toml forgets would be missing from the wheel only."""
+    if not _SOURCE_TREE:
+        pytest.skip("the installed wheel has no backends/ folder to compare with")
+    in_tree = {f"backends/{path.name}" for path in (ROOT / "backends").glob("kvwire_*")}
+    assert in_tree | {"kvwire"} == set(packages())
+
+
+def test_the_metadata_says_what_a_user_must_know() -> None:
+    """Licence, supported Pythons, typing, and the README as its description."""
+    said = DISTRIBUTION.metadata
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said["Requires-Python"] == ">=3.11"
+    assert said["Description-Content-Type"] == "text/markdown"
+    assert "Typing :: Typed" in (said.get_all("Classifier") or [])
+    (readme,) = sources("README.md")
+    assert said.json["description"] == readme.text
+
+
+def test_the_core_install_is_small() -> None:
+    """A dependency is a decision: docs/adr/0002-dependencies.md names each of these."""
+    required = [
+        re.split(r"[^A-Za-z0-9_.-]", requirement)[0]
+        for requirement in DISTRIBUTION.requires or []
+        if "extra ==" not in requirement
+    ]
+    assert sorted(required) == sorted(
+        ["msgspec", "numpy", "uvloop", "xxhash", "cyclopts", "rich"]
+    )
+    (decision,) = sources("docs/adr/0002")
+    assert all(name in decision.text for name in required)
+
+
+def test_the_wheel_carries_its_packages_and_nothing_else() -> None:
+    """No tests, no docs, no second top-level folder in somebody's site-packages."""
+    if _SOURCE_TREE:
+        pytest.skip("an editable install lists no files; .ci/run tests the wheel")
+    tops = {Path(str(file)).parts[0] for file in DISTRIBUTION.files or []}
+    own = {Path(name).name for name in packages()}
+    others = {top for top in tops if top not in own and top != ".."}
+    assert all(other.endswith(".dist-info") for other in others), others
+    assert own <= tops
+
+
+def test_declared_entry_points_are_the_installed_ones() -> None:
+    """An install older than pyproject.toml is told apart from a broken one."""
+    declared = project()["project"]
+    expected = {("console_scripts", name) for name in declared["scripts"]}
+    for group, points in declared["entry-points"].items():
+        expected |= {(group, name) for name in points}
+    installed = {(point.group, point.name) for point in DISTRIBUTION.entry_points}
+    assert installed == expected, "run `make test`: the install is out of date"
