@@ -1,12 +1,12 @@
-"""Every container that lives on and grows names its bound (goal R22).
+"""Every line that makes a lasting container longer names its bound (goal R22).
 
-The name stands where the container is made, which is where a reader looks for it::
+The name stands where the container grows, next to the check that keeps it::
 
-    self._grants: dict[GrantId, Grant] = {}  # bounded: GRANTS_MAX
+    self._rows[row.id] = row  # bounded: GRANTS_MAX
 
-or, where the line is full, as a comment of its own above it. Each name is one of
-``kvwire/limits.py``. A ``deque(maxlen=...)`` bounds itself. Locals end with their call,
-so only attributes count, and locals that are another name for one.
+or in a comment above the statement. It is a name of ``kvwire/limits.py``; words around
+it may say whose bound it is. A ``deque(maxlen=...)`` bounds itself. Locals end with
+their call, so only attributes count, and locals that are another name for one.
 """
 
 from __future__ import annotations
@@ -15,52 +15,37 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from tests.support.house.check import Check, Finding, functions
+from tests.support.house.check import AnyFunction, Check, Finding, functions
 from tests.support.tree import Source, python
 
-GROWING = {
-    *("append", "appendleft", "extend", "extendleft", "insert"),
-    *("add", "update", "setdefault", "push", "heappush"),
+_GROWING = {
+    *("append", "appendleft", "extend", "extendleft", "insert", "heappush"),
+    *("add", "update", "setdefault"),
 }
-_MARK = re.compile(r"#\s*bounded:\s*([A-Z][A-Z0-9_]*(?:,\s*[A-Z][A-Z0-9_]*)*)")
 _CONTAINERS = {
     *("list", "dict", "set", "deque", "bytearray", "defaultdict", "OrderedDict"),
     *("Counter",),
 }
+_MARK = re.compile(r"#\s*bounded:(.*)")
+_NAME = re.compile(r"\b[A-Z]+(?:_[A-Z]+)+\b")
 
 
 def unbounded(files: Sequence[Source]) -> Iterator[Finding]:
-    """Attributes that grow somewhere and whose definition names no limit."""
-    for source in files:
-        yield from _wrong_names(source)
-    made = [
-        (source, attribute, node)
-        for source in files
-        for attribute, node in _definitions(source.syntax)
-    ]
-    containers = {name for _, name, node in made if _is_container(node.value)}
-    grown: dict[str, tuple[str, int]] = {}
-    for source in files:
-        for attribute, line in _grown(source, containers):
-            grown.setdefault(attribute, (source.path, line))
-    for source, attribute, node in made:
-        if attribute in grown and not (
-            _is_scalar(node) or _answers_itself(node.value) or _is_marked(source, node)
-        ):
-            text = f"grows at {':'.join(map(str, grown[attribute]))}; # bounded: NAME?"
-            yield Finding(source.path, node.lineno, attribute, text)
-    for attribute in grown.keys() - {name for _, name, _ in made}:
-        text = "grows and is not defined in these files"
-        yield Finding(*grown[attribute], attribute, text)
-
-
-def _wrong_names(source: Source) -> Iterator[Finding]:
+    """Statements that make an attribute longer and name no limit."""
     known = _limit_names()
-    for number, line in enumerate(source.lines, 1):
-        if mark := _MARK.search(line):
-            for name in re.split(r",\s*", mark[1]):
-                if name not in known:
-                    yield Finding(source.path, number, name, "is no name of limits.py")
+    made = [pair for source in files for pair in _made(source.syntax)]
+    containers = {name for name, value in made if _is_container(value)}
+    harmless = {name for name, value in made if _answers_itself(value)} - containers
+    for source in files:
+        for attribute, statement in _growths(source, containers):
+            if attribute in harmless:
+                continue
+            names = set(_NAME.findall(_mark(source, statement)))
+            text = "grows without a limit's name (# bounded: NAME)"
+            if names - known:
+                text = f"{', '.join(sorted(names - known))}: not in limits.py"
+            if not names or names - known:
+                yield Finding(source.path, statement.lineno, attribute, text)
 
 
 def _limit_names() -> set[str]:
@@ -72,44 +57,32 @@ def _limit_names() -> set[str]:
     }
 
 
-def _definitions(tree: ast.AST) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
-    """Where attributes are made: a field in a class body, or in ``__init__``."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.ClassDef(body=body):
-                for field in body:
-                    match field:
-                        case ast.AnnAssign(target=ast.Name(id=name)):
-                            yield name, field
-            case ast.FunctionDef(name="__init__" | "__post_init__"):
-                yield from _made_in(node)
-
-
-def _made_in(init: ast.FunctionDef) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
-    for node in ast.walk(init):
-        match node:
-            case ast.Assign(targets=[ast.Attribute(attr=name)]):
-                yield name, node
-            case ast.AnnAssign(target=ast.Attribute(attr=name)):
-                yield name, node
-
-
-def _is_marked(source: Source, node: ast.stmt) -> bool:
-    last = node.end_lineno or node.lineno
-    above = source.lines[node.lineno - 2].strip() if node.lineno > 1 else ""
-    candidates = source.lines[node.lineno - 1 : last]
+def _mark(source: Source, statement: ast.stmt) -> str:
+    """What the comment on a statement, or on the line above it, says of its bound."""
+    first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+    above = source.lines[first - 1].strip() if first else ""
+    candidates = source.lines[first:last]
     if above.startswith("#"):
         candidates = [above, *candidates]
-    return any(_MARK.search(line) for line in candidates)
+    return " ".join(mark[1] for line in candidates if (mark := _MARK.search(line)))
 
 
-def _is_scalar(node: ast.Assign | ast.AnnAssign) -> bool:
-    """Made as a number or a text: another attribute of the same name is meant."""
-    match node:
-        case ast.AnnAssign(annotation=ast.Name(id="int" | "float" | "bool" | "str")):
+def _made(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """What each attribute is made as: ``self.x = value``, ``self.x: T = value``."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Attribute(attr=name)], value=value):
+                yield name, value
+            case ast.AnnAssign(target=ast.Attribute(attr=name), value=value):
+                yield name, value
+
+
+def _is_container(value: ast.expr | None) -> bool:
+    match value:
+        case ast.List() | ast.Dict() | ast.Set() | ast.Constant(value=bytes()):
             return True
-        case ast.Assign(value=ast.Constant(value=int() | float() | str())):
-            return True
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name in _CONTAINERS and not _answers_itself(value)
         case _:
             return False
 
@@ -124,31 +97,34 @@ def _answers_itself(value: ast.expr | None) -> bool:
             return False
 
 
-def _is_container(value: ast.expr | None) -> bool:
-    match value:
-        case ast.List() | ast.Dict() | ast.Set() | ast.Constant(value=bytes()):
-            return True
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            return name in _CONTAINERS
-        case _:
-            return False
-
-
-def _grown(source: Source, containers: set[str]) -> set[tuple[str, int]]:
-    """Attributes that some statement makes longer, and the line of it."""
-    found: set[tuple[str, int]] = set()
+def _growths(source: Source, containers: set[str]) -> Iterator[tuple[str, ast.stmt]]:
+    """Each attribute that a statement makes longer, with that statement."""
     for _, function in functions(source.syntax):
         aliases = _aliases(function)
-        for node in ast.walk(function):
-            for grown in _growth(node, containers):
-                if isinstance(grown, ast.Attribute):
-                    found.add((grown.attr, grown.lineno))
-                elif isinstance(grown, ast.Name) and grown.id in aliases:
-                    found.add((aliases[grown.id], grown.lineno))
-    return found
+        for statement in ast.walk(function):
+            if isinstance(statement, ast.stmt) and statement is not function:
+                grown = (
+                    g for n in _own_nodes(statement) for g in _grown(n, containers)
+                )
+                for target in grown:
+                    if isinstance(target, ast.Attribute):
+                        yield target.attr, statement
+                    elif isinstance(target, ast.Name) and target.id in aliases:
+                        yield aliases[target.id], statement
 
 
-def _aliases(function: ast.AST) -> dict[str, str]:
+def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The statement and its expressions, but no statement inside it."""
+    yield statement
+    pending: list[ast.AST] = [statement]
+    while pending:
+        for child in ast.iter_child_nodes(pending.pop()):
+            if not isinstance(child, ast.stmt):
+                yield child
+                pending.append(child)
+
+
+def _aliases(function: AnyFunction) -> dict[str, str]:
     """Locals that are only another name for an attribute: ``queue = self._queue``."""
     return {
         node.targets[0].id: node.value.attr
@@ -159,11 +135,13 @@ def _aliases(function: ast.AST) -> dict[str, str]:
     }
 
 
-def _growth(node: ast.AST, containers: set[str]) -> Iterator[ast.expr]:
+def _grown(node: ast.AST, containers: set[str]) -> Iterator[ast.expr]:
     """What a node makes longer: ``x.append(y)``, ``x[k] = y``, ``x += y``."""
     match node:
-        case ast.Call(func=ast.Attribute(value=grown, attr=verb)) if verb in GROWING:
-            yield node.args[0] if verb == "heappush" else grown
+        case ast.Call(func=ast.Attribute(attr="heappush"), args=[grown, *_]):
+            yield grown
+        case ast.Call(func=ast.Attribute(value=grown, attr=verb)) if verb in _GROWING:
+            yield grown
         case ast.Assign(targets=targets):
             yield from (t.value for t in targets if isinstance(t, ast.Subscript))
         case ast.AugAssign(target=ast.Attribute(attr=name) as grown, op=ast.Add()):
@@ -174,10 +152,19 @@ def _growth(node: ast.AST, containers: set[str]) -> Iterator[ast.expr]:
 _TABLE = """
 class Table:
     def __init__(self):
-        self.rows = {}%s
+        self.rows = {}
 
     def insert(self, key, row):
-        self.rows[key] = row
+        self.rows[key] = row%s
+"""
+_ALIAS = """
+class Queue:
+    def __init__(self):
+        self.waiting = deque()
+
+    def put(self, item):
+        waiting = self.waiting
+        waiting.append(item)
 """
 _BUFFER = """
 class Decoder:
@@ -189,11 +176,13 @@ class Decoder:
 """
 _NUMBER = """
 class Credits:
-    left: int
+    def __init__(self):
+        self.left = 0
 
-def give(credits, more):
-    left = [more]
-    credits.left += more
+    def give(self, more):
+        found = []
+        found.append(more)
+        self.left += more
 """
 _OBJECT = """
 class Window:
@@ -203,22 +192,19 @@ class Window:
     def give(self, more):
         self.left.add(more)
 """
-_ALIAS = """
-class Queue:
-    def __init__(self):
-        self.waiting = deque()
-
-    def put(self, item):
-        waiting = self.waiting
-        waiting.append(item)
-"""
 _ABOVE = """
-class Table:
-    # bounded: GRANTS_MAX
-    rows: dict[int, list[bytes]]
-
 def insert(table, key):
-    table.rows.setdefault(key, [])
+    # bounded: GRANTS_MAX in all
+    table.rows.setdefault(
+        key, []
+    )
+"""
+_WITHIN = """
+def insert(table, key):
+    if key not in table.rows:
+        # bounded: GRANTS_MAX
+        table.names.append(key)
+        table.rows[key] = []
 """
 
 CHECKS = (
@@ -229,18 +215,18 @@ CHECKS = (
         bad=[
             ("kvwire/proto/a.py", _TABLE % ""),
             ("kvwire/proto/a.py", _TABLE % "  # bounded: NO_SUCH_LIMIT"),
+            ("kvwire/proto/a.py", _TABLE % "  # bounded: GRANTS_MAX, NO_SUCH_LIMIT"),
             ("kvwire/proto/a.py", _TABLE % "  # bounded: by the peer's goodwill"),
             ("kvwire/proto/a.py", _ALIAS),
-            ("kvwire/proto/a.py", "def f(self):\n    self.seen.add(1)"),
-            ("kvwire/proto/a.py", "def f(self):\n    heapq.heappush(self.due, 1)"),
             ("kvwire/proto/a.py", _BUFFER),
+            ("kvwire/proto/a.py", _WITHIN),
+            ("kvwire/proto/a.py", "def f(self):\n    heapq.heappush(self.due, 1)"),
         ],
         good=[
             ("kvwire/proto/a.py", _TABLE % "  # bounded: GRANTS_MAX"),
             ("kvwire/proto/a.py", _TABLE % "  # bounded: GRANTS_MAX, REGIONS_MAX"),
             ("kvwire/proto/a.py", _ABOVE),
             ("kvwire/proto/a.py", _ALIAS.replace("deque()", "deque(maxlen=9)")),
-            ("kvwire/proto/a.py", "def f():\n    found = []\n    found.append(1)"),
             ("kvwire/proto/a.py", _NUMBER),
             ("kvwire/proto/a.py", _OBJECT),
         ],
