@@ -35,10 +35,12 @@ def unbounded(files: Sequence[Source]) -> Iterator[Finding]:
     known = _limit_names()
     made = [pair for source in files for pair in _made(source.syntax)]
     containers = {name for name, value in made if _is_container(value)}
+    arrays = {name for name, value in made if _is_array(value)}
     harmless = {name for name, value in made if _answers_itself(value)} - containers
     for source in files:
         for attribute, statement in _growths(source, containers):
-            if attribute in harmless:
+            is_item = isinstance(statement, ast.Assign)
+            if attribute in harmless or (is_item and attribute in arrays):
                 continue
             names = set(_NAME.findall(_mark(source, statement)))
             text = "grows without a limit's name (# bounded: NAME)"
@@ -83,6 +85,15 @@ def _is_container(value: ast.expr | None) -> bool:
             return True
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return name in _CONTAINERS and not _answers_itself(value)
+        case _:
+            return False
+
+
+def _is_array(value: ast.expr | None) -> bool:
+    """Made with a length that assigning to an item cannot change."""
+    match value:
+        case ast.Call(func=ast.Name(id="bytearray" | "list")) | ast.List():
+            return True
         case _:
             return False
 
@@ -174,6 +185,14 @@ class Decoder:
     def feed(self, data):
         self.pending += data
 """
+_ARRAY = """
+class Arrivals:
+    def __init__(self, count):
+        self.arrived = bytearray(count)
+
+    def note(self, index):
+        self.arrived[index] = 1
+"""
 _NUMBER = """
 class Credits:
     def __init__(self):
@@ -227,6 +246,7 @@ CHECKS = (
             ("kvwire/proto/a.py", _TABLE % "  # bounded: GRANTS_MAX, REGIONS_MAX"),
             ("kvwire/proto/a.py", _ABOVE),
             ("kvwire/proto/a.py", _ALIAS.replace("deque()", "deque(maxlen=9)")),
+            ("kvwire/proto/a.py", _ARRAY),
             ("kvwire/proto/a.py", _NUMBER),
             ("kvwire/proto/a.py", _OBJECT),
         ],
