@@ -1,1 +1,1 @@
-"""Memory as payload: buffers of NumPy, torch and the buffer protocol; copies; checksums."""
+"""Memory as payload: NumPy, torch, the buffer protocol; copies; checksums."""

@@ -1,15 +1,16 @@
 """Whatever holds bytes, seen as a payload, without a copy.
 
-Accepted: anything with the buffer protocol (bytes, bytearray, mmap, NumPy arrays), NumPy
-arrays of dtypes that protocol cannot name (bfloat16, float8), CPU torch tensors, and
-ready-made fragments. Refused with the reason: memory that is not C-contiguous, read-only
-memory as a destination, and device memory.
+Accepted: anything with the buffer protocol (bytes, bytearray, mmap, NumPy arrays),
+NumPy arrays of dtypes that protocol cannot name (bfloat16, float8), CPU torch tensors,
+and ready-made fragments. Refused with the reason: memory that is not C-contiguous,
+read-only memory as a destination, memory that holds pointers, and device memory.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,6 +18,11 @@ from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 
 Payload = memoryview | Fragments
+
+# How buffer formats (PEP 3118, and those of ctypes) spell an object or another pointer,
+# once the field names between colons are out of the way.
+_POINTERS: Final = re.compile("[OPz&X]")
+_FIELD_NAMES: Final = re.compile(":[^:]*:")
 
 
 def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
@@ -37,8 +43,8 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
     view = _byte_view(buffer, what)
     if writable and view.readonly:
         raise UsageError(
-            f"{what}: {type(buffer).__name__} is read-only; pass a bytearray, a writable "
-            f"NumPy array or a tensor to receive into"
+            f"{what}: {type(buffer).__name__} is read-only; pass a bytearray, a "
+            f"writable NumPy array or a tensor to receive into"
         )
     return view
 
@@ -53,7 +59,7 @@ def slice_payload(payload: Payload, offset: int, length: int) -> Payload:
 def _byte_view(buffer: Any, what: str) -> memoryview:
     if _is_tensor(buffer):
         buffer = _tensor_bytes(buffer, what)
-    elif isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+    elif isinstance(buffer, np.ndarray) and _is_plain(buffer):
         # bfloat16 and float8 arrays (ml_dtypes) have no buffer format of their own.
         buffer = buffer.reshape(-1).view(np.uint8)
     try:
@@ -63,6 +69,11 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
             f"{what}: {type(buffer).__name__} is no memory that kvwire can use; pass "
             f"bytes, a bytearray, a NumPy array or a CPU torch tensor"
         ) from None
+    if _POINTERS.search(_FIELD_NAMES.sub("", view.format)):
+        raise UsageError(
+            f"{what}: {type(buffer).__name__} of format {view.format!r} holds "
+            f"pointers, which mean nothing to a peer and must never come from one"
+        )
     if not view.c_contiguous:
         raise UsageError(
             f"{what}: the memory is not C-contiguous (shape {view.shape}, strides "
@@ -76,6 +87,10 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
     return view.cast("B")
 
 
+def _is_plain(array: np.ndarray[Any, Any]) -> bool:
+    return array.flags.c_contiguous and not array.dtype.hasobject
+
+
 def _is_tensor(buffer: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(buffer, torch.Tensor)
@@ -85,13 +100,13 @@ def _tensor_bytes(tensor: Any, what: str) -> Any:
     torch: Any = sys.modules["torch"]
     if tensor.device.type != "cpu":
         raise UsageError(
-            f"{what}: the tensor is on {tensor.device}; this transport moves host memory "
-            f"only, so pass tensor.cpu() or choose a transport that takes device memory"
+            f"{what}: the tensor is on {tensor.device}; this transport moves host "
+            f"memory only, so pass tensor.cpu() or choose one that takes device memory"
         )
     if not tensor.is_contiguous():
         raise UsageError(
-            f"{what}: the tensor is not contiguous (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}); pass tensor.contiguous()"
+            f"{what}: the tensor is not contiguous (shape {tuple(tensor.shape)}, "
+            f"strides {tensor.stride()}); pass tensor.contiguous()"
         )
-    # NumPy has no bfloat16 and no float8, so the bytes are viewed before they cross over.
+    # NumPy has no bfloat16 and no float8, so the bytes are viewed before they cross.
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,7 +1,7 @@
 """The payload checksum: xxh3, 32 bits of it, of a view or of a list of fragments.
 
-xxh3 runs at memory speed (over 90 GB/s in cache where zlib's crc32 does 6.8), which is why
-it can stay on by default. It finds accidents, not attackers: there is no key in it.
+xxh3 runs at memory speed (over 90 GB/s in cache where zlib's crc32 does 6.8), which is
+why it can stay on by default. It finds accidents, not attackers: there is no key in it.
 """
 
 from __future__ import annotations

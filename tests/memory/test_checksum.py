@@ -1,0 +1,68 @@
+"""The payload checksum does not depend on how the payload lies in memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.checksum import checksum
+from kvwire.memory.copy import as_fragments
+
+
+def cut(data: bytes, borders: set[int]) -> Fragments:
+    """The same bytes as fragments that lie back to front in memory."""
+    edges = [0, *sorted(b for b in borders if 0 < b < len(data)), len(data)]
+    lengths = np.array([b - a for a, b in itertools.pairwise(edges)], np.uint64)
+    memory = bytearray()
+    offsets = np.zeros(lengths.size, np.uint64)
+    for i in reversed(range(lengths.size)):
+        offsets[i] = len(memory)
+        memory += data[edges[i] : edges[i + 1]]
+    array = np.frombuffer(memory, np.uint8)
+    base = np.uint64(array.ctypes.data)
+    return Fragments(base + offsets, lengths, owner=array, writable=True)
+
+
+@given(st.binary(min_size=1, max_size=2000), st.sets(st.integers(1, 1999)))
+def test_fragments_have_the_checksum_of_their_bytes(
+    data: bytes, borders: set[int]
+) -> None:
+    assert checksum(cut(data, borders)) == checksum(memoryview(data))
+
+
+@given(st.binary(min_size=1, max_size=500), st.data())
+def test_a_flipped_bit_changes_it(data: bytes, choice: st.DataObject) -> None:
+    bit = choice.draw(st.integers(0, len(data) * 8 - 1))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert checksum(memoryview(flipped)) != checksum(memoryview(data))
+
+
+def test_it_is_the_low_half_of_xxh3() -> None:
+    data = bytes(range(256)) * 100
+    expected = xxhash.xxh3_64_intdigest(data) & 0xFFFF_FFFF
+    assert checksum(memoryview(data)) == expected
+
+
+@pytest.mark.parametrize("kind", ["view", "fragments"])
+def test_of_nothing(kind: str) -> None:
+    empty = memoryview(b"")
+    payload = empty if kind == "view" else as_fragments(empty)
+    assert checksum(payload) == xxhash.xxh3_64_intdigest(b"") & 0xFFFF_FFFF
+
+
+def test_neighbours_swapped_change_it() -> None:
+    whole = cut(bytes(range(8)), {4})
+    swapped = Fragments(
+        whole.addresses[::-1].copy(),
+        whole.lengths[::-1].copy(),
+        owner=whole.owner,
+        writable=True,
+    )
+    assert checksum(swapped) != checksum(whole)
