@@ -1,0 +1,175 @@
+"""The in-process transport: names, and links between whoever uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import ClassVar
+
+from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
+from kvwire.types import Address
+from kvwire_inproc.faults import FaultyWay
+from kvwire_inproc.link import InprocLink, join
+from kvwire_inproc.plan import FaultPlan, injected_plan
+from kvwire_inproc.way import Way
+
+_log = logging.getLogger("kvwire.inproc")
+
+
+class InprocBackend(Backend):
+    """Links between event loops of this process, at ``inproc://name``.
+
+    Args:
+        faults: What befalls the frames that this side sends; by default the plan of
+            :func:`~kvwire_inproc.plan.injected`, if one is in force.
+    """
+
+    scheme: ClassVar[str] = "inproc"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        same_process=True, same_host=True, confidential=True
+    )
+
+    def __init__(self, faults: FaultPlan | None = None) -> None:
+        self._faults = faults if faults is not None else injected_plan()
+        self._ways = itertools.count()
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Always there."""
+        return Availability(available=True, reason="part of kvwire, no dependencies")
+
+    async def listen(
+        self, address: Address, accept: Callable[[Link], None]
+    ) -> Listener:
+        """Listen on the name ``address.host``; "" and "0" choose a free one.
+
+        Raises:
+            OSError: The name is taken (EADDRINUSE).
+
+        Cancel safety: safe, it never waits.
+        """
+        listener = InprocListener(self, asyncio.get_running_loop(), accept)
+        listener.address = _names.claim(address, listener)
+        return listener
+
+    async def connect(self, address: Address) -> Link:
+        """Connect to the listener of that name.
+
+        Raises:
+            ConnectionRefusedError: There is none.
+
+        Cancel safety: safe, it never waits.
+        """
+        listener = _names.find(address)
+        loop = asyncio.get_running_loop()
+        lock = threading.RLock()
+        ways = (self._way(lock), listener.backend._way(lock))  # noqa: SLF001 - ours too
+        left, right = join(loop, listener.loop, ways, listener.address)
+        for way, receiver in zip(ways, (right, left), strict=True):
+            if isinstance(way, FaultyWay):
+                way.wake_receiver = receiver.wake
+        try:
+            listener.loop.call_soon_threadsafe(listener.take, right)
+        except RuntimeError:  # the loop was closed a moment ago
+            raise _refused(address) from None
+        return left
+
+    def _way(self, lock: threading.RLock) -> Way:
+        """What one link of this side sends goes this way."""
+        if self._faults is None:
+            return Way(lock)
+        return FaultyWay(lock, self._faults, str(next(self._ways)))
+
+
+class InprocListener(Listener):
+    """A name in this process.
+
+    Args:
+        backend: Whose it is.
+        loop: Where ``accept`` is called.
+        accept: Gets each link.
+
+    Attributes:
+        address: The name.
+    """
+
+    address: Address
+
+    def __init__(
+        self,
+        backend: InprocBackend,
+        loop: asyncio.AbstractEventLoop,
+        accept: Callable[[Link], None],
+    ) -> None:
+        self.backend = backend
+        self.loop = loop
+        self._accept = accept
+        self._closed = False
+
+    def take(self, link: InprocLink) -> None:
+        """Hand over a new link, on this listener's loop."""
+        if self._closed:
+            link.abort()
+            return
+        try:
+            self._accept(link)
+        except Exception:  # noqa: BLE001 - the callback's bug ends this link only
+            _log.exception("%s: accept raised; the link is aborted", self.address)
+            link.abort()
+
+    async def close(self) -> None:
+        """Give the name back; links already accepted live on.
+
+        Cancel safety: safe, it never waits.
+        """
+        self._closed = True
+        _names.give_back(self)
+
+
+class _Names:
+    """Who listens where; loops of several threads ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: dict[str, InprocListener] = {}
+        self._numbers = itertools.count(1)
+
+    def claim(self, address: Address, listener: InprocListener) -> Address:
+        with self._lock:
+            name = address.host
+            if name in {"", "0"}:
+                name = next(n for i in self._numbers if self._free(n := f"auto-{i}"))
+            elif not self._free(name):
+                raise OSError(errno.EADDRINUSE, f"{address}: the name is taken")
+            self._listeners[name] = listener
+            return Address("inproc", name)
+
+    def find(self, address: Address) -> InprocListener:
+        with self._lock:
+            if self._free(address.host):
+                raise _refused(address)
+            return self._listeners[address.host]
+
+    def give_back(self, listener: InprocListener) -> None:
+        with self._lock:
+            name = listener.address.host
+            if self._listeners.get(name) is listener:
+                del self._listeners[name]
+
+    def _free(self, name: str) -> bool:
+        """Nobody has the name, or its loop was closed without giving it back."""
+        listener = self._listeners.get(name)
+        return listener is None or listener.loop.is_closed()
+
+
+def _refused(address: Address) -> ConnectionRefusedError:
+    return ConnectionRefusedError(
+        errno.ECONNREFUSED, f"{address}: nobody in this process listens there"
+    )
+
+
+_names = _Names()

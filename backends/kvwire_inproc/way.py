@@ -1,0 +1,163 @@
+"""One direction of a link: the frames under way, still in their sender's memory.
+
+A way is shared by two links that may live on loops in two threads. Whatever it holds is
+read and written under one lock for both ways of a pair, and payload is copied under it
+too. That is what makes the end of a link prompt: once :meth:`Way.end` has returned,
+nobody reads the sender's memory any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from threading import RLock
+
+from kvwire.backend import Payload
+from kvwire.limits import HEADER_BYTES
+from kvwire.memory.buffers import slice_payload
+from kvwire.memory.copy import copy
+
+
+class Frame:
+    """A frame that was sent and has not been delivered whole.
+
+    Attributes:
+        header: Its header.
+        payload: Its payload, lent or owned; None if it has none.
+        token: What the sender wants to be told; None if nothing.
+        moved: Payload bytes delivered so far.
+        judged: Set by a way with faults once this frame's fate is decided.
+    """
+
+    __slots__ = ("header", "judged", "moved", "payload", "token")
+
+    def __init__(
+        self, header: bytes, payload: Payload | None, token: object | None
+    ) -> None:
+        self.header = header
+        self.payload = payload if payload is not None and payload.nbytes else None
+        self.token = token
+        self.moved = 0
+        self.judged = False
+
+    @property
+    def payload_bytes(self) -> int:
+        """The length of the whole payload."""
+        return self.payload.nbytes if self.payload is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Header and payload."""
+        return HEADER_BYTES + self.payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """That a side has ended, and with what error; None after a clean end."""
+
+    error: Exception | None
+
+
+class Way:
+    """Frames from one link to its peer, in order.
+
+    Args:
+        lock: Shared with the opposite way.
+
+    Attributes:
+        queued_bytes: Bytes of the frames that the receiver has not taken.
+    """
+
+    def __init__(self, lock: RLock) -> None:
+        self.queued_bytes = 0
+        self._lock = lock
+        self._frames: deque[Frame] = deque()
+        self._sent: list[object] = []
+        self._finishing = False
+        self._end: End | None = None
+        self._retired = False
+
+    # --- the sender -------------------------------------------------------------------
+
+    def put(self, frames: list[Frame]) -> None:
+        """Add frames behind those that wait."""
+        with self._lock:
+            if self._end is None and not self._retired:
+                self._frames.extend(frames)
+                self.queued_bytes += sum(frame.nbytes for frame in frames)
+
+    def finish(self) -> None:
+        """Nothing follows the frames that wait."""
+        with self._lock:
+            self._finishing = True
+
+    def end(self, error: Exception | None) -> None:
+        """Drop what waits; from here on the sender's memory is not touched."""
+        with self._lock:
+            self._clear()
+            if self._end is None:
+                self._end = End(error)
+
+    def take_sent(self) -> list[object]:
+        """The tokens of frames delivered since the last call."""
+        with self._lock:
+            sent, self._sent = self._sent, []
+            return sent
+
+    # --- the receiver -----------------------------------------------------------------
+
+    def head(self) -> Frame | None:
+        """The frame to deliver now, if there is one; it stays first until done."""
+        with self._lock:
+            return self._frames[0] if self._frames else None
+
+    def move(self, frame: Frame, landing: Payload | None, bytes_max: int) -> int:
+        """Deliver more of the payload of the head, to the same place in ``landing``.
+
+        Returns:
+            Bytes moved; 0 once the sender has ended, since its memory is its own again.
+        """
+        with self._lock:
+            if self._end is not None or frame.payload is None:
+                return 0
+            count = min(bytes_max, frame.payload_bytes - frame.moved)
+            if landing is not None:
+                source = slice_payload(frame.payload, frame.moved, count)
+                copy(source, slice_payload(landing, frame.moved, count))
+            frame.moved += count
+            self.queued_bytes -= count
+            return count
+
+    def done(self, frame: Frame) -> None:
+        """The head has been delivered whole."""
+        with self._lock:
+            if self._end is None:
+                self._remove(frame)
+
+    def outcome(self) -> End | None:
+        """How the sender ended, once everything it sent before has been delivered."""
+        with self._lock:
+            if self._end is None and self._finishing and self.drained:
+                return End(None)
+            return self._end
+
+    @property
+    def drained(self) -> bool:
+        """Whether no frame waits."""
+        return not self._frames
+
+    def retire(self) -> None:
+        """The receiver has ended; what waits is dropped, and so is what comes."""
+        with self._lock:
+            self._clear()
+            self._retired = True
+
+    def _clear(self) -> None:
+        self._frames.clear()
+        self.queued_bytes = 0
+
+    def _remove(self, frame: Frame) -> None:
+        self._frames.remove(frame)
+        self.queued_bytes -= frame.nbytes - frame.moved
+        if frame.token is not None:
+            self._sent.append(frame.token)
