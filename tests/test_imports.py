@@ -84,11 +84,12 @@ TABLE = (
         others={"numpy", "xxhash"},
         never=frozenset({"asyncio"}),
     ),
+    Layer(covers=("kvwire.config",), kvwire=_BASE, others={"msgspec"}),
     Layer(
         covers=("kvwire.backend", "kvwire.registry", "kvwire.selection"),
-        # Between the three; the contract's Payload is kv's Fragments.
+        # Each other; the contract's Payload is kv's Fragments; wishes are configured.
         kvwire={
-            *(*_BASE, "kvwire.memory", "kvwire.kv.fragments"),
+            *(*_BASE, "kvwire.config", "kvwire.memory", "kvwire.kv.fragments"),
             *("kvwire.backend", "kvwire.registry", "kvwire.selection"),
         },
         others=set(),
