@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.house import bounds, contracts, forbidden, shape, suite
+from tests.support.house import bounds, contracts, forbidden, pages, shape, suite
 from tests.support.house.check import Check, Finding
 
 CHECKS: tuple[Check, ...] = (
@@ -10,6 +10,7 @@ CHECKS: tuple[Check, ...] = (
     *shape.CHECKS,
     *contracts.CHECKS,
     *bounds.CHECKS,
+    *pages.CHECKS,
     *suite.CHECKS,
 )
 

@@ -1,0 +1,46 @@
+"""What a page of the documentation owes its reader: links that lead somewhere."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+
+from tests.support.house.check import Check, Finding, each
+from tests.support.tree import ROOT, Source, sources
+
+_LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+
+
+def dead_links(source: Source) -> Iterator[Finding]:
+    """Links to files of the tree that are not there. The web is not asked."""
+    for number, line in enumerate(source.lines, 1):
+        for target in _LINK.findall(line):
+            folder = posixpath.dirname(source.path)
+            path = posixpath.normpath(posixpath.join(folder, target))
+            if "://" not in target and not _exists(path):
+                yield Finding(source.path, number, target, "leads nowhere")
+
+
+def _exists(path: str) -> bool:
+    # In an installed copy the sources lie elsewhere; by their path they are still there.
+    return any(s.path == path for s in sources(path)) or (ROOT / path).exists()
+
+
+CHECKS = (
+    Check(
+        name="links lead somewhere",
+        over=("",),
+        suffixes=(".md",),
+        find=each(dead_links),
+        bad=[
+            ("README.md", "See [this](docs/no-such-page.md)."),
+            ("docs/topics/a.md", "![picture](img/no-such-picture.svg)"),
+            ("docs/topics/a.md", "Up [one too few](../README.md#start)."),
+        ],
+        good=[
+            ("README.md", "[a](LICENSE), [b](https://a.org/b) and [c](#below)"),
+            ("docs/topics/a.md", "[code](../../kvwire/limits.py#L10)"),
+        ],
+    ),
+)
