@@ -7,21 +7,24 @@ included. The backend does not know what a header means. It hands the 32 bytes t
 :class:`LinkHandler` and gets a :class:`Landing` back, which says how many payload bytes
 follow and where they go: into a view, into a list of fragments, or nowhere.
 
-That one shape fits a socket (header into scratch, payload straight into its destination),
-UCX active messages (header with the rendezvous, data received into what the callback
-names), a same-host read (the consumer reads once it knows both fragment lists) and NCCL
-(the receive is posted when the header has arrived beside it).
+That one shape fits a socket (header into scratch, payload straight into its
+destination), UCX active messages (header with the rendezvous, data received into what
+the callback names), a same-host read (the consumer reads once it knows both fragment
+lists) and NCCL (the receive is posted when the header has arrived beside it).
 
 What a backend promises, and the conformance kit checks:
 
 1. Frames of one link arrive whole, once, and in the order they were sent.
-2. Payload memory belongs to the link from ``send`` until ``frame_sent`` (sender), and from
+2. Payload memory belongs to the link from ``send`` until ``frame_sent`` (sender), and
+from
    ``header_received`` until ``body_received`` (receiver). Outside these spans the link
    neither reads nor writes it. That is what quiescence is built on.
-3. ``link_closed`` is called exactly once per started link, last of all callbacks. After it
-   the link touches no memory, whatever was in flight; frames without ``frame_sent`` then
-   have an unknown fate.
-4. Callbacks run on the loop's thread, never from inside ``start``, ``send``, ``close`` or
+3. ``link_closed`` is called exactly once per started link, last of all callbacks.
+After it
+   the link touches no memory, whatever was in flight; frames without ``frame_sent``
+   then have an unknown fate.
+4. Callbacks run on the loop's thread, never from inside ``start``, ``send``,
+``close`` or
    ``abort``, so a handler needs no lock and is never re-entered. ``flush`` may call
    ``frame_sent``.
 5. A link never decides what a completion means, never retries, never drops silently.

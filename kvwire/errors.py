@@ -35,10 +35,10 @@
     * :exc:`MessageTooLarge`
     * :exc:`PeerError`
 
-Retry on :exc:`RequestError`, reconnect on :exc:`ConnectionClosed`, look for a bug (or an
-attacker) on :exc:`ProtocolError`. What the peer is told is a :class:`WireCode`, never a
-traceback; each leaf of ``RequestError`` and ``HandshakeError`` has one code and
-:func:`error_from_code` turns it back into the class.
+Retry on :exc:`RequestError`, reconnect on :exc:`ConnectionClosed`, look for a bug (or
+an attacker) on :exc:`ProtocolError`. What the peer is told is a :class:`WireCode`,
+never a traceback; each leaf of ``RequestError`` and ``HandshakeError`` has one code
+and :func:`error_from_code` turns it back into the class.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class UsageError(KVWireError, ValueError):
 
 
 class BackendUnavailable(KVWireError):
-    """No such transport here, or its library is missing; the message says how to get it."""
+    """No such transport here, or its library is missing; the message has the remedy."""
 
 
 class HandshakeError(KVWireError):

@@ -13,20 +13,22 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-# --- frames -----------------------------------------------------------------------------
-# Fixed, so that a link can receive a header without knowing anything else.
+# --- frames
+# ----------------------------------------------------------------------------- Fixed,
+# so that a link can receive a header without knowing anything else.
 HEADER_BYTES: Final = 32
 # A whole handshake message is 256 bytes: QUIC and TLS fit their first flight in one
 # packet as well, and nothing of unknown length is parsed before authentication.
 HANDSHAKE_BODY_BYTES: Final = 256 - HEADER_BYTES
-# Control bodies carry numbers and names, never payload. NATS allows 4 KiB a control line;
-# the offers of a handshake (backend bootstraps, cache specs) need more.
+# Control bodies carry numbers and names, never payload. NATS allows 4 KiB a control
+# line; the offers of a handshake (backend bootstraps, cache specs) need more.
 CONTROL_BODY_BYTES_MAX: Final = 64 * KIB
 # HMAC-SHA256 truncated to 128 bits, as in RFC 4868.
 SEAL_BYTES: Final = 16
 
-# --- payload ----------------------------------------------------------------------------
-# Field measurements put the knee of every transport between 256 KiB and 1 MiB.
+# --- payload
+# ---------------------------------------------------------------------------- Field
+# measurements put the knee of every transport between 256 KiB and 1 MiB.
 CHUNK_BYTES: Final = 1 * MIB
 CHUNK_BYTES_MIN: Final = 64 * KIB
 # Keeps a cancel at most one chunk, that is 16 MiB, late.
@@ -48,7 +50,8 @@ LINK_QUEUE_BYTES: Final = 2 * MIB
 # Bytes one wake-up of the loop may move before other connections get their turn.
 WAKEUP_BYTES: Final = 4 * MIB
 
-# --- tables -----------------------------------------------------------------------------
+# --- tables
+# -----------------------------------------------------------------------------
 # Requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096
 # Request numbers are 32 bits and never reused within a connection.
@@ -77,7 +80,8 @@ KV_GROUPS_MAX: Final = 64
 # Blocks in the list of one transfer: 10 million tokens at 4 tokens a block fit.
 KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
 
-# --- strings ----------------------------------------------------------------------------
+# --- strings
+# ----------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16
 PSK_BYTES_MIN: Final = 32
@@ -86,11 +90,12 @@ REASON_CHARS_MAX: Final = 200
 # websockets truncates what it logs of a peer to 75 characters.
 LOG_CHARS_MAX: Final = 75
 
-# --- time -------------------------------------------------------------------------------
-# NATS gives 2 s to authenticate and 2 s for TLS; asyncio's 60 s is far too long.
+# --- time
+# ------------------------------------------------------------------------------- NATS
+# gives 2 s to authenticate and 2 s for TLS; asyncio's 60 s is far too long.
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-# Servers in the field take 20 s to 2 min. A decode worker holds GPU memory meanwhile, so
-# a dead peer is known after 3 missed pings of 2 s.
+# Servers in the field take 20 s to 2 min. A decode worker holds GPU memory meanwhile,
+# so a dead peer is known after 3 missed pings of 2 s.
 PING_INTERVAL_S: Final = 2.0
 PING_MISSES: Final = 3
 # gRPC disconnects a client after 2 strikes of too many pings.

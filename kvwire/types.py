@@ -1,4 +1,4 @@
-"""Small value types that every layer shares. No behaviour that needs a loop or a socket."""
+"""Small value types that every layer shares; nothing that needs a loop or a socket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Role(enum.IntEnum):
 
 
 class TrustMode(enum.IntEnum):
-    """How the two sides know each other; docs/topics/security.md says what each gives."""
+    """How the two sides know each other; see docs/topics/security.md."""
 
     LOOPBACK = 0
     PSK = 1
@@ -61,8 +61,8 @@ class Access(enum.Flag):
         names = {"read": cls.READ, "write": cls.WRITE, "readwrite": cls.READWRITE}
         if text not in names:
             raise UsageError(
-                f'access={text!r}: use "read" (the peer may get), "write" (the peer may '
-                f'put) or "readwrite"'
+                f'access={text!r}: use "read" (the peer may get), "write" (the peer '
+                f'may put) or "readwrite"'
             )
         return names[text]
 
@@ -90,14 +90,16 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}" if self.port else self._portless()
 
     def _portless(self) -> str:
-        if self.scheme == "inproc":
-            return f"inproc://{self.host}"
+        if self.scheme == "inproc" or self.host.startswith("/"):
+            return f"{self.scheme}://{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:0"
 
     @classmethod
     def parse(cls, text: str | Address) -> Address:
-        """Read ``"host:port"``, ``"tcp://host:port"`` or ``"inproc://name"``.
+        """Read ``"host:port"``, ``"tcp://host:port"``, ``"inproc://name"`` or a path.
+
+        A transport whose addresses are files has them as ``"scheme:///a/path"``.
 
         Raises:
             UsageError: The text is none of these, or the port is not 0 to 65,535.
@@ -110,12 +112,17 @@ class Address:
             port = parts.port
         except ValueError as exc:
             raise UsageError(f"address {text!r}: {exc}") from None
+        scheme, _, rest = full.partition("://")
+        if rest.startswith("/") and scheme != "tcp":
+            return cls(scheme, rest)
         if parts.path not in ("", "/") or parts.query or parts.username is not None:
             raise UsageError(f"address {text!r}: only scheme://host:port is understood")
         if parts.scheme == "inproc":
             return cls("inproc", full.removeprefix("inproc://").rstrip("/"))
         if port is None:
-            raise UsageError(f'address {text!r} has no port; write "host:0" for any free one')
+            raise UsageError(
+                f'address {text!r} has no port; write "host:0" for any free one'
+            )
         return cls(parts.scheme, parts.hostname or "", port)
 
 
@@ -149,7 +156,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TransportReport:
-    """Every transport that was considered for a connection, and why it was taken or not."""
+    """Every transport considered for a connection, and why it was taken or not."""
 
     candidates: tuple[Candidate, ...] = field(default=())
 

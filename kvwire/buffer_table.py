@@ -1,0 +1,68 @@
+"""The memory behind the buffer numbers of the core, and who waits for it to be free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvwire.backend import Payload
+from kvwire.memory.buffers import slice_payload
+from kvwire.proto.holds import Holds
+from kvwire.types import BufferId
+
+
+class BufferTable:
+    """All memory lent to kvwire by the users of one communicator.
+
+    Attributes:
+        holds: What the cores say about it.
+    """
+
+    __slots__ = ("_payloads", "_waiting", "holds")
+
+    def __init__(self) -> None:
+        self.holds = Holds()
+        self._payloads: dict[BufferId, Payload] = {}
+        self._waiting: dict[BufferId, list[Callable[[], None]]] = {}
+
+    def __len__(self) -> int:
+        """Buffers that are not drained."""
+        return len(self._payloads)
+
+    def lend(self, payload: Payload) -> BufferId:
+        """Take memory in; it is kept alive until it has drained."""
+        buffer = self.holds.new()
+        self._payloads[buffer] = payload
+        return buffer
+
+    def hold(self, buffer: BufferId, nbytes: int) -> memoryview:
+        """Make the memory of a message nobody asked for, under the core's number."""
+        view = memoryview(bytearray(nbytes))
+        self._payloads[buffer] = view
+        return view
+
+    def part(self, buffer: BufferId, offset: int, nbytes: int) -> Payload:
+        """A byte range of a buffer."""
+        payload = self._payloads[buffer]
+        if not offset and nbytes == payload.nbytes:
+            return payload
+        return slice_payload(payload, offset, nbytes)
+
+    def take(self, buffer: BufferId) -> Payload:
+        """The whole of a held message, which the table then forgets."""
+        return self._payloads.pop(buffer)
+
+    def on_drained(self, buffer: BufferId, call: Callable[[], None]) -> None:
+        """Call once when nothing can touch the buffer any more; at once if so now."""
+        if buffer in self._payloads:
+            self._waiting.setdefault(buffer, []).append(call)
+        else:
+            call()
+
+    def collect(self) -> None:
+        """Let go of what has drained, and tell those who wait."""
+        drained = self.holds.drained
+        while drained:
+            buffer = drained.pop()
+            self._payloads.pop(buffer, None)
+            for call in self._waiting.pop(buffer, ()):
+                call()

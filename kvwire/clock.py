@@ -1,0 +1,38 @@
+"""Deadlines: one reading of what a caller may pass, on the running loop's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from datetime import timedelta
+
+from kvwire.errors import UsageError
+
+_STARTED = time.monotonic()
+"""No instant of this process lies before it."""
+
+
+def absolute(deadline: float | timedelta | None) -> float | None:
+    """The deadline as a time of the running loop's clock.
+
+    A deadline is an instant, ``loop.time() + 2``. People also write the 2 alone. A
+    number smaller than the clock was when this process began cannot be an instant of
+    its life, so it is read as seconds from now; a ``timedelta`` always is.
+
+    Raises:
+        UsageError: Not a number, negative, or not finite.
+    """
+    if deadline is None:
+        return None
+    now = asyncio.get_running_loop().time()
+    if isinstance(deadline, timedelta):
+        deadline, from_now = deadline.total_seconds(), True
+    else:
+        from_now = deadline < _STARTED
+    if math.isnan(deadline) or deadline < 0:
+        raise UsageError(
+            f"deadline={deadline!r}: pass a time of the loop's clock "
+            f"(loop.time() + 2), or a timedelta from now"
+        )
+    return now + deadline if from_now else float(deadline)

@@ -1,0 +1,432 @@
+"""A communicator: one identity, its listeners, and its connections.
+
+Everything of a communicator belongs to the loop it was opened on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Generator, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Self
+
+from kvwire import registry
+from kvwire.backend import API_VERSION, Backend, Link, Listener
+from kvwire.buffer_table import BufferTable
+from kvwire.config import Config
+from kvwire.connection import Connection
+from kvwire.errors import (
+    BackendUnavailable,
+    ClosedOK,
+    ConnectionClosed,
+    KVWireError,
+    UsageError,
+)
+from kvwire.limits import PENDING_HANDSHAKES_MAX
+from kvwire.memory.buffers import as_payload
+from kvwire.opening import Opening, report_of
+from kvwire.proto.connection import Connection as Core
+from kvwire.proto.handshake import (
+    ClientHandshake,
+    Identity,
+    ServerHandshake,
+)
+from kvwire.proto.regions import Region as CoreRegion
+from kvwire.proto.regions import Regions
+from kvwire.pump import Pump
+from kvwire.region import Region
+from kvwire.selection import local_refusal, wishes
+from kvwire.trust import is_loopback, load_keys, resolve
+from kvwire.types import Access, Address, TrustMode
+from kvwire.wire.control import BackendOffer, Offer
+from kvwire.wire.hello import NONCE_BYTES, Terms
+
+logger = logging.getLogger("kvwire")
+
+
+class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
+    """Open a communicator: ``await kvwire.open(...)`` or ``async with
+    kvwire.open(...)``.
+
+    Args:
+        config: A Config, the path of a TOML file, or None for the environment alone.
+        **arguments: Keys of Config that override it, such as ``name="decode-0"``.
+
+    Raises:
+        UsageError: The configuration cannot be used.
+
+    Cancel safety: safe, opening does not wait for anything.
+    """
+
+    def __init__(
+        self,
+        config: Config | str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        if isinstance(config, Config):
+            self._config = config.replace(**arguments) if arguments else config
+        else:
+            self._config = Config.load(config, **arguments)
+        self._communicator: Communicator | None = None
+
+    def __await__(self) -> Generator[Any, Any, Communicator]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Communicator:
+        """The communicator; it is closed at the end of the block."""
+        self._communicator = await self._open()
+        return self._communicator
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close it, or abort if the block was left by an exception."""
+        assert self._communicator is not None
+        if error is not None:
+            self._communicator.abort()
+        await self._communicator.close()
+
+    async def _open(self) -> Communicator:
+        return Communicator(self._config)
+
+
+class Communicator:
+    """Connects to peers and is connected to. Made by :func:`kvwire.open`.
+
+    Attributes:
+        config: Its configuration.
+        buffers: The memory its users have lent it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        trust, psk, keys = load_keys(config)
+        if not config.name:
+            config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
+        self.config = config
+        self.buffers = BufferTable()
+        self._loop = asyncio.get_running_loop()
+        self._identity = Identity(
+            name=config.name,
+            incarnation=secrets.token_bytes(16),
+            trust=trust,
+            psk=psk,
+            keys=keys,
+            terms=Terms(
+                chunk_bytes=config.chunk_bytes,
+                eager_bytes=config.eager_bytes,
+                window_bytes=config.window_bytes,
+                window_messages=config.window_messages,
+            ),
+            profile=tuple(sorted(config.profile.items())),
+        )
+        self._regions = Regions()
+        self._backends: dict[str, Backend] = {}
+        self._listeners: list[Listener] = []
+        self._pumps: set[Pump] = set()
+        self._connections: set[Connection] = set()
+        self._inbound: asyncio.Queue[Connection | None] = asyncio.Queue()
+        self._inbound_count = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._connections)} connections"
+        return (
+            f"<Communicator {self.config.name!r}, trust {self.config.trust}, {state}>"
+        )
+
+    @property
+    def incarnation(self) -> bytes:
+        """16 random bytes; a peer sees from them that this is a new start."""
+        return self._identity.incarnation
+
+    @property
+    def name(self) -> str:
+        """The name that peers see."""
+        return self.config.name
+
+    # --- connections ------------------------------------------------------------------
+
+    async def listen(self, address: str | Address) -> Address:
+        """Accept connections on an address; they come out of :meth:`connections`.
+
+        Args:
+            address: ``"host:port"`` or ``"scheme://..."``; port 0 takes any free one.
+
+        Returns:
+            The bound address, with the real port.
+
+        Raises:
+            UsageError: The address cannot be used, or needs a trust mode.
+            BackendUnavailable: Its transport is not installed, or ruled out by config.
+            OSError: It cannot be bound.
+
+        Cancel safety: safe, nothing stays bound.
+        """
+        self._check_open()
+        where = Address.parse(address)
+        backend = self._backend(where.scheme, self.config)
+        if _crosses_hosts(backend):
+            where = await resolve(where, self._identity.trust)
+
+        def accept(link: Link) -> None:
+            self._accept(link, where.scheme)
+
+        listener = await backend.listen(where, accept)
+        if self._closed:
+            await listener.close()
+            raise ClosedOK("the communicator was closed")
+        self._listeners.append(listener)
+        return listener.address
+
+    async def connect(
+        self,
+        address: str | Address,
+        *,
+        transport: str | Iterable[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Connection:
+        """Connect to a communicator that listens.
+
+        Args:
+            address: Where it listens.
+            transport: Require one, or one of several in order of preference.
+            timeout_s: Until the connection is usable; None for the configured
+                ``handshake_timeout_s``.
+
+        Raises:
+            UsageError: The address cannot be used, or needs a trust mode.
+            BackendUnavailable: No required transport can run here.
+            HandshakeError: The sides do not agree; names the fields.
+            ConnectionClosed: The peer ended the connection during the handshake.
+            OSError: Nobody listens there.
+
+        Cancel safety: safe, a half-made connection is aborted.
+        """
+        self._check_open()
+        config = wishes(self.config, transport)
+        where = Address.parse(address)
+        backend = self._backend(where.scheme, config)
+        if _crosses_hosts(backend):
+            where = await resolve(where, self._identity.trust)
+        timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
+        handshake = ClientHandshake(
+            self._identity,
+            secrets.token_bytes(NONCE_BYTES),
+            _offer(self._identity, config, where.scheme),
+        )
+        opening = Opening(handshake, config, where.scheme, self._loop)
+        try:
+            async with asyncio.timeout(timeout_s):
+                link = await backend.connect(where)
+                return await self._shake_hands(link, opening)
+        except TimeoutError:
+            raise opening.timed_out(timeout_s) from None
+
+    async def connections(self) -> AsyncIterator[Connection]:
+        """Inbound connections, in the order their handshakes ended.
+
+        Ends when the communicator is closed.
+
+        Cancel safety: safe, no connection is lost.
+        """
+        while not self._closed or not self._inbound.empty():
+            connection = await self._inbound.get()
+            if connection is None:
+                # For whoever else iterates.
+                self._inbound.put_nowait(None)
+                return
+            yield connection
+
+    # --- memory -----------------------------------------------------------------------
+
+    def register(self, buffer: Any, access: str | Access = "read") -> Region:
+        """Lend memory that peers may reach, each with a grant.
+
+        Args:
+            buffer: Contiguous memory, or fragments; writable if it may be put into.
+            access: ``"read"`` lets peers get, ``"write"`` put, ``"readwrite"`` both.
+
+        Raises:
+            UsageError: The memory cannot be used.
+        """
+        self._check_open()
+        allowed = Access.parse(access)
+        payload = as_payload(buffer, writable=bool(allowed & Access.WRITE))
+        lent = self.buffers.lend(payload)
+        try:
+            core = self._regions.register(lent, payload.nbytes, allowed)
+        except UsageError:
+            self.buffers.holds.retire(lent)
+            self.buffers.collect()
+            raise
+        return Region(self, core)
+
+    def revoke_region(self, core: CoreRegion) -> None:
+        """See :meth:`kvwire.Region.revoke`."""
+        self._regions.revoke(core)
+        for connection in list(self._connections):
+            connection.region_revoked(core)
+
+    def close_region(self, core: CoreRegion) -> None:
+        """See :meth:`kvwire.Region.close`."""
+        if not core.open:
+            return
+        self._regions.close(core)
+        for connection in list(self._connections):
+            connection.region_revoked(core)
+        self.buffers.holds.retire(core.buffer)
+        self.buffers.collect()
+
+    # --- the end ----------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Close every listener and connection, gracefully; at most ``close_timeout_s``.
+
+        Cancel safety: safe. Closing goes on; call it again to wait for it.
+        """
+        self._stop()
+        for listener in self._listeners:
+            await listener.close()
+        await asyncio.gather(*(c.close() for c in list(self._connections)))
+        for pump in list(self._pumps):
+            pump.link.abort()
+            await asyncio.shield(pump.ended)
+        for task in list(self._tasks):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        for backend in self._backends.values():
+            await backend.aclose()
+
+    def abort(self) -> None:
+        """End every connection now. Never raises; ``close`` waits for what is left."""
+        self._stop()
+        for connection in list(self._connections):
+            connection.abort("the communicator was aborted")
+
+    async def __aenter__(self) -> Self:
+        """The communicator itself; it is closed at the end of the block."""
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close it, or abort if the block was left by an exception."""
+        if error is not None:
+            self.abort()
+        await self.close()
+
+    def connection_ended(self, connection: Connection, error: ConnectionClosed) -> None:
+        """A connection has ended, for the reason given."""
+        self._connections.discard(connection)
+        if not isinstance(error, ClosedOK):
+            logger.info("connection to %s ended: %s", connection.peer, error)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._inbound.put_nowait(None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedOK("the communicator is closed")
+
+    def _backend(self, scheme: str, config: Config) -> Backend:
+        reason = local_refusal(config, scheme, scheme)
+        if reason:
+            raise BackendUnavailable(f"transport {scheme!r}: {reason}")
+        if scheme not in self._backends:
+            self._backends[scheme] = registry.load(scheme)()
+        return self._backends[scheme]
+
+    def _accept(self, link: Link, scheme: str) -> None:
+        """A link came in: shake hands with it in a task of its own."""
+        remote = link.remote_address
+        strangers_ok = self._identity.trust is not TrustMode.LOOPBACK
+        outside = (
+            remote is not None and scheme == "tcp" and not is_loopback(remote.host)
+        )
+        full = (
+            len(self._tasks) >= PENDING_HANDSHAKES_MAX
+            or len(self._connections) >= self.config.connections_max
+        )
+        if self._closed or full or (outside and not strangers_ok):
+            link.abort()
+            return
+        task = self._loop.create_task(self._welcome(link, scheme))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _welcome(self, link: Link, scheme: str) -> None:
+        handshake = ServerHandshake(self._identity, secrets.token_bytes(NONCE_BYTES))
+        opening = Opening(handshake, self.config, scheme, self._loop)
+        timeout_s = self.config.handshake_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await self._shake_hands(link, opening)
+        except TimeoutError:
+            logger.info("%s: %s", link.remote_address, opening.timed_out(timeout_s))
+        except KVWireError as exc:
+            logger.info("%s: refused: %s", link.remote_address, exc)
+        else:
+            self._inbound.put_nowait(connection)
+
+    async def _shake_hands(self, link: Link, opening: Opening) -> Connection:
+        pump = Pump(
+            link,
+            self.buffers,
+            self._loop,
+            check_payload=self.config.checksum == "on",
+        )
+        self._pumps.add(pump)
+        pump.ended.add_done_callback(lambda _: self._pumps.discard(pump))
+        pump.open(opening)
+        try:
+            agreement = await asyncio.shield(opening.done)
+        except KVWireError:
+            # The last word is on its way; the link ends after it.
+            raise
+        except BaseException:
+            link.abort()
+            opening.done.cancel()
+            raise
+        core = Core(
+            agreement,
+            opening.handshake.framing,
+            self.buffers.holds,
+            terms=self._identity.terms,
+            ping_interval_s=self.config.ping_interval_s,
+            ping_misses=self.config.ping_misses,
+            now=self._loop.time(),
+        )
+        connection = Connection(
+            self,
+            pump,
+            core,
+            peer=replace(agreement.peer, address=link.remote_address),
+            report=report_of(agreement.choice),
+        )
+        if not connection.closed:
+            self._connections.add(connection)
+        return connection
+
+
+def _crosses_hosts(backend: Backend) -> bool:
+    capabilities = backend.capabilities
+    return not (capabilities.same_process or capabilities.same_host)
+
+
+def _offer(identity: Identity, config: Config, scheme: str) -> Offer:
+    return Offer(
+        name=identity.name,
+        backends=tuple(
+            BackendOffer(name, API_VERSION)
+            for name in registry.names()
+            if not local_refusal(config, name, scheme)
+        ),
+        profile=identity.profile,
+    )

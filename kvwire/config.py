@@ -1,0 +1,186 @@
+"""One configuration model: a TOML file < ``KVWIRE_*`` environment < keyword arguments.
+
+A key that does not exist is an error that names the nearest one. Keys of the trust mode
+never come from the environment or the command line: only the path of a file does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvwire import limits
+from kvwire.errors import UsageError
+
+ENVIRONMENT_PREFIX = "KVWIRE_"
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Names = tuple[Annotated[str, Meta(min_length=1, max_length=32)], ...]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be set, with its default.
+
+    Attributes:
+        name: Shown to peers and in logs.
+        trust: ``"loopback"``: this host only, nothing is proved. ``"psk"``: both sides
+            prove that they hold the key in ``psk_file``.
+        psk_file: A file made by ``kvwire keygen``, readable by its owner alone.
+        psk_accept_files: More keys that are accepted from peers, while keys are
+        rotated.
+        prefer: Transports in the order they are tried; those not named come last.
+        require: If not empty, only these transports may be used.
+        forbid: Transports that are never used.
+        profile: Facts both sides must agree on where both name them, such as the
+            model's revision; a difference is named in the error.
+        checksum: ``"on"`` verifies every payload byte, ``"off"`` trusts the transport.
+        chunk_bytes: Payload bytes in one frame; the smaller of both sides' is used.
+        eager_bytes: Messages up to this size travel at once; likewise.
+        window_bytes: Messages that nobody has asked for yet are held up to this.
+        window_messages: And up to this many.
+        message_bytes: ``recv`` without a buffer allocates at most this.
+        handshake_timeout_s: From connect or accept to a usable connection.
+        close_timeout_s: How long ``close`` waits for what was begun.
+        ping_interval_s: Silence after which the peer is asked whether it is there.
+        ping_misses: Intervals of silence after which it is dead.
+        connections_max: Inbound connections at once.
+    """
+
+    name: Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)] = ""
+    trust: Literal["loopback", "psk"] = "loopback"
+    psk_file: str = ""
+    psk_accept_files: tuple[str, ...] = ()
+    prefer: Names = ()
+    require: Names = ()
+    forbid: Names = ()
+    profile: dict[str, str] = {}
+    checksum: Literal["on", "off"] = "on"
+    chunk_bytes: Annotated[
+        int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)
+    ] = limits.CHUNK_BYTES
+    eager_bytes: Annotated[int, Meta(ge=0, le=limits.EAGER_BYTES_MAX)] = (
+        limits.EAGER_BYTES
+    )
+    window_bytes: Annotated[
+        int, Meta(ge=limits.EAGER_BYTES_MAX, le=limits.EAGER_WINDOW_BYTES_MAX)
+    ] = limits.EAGER_WINDOW_BYTES
+    window_messages: Annotated[int, Meta(ge=1, le=2**20)] = limits.EAGER_WINDOW_MESSAGES
+    message_bytes: Annotated[int, Meta(ge=0, le=limits.REQUEST_BYTES_MAX)] = (
+        limits.MESSAGE_BYTES
+    )
+    handshake_timeout_s: Seconds = limits.HANDSHAKE_TIMEOUT_S
+    close_timeout_s: Seconds = limits.CLOSE_TIMEOUT_S
+    ping_interval_s: Seconds = limits.PING_INTERVAL_S
+    ping_misses: Annotated[int, Meta(ge=1, le=100)] = limits.PING_MISSES
+    connections_max: Annotated[int, Meta(ge=1, le=65_536)] = limits.CONNECTIONS_MAX
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> Config:
+        """Read a TOML file, then the environment, then the arguments.
+
+        Args:
+            path: The file; None for no file.
+            environment: Instead of ``os.environ``.
+            **arguments: Keys of this class.
+
+        Raises:
+            UsageError: The file cannot be read, a key is unknown, or a value is not
+                allowed; the message names the key and where it came from.
+        """
+        layers: dict[str, Any] = {}
+        if path is not None:
+            layers |= _checked_keys(_read_toml(Path(path)), f"{path}")
+        layers |= _from_environment(os.environ if environment is None else environment)
+        layers |= _checked_keys(arguments, "arguments")
+        return _build(layers)
+
+    def replace(self, **arguments: Any) -> Config:
+        """The same with some keys changed.
+
+        Raises:
+            UsageError: As :meth:`load`.
+        """
+        changed = _checked_keys(arguments, "arguments")
+        return _build(msgspec.structs.asdict(self) | changed)
+
+    def __post_init__(self) -> None:
+        if self.trust == "psk" and not self.psk_file:
+            raise ValueError(
+                'trust="psk" needs psk_file; `kvwire keygen FILE` makes one'
+            )
+        if self.trust != "psk" and (self.psk_file or self.psk_accept_files):
+            raise ValueError('a psk_file is given, so trust must be "psk"')
+        both = set(self.require) & set(self.forbid)
+        if both:
+            raise ValueError(f"{sorted(both)} are both in require and in forbid")
+
+
+FIELDS = frozenset(Config.__struct_fields__)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as exc:
+        raise UsageError(f"config file {path}: {exc}") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        _check_key(key, f"environment variable {variable}")
+        found[key] = _from_text(key, text)
+    return found
+
+
+def _from_text(key: str, text: str) -> Any:
+    """Environment values are text: lists are separated by commas, tables are a=b."""
+    if key in ("prefer", "require", "forbid", "psk_accept_files"):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if key == "profile":
+        pairs = (part.partition("=") for part in text.split(",") if part.strip())
+        return {name.strip(): value.strip() for name, _, value in pairs}
+    return text
+
+
+def _checked_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in values:
+        _check_key(key, where)
+    return dict(values)
+
+
+def _check_key(key: str, where: str) -> None:
+    if key in FIELDS:
+        return
+    near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; keys are {_listed(FIELDS)}"
+    raise UsageError(f"{where}: there is no key {key!r}{hint}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    try:
+        # strict=False reads numbers from the text that an environment variable is.
+        return msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as exc:
+        raise UsageError(f"config: {exc}") from None

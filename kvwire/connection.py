@@ -1,0 +1,437 @@
+"""A connection to one peer: the four verbs, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Self, overload
+
+from kvwire.clock import absolute
+from kvwire.errors import ConnectionLost, KVWireError, RequestCancelled, UsageError
+from kvwire.grant import Grant
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
+from kvwire.memory.buffers import as_payload, slice_payload
+from kvwire.memory.checksum import checksum
+from kvwire.memory.copy import copy
+from kvwire.proto.connection import Connection as Core
+from kvwire.proto.events import Ended, Event, MemoryWanted, RequestDone
+from kvwire.proto.regions import Region as CoreRegion
+from kvwire.proto.requests import Request as CoreRequest
+from kvwire.proto.state import Kind
+from kvwire.pump import Pump
+from kvwire.request import Request
+from kvwire.types import Access, BufferId, PeerInfo, TransportReport
+from kvwire.wire.control import Access as AccessBody
+
+if TYPE_CHECKING:
+    from kvwire.communicator import Communicator
+
+Deadline = float | timedelta | None
+_TAG_MAX: Final = 2**64 - 1
+
+
+class Connection:
+    """An authenticated pair. Made by ``connect``, or handed out by ``connections``.
+
+    All of it belongs to the loop it was made on. The verbs return a
+    :class:`~kvwire.Request` that has started already; await it for its result.
+
+    Attributes:
+        communicator: Whose connection it is.
+        peer: Who is at the other end.
+        transport: The transport that carries it, such as ``"tcp"``.
+        transport_report: Every transport considered, and why it was taken or not.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        pump: Pump,
+        core: Core,
+        *,
+        peer: PeerInfo,
+        report: TransportReport,
+    ) -> None:
+        self.communicator = communicator
+        self.peer = peer
+        self.transport = report.taken
+        self.transport_report = report
+        self._pump = pump
+        self._core = core
+        self._buffers = communicator.buffers
+        self._loop = asyncio.get_running_loop()
+        self._check = communicator.config.checksum == "on"
+        self._message_bytes = communicator.config.message_bytes
+        pump.connect(core, self._on_event)
+
+    def __repr__(self) -> str:
+        state = self._core.phase.value
+        return f"<Connection to {self.peer} over {self.transport}, {state}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self._core.closed
+
+    # --- messages ---------------------------------------------------------------------
+
+    def send(self, tag: int, buffer: Any, *, deadline: Deadline = None) -> Request[int]:
+        """Send a message to the receiver of a tag; the result is its length in bytes.
+
+        Completes when ``buffer`` may be reused, which says nothing about the receiver.
+        A small message completes at once; a large one moves when the peer has posted
+        memory for it. Messages of one tag are received in the order they were sent.
+
+        Args:
+            tag: 0 to 2**64 - 1.
+            buffer: Contiguous memory; see :func:`kvwire.memory.buffers.as_payload`.
+            deadline: On the loop's clock (a number of seconds smaller than the clock,
+                or a timedelta, counts from now).
+
+        Raises:
+            UsageError: The buffer or tag cannot be used.
+            ConnectionClosed: The connection is closing or closed.
+            DeadlineExceeded: From the await.
+
+        Cancel safety:
+            Cancelling the await does not stop the message. ``buffer`` must stay
+            unchanged until ``await request.released()`` returns.
+        """
+        payload = as_payload(buffer, writable=False)
+        nbytes = payload.nbytes
+        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
+            raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
+        if nbytes <= EAGER_BYTES_MAX and isinstance(payload, memoryview):
+            check = checksum(payload) if self._check else None
+            header = self._core.eager_header(tag, nbytes, check)
+            if header is not None:
+                self._pump.send_eager(header, payload if nbytes else None)
+                request: Request[int] = Request()
+                request.complete(nbytes, None)
+                return request
+        _check_size(nbytes)
+        at = absolute(deadline)
+        return self._begin(
+            Request(
+                self,
+                post=lambda: self._lend(
+                    payload, lambda lent: self._core.send(tag, lent, nbytes, at)
+                ),
+            )
+        )
+
+    @overload
+    def recv(self, tag: int, *, deadline: Deadline = None) -> Request[bytearray]: ...
+
+    @overload
+    def recv(
+        self, tag: int, into: Any, *, deadline: Deadline = None
+    ) -> Request[int]: ...
+
+    def recv(
+        self, tag: int, into: Any = None, *, deadline: Deadline = None
+    ) -> Request[int] | Request[bytearray]:
+        """Receive the next message of a tag.
+
+        Args:
+            tag: 0 to 2**64 - 1.
+            into: Writable contiguous memory; the result is how many bytes came. Without
+                it, the result is a new ``bytearray``, of at most ``message_bytes``.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            UsageError: The buffer or tag cannot be used.
+            ConnectionClosed: Nothing of this tag is here and nothing can come.
+            MessageTooLarge: From the await: the message waits for a larger buffer.
+            IntegrityError: From the await: it arrived damaged.
+            DeadlineExceeded: From the await.
+
+        Cancel safety:
+            Safe while no message has been met: a receive that nobody waits for is not
+            posted, so it takes no message, and awaiting the request posts it again.
+            Once a message is on its way the receive goes on without the waiter;
+            ``into`` is busy until ``await request.released()`` returns.
+        """
+        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
+            raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
+        at, core, limit = absolute(deadline), self._core, self._message_bytes
+        if into is None:
+            return self._begin(
+                Request(self, post=lambda: core.recv(tag, None, limit, at))
+            )
+        payload = as_payload(into, writable=True, what="into")
+        return self._begin(
+            Request(
+                self,
+                into=payload,
+                post=lambda: self._lend(
+                    payload, lambda lent: core.recv(tag, lent, payload.nbytes, at)
+                ),
+            )
+        )
+
+    # --- one-sided --------------------------------------------------------------------
+
+    def put(
+        self, buffer: Any, grant: Grant, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Write a buffer into memory that the peer has granted.
+
+        Completes when every byte is where it belongs. The result is their number.
+
+        Args:
+            buffer: As many bytes as the grant, or the part ``grant[a:b]`` of it.
+            grant: Made by the peer for this connection.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            UsageError: The sizes differ, or the grant is of another connection.
+            ConnectionClosed: The connection is closing or closed.
+            AccessDenied, StaleRegion, DeadlineExceeded: From the await. Part of the
+                bytes may have been written.
+
+        Cancel safety:
+            Cancelling the await does not stop the write. ``buffer`` must stay unchanged
+            until ``await request.released()`` returns.
+        """
+        payload = as_payload(buffer, writable=False)
+        return self._one_sided(payload, grant, self._core.put, Access.WRITE, deadline)
+
+    def get(
+        self, grant: Grant, into: Any, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Read memory that the peer has granted.
+
+        Completes when every byte is in ``into``. The result is their number.
+
+        Args:
+            grant: Made by the peer for this connection, or a part ``grant[a:b]``.
+            into: Writable memory of as many bytes.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            UsageError: The sizes differ, or the grant is of another connection.
+            ConnectionClosed: The connection is closing or closed.
+            AccessDenied, StaleRegion, IntegrityError, DeadlineExceeded: From the await;
+                ``into`` then holds nothing that can be used.
+
+        Cancel safety:
+            Cancelling the await does not stop the read. ``into`` is busy until
+            ``await request.released()`` returns.
+        """
+        payload = as_payload(into, writable=True, what="into")
+        return self._one_sided(payload, grant, self._core.get, Access.READ, deadline)
+
+    def make_grant(
+        self, region: CoreRegion, offset: int, nbytes: int, access: Access
+    ) -> Grant:
+        """See :meth:`kvwire.Region.grant`, which is how it is called."""
+        row = self._core.grant(region, offset, nbytes, access)
+        return Grant(
+            access=access,
+            connection=self._name(),
+            grant=row.id,
+            generation=row.generation,
+            token=row.token,
+            offset=0,
+            nbytes=nbytes,
+        )
+
+    # --- the end ----------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Deliver what was begun, tell the peer, and end; at most ``close_timeout_s``.
+
+        Receives that have met no message fail with :exc:`~kvwire.ClosedOK`, on both
+        sides. Returns when nothing of this connection touches memory any more.
+
+        Cancel safety: safe. The connection goes on closing; call it again to wait.
+        """
+        if not self._core.closed:
+            timeout_s = self.communicator.config.close_timeout_s
+            self._core.close(self._loop.time(), timeout_s)
+            self._pump.set_timer()
+            self._pump.run()
+        await self.wait_closed()
+
+    def abort(self, reason: str = "aborted by this side") -> None:
+        """End the connection now; every open request fails. Never raises."""
+        if not self._core.closed:
+            self._core.fail(ConnectionLost(reason))
+            self._pump.run()
+        self._pump.link.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection has ended, for whatever reason.
+
+        Cancel safety: safe, it only watches.
+        """
+        await asyncio.shield(self._pump.ended)
+
+    async def __aenter__(self) -> Self:
+        """The connection itself; it is closed at the end of the block."""
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close, or abort if the block was left by an exception."""
+        if error is not None:
+            self.abort(f"aborted by {type(error).__name__}")
+        await self.close()
+
+    def region_revoked(self, region: CoreRegion) -> None:
+        """A region of the communicator was closed or revoked."""
+        self._core.region_revoked(region.id)
+        self._pump.run()
+
+    # --- what requests ask for --------------------------------------------------------
+
+    def cancel_request(self, request: Request[Any]) -> None:
+        """See RequestOwner."""
+        if request.core is None:
+            error = RequestCancelled("the receive was cancelled on this side")
+            request.complete(None, error)
+            return
+        self._core.cancel(request.core)
+        self._pump.run()
+
+    def neglect(self, request: Request[Any]) -> None:
+        """See RequestOwner."""
+        core = request.core
+        if core is None or core.kind is not Kind.RECV:
+            return
+        core.context = None
+        if self._core.withdraw(core):
+            request.core = None
+            self._pump.run()
+        else:
+            core.context = request
+
+    def post_again(self, request: Request[Any]) -> None:
+        """See RequestOwner."""
+        self._begin(request)
+
+    def when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
+        """See RequestOwner."""
+        core = request.core
+        if core is None or core.buffer is None:
+            call()
+        else:
+            self._buffers.on_drained(core.buffer, call)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _begin(self, request: Request[Any]) -> Request[Any]:
+        """Start a request in the core and carry out what it says."""
+        assert request.post is not None
+        core = request.post()
+        request.core = core
+        core.context = request
+        self._pump.run()
+        if core.deadline is not None and not request.over:
+            self._pump.set_timer()
+        return request
+
+    def _lend(
+        self,
+        payload: memoryview | Fragments,
+        start: Callable[[BufferId], CoreRequest],
+    ) -> CoreRequest:
+        """Lend memory to a request; if it cannot start, the memory comes back."""
+        lent = self._buffers.lend(payload)
+        try:
+            return start(lent)
+        except KVWireError:
+            self._buffers.holds.retire(lent)
+            self._buffers.collect()
+            raise
+
+    def _one_sided(
+        self,
+        payload: memoryview | Fragments,
+        grant: Grant,
+        start: Callable[[BufferId, int, AccessBody, float | None], CoreRequest],
+        access: Access,
+        deadline: Deadline,
+    ) -> Request[int]:
+        nbytes = payload.nbytes
+        if grant.connection != self._name():
+            raise UsageError(
+                f"this grant was made for connection {grant.connection.hex()[:8]}, not "
+                f"for this one ({self._name().hex()[:8]}): the peer has to grant anew"
+            )
+        if nbytes != grant.nbytes:
+            raise UsageError(
+                f"the buffer has {nbytes} bytes and the grant {grant.nbytes}; pass "
+                f"grant[a:b] of the same length"
+            )
+        _check_size(nbytes)
+        if not nbytes:
+            request: Request[int] = Request()
+            request.complete(0, None)
+            return request
+        where = AccessBody(
+            grant.grant, grant.generation, grant.token, grant.offset, nbytes
+        )
+        at = absolute(deadline)
+        return self._begin(
+            Request(
+                self,
+                post=lambda: self._lend(
+                    payload, lambda lent: start(lent, nbytes, where, at)
+                ),
+            )
+        )
+
+    def _name(self) -> bytes:
+        return self._core.agreement.digest[:16]
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, RequestDone):
+            self._request_done(event)
+        elif isinstance(event, MemoryWanted):
+            lent = self._buffers.lend(memoryview(bytearray(event.nbytes)))
+            self._core.provide(event.request, lent)
+            self._pump.run()
+        else:
+            assert isinstance(event, Ended)
+            self.communicator.connection_ended(self, event.error)
+
+    def _request_done(self, event: RequestDone) -> None:
+        core, request = event.request, event.request.context
+        held = None if event.held is None else self._buffers.take(event.held)
+        if not isinstance(request, Request):
+            return
+        if event.error is not None:
+            request.complete(None, event.error)
+        elif core.kind is not Kind.RECV:
+            request.complete(event.nbytes, None)
+        else:
+            request.complete(self._received(request, core, event.nbytes, held), None)
+
+    def _received(
+        self,
+        request: Request[Any],
+        core: CoreRequest,
+        nbytes: int,
+        held: memoryview | Fragments | None,
+    ) -> int | bytearray:
+        """The result of a receive: how many bytes, or the bytes themselves."""
+        if request.into is not None:
+            if held is not None and nbytes:
+                copy(held, slice_payload(request.into, 0, nbytes))
+            return nbytes
+        if held is None:
+            assert core.buffer is not None
+            held = self._buffers.take(core.buffer)
+        assert isinstance(held, memoryview)
+        assert isinstance(held.obj, bytearray)
+        return held.obj
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > REQUEST_BYTES_MAX:
+        raise UsageError(
+            f"{nbytes} bytes in one request; {REQUEST_BYTES_MAX} are the most"
+        )

@@ -1,0 +1,124 @@
+"""The handshake on a link: moves its frames, and decides with selection."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvwire.backend import Landing, Link
+from kvwire.config import Config
+from kvwire.errors import (
+    ConnectionLost,
+    HandshakeError,
+    HandshakeTimeout,
+    KVWireError,
+    ProtocolError,
+)
+from kvwire.limits import REASON_CHARS_MAX
+from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
+from kvwire.selection import judge
+from kvwire.types import Candidate, TransportReport
+from kvwire.wire.control import Choice, Verdict
+
+
+class Opening:
+    """One handshake under way on one link.
+
+    Attributes:
+        handshake: The protocol's side of it.
+        done: The agreement, or the error that ended it.
+    """
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        config: Config,
+        scheme: str,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.handshake = handshake
+        self.done: asyncio.Future[Agreement] = loop.create_future()
+        self._config = config
+        self._scheme = scheme
+
+    def begin(self, link: Link) -> None:
+        """Send what the handshake starts with."""
+        self._flush(link)
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        """Take a header of the handshake."""
+        try:
+            length = self.handshake.header_received(header)
+        except ProtocolError as exc:
+            self._failed(link, exc)
+            return Landing(0, None)
+        return Landing(length, memoryview(bytearray(length)))
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        """Take the body of that frame, and act."""
+        body = landing.payload
+        assert isinstance(body, memoryview)
+        try:
+            self.handshake.body_received(bytes(body))
+            self._decide()
+        except (HandshakeError, ProtocolError) as exc:
+            self._failed(link, exc)
+            return
+        self._flush(link)
+        if self.handshake.agreement is not None and not self.done.done():
+            self.done.set_result(self.handshake.agreement)
+
+    def link_closed(self, error: Exception | None) -> None:
+        """The link has ended before the handshake has."""
+        if not self.done.done():
+            lost = ConnectionLost(
+                f"the connection ended while the handshake waited for "
+                f"{self.handshake.state.name}"
+                + (f": {error}" if error else ", without a word from the peer")
+            )
+            lost.__cause__ = error
+            self.done.set_exception(lost)
+
+    def timed_out(self, timeout_s: float) -> HandshakeTimeout:
+        """The error when the peer took too long."""
+        return HandshakeTimeout(
+            f"no handshake within {timeout_s:g} s; it waited for "
+            f"{self.handshake.state.name} from the peer"
+        )
+
+    def _decide(self) -> None:
+        handshake = self.handshake
+        if not isinstance(handshake, ServerHandshake) or handshake.offer is None:
+            return
+        offered = [(o.name, o.api_version) for o in handshake.offer.backends]
+        report = judge(self._config, self._scheme, offered)
+        handshake.choose(
+            Choice(
+                name=self._config.name,
+                verdicts=tuple(
+                    Verdict(c.name, c.taken, c.reason[:REASON_CHARS_MAX])
+                    for c in report.candidates
+                ),
+                profile=tuple(sorted(self._config.profile.items())),
+            )
+        )
+
+    def _failed(self, link: Link, error: KVWireError) -> None:
+        """Say the last word, if there is one, and end the link after it."""
+        self._flush(link)
+        link.close()
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def _flush(self, link: Link) -> None:
+        outgoing = self.handshake.outgoing
+        for header, body in outgoing:
+            link.send(header, memoryview(body))
+        outgoing.clear()
+        link.flush()
+
+
+def report_of(choice: Choice) -> TransportReport:
+    """The server's verdicts as the report that both sides show."""
+    return TransportReport(
+        tuple(Candidate(v.name, v.taken, v.reason) for v in choice.verdicts)
+    )

@@ -1,0 +1,279 @@
+"""Joins one link to one protocol core, where frames, memory and time meet.
+
+Whatever happens (a frame arrives, the link has room, a timer fires, the application
+calls), the core is told, and then :meth:`Pump.run` carries out what it says: control
+frames first, then chunks while the link has room, then events. One flush of the link
+per run, so that what belongs together leaves in one system call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvwire.backend import Landing, Link, LinkHandler
+from kvwire.buffer_table import BufferTable
+from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
+from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
+from kvwire.memory.checksum import checksum
+from kvwire.opening import Opening
+from kvwire.proto.connection import Connection as Core
+from kvwire.proto.events import Ended, Event
+from kvwire.proto.flows import Arrival, Chunk, Place
+from kvwire.wire.header import Flag
+
+logger = logging.getLogger("kvwire")
+
+_CHECKED = int(Flag.CHECKED)
+
+
+class _Landing(Landing):
+    __slots__ = ("arrival",)
+
+    def __init__(self, length: int, payload: memoryview | None) -> None:
+        super().__init__(length, payload)
+        self.arrival: Arrival | None = None
+
+
+class Pump(LinkHandler):
+    """Runs a link, first through its handshake and then for its connection.
+
+    Attributes:
+        link: The link.
+        core: The protocol of the connection, once the handshake is over.
+        ended: Set when the link has closed: nothing touches memory any more.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        buffers: BufferTable,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        check_payload: bool,
+    ) -> None:
+        self.link = link
+        self.core: Core | None = None
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._opening: Opening | None = None
+        self._buffers = buffers
+        self._loop = loop
+        self._check = check_payload
+        self._on_event: Callable[[Event], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._seen_bytes = 0
+        self._running = False
+        self._again: asyncio.Handle | None = None
+
+    def open(self, opening: Opening) -> None:
+        """Start the link and shake hands on it."""
+        self._opening = opening
+        self.link.start(self)
+        opening.begin(self.link)
+
+    def connect(self, core: Core, on_event: Callable[[Event], None]) -> None:
+        """From now on frames belong to ``core`` and its events go to ``on_event``."""
+        self._opening = None
+        self.core = core
+        self._on_event = on_event
+        self.set_timer()
+        if self.ended.done():
+            core.link_lost()
+            self.run()
+
+    # --- the link ---------------------------------------------------------------------
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        """See LinkHandler."""
+        core = self.core
+        if core is None:
+            assert self._opening is not None
+            return self._opening.header_received(link, header)
+        try:
+            arrival = core.header_received(header)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return Landing(0, None)
+        return self._landing(arrival)
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        """See LinkHandler."""
+        core = self.core
+        if core is None:
+            assert self._opening is not None
+            self._opening.body_received(link, landing)
+            return
+        assert isinstance(landing, _Landing)
+        arrival, payload = landing.arrival, landing.payload
+        assert arrival is not None
+        try:
+            if arrival.place is Place.CONTROL:
+                assert isinstance(payload, memoryview)
+                core.body_received(arrival, self._loop.time(), body=bytes(payload))
+            else:
+                header = arrival.header
+                intact = (
+                    not header.flags & _CHECKED
+                    or payload is None
+                    or checksum(payload) == header.payload_check
+                )
+                core.body_received(arrival, self._loop.time(), intact=intact)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return
+        self.run()
+
+    def frame_sent(self, link: Link, token: object) -> None:
+        """See LinkHandler."""
+        assert isinstance(token, Chunk)
+        assert self.core is not None
+        self.core.chunk_sent(token)
+        self.run()
+
+    def link_writable(self, link: Link) -> None:
+        """See LinkHandler."""
+        if self.core is not None:
+            self.run()
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        """See LinkHandler."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._again is not None:
+            self._again.cancel()
+        if self._opening is not None:
+            self._opening.link_closed(error)
+        if self.core is not None:
+            self.core.link_lost(_as_closed(error))
+            self.run()
+
+    # --- carrying out -----------------------------------------------------------------
+
+    def run(self) -> None:
+        """Carry out everything the core has to say now."""
+        core = self.core
+        assert core is not None
+        if self._running:
+            return  # called from inside a run, which goes on until nothing is left
+        self._running = True
+        try:
+            self._send(core)
+            while core.outbox.events:
+                events, core.outbox.events = core.outbox.events, []
+                for event in events:
+                    self._deal_with(event)
+                self._send(core)
+        finally:
+            self._running = False
+        if self._buffers.holds.drained:
+            self._buffers.collect()
+
+    def send_eager(self, header: bytes, payload: memoryview | None) -> None:
+        """Send a message whose header the core has just given; its memory is free."""
+        self.link.send(header, payload)
+        self.link.flush()
+        self._check_slow_peer()
+
+    def set_timer(self) -> None:
+        """Be woken when the core wants to look at the clock."""
+        assert self.core is not None
+        at = self.core.next_tick
+        if self._timer is not None:
+            if at >= self._timer_at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_at(at, self._tick)
+
+    def _send(self, core: Core) -> None:
+        link, frames = self.link, core.outbox.frames
+        if not frames and not core.sending:
+            return
+        budget = WAKEUP_BYTES
+        while True:
+            while frames:
+                header, body = frames.popleft()
+                link.send(header, memoryview(body))
+            while link.queued_bytes < LINK_QUEUE_BYTES:
+                chunk = core.next_chunk()
+                if chunk is None:
+                    break
+                budget -= chunk.length
+                self._send_chunk(core, chunk)
+            link.flush()
+            if not frames and (link.queued_bytes or not core.sending):
+                break
+            if budget <= 0:
+                # Other connections get their turn; this one goes on right after.
+                self._again = self._loop.call_soon(self.run)
+                break
+        self._check_slow_peer()
+
+    def _send_chunk(self, core: Core, chunk: Chunk) -> None:
+        payload = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
+        check = checksum(payload) if self._check else None
+        self.link.send(core.chunk_header(chunk, check), payload, chunk)
+
+    def _landing(self, arrival: Arrival) -> Landing:
+        length = arrival.length
+        landing = _Landing(length, None)
+        landing.arrival = arrival
+        if arrival.place is Place.BUFFER:
+            assert arrival.buffer is not None
+            landing.payload = self._buffers.part(arrival.buffer, arrival.offset, length)
+        elif arrival.place is Place.HOLD:
+            assert arrival.buffer is not None
+            landing.payload = self._buffers.hold(arrival.buffer, length)
+        elif arrival.place is Place.CONTROL:
+            landing.payload = memoryview(bytearray(length))
+        return landing
+
+    def _deal_with(self, event: Event) -> None:
+        if isinstance(event, Ended):
+            if event.graceful:
+                self.link.close()
+            else:
+                self.link.abort()
+        assert self._on_event is not None
+        self._on_event(event)
+
+    def _tick(self) -> None:
+        self._timer = None
+        core, now = self.core, self._loop.time()
+        assert core is not None
+        if self.link.received_bytes != self._seen_bytes:
+            self._seen_bytes = self.link.received_bytes
+            core.heard(now)
+        core.tick(now)
+        self.run()
+        if core.error is None:
+            self.set_timer()
+
+    def _broken(self, error: ProtocolError) -> None:
+        assert self.core is not None
+        logger.warning("peer %s: %s", self.core.agreement.peer, error)
+        self.core.fail(error)
+        self.run()
+
+    def _check_slow_peer(self) -> None:
+        if self.link.queued_bytes > LINK_QUEUE_BYTES + CONTROL_QUEUE_BYTES_MAX:
+            assert self.core is not None
+            self.core.fail(
+                ConnectionLost(
+                    f"the peer does not read: {self.link.queued_bytes} bytes are queued"
+                )
+            )
+            self._again = self._loop.call_soon(self.run)
+
+
+def _as_closed(error: Exception | None) -> ConnectionClosed | None:
+    if error is None or isinstance(error, ConnectionClosed):
+        return error
+    lost = ConnectionLost(str(error))
+    lost.__cause__ = error
+    return lost

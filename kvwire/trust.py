@@ -1,0 +1,120 @@
+"""Trust at the edge: key files, and which addresses may be used without a key.
+
+Without a key, only this host is answered (Redis calls it protected mode): an address
+that others can reach is refused and not merely warned about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+from pathlib import Path
+
+from kvwire.config import Config
+from kvwire.errors import UsageError
+from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
+from kvwire.proto.auth import check_psk, key_id
+from kvwire.types import Address, TrustMode
+
+# A key file holds the key in hexadecimal; two digits a byte, and a line end.
+_KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2
+
+
+def write_key_file(path: Path) -> None:
+    """Make a key of 32 random bytes in a new file that only its owner can read.
+
+    Raises:
+        UsageError: The file exists, or cannot be written.
+    """
+    key = secrets.token_hex(PSK_BYTES_MIN)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+            file.write(key + "\n")
+    except FileExistsError:
+        raise UsageError(f"{path} exists; a key is never overwritten") from None
+    except OSError as exc:
+        raise UsageError(f"{path}: {exc.strerror}") from None
+
+
+def read_key_file(path: str) -> bytes:
+    """Read a key that ``kvwire keygen`` has made.
+
+    Raises:
+        UsageError: It cannot be read, others can read it, or it holds no key.
+    """
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - fstat the file that is read
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(_KEY_FILE_BYTES_MAX + 1)
+    except OSError as exc:
+        raise UsageError(f"psk_file {path}: {exc.strerror}") from None
+    if mode & 0o077:
+        raise UsageError(
+            f"psk_file {path} has mode {mode:04o} and others can read it: chmod 600 it"
+        )
+    try:
+        key = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        raise UsageError(
+            f"psk_file {path} holds no hexadecimal key; make one with `kvwire keygen`"
+        ) from None
+    check_psk(key)
+    return key
+
+
+def load_keys(config: Config) -> tuple[TrustMode, bytes, dict[bytes, bytes]]:
+    """The trust mode, the key to connect with, and all keys accepted, by key id.
+
+    Raises:
+        UsageError: A key file cannot be used.
+    """
+    if config.trust == "loopback":
+        return TrustMode.LOOPBACK, b"", {}
+    mine = read_key_file(config.psk_file)
+    accepted = [mine, *map(read_key_file, config.psk_accept_files)]
+    return TrustMode.PSK, mine, {key_id(key): key for key in accepted}
+
+
+async def resolve(address: Address, trust: TrustMode) -> Address:
+    """Turn a host name into the one numeric address to use, and check that it may be.
+
+    Raises:
+        UsageError: The name means nothing, or the address needs a trust mode.
+
+    Cancel safety: safe.
+    """
+    host = address.host
+    if not host:
+        raise UsageError(
+            f"address {str(address)!r} names no host; write 127.0.0.1 for this host, "
+            f"or 0.0.0.0 for every interface (with a key)"
+        )
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
+        raise UsageError(f"address {str(address)!r}: {exc}") from None
+    numeric = [str(sockaddr[0]) for *_, sockaddr in found]
+    reachable = [text for text in numeric if not is_loopback(text)]
+    if trust is TrustMode.LOOPBACK and reachable:
+        raise UsageError(
+            f"{str(address)!r} means {reachable[0]}, which is not this host alone, and "
+            f'trust is "loopback": use 127.0.0.1, or set trust="psk" and a psk_file '
+            f"(`kvwire keygen FILE`) on both sides"
+        )
+    return Address(address.scheme, numeric[0], address.port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a numeric address is one that only this host can reach."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return bool(mapped.is_loopback if mapped else ip.is_loopback)
