@@ -14,6 +14,11 @@ def sign(x: int) -> int:
         return -1
     return 1
 """
+_SETTINGS = """
+[tool.pytest.ini_options]
+pythonpath = ["."]
+addopts = ["--disable-plugin-autoload"]
+"""
 _HALF = "from kvwire.wire.a import sign\ndef test_a(): assert sign(1) == 1\n"
 _WHOLE = _HALF + "def test_b(): assert sign(-1) == -1\n"
 _WRONG = _WHOLE + "def test_c(): assert sign(0) == 0\n"
@@ -21,7 +26,7 @@ _WRONG = _WHOLE + "def test_c(): assert sign(0) == 0\n"
 
 def _pair(root: Path, test: str | None) -> Pair:
     """A tree with one module in it, and its test file if there is to be one."""
-    (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath=["."]')
+    (root / "pyproject.toml").write_text(_SETTINGS)
     (root / "kvwire/wire").mkdir(parents=True)
     (root / "tests/wire").mkdir(parents=True)
     # Packages of their own, or the installed kvwire would be the one imported.

@@ -23,7 +23,7 @@ def dead_links(source: Source) -> Iterator[Finding]:
 
 
 def _exists(path: str) -> bool:
-    # In an installed copy the sources lie elsewhere; by their path they are still there.
+    # In an installed copy the packages lie elsewhere, and are known by their paths.
     return any(s.path == path for s in sources(path)) or (ROOT / path).exists()
 
 
