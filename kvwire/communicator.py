@@ -50,8 +50,7 @@ logger = logging.getLogger("kvwire")
 
 
 class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
-    """Open a communicator: ``await kvwire.open(...)`` or ``async with
-    kvwire.open(...)``.
+    """Open a communicator: ``await kvwire.open(...)``, or ``async with``.
 
     Args:
         config: A Config, the path of a TOML file, or None for the environment alone.
