@@ -5,22 +5,42 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.support.house.check import Check, Finding, dotted, each, functions
+from tests.support.house.check import (
+    AnyFunction,
+    Check,
+    Finding,
+    dotted,
+    each,
+    functions,
+)
 from tests.support.tree import Source
 
 
 def cancel_safety(source: Source) -> Iterator[Finding]:
-    """Every public coroutine says what happens when the await is cancelled.
+    """Everything public that is awaited says what cancelling the await does.
 
-    An ``@override`` inherits the promise of what it overrides.
+    That is every coroutine, and every function that returns a ``Request``. An
+    ``@override`` inherits the promise of what it overrides, and an ``@overload`` has
+    that of the function below it.
     """
     for name, node in functions(source.syntax):
-        if not isinstance(node, ast.AsyncFunctionDef) or not _is_public(name):
+        if not _is_awaited(node) or not _is_public(name):
             continue
-        if any(dotted(d).endswith("override") for d in node.decorator_list):
+        marks = {dotted(d).rpartition(".")[2] for d in node.decorator_list}
+        if marks & {"override", "overload"}:
             continue
         if "Cancel safety:" not in (ast.get_docstring(node) or ""):
             yield Finding(source.path, node.lineno, name, 'no "Cancel safety:" section')
+
+
+def _is_awaited(node: AnyFunction) -> bool:
+    if isinstance(node, ast.AsyncFunctionDef):
+        return True
+    match node.returns:
+        case ast.Subscript(value=ast.Name(id=name)) | ast.Name(id=name):
+            return name in {"Request", "Awaitable", "Coroutine"}
+        case _:
+            return False
 
 
 def _is_public(name: str) -> bool:
@@ -33,12 +53,14 @@ CHECKS = (
     Check(
         name="public coroutines state their cancel safety",
         over=("kvwire/",),
-        # Commands are run, not awaited.
-        beyond=("kvwire/cli/",),
+        # Commands are run, not awaited, and only the kit itself awaits its checks. The
+        # core's requests are records that nobody can await.
+        beyond=("kvwire/cli/", "kvwire/proto/", "kvwire/testing/conformance/"),
         find=each(cancel_safety),
         bad=[
             ("kvwire/a.py", 'async def send():\n    """Send it."""'),
             ("kvwire/a.py", "class A:\n    async def send(self): ..."),
+            ("kvwire/a.py", "def send() -> Request[int]: ..."),
         ],
         good=[
             ("kvwire/a.py", f"async def send():\n    {_SAID}"),
@@ -46,6 +68,8 @@ CHECKS = (
             ("kvwire/a.py", "def main():\n    async def run(): ..."),
             ("kvwire/a.py", "class _A:\n    async def send(self): ..."),
             ("kvwire/a.py", "class A:\n    @override\n    async def send(self): ..."),
+            ("kvwire/a.py", "@overload\ndef send() -> Request[int]: ..."),
+            ("kvwire/a.py", "def send() -> int: ..."),
         ],
     ),
 )
