@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 THIRD_PARTY := $(wildcard examples/third_party_backend/pyproject.toml)
-CODE := $(wildcard kvwire backends tests examples)
+CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
