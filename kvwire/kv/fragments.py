@@ -86,6 +86,18 @@ class Fragments:
         lengths[0] -= skipped
         return Fragments(addresses, lengths, owner=self.owner, writable=self.writable)
 
+    def shifted(self, distance: int) -> Fragments:
+        """The same fragments ``distance`` bytes further on; lengths are shared."""
+        moved = Fragments.__new__(Fragments)
+        step = np.array(distance, np.int64).astype(np.uint64)  # negative ones wrap
+        moved.addresses = self.addresses + step
+        moved.lengths = self.lengths
+        moved.starts = self.starts
+        moved.nbytes = self.nbytes
+        moved.owner = self.owner
+        moved.writable = self.writable
+        return moved
+
     def merged(self) -> Fragments:
         """The same stream with fragments joined where they touch in memory."""
         if len(self) < 2:

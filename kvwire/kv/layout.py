@@ -220,8 +220,8 @@ def _check_strides(axes: Mapping[str, Axis], item_bytes: int, where: str) -> Non
     for name, axis in wide.items():
         if axis.stride <= 0:
             raise UsageError(
-                f"{where}: axis {name!r} has stride {axis.stride}; pass a tensor that is "
-                "neither flipped nor expanded"
+                f"{where}: axis {name!r} has stride {axis.stride}; pass a tensor that "
+                "is neither flipped nor expanded"
             )
     name, span = overlapping(wide, item_bytes)
     if name:

@@ -1,0 +1,227 @@
+"""The one byte order of a transfer, which both sides compute from two descriptions.
+
+Theory
+------
+A transfer moves the elements that both sides have, so it is a box in six dimensions:
+model layers that both hold, the request's tokens, components, model heads that both
+hold, elements of a head. The byte order walks that box; each side then maps a step of
+the walk onto its own memory. Nothing but the walk has to be agreed.
+
+*Granules.* Blocks of the two sides may differ in size, so the token axis is cut into
+granules of ``gcd(block_tokens, block_tokens)`` tokens: the largest runs of tokens that
+no block boundary of either side divides. With equal blocks a granule is a block.
+Granule g is tokens ``[g * granule_tokens, ...)`` of the request, which is one place on
+either side. A partly filled last granule is moved whole; the bytes behind the last
+token belong to the same blocks and mean nothing.
+
+*Axis order.* The walk nests the axes (layer, granule, component, token, head, dim) in
+some order, where the granule axis stands where ``block`` stands in a memory order. Any
+order is correct. A side needs one fragment for each run of the walk that is contiguous
+in its memory, and the runs are longest when the walk follows its memory order. So the
+order is the producer's memory order or the consumer's, whichever makes fewer fragments
+on both sides together; the producer's if equal. Consequences:
+
+* Equal layouts merge into the longest fragments that the memory allows, on both sides.
+* One cross-layer side and one per-layer side: the walk is block by block, so the
+  cross-layer side has one fragment for each block and the other loses nothing.
+* NHD against HND: one side keeps whole blocks and the other scatters, where it is cheap
+  (in its own memory), and not on the wire.
+
+*Why both sides agree.* The choice uses only what is in the two descriptions, and
+integer arithmetic. The order is in :attr:`Canonical.order` and so in the plan's digest:
+peers of different versions that would choose differently notice before a byte moves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from kvwire.errors import ProfileMismatch
+from kvwire.kv.geometry import Geometry, GroupGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canonical:
+    """What a transfer carries of one cache group, and in which order.
+
+    Attributes:
+        group: The group's name.
+        order: The nesting of the walk, outermost first; ``block`` is the granule axis.
+        layers: The model's indices of the layers that both sides hold.
+        heads: The model's indices of the KV heads that both sides hold.
+        components: Keys and values, or the latent only.
+        head_dim: Elements of one head.
+        item_bytes: Bytes of one element.
+        tokens: Tokens of the request that are carried.
+        granule_tokens: Tokens of one granule.
+        granules: Granules of the transfer.
+    """
+
+    group: str
+    order: tuple[str, ...]
+    layers: range
+    heads: range
+    components: int
+    head_dim: int
+    item_bytes: int
+    tokens: int
+    granule_tokens: int
+    granules: int
+
+    @property
+    def granule_bytes(self) -> int:
+        """Bytes of one granule in one layer."""
+        elements = self.components * self.granule_tokens * len(self.heads)
+        return elements * self.head_dim * self.item_bytes
+
+    def fields(self) -> tuple[str | int, ...]:
+        """Everything that decides the walk, for a digest that both sides compare."""
+        return (
+            self.group,
+            " ".join(self.order),
+            *(self.layers.start, self.layers.stop),
+            *(self.heads.start, self.heads.stop),
+            *(self.components, self.head_dim, self.item_bytes),
+            *(self.tokens, self.granule_tokens, self.granules),
+        )
+
+    def extents(self, layers: int, granules: int) -> dict[str, int]:
+        """Steps along each axis of a part of the walk."""
+        return {
+            "layer": layers,
+            "block": granules,
+            "kv": self.components,
+            "token": self.granule_tokens,
+            "head": len(self.heads),
+            "dim": self.head_dim,
+        }
+
+
+def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
+    """What a transfer between two sides carries, group by group.
+
+    A pure function of both descriptions: either side gets the same answer.
+
+    Raises:
+        ProfileMismatch: The sides cannot exchange this; names every field that differs.
+    """
+    names = [group.name for group in producer.groups]
+    others = [group.name for group in consumer.groups]
+    if names != others:
+        raise ProfileMismatch(
+            f"cache groups: the producer has {', '.join(names)}, the consumer "
+            f"{', '.join(others)}; both need the same, in the same order",
+            fields=("groups",),
+        )
+    pairs = zip(producer.groups, consumer.groups, strict=True)
+    return tuple(_negotiate_group(p, c) for p, c in pairs)
+
+
+def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canonical:
+    where = f"group {producer.name!r}"
+    here, there = producer.spec, consumer.spec
+    here.require_same_model(there, where=where)
+    layers = _common(here.layer_indices, there.layer_indices)
+    heads = _common(here.heads, there.heads)
+    for common, what, field in (
+        (layers, "layer", "first_layer"),
+        (heads, "KV head", "shard"),
+    ):
+        if not common:
+            raise ProfileMismatch(
+                f"{where}: the two sides have no {what} in common", fields=(field,)
+            )
+    tokens = _common_tokens(producer, consumer, where)
+    granule_tokens = math.gcd(here.block_tokens, there.block_tokens)
+    parts = Canonical(
+        group=producer.name,
+        order=producer.order,
+        layers=layers,
+        heads=heads,
+        components=here.components,
+        head_dim=here.head_dim,
+        item_bytes=here.item_bytes,
+        tokens=tokens,
+        granule_tokens=granule_tokens,
+        granules=-(-tokens // granule_tokens),
+    )
+    return replace(parts, order=_choose_order(parts, producer, consumer))
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _common_tokens(producer: GroupGeometry, consumer: GroupGeometry, where: str) -> int:
+    """How many tokens both lists are for: every block of either has to have a part."""
+    tokens = min(producer.capacity, consumer.capacity)
+    both = producer.tokens is not None and consumer.tokens is not None
+    if both and producer.tokens != consumer.tokens:
+        raise ProfileMismatch(
+            f"{where}: the producer has tokens={producer.tokens}, the consumer "
+            f"tokens={consumer.tokens}",
+            fields=("tokens",),
+        )
+    for side in (producer, consumer):
+        if -(-tokens // side.spec.block_tokens) != side.blocks:
+            raise ProfileMismatch(
+                f"{where}: the producer lists {_list_of(producer)}, the consumer "
+                f"{_list_of(consumer)}; list the blocks of the same tokens",
+                fields=("blocks",),
+            )
+    return tokens
+
+
+def _list_of(side: GroupGeometry) -> str:
+    tokens = "" if side.tokens is None else f" for tokens={side.tokens}"
+    return f"{side.blocks} blocks of {side.spec.block_tokens} tokens{tokens}"
+
+
+def _choose_order(
+    parts: Canonical, producer: GroupGeometry, consumer: GroupGeometry
+) -> tuple[str, ...]:
+    """The memory order of the side that makes fewer fragments on both together."""
+    extents = parts.extents(len(parts.layers), parts.granules)
+    elements = math.prod(extents.values())
+
+    def fragments(order: tuple[str, ...]) -> int:
+        runs = (_run(order, extents, side) for side in (producer, consumer))
+        return sum(elements // run for run in runs)
+
+    return min((producer.order, consumer.order), key=fragments)
+
+
+def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -> int:
+    """Elements of the walk that lie together in a gapless memory of this side.
+
+    Blocks count as never adjacent, since nobody knows the peer's block ids.
+    """
+    strides = _gapless_strides(side)
+    run = 1
+    for axis in reversed(order):
+        if extents[axis] == 1:
+            continue
+        if strides.get(axis) != run:
+            break
+        run *= extents[axis]
+    return run
+
+
+def _gapless_strides(side: GroupGeometry) -> dict[str, int]:
+    """Elements between steps of the axes inside ``block``, if there is no padding."""
+    extents = {
+        "layer": side.spec.layers,
+        "kv": side.spec.components,
+        "token": side.spec.block_tokens,
+        "head": side.spec.kv_heads,
+        "dim": side.spec.head_dim,
+    }
+    strides: dict[str, int] = {}
+    stride = 1
+    for axis in reversed(side.order):
+        if axis == "block":
+            break
+        strides[axis] = stride
+        stride *= extents[axis]
+    return strides

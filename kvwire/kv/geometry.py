@@ -1,0 +1,145 @@
+"""What one side tells the other about its cache and block lists before a transfer.
+
+Both sides compute the canonical order from the two descriptions, so this holds all that
+the order depends on, and nothing that only its owner needs: no address, no block id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvwire import limits
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Ids
+from kvwire.kv.layout import AXES
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
+
+Tokens: TypeAlias = "int | Mapping[str, int] | None"
+"""Valid tokens in the block lists: of every group, of each, or None for full blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupGeometry:
+    """One side's share of a transfer in one cache group.
+
+    Attributes:
+        name: The group's name.
+        spec: What the group holds.
+        order: The memory order, outermost axis first.
+        blocks: Blocks in the transfer's list.
+        tokens: Valid tokens in them, or None where every block is full.
+
+    Raises:
+        UsageError: The order is no order of the axes, or the counts do not fit.
+    """
+
+    name: str
+    spec: KVSpec
+    order: tuple[str, ...]
+    blocks: int
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        where = f"group {self.name!r}"
+        if sorted(self.order) != sorted(AXES):
+            raise UsageError(f"{where}: order {self.order!r} is not one of {AXES}")
+        if not 0 <= self.blocks <= limits.KV_BLOCKS_MAX:
+            raise UsageError(
+                f"{where}: {self.blocks} blocks; 0 to {limits.KV_BLOCKS_MAX} can be"
+            )
+        if self.tokens is None:
+            return
+        needed = -(-self.tokens // self.spec.block_tokens)
+        if self.tokens < 0 or needed != self.blocks:
+            raise UsageError(
+                f"{where}: tokens={self.tokens} is {needed} blocks of "
+                f"{self.spec.block_tokens} tokens, but the list has {self.blocks}"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that are valid, as far as this side knows."""
+        if self.tokens is not None:
+            return self.tokens
+        return self.blocks * self.spec.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One side's share of a transfer, group by group in the cache's order."""
+
+    groups: tuple[GroupGeometry, ...]
+
+    def encode(self) -> tuple[object, ...]:
+        """Nested tuples of texts and numbers, for any codec."""
+        return tuple(
+            (g.name, g.spec.to_pairs(), " ".join(g.order), g.blocks, g.tokens)
+            for g in self.groups
+        )
+
+    @classmethod
+    def decode(cls, fields: object) -> Geometry:
+        """Read what a peer's :meth:`encode` wrote.
+
+        Raises:
+            UsageError: It is not that, or a number in it is out of range.
+        """
+        if not isinstance(fields, tuple | list):
+            raise UsageError("geometry: not a list of groups")
+        if not 1 <= len(fields) <= limits.KV_GROUPS_MAX:
+            raise UsageError(
+                f"geometry: {len(fields)} groups; 1 to {limits.KV_GROUPS_MAX} can be"
+            )
+        return cls(tuple(_decode_group(group) for group in fields))
+
+
+def describe(
+    cache: PagedCache, lists: Mapping[str, Ids], tokens: Tokens = None
+) -> Geometry:
+    """This side's share of a transfer.
+
+    Args:
+        cache: The cache the blocks are in.
+        lists: The checked ids of every group; see :meth:`PagedCache.block_lists`.
+        tokens: Valid tokens in the lists; the last block may be partly filled.
+
+    Raises:
+        UsageError: ``tokens`` does not fit the lists, or names an unknown group.
+    """
+    if isinstance(tokens, Mapping) and tokens.keys() - cache.groups.keys():
+        unknown = ", ".join(sorted(tokens.keys() - cache.groups.keys()))
+        raise UsageError(f"tokens: no group {unknown}; there is {', '.join(lists)}")
+    return Geometry(
+        tuple(
+            GroupGeometry(
+                name=name,
+                spec=group.spec,
+                order=group.order,
+                blocks=lists[name].size,
+                tokens=tokens.get(name) if isinstance(tokens, Mapping) else tokens,
+            )
+            for name, group in cache.groups.items()
+        )
+    )
+
+
+def _decode_group(fields: object) -> GroupGeometry:
+    if not isinstance(fields, tuple | list) or len(fields) < 5:
+        raise UsageError("geometry: a group is (name, spec, order, blocks, tokens)")
+    name, pairs, order, blocks, tokens = fields[:5]
+    if not isinstance(name, str) or not 1 <= len(name) <= limits.NAME_CHARS_MAX:
+        raise UsageError("geometry: a group's name is not a short text")
+    if not isinstance(order, str) or len(order) > limits.NAME_CHARS_MAX:
+        raise UsageError(f"geometry: the order of group {name!r} is not a short text")
+    if type(blocks) is not int or type(tokens) not in (int, type(None)):
+        raise UsageError(f"geometry: the counts of group {name!r} are not numbers")
+    return GroupGeometry(
+        name=name,
+        spec=KVSpec.from_pairs(pairs),
+        order=tuple(order.split()),
+        blocks=blocks,
+        tokens=tokens,
+    )

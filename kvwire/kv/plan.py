@@ -1,0 +1,373 @@
+"""A transfer planned on one side: segments, bytes and where they lie.
+
+Theory
+------
+:mod:`kvwire.kv.canonical` says which elements a transfer carries and in which nesting.
+It is cut into *segments*: a range of layers times a range of granules of one group. A
+segment is the unit that a producer marks as ready, and is a byte order of its own: the
+walk of just its box. Both sides name a segment by the same five numbers, and both know
+its length. Chunks are byte ranges of a segment, so they need not align with anything.
+
+Going back from bytes to blocks, :meth:`TransferPlan.touched` says which (layer,
+granule) cells a byte range is part of. A cell has landed when no missing byte range
+touches it, whatever the order of the walk is. Landed granules make landed blocks; the
+block sizes of the two sides may differ, so a granule can be a part of a block on one
+side and of another block on the other.
+
+*What the consumer has.* With block hashes the consumer may hold some of its blocks
+already. Their granules stay in the numbering and drop out of the walk.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvwire import limits
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, Blocks, Ids
+from kvwire.kv.canonical import Canonical, negotiate
+from kvwire.kv.fragments import Fragments
+from kvwire.kv.geometry import Geometry, Tokens, describe
+from kvwire.kv.mapping import GroupMap
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
+
+GATHER_BELOW_BYTES: Final = 16 * limits.KIB
+"""Smaller fragments are better gathered through a buffer: below this every transport
+that was measured spends its time on descriptors and not on bytes."""
+
+
+class Side(enum.Enum):
+    """Which end of a transfer a plan is for."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some layers of some granules of one group: what one mark makes ready.
+
+    Attributes:
+        group: Index of the group in the cache's order.
+        layer: First layer, by the model's index.
+        layers: How many layers.
+        granule: First granule.
+        granules: How many granules.
+    """
+
+    group: int
+    layer: int
+    layers: int
+    granule: int
+    granules: int
+
+    @property
+    def layer_range(self) -> range:
+        """The model's indices of its layers."""
+        return range(self.layer, self.layer + self.layers)
+
+    @property
+    def granule_slice(self) -> slice:
+        """Its granules within the group."""
+        return slice(self.granule, self.granule + self.granules)
+
+
+class TransferPlan:
+    """How one side takes part in one transfer. Immutable.
+
+    Args:
+        cache: The local cache.
+        blocks: The local block list, or one for each group.
+        peer: What the peer said about its share.
+        side: Which end this is.
+        tokens: Valid tokens in the block lists, where the last block is not full.
+        have: For each group, which positions of the *consumer's* list it has already,
+            shape (blocks,); the same on both sides.
+
+    Attributes:
+        side: Which end this is.
+        local: This side's description, for the peer.
+        groups: What is carried of each group, in the cache's order.
+        lists: The local block ids of each group.
+        nbytes: Bytes of the whole transfer.
+
+    Raises:
+        UsageError: The blocks do not fit the cache, or it cannot be written to.
+        ProfileMismatch: The two sides cannot exchange this; names the fields.
+    """
+
+    __slots__ = ("_maps", "groups", "lists", "local", "nbytes", "side")
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        blocks: Blocks,
+        peer: Geometry,
+        side: Side,
+        *,
+        tokens: Tokens = None,
+        have: Mapping[str, Bits] | None = None,
+    ) -> None:
+        if side is Side.CONSUMER and not cache.writable:
+            raise UsageError(
+                "this cache has a tensor that is not writable: nothing can land in it"
+            )
+        self.side = side
+        self.lists = cache.block_lists(blocks)
+        self.local = describe(cache, self.lists, tokens)
+        ends = (self.local, peer) if side is Side.PRODUCER else (peer, self.local)
+        self.groups = negotiate(*ends)
+        wanted = _wanted(self.groups, ends[1], have or {})
+        self._maps = tuple(
+            GroupMap(walk, cache.groups[walk.group], self.lists[walk.group], granules)
+            for walk, granules in zip(self.groups, wanted, strict=True)
+        )
+        self.nbytes = sum(self.nbytes_of(segment) for segment in self.segments())
+        if self.nbytes > limits.REQUEST_BYTES_MAX:
+            raise UsageError(
+                f"this transfer has {self.nbytes} bytes, more than the "
+                f"{limits.REQUEST_BYTES_MAX} of one request; list fewer blocks"
+            )
+
+    def segments(
+        self,
+        layers: int | slice | None = None,
+        blocks: int | slice | None = None,
+        group: str | None = None,
+    ) -> tuple[Segment, ...]:
+        """The segments that a mark covers: one for each group it names.
+
+        Args:
+            layers: A layer by the model's index, or a slice of them; None for all.
+            blocks: A position in the local block list, or a slice; None for all.
+            group: The group; None where there is one group, or for all of all groups.
+
+        Returns:
+            No segment for a group of which the peer holds none of these layers.
+
+        Raises:
+            UsageError: A layer, position or group that this side does not have.
+        """
+        if group is None:
+            if len(self.groups) > 1 and not (layers is None and blocks is None):
+                raise UsageError(
+                    "layers and blocks are counted in each group: pass group= one of "
+                    f"{', '.join(walk.group for walk in self.groups)}"
+                )
+            chosen = range(len(self.groups))
+        else:
+            chosen = range(index := self.group_index(group), index + 1)
+        found = (self._segment(index, layers, blocks) for index in chosen)
+        return tuple(segment for segment in found if segment is not None)
+
+    def group_index(self, group: str) -> int:
+        """Where a group stands in the cache's order.
+
+        Raises:
+            UsageError: There is no such group.
+        """
+        names = [walk.group for walk in self.groups]
+        if group not in names:
+            raise UsageError(f"no group {group!r}; there is {', '.join(names)}")
+        return names.index(group)
+
+    def check(self, segment: Segment) -> None:
+        """Refuse a segment that is not inside this transfer, such as a peer may name.
+
+        Raises:
+            UsageError: Names what is out of range.
+        """
+        if not 0 <= segment.group < len(self.groups):
+            raise UsageError(
+                f"segment: group {segment.group} of {len(self.groups)} groups"
+            )
+        walk = self.groups[segment.group]
+        first, last = segment.layer, segment.layer + segment.layers
+        if segment.layers < 1 or first < walk.layers.start or last > walk.layers.stop:
+            raise UsageError(
+                f"segment: layers {first} to {last - 1}; group {walk.group!r} carries "
+                f"{walk.layers.start} to {walk.layers.stop - 1}"
+            )
+        first, last = segment.granule, segment.granule + segment.granules
+        if segment.granules < 1 or first < 0 or last > walk.granules:
+            raise UsageError(
+                f"segment: granules {first} to {last - 1} of {walk.granules} in group "
+                f"{walk.group!r}"
+            )
+
+    def nbytes_of(self, segment: Segment) -> int:
+        """Bytes of one segment."""
+        wanted = self.wanted(segment.group)[segment.granule_slice]
+        granule_bytes = self.groups[segment.group].granule_bytes
+        return segment.layers * int(np.count_nonzero(wanted)) * granule_bytes
+
+    def fragments(self, segment: Segment) -> Fragments:
+        """Where a segment lies here, in canonical order.
+
+        Raises:
+            UsageError: The segment is not inside this transfer.
+        """
+        self.check(segment)
+        group_map = self._maps[segment.group]
+        return group_map.fragments(segment.layer_range, segment.granule_slice)
+
+    def positions(self, segment: Segment) -> slice:
+        """The positions of the local block list that a segment is a part of."""
+        per_block = self._maps[segment.group].granules_per_block
+        last = segment.granule + segment.granules
+        return slice(segment.granule // per_block, -(-last // per_block))
+
+    def block_ids(self, segment: Segment) -> Ids:
+        """The local blocks that a segment is a part of."""
+        walk = self.groups[segment.group]
+        return self.lists[walk.group][self.positions(segment)]
+
+    def granules_per_block(self, group: int) -> int:
+        """Granules in one local block of a group."""
+        return self._maps[group].granules_per_block
+
+    def wanted(self, group: int) -> Bits:
+        """Which granules of a group are moved, shape (granules,); it has the others."""
+        return self._maps[group].wanted
+
+    def touched(self, segment: Segment, offset: int, nbytes: int) -> Bits:
+        """The cells of a segment that a byte range of it is a part of.
+
+        Returns:
+            Shape (segment.layers, segment.granules).
+
+        Raises:
+            UsageError: The range is not inside the segment.
+        """
+        if offset < 0 or nbytes < 0 or offset > self.nbytes_of(segment) - nbytes:
+            raise UsageError(
+                f"segment: bytes {offset}+{nbytes} of {self.nbytes_of(segment)}"
+            )
+        walk = self.groups[segment.group]
+        granules = self._maps[segment.group].moved(segment.granule_slice)
+        extents = walk.extents(segment.layers, granules.size)
+        depth = 1 + max(walk.order.index("layer"), walk.order.index("block"))
+        inner = math.prod(extents[axis] for axis in walk.order[depth:])
+        unit = inner * walk.item_bytes
+        steps = np.arange(offset // unit, -(-(offset + nbytes) // unit))
+        shape = tuple(extents[axis] for axis in walk.order[:depth])
+        place = dict(
+            zip(walk.order[:depth], np.unravel_index(steps, shape), strict=True)
+        )
+        cells = np.zeros((segment.layers, segment.granules), np.bool_)
+        cells[place["layer"], granules[place["block"]] - segment.granule] = True
+        return cells
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that are equal on both sides exactly if their walks are."""
+        walks = tuple(walk.fields() for walk in self.groups)
+        hashed = hashlib.sha256(repr(walks).encode())
+        for group_map in self._maps:
+            hashed.update(np.packbits(group_map.wanted).tobytes())
+        return hashed.digest()[:16]
+
+    def describe(self) -> str:
+        """The plan in words: what is carried, in which order, in how many fragments."""
+        lines = [f"{self.side.value}: {self.nbytes} bytes"]
+        for group_map in self._maps:
+            lines += _describe_group(group_map)
+        return "\n".join(lines)
+
+    def _segment(
+        self, index: int, layers: int | slice | None, blocks: int | slice | None
+    ) -> Segment | None:
+        walk = self.groups[index]
+        spec = self._maps[index].memory.spec
+        size = self.lists[walk.group].size
+        named = _layer_range(layers, spec, walk.group)
+        start = max(named.start, walk.layers.start)
+        stop = min(named.stop, walk.layers.stop)
+        at = _index_range(blocks, size, f"blocks of group {walk.group!r}")
+        per_block = self._maps[index].granules_per_block
+        first = at.start * per_block
+        last = min(at.stop * per_block, walk.granules)
+        if start >= stop or first >= last:
+            return None
+        return Segment(index, start, stop - start, first, last - first)
+
+
+def _describe_group(group_map: GroupMap) -> list[str]:
+    walk = group_map.walk
+    moving = int(np.count_nonzero(group_map.wanted))
+    carried = (
+        f"group {walk.group!r}: layers {_span(walk.layers)}, KV heads "
+        f"{_span(walk.heads)}, {walk.tokens} tokens in granules of "
+        f"{walk.granule_tokens}; {moving} of {walk.granules} granules move"
+    )
+    order, memory = " ".join(walk.order), " ".join(group_map.memory.order)
+    lines = [carried, f"  order: {order}; memory here: {memory}"]
+    if not moving:
+        return lines
+    for what, layers in (("one layer", walk.layers[:1]), ("all layers", walk.layers)):
+        found = group_map.fragments(layers, slice(0, walk.granules))
+        median = int(np.median(found.lengths))
+        together = " ".join(group_map.merged_axes(layers)) or "nothing"
+        way = "gather" if median < GATHER_BELOW_BYTES else "direct"
+        lines.append(
+            f"  {what}: {found.nbytes} bytes in {len(found)} fragments, median "
+            f"{median}, merged over {together}: {way}"
+        )
+    return lines
+
+
+def _wanted(
+    groups: tuple[Canonical, ...], consumer: Geometry, have: Mapping[str, Bits]
+) -> tuple[Bits, ...]:
+    """Which granules of each group the consumer lacks."""
+    for name in have.keys() - {walk.group for walk in groups}:
+        raise UsageError(f"have: no group {name!r}")
+    wanted = []
+    for walk, end in zip(groups, consumer.groups, strict=True):
+        held = have.get(walk.group, np.zeros(end.blocks, np.bool_))
+        if held.shape != (end.blocks,) or held.dtype != np.bool_:
+            raise UsageError(
+                f"have: group {walk.group!r} has {held.dtype.name} of shape "
+                f"{held.shape}; the consumer's list has {end.blocks} blocks, one bool "
+                "for each"
+            )
+        per_block = end.spec.block_tokens // walk.granule_tokens
+        wanted.append(~np.repeat(held, per_block)[: walk.granules])
+    return tuple(wanted)
+
+
+def _layer_range(layers: int | slice | None, spec: KVSpec, group: str) -> range:
+    """The layers that a mark names, by the model's index, inside this side's own."""
+    held = spec.layer_indices
+    where = f"layers of group {group!r}"
+    if not isinstance(layers, int):
+        named = _index_range(layers, held.stop, where)
+        return range(max(named.start, held.start), named.stop)
+    if layers not in held:
+        raise UsageError(f"{where}: {layers} is not one of {_span(held)}")
+    return range(layers, layers + 1)
+
+
+def _index_range(which: int | slice | None, size: int, where: str) -> range:
+    if which is None:
+        return range(size)
+    if isinstance(which, slice):
+        found = range(*which.indices(size))
+        if found.step != 1:
+            raise UsageError(f"{where}: a slice with step {found.step}; use step 1")
+        return found
+    if not 0 <= which < size:
+        raise UsageError(f"{where}: {which} is not one of 0 to {size - 1}")
+    return range(which, which + 1)
+
+
+def _span(numbers: range) -> str:
+    return f"{numbers.start} to {numbers.stop - 1}"

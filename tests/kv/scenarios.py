@@ -1,0 +1,113 @@
+"""Random transfers: a model, and two sides that keep shares of it in any way at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from kvwire.kv.geometry import Geometry, describe
+from kvwire.kv.plan import Side, TransferPlan
+from kvwire.kv.spec import KVSpec
+from tests.kv.reference import STORED_AS, Shape, Store, shapes
+
+# Block sizes of producer and consumer: equal, P < D, P > D, and neither divides.
+BLOCK_TOKENS = [(1, 1), (2, 2), (4, 4), (2, 4), (1, 3), (4, 2), (6, 1), (3, 2), (4, 6)]
+
+
+@dataclass
+class End:
+    """One side of a transfer."""
+
+    store: Store
+    ids: list[int]
+    tokens: int | None
+
+    def geometry(self) -> Geometry:
+        """What it tells the peer, as it comes off the wire."""
+        cache = self.store.cache()
+        lists = cache.block_lists(self.ids)
+        return Geometry.decode(describe(cache, lists, self.tokens).encode())
+
+
+@dataclass
+class Scenario:
+    """Two ends and the plans they make of each other."""
+
+    producer: End
+    consumer: End
+
+    def plans(self) -> tuple[TransferPlan, TransferPlan]:
+        """The producer's and the consumer's plan."""
+        p, c = self.producer, self.consumer
+        return (
+            TransferPlan(
+                p.store.cache(), p.ids, c.geometry(), Side.PRODUCER, tokens=p.tokens
+            ),
+            TransferPlan(
+                c.store.cache(), c.ids, p.geometry(), Side.CONSUMER, tokens=c.tokens
+            ),
+        )
+
+
+def pair_of(
+    spec: KVSpec, producer: Shape, consumer: Shape, *, sizes: tuple[int, int]
+) -> Scenario:
+    """A scenario of twelve tokens between two given shapes."""
+    ends = []
+    for shape, size in zip((producer, consumer), sizes, strict=True):
+        fields = {name: getattr(spec, name) for name in spec.__slots__}
+        own = KVSpec(**fields | {"block_tokens": size})
+        blocks = -(-12 // size)
+        ids = list(range(blocks, 0, -1))
+        ends.append(End(Store(own, blocks + 1, shape), ids, 12))
+    return Scenario(*ends)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """Any two shares of one model that have something in common."""
+    layers = draw(st.integers(1, 3))
+    heads = draw(st.sampled_from([1, 2, 4]))
+    common = {
+        "head_dim": draw(st.integers(1, 3)),
+        "dtype": draw(st.sampled_from(sorted(STORED_AS))),
+        "components": draw(st.sampled_from([1, 2])),
+    }
+    tokens = draw(st.integers(1, 9))
+    sizes = draw(st.sampled_from(BLOCK_TOKENS))
+    ends = []
+    for size in sizes:
+        spec = draw(_shares(layers, heads, size, common))
+        blocks = -(-tokens // size)
+        pool = blocks + draw(st.integers(0, 2))
+        ids = draw(st.permutations(range(pool)))[:blocks]
+        store = Store(spec, pool, draw(shapes(spec)))
+        ends.append(End(store, list(ids), tokens))
+    if draw(st.booleans()):
+        ends[draw(st.integers(0, 1))].tokens = None
+    here, there = ends[0].store.spec, ends[1].store.spec
+    assume(set(here.heads) & set(there.heads))
+    assume(set(here.layer_indices) & set(there.layer_indices))
+    return Scenario(*ends)
+
+
+@st.composite
+def _shares(
+    draw: st.DrawFn, layers: int, heads: int, size: int, common: dict[str, object]
+) -> KVSpec:
+    """A pipeline stage and tensor-parallel shard of the model."""
+    parts = draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]))
+    replicas = draw(st.sampled_from([1, 1, 2]))
+    first = draw(st.integers(0, layers - 1))
+    fields: dict[str, object] = {
+        "layers": draw(st.integers(1, layers - first)),
+        "first_layer": first,
+        "model_layers": layers,
+        "kv_heads": heads // parts,
+        "model_kv_heads": heads,
+        "shard": (draw(st.integers(0, parts * replicas - 1)), parts * replicas),
+        "block_tokens": size,
+    }
+    return KVSpec(**fields | common)  # type: ignore[arg-type]
