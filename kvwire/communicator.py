@@ -32,6 +32,7 @@ from kvwire.memory.buffers import as_payload
 from kvwire.opening import Opening, report_of
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.handshake import (
+    Agreement,
     ClientHandshake,
     Identity,
     ServerHandshake,
@@ -383,9 +384,13 @@ class Communicator:
         )
         self._pumps.add(pump)
         pump.ended.add_done_callback(lambda _: self._pumps.discard(pump))
-        pump.open(opening)
+
+        def agreed(agreement: Agreement) -> Connection:
+            return self._begin(pump, opening, agreement)
+
+        pump.open(opening, agreed)
         try:
-            agreement = await asyncio.shield(opening.done)
+            return await asyncio.shield(opening.done)
         except KVWireError:
             # The last word is on its way; the link ends after it.
             raise
@@ -393,6 +398,8 @@ class Communicator:
             link.abort()
             opening.done.cancel()
             raise
+
+    def _begin(self, pump: Pump, opening: Opening, agreement: Agreement) -> Connection:
         core = Core(
             agreement,
             opening.handshake.framing,
@@ -406,11 +413,10 @@ class Communicator:
             self,
             pump,
             core,
-            peer=replace(agreement.peer, address=link.remote_address),
+            peer=replace(agreement.peer, address=pump.link.remote_address),
             report=report_of(agreement.choice),
         )
-        if not connection.closed:
-            self._connections.add(connection)
+        self._connections.add(connection)
         return connection
 
 

@@ -1,8 +1,14 @@
-"""The handshake on a link: moves its frames, and decides with selection."""
+"""The handshake on a link: moves its frames, and decides with selection.
+
+The connection is made within the call that brings the last frame of the handshake,
+since the bytes right behind it may be the peer's first frame of the connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Link
 from kvwire.config import Config
@@ -19,14 +25,19 @@ from kvwire.selection import judge
 from kvwire.types import Candidate, TransportReport
 from kvwire.wire.control import Choice, Verdict
 
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+
 
 class Opening:
     """One handshake under way on one link.
 
     Attributes:
         handshake: The protocol's side of it.
-        done: The agreement, or the error that ended it.
+        done: The connection it led to, or the error that ended it.
     """
+
+    _agreed: Callable[[Agreement], Connection]
 
     def __init__(
         self,
@@ -36,16 +47,19 @@ class Opening:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.handshake = handshake
-        self.done: asyncio.Future[Agreement] = loop.create_future()
+        self.done: asyncio.Future[Connection] = loop.create_future()
         self._config = config
         self._scheme = scheme
 
-    def begin(self, link: Link) -> None:
-        """Send what the handshake starts with."""
+    def begin(self, link: Link, agreed: Callable[[Agreement], Connection]) -> None:
+        """Send what the handshake starts with; ``agreed`` makes the connection."""
+        self._agreed = agreed
         self._flush(link)
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
         """Take a header of the handshake."""
+        if self.done.done():
+            return Landing(0, None)
         try:
             length = self.handshake.header_received(header)
         except ProtocolError as exc:
@@ -55,6 +69,8 @@ class Opening:
 
     def body_received(self, link: Link, landing: Landing) -> None:
         """Take the body of that frame, and act."""
+        if self.done.done():
+            return  # the link is closing: nothing of the peer is read any more
         body = landing.payload
         assert isinstance(body, memoryview)
         try:
@@ -65,7 +81,7 @@ class Opening:
             return
         self._flush(link)
         if self.handshake.agreement is not None and not self.done.done():
-            self.done.set_result(self.handshake.agreement)
+            self.done.set_result(self._agreed(self.handshake.agreement))
 
     def link_closed(self, error: Exception | None) -> None:
         """The link has ended before the handshake has."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Link, LinkHandler
 from kvwire.buffer_table import BufferTable
@@ -22,6 +23,10 @@ from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import Ended, Event
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.wire.header import Flag
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.proto.handshake import Agreement
 
 logger = logging.getLogger("kvwire")
 
@@ -67,11 +72,11 @@ class Pump(LinkHandler):
         self._running = False
         self._again: asyncio.Handle | None = None
 
-    def open(self, opening: Opening) -> None:
-        """Start the link and shake hands on it."""
+    def open(self, opening: Opening, agreed: Callable[[Agreement], Connection]) -> None:
+        """Start the link and shake hands on it; ``agreed`` then calls ``connect``."""
         self._opening = opening
         self.link.start(self)
-        opening.begin(self.link)
+        opening.begin(self.link, agreed)
 
     def connect(self, core: Core, on_event: Callable[[Event], None]) -> None:
         """From now on frames belong to ``core`` and its events go to ``on_event``."""
@@ -79,9 +84,6 @@ class Pump(LinkHandler):
         self.core = core
         self._on_event = on_event
         self.set_timer()
-        if self.ended.done():
-            core.link_lost()
-            self.run()
 
     # --- the link ---------------------------------------------------------------------
 
