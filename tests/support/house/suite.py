@@ -61,15 +61,20 @@ def _asks(function: AnyFunction) -> bool:
 
 def silent_skips(source: Source) -> Iterator[Finding]:
     """A skip or expected failure without a reason that pytest can print."""
-    for node in ast.walk(source.syntax):
-        reasoned = isinstance(node, ast.Call) and (
-            any(k.arg == "reason" for k in node.keywords)
-            or (dotted(node.func) == "pytest.skip" and node.args)
-        )
-        if reasoned or not isinstance(node, ast.Call | ast.Attribute):
-            continue
-        name = dotted(node.func if isinstance(node, ast.Call) else node)
-        if name in _SKIPS and not _is_called(source, node):
+    nodes = list(ast.walk(source.syntax))
+    # The function of a call is judged with the call.
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        match node:
+            case ast.Call(func=function, args=arguments, keywords=keywords):
+                name = dotted(function)
+                says = any(keyword.arg == "reason" for keyword in keywords)
+                says = says or (name == "pytest.skip" and bool(arguments))
+            case ast.Attribute() if id(node) not in called:
+                name, says = dotted(node), False
+            case _:
+                continue
+        if name in _SKIPS and not says:
             yield Finding(source.path, node.lineno, name, "says no reason")
 
 
@@ -77,15 +82,6 @@ _SKIPS = {
     "pytest.skip",
     *(f"pytest.mark.{mark}" for mark in ("skip", "skipif", "xfail")),
 }
-
-
-def _is_called(source: Source, node: ast.AST) -> bool:
-    """Whether an attribute is the function of a call, which is judged as a whole."""
-    return any(
-        isinstance(call, ast.Call) and call.func is node
-        for call in ast.walk(source.syntax)
-    )
-
 
 _TESTS = ("tests/",)
 
