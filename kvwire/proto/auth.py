@@ -1,9 +1,9 @@
 """Keys of one connection, and the proofs made with them.
 
-From the pre-shared key and both nonces HKDF-SHA256 (RFC 5869) derives one key per purpose
-and direction, so that a proof sent back to its maker proves nothing. In ``loopback`` mode
-the pre-shared key is empty: the same code runs, and the proofs then only show that both
-sides saw the same handshake.
+From the pre-shared key and both nonces HKDF-SHA256 (RFC 5869) derives one key per
+purpose and direction, so that a proof sent back to its maker proves nothing. In
+``loopback`` mode the pre-shared key is empty: the same code runs, and the proofs then
+only show that both sides saw the same handshake.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Keys:
 
 
 def transcript_hash(*messages: bytes) -> bytes:
-    """One digest over handshake messages; each has a fixed length, so none can shift."""
+    """One digest over handshake messages; their lengths are fixed, so none shifts."""
     return hashlib.sha256(b"".join(messages)).digest()
 
 

@@ -3,15 +3,16 @@
 The caller feeds it and carries out what it says, in this order:
 
 1. Something happened: call one of the *link* methods (``header_received``,
-   ``body_received``, ``chunk_sent``, ``link_lost``), ``tick`` when ``next_tick`` has come,
-   or one of the *application* methods (``send``, ``recv``, ``put``, ``get``, ...).
+   ``body_received``, ``chunk_sent``, ``link_lost``), ``tick`` when ``next_tick`` has
+   come, or one of the *application* methods (``send``, ``recv``, ``put``, ``get``,
+   ...).
 2. Send what is in ``outbox.frames``, in order, before anything else.
 3. While the link has room, take ``next_chunk`` and send it under ``chunk_header``.
 4. Deal with ``outbox.events``, and with ``holds.drained``.
 
 Times are absolute seconds on one monotonic clock and never go back. The link methods
-raise :exc:`~kvwire.errors.ProtocolError` when the peer has broken a rule; the caller then
-calls ``fail`` and stops feeding. Nothing else is raised for what a peer sends.
+raise :exc:`~kvwire.errors.ProtocolError` when the peer has broken a rule; the caller
+then calls ``fail`` and stops feeding. Nothing else is raised for what a peer sends.
 """
 
 from __future__ import annotations
@@ -126,6 +127,11 @@ class Connection:
         self._pings = 0
         self._close_by: float | None = None
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be sent."""
+        return self.phase is Phase.CLOSED
+
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, raw: bytes | memoryview) -> Arrival:
@@ -190,7 +196,9 @@ class Connection:
     def link_lost(self, error: ConnectionClosed | None = None) -> None:
         """The link has ended and touches no memory any more; the last call."""
         self._flows.link_gone()
-        if self.phase is not Phase.CLOSED:
+        self._messages.link_gone()
+        self._messages.peer_closed()
+        if not self.closed:
             self._end(error or ConnectionLost("the peer closed the connection"))
         self._turn(Turn.LOST)
 
@@ -395,18 +403,18 @@ class Connection:
         for request in self._requests:
             if request.kind is Kind.SEND and request.state is State.POSTED:
                 self._abandon(request, closed, None)
-        if self.phase is Phase.CLOSED:
+        if self.closed:
             self._end(closed, graceful=True)
 
     def _settle(self) -> None:
         """Take the step to the end when nothing is left to deliver."""
         if self.phase not in (Phase.FLUSHING, Phase.ANSWERING):
             return
-        if any(True for _ in self._requests) or self._flows.sending:
+        if len(self._requests) or self._flows.sending:
             return
         self._turn(Turn.IDLE)
         self.outbox.send(FrameType.CLOSE, Close(code=WireCode.GOING_AWAY))
-        if self.phase is Phase.CLOSED:
+        if self.closed:
             self._end(ClosedOK("the connection was closed"), graceful=True)
 
     def _end(self, error: ConnectionClosed, *, graceful: bool = False) -> None:
@@ -451,7 +459,7 @@ class Connection:
 
     def _check_open(self) -> None:
         if self.error is not None:
-            raise type(self.error)(str(self.error))
+            raise type(self.error)(str(self.error)) from self.error
         if self.phase is not Phase.OPEN:
             raise ClosedOK("the connection is closing")
 

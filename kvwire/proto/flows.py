@@ -1,8 +1,9 @@
 """Payload on its way: which chunk to send next, and where an incoming one belongs.
 
-A request's bytes travel as chunks: pieces at multiples of the agreed chunk size, each in
-a frame of its own that says where it belongs. So the order in which they arrive does not
-matter, none can overlap another, and a request is complete when its bytes add up.
+A request's bytes travel as chunks: pieces at multiples of the agreed chunk size, each
+in a frame of its own that says where it belongs. So the order in which they arrive
+does not matter, none can overlap another, and a request is complete when its bytes
+add up.
 
 Requests that send take turns, one chunk each: a message of 4 MiB beside a prompt of
 4 GiB waits for its share of the wire and not for the prompt.
@@ -129,7 +130,7 @@ class Flows:
         request.advance(Input.MOVED)
         if request.confirmed:
             request.advance(Input.CONFIRMED)
-        if request.state is State.DONE:
+        if request.over:
             self._requests.finish(request)
 
     # --- receiving --------------------------------------------------------------------
@@ -204,7 +205,7 @@ class Flows:
         self._requests.finish(request)
 
     def release(self, arrival: Arrival) -> Request:
-        """The link has written all of an arrival; the memory is no longer held by it."""
+        """The link has written all of an arrival and holds its memory no more."""
         assert arrival.request is not None
         assert arrival.buffer is not None
         self._landing.discard(arrival)

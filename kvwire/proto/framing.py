@@ -1,10 +1,10 @@
 """Frames of one link, numbered and sealed: the last step out and the first step in.
 
 Each direction of a link counts its frames. The low 16 bits travel in the header, so a
-frame that was lost, doubled or reordered shows at the next one. In ``psk`` mode a control
-frame also ends in a seal: a truncated HMAC over the full 64-bit count, the header and the
-body, under a key of this connection and direction. A seal therefore cannot be replayed,
-reflected, or moved to another frame.
+frame that was lost, doubled or reordered shows at the next one. In ``psk`` mode a
+control frame also ends in a seal: a truncated HMAC over the full 64-bit count, the
+header and the body, under a key of this connection and direction. A seal therefore
+cannot be replayed, reflected, or moved to another frame.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Framing:
         if header.sequence != self.received & _SEQUENCE_MASK:
             raise MalformedFrame(
                 "KVW-HD-05",
-                f"frame {header.sequence} where {self.received & _SEQUENCE_MASK} was due: "
-                f"a frame was lost, doubled or reordered",
+                f"frame {header.sequence} where {self.received & _SEQUENCE_MASK} was "
+                f"due: a frame was lost, doubled or reordered",
             )
         sealed = bool(header.flags & _SEALED)
         if header.type >= FIRST_PAYLOAD_TYPE:

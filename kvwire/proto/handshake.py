@@ -10,12 +10,12 @@
               <- CHOICE  name, verdict per transport, profile
 
 Nothing of unknown length is read before the peer has proved itself, and ACCEPT is never
-longer than HELLO. Both proofs cover everything said so far, so a changed version, mode or
-limit shows. Whoever disagrees sends REFUSE with a code and stops; the text of the error is
-made on the side that reads it.
+longer than HELLO. Both proofs cover everything said so far, so a changed version,
+mode or limit shows. Whoever disagrees sends REFUSE with a code and stops; the text of
+the error is made on the side that reads it.
 
-Which transport to take is not decided here: ``offer_received`` is returned to the front,
-which answers with :meth:`ServerHandshake.choose`.
+Which transport to take is not decided here: ``offer_received`` is returned to the
+front, which answers with :meth:`ServerHandshake.choose`.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class HandshakeState(enum.Enum):
     FAILED = "failed"
 
 
-# What follows when the frame that a state waits for has been accepted. REFUSE is allowed
-# in every state and leads to FAILED; every other frame is an error.
+# What follows when the frame that a state waits for has been accepted. REFUSE is
+# allowed in every state and leads to FAILED; every other frame is an error.
 TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
     (Role.CLIENT, HandshakeState.ACCEPT): HandshakeState.CHOICE,
     (Role.CLIENT, HandshakeState.CHOICE): HandshakeState.DONE,
@@ -120,8 +120,8 @@ TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
 class Handshake:
     """What both roles share: the state, the frames to send, refusing.
 
-    Feed it with :meth:`header_received` and :meth:`body_received` in turn, send what is in
-    :attr:`outgoing`, and stop when it raises or :attr:`agreement` is set.
+    Feed it with :meth:`header_received` and :meth:`body_received` in turn, send what
+    is in :attr:`outgoing`, and stop when it raises or :attr:`agreement` is set.
 
     Attributes:
         outgoing: (header, body) of frames to send, oldest first; the caller empties it.

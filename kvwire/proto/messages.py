@@ -2,13 +2,14 @@
 
 A small message travels at once (MESSAGE) if the receiver has given credit for it. Any
 other is announced (ANNOUNCE), waits until a receive with memory for it is posted
-(READY), and then moves as chunks. On the receiving side both kinds wait in one queue per
-tag, in the order in which they came, so messages of one tag never overtake each other.
+(READY), and then moves as chunks. On the receiving side both kinds wait in one queue
+per tag, in the order in which they came, so messages of one tag never overtake each
+other.
 
-A message that meets a posted receive lands straight in its memory. One that meets nobody
-is held, which is what the credit is for. A receive that cannot take the message at the
-head of its queue fails, and the message stays: nothing that was sent is lost by a buffer
-that is too small.
+A message that meets a posted receive lands straight in its memory. One that meets
+nobody is held, which is what the credit is for. A receive that cannot take the
+message at the head of its queue fails, and the message stays: nothing that was sent
+is lost by a buffer that is too small.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ class Messages:
                 "KVW-MS-02", f"READY for {body.nbytes} bytes of a {request.kind.value}"
             )
         request.advance(Input.GO)
-        self._flows.begin_send(request)
+        if request.nbytes:
+            self._flows.begin_send(request)
+        else:
+            self._nothing_to_move(request)
 
     def credit_received(self, body: Credit) -> None:
         """The receiver gives back credit for eager messages."""
@@ -225,6 +229,16 @@ class Messages:
         """Receives that have met no message; a snapshot."""
         return [request for queue in self._posted.values() for request in queue]
 
+    def link_gone(self) -> None:
+        """Forget messages that will never be whole; those that are stay."""
+        for arrival, waiting in self._arriving.items():
+            tag = arrival.header.offset
+            self._waiting[tag].remove(waiting)
+            self._trim(tag)
+            assert waiting.buffer is not None
+            self._holds.retire(waiting.buffer)
+        self._arriving.clear()
+
     def waits(self, tag: int) -> bool:
         """Whether a message of this tag is here and nobody has taken it."""
         return tag in self._waiting
@@ -233,7 +247,7 @@ class Messages:
 
     def _meet(self, tag: int) -> None:
         """Bring the messages and the receives of one tag together, oldest first."""
-        while (posted := self._posted.get(tag)) and (queue := self._waiting.get(tag)):
+        while tag in self._posted and (queue := self._waiting.get(tag)):
             waiting = queue[0]
             if not waiting.whole:
                 return
@@ -242,8 +256,8 @@ class Messages:
                 self._requests.fail(
                     request,
                     MessageTooLarge(
-                        f"the next message of tag {tag} has {waiting.nbytes} bytes, the "
-                        f"receive takes {request.nbytes}; it waits for a larger one"
+                        f"the next message of tag {tag} has {waiting.nbytes} bytes, "
+                        f"the receive takes {request.nbytes}; it waits for a larger one"
                     ),
                     tell=None,
                 )
@@ -276,11 +290,19 @@ class Messages:
 
     def _receive(self, request: Request) -> None:
         assert request.wire_id is not None
-        request.advance(Input.GO)
-        self._flows.begin_receive(request)
         self._outbox.send(
             FrameType.READY, Ready(nbytes=request.nbytes), request=request.wire_id
         )
+        request.advance(Input.GO)
+        if request.nbytes:
+            self._flows.begin_receive(request)
+        else:
+            self._nothing_to_move(request)
+
+    def _nothing_to_move(self, request: Request) -> None:
+        """An announced message of 0 bytes is over as soon as both sides know of it."""
+        request.advance(Input.MOVED)
+        self._requests.finish(request)
 
     def _taken(self, nbytes: int) -> None:
         if self._credit.taken(nbytes):

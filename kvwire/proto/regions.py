@@ -173,7 +173,7 @@ class Grants:
         return row
 
     def _drop_dead(self) -> None:
-        """Forget rows whose region has moved on, before saying that there is no room."""
+        """Forget rows whose region has moved on, before saying there is no room."""
         if len(self._rows) < GRANTS_MAX:
             return
         self._rows = {

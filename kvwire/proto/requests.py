@@ -137,8 +137,8 @@ class Requests:
         """
         if len(self) >= REQUESTS_MAX:
             raise UsageError(
-                f"{REQUESTS_MAX} requests are open on this connection already; wait for "
-                f"some of them"
+                f"{REQUESTS_MAX} requests are open on this connection already; wait "
+                f"for some of them"
             )
         if self._next_id > REQUEST_ID_MAX:
             raise UsageError(

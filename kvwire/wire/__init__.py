@@ -1,1 +1,1 @@
-"""What travels: headers, handshake messages and control bodies. Pure, no I/O, no clock."""
+"""What travels: headers, handshake messages, control bodies. No I/O and no clock."""

@@ -1,9 +1,9 @@
 """The bodies of control frames: msgspec arrays with every number's range spelled out.
 
 The type stands in the frame's header, so a body carries no tag. Fields are numbered by
-position: new ones go to the end and have defaults, old readers ignore them. The request a
-frame speaks of is in its header. No field is a view of the receive buffer, and none can
-hold a container of unknown element type.
+position: new ones go to the end and have defaults, old readers ignore them. The
+request a frame speaks of is in its header. No field is a view of the receive buffer,
+and none can hold a container of unknown element type.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An incremental decoder: bytes in any pieces in, whole frames out, never more than fits.
+"""An incremental decoder: bytes in any pieces in, whole frames out.
 
 Links split their own frames (they put payload where it belongs without a copy). This
-decoder is for everything that works on bytes alone: golden transcripts, the fuzzers, the
-hostile peer of the test-suite, tools that read a capture. It must agree with a link on
-every frame boundary, for any segmentation, which is what the tests compare.
+decoder is for everything that works on bytes alone: golden transcripts, the fuzzers,
+the hostile peer of the test-suite, tools that read a capture. It must agree with a
+link on every frame boundary, for any segmentation, which is what the tests compare.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ Little-endian, fixed, so that a link can receive it knowing nothing else::
     24 payload_check  u32   low half of xxh3-64 of the payload, if CHECKED
     28 header_check   u32   CRC-32 of the 28 bytes above
 
-The check makes a flipped bit certain to be seen (CRC-32 finds every burst up to 32 bits)
-before a length or a request number is believed. The sequence number makes a frame that
-was lost, doubled or reordered visible at the next one, on any transport.
+The check makes a flipped bit certain to be seen (CRC-32 finds every burst up to 32
+bits) before a length or a request number is believed. The sequence number makes a
+frame that was lost, doubled or reordered visible at the next one, on any transport.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The four fixed messages of the handshake, 256 bytes each with their header.
 
 Nothing in them has a length of its own, so nothing of unknown size is parsed before the
-peer has proved itself, and the answer is never longer than the question. Unused bytes are
-zero, and a byte that is not is refused: a field added later needs a new version.
+peer has proved itself, and the answer is never longer than the question. Unused bytes
+are zero, and a byte that is not is refused: a field added later needs a new version.
 """
 
 from __future__ import annotations
