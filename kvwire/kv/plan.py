@@ -257,7 +257,8 @@ class TransferPlan:
         depth = 1 + max(walk.order.index("layer"), walk.order.index("block"))
         inner = math.prod(extents[axis] for axis in walk.order[depth:])
         unit = inner * walk.item_bytes
-        steps = np.arange(offset // unit, -(-(offset + nbytes) // unit))
+        last = -(-(offset + nbytes) // unit) if nbytes else 0
+        steps = np.arange(offset // unit, last)
         shape = tuple(extents[axis] for axis in walk.order[:depth])
         place = dict(
             zip(walk.order[:depth], np.unravel_index(steps, shape), strict=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, describe
 from kvwire.kv.plan import Side, TransferPlan
 from kvwire.kv.spec import KVSpec
@@ -38,16 +40,25 @@ class Scenario:
     producer: End
     consumer: End
 
-    def plans(self) -> tuple[TransferPlan, TransferPlan]:
+    def plans(
+        self, have: Mapping[str, Bits] | None = None
+    ) -> tuple[TransferPlan, TransferPlan]:
         """The producer's and the consumer's plan."""
-        p, c = self.producer, self.consumer
         return (
-            TransferPlan(
-                p.store.cache(), p.ids, c.geometry(), Side.PRODUCER, tokens=p.tokens
-            ),
-            TransferPlan(
-                c.store.cache(), c.ids, p.geometry(), Side.CONSUMER, tokens=c.tokens
-            ),
+            self._plan(self.producer, self.consumer, Side.PRODUCER, have),
+            self._plan(self.consumer, self.producer, Side.CONSUMER, have),
+        )
+
+    def _plan(
+        self, end: End, peer: End, side: Side, have: Mapping[str, Bits] | None
+    ) -> TransferPlan:
+        return TransferPlan(
+            end.store.cache(),
+            end.ids,
+            peer.geometry(),
+            side,
+            tokens=end.tokens,
+            have=have,
         )
 
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.kv.plan import Segment, TransferPlan
+from kvwire import limits
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, Blocks
+from kvwire.kv.geometry import describe
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import (
+    Array,
     Shape,
+    Store,
     gather,
     plain_shape,
     read_walk,
     scatter,
+    walk_elements,
 )
 from tests.kv.scenarios import Scenario, pair_of, scenarios
 
@@ -41,6 +50,8 @@ MLA = {
 }
 SIZES = [(4, 4), (2, 4), (4, 2), (6, 4)]
 SPEC = KVSpec(layers=2, kv_heads=2, head_dim=3, block_tokens=1)
+SPEC4 = replace(SPEC, block_tokens=4)
+BLOCK_BYTES = SPEC4.layer_block_bytes
 
 
 def pairs_of(shapes: dict[str, Shape]) -> list[object]:
@@ -69,6 +80,292 @@ def test_every_pair_of_mla_layouts(here: str, there: str) -> None:
 def test_any_two_shares(scenario: Scenario, data: st.DataObject) -> None:
     """Any layouts, block sizes, shards, replicas and stages; marks in any order."""
     check_transfer(scenario, lambda plan: data.draw(partitions(plan)))
+
+
+def test_equal_layouts_move_whole_blocks() -> None:
+    """The common case: a fragment is a block of a layer, keys and values together."""
+    here, there = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
+    (segment,) = here.segments(layers=0)
+    assert here.fragments(segment).lengths.tolist() == [BLOCK_BYTES] * 3
+    assert there.fragments(segment).lengths.tolist() == [BLOCK_BYTES] * 3
+
+
+def test_neighbouring_blocks_move_together() -> None:
+    here, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"], ids=[1, 2, 0])
+    (segment,) = here.segments(layers=0)
+    fragments = here.fragments(segment)
+    assert fragments.lengths.tolist() == [2 * BLOCK_BYTES, BLOCK_BYTES]
+
+
+def test_cross_layer_blocks_move_whole() -> None:
+    """One fragment for a block of every layer, although the peer keeps layers apart."""
+    for pair in (("cross NHD", "NHD"), ("NHD", "cross NHD")):
+        plans = plans_of(*(LAYOUTS[name] for name in pair))
+        cross = plans[pair.index("cross NHD")]
+        (segment,) = cross.segments()
+        assert cross.fragments(segment).lengths.tolist() == [2 * BLOCK_BYTES] * 3
+
+
+def test_a_mismatch_fragments_one_side_only() -> None:
+    here, there = plans_of(LAYOUTS["NHD"], LAYOUTS["HND"])
+    (segment,) = here.segments(layers=0)
+    assert len(here.fragments(segment)) == 3
+    # For each key and value, token and head; but the last of the keys and the first of
+    # the values of a block are neighbours.
+    assert len(there.fragments(segment)) == 3 * (2 * 4 * 2 - 1)
+
+
+def test_views_of_a_cross_layer_tensor_are_one() -> None:
+    """However the tensors were passed, the memory decides."""
+    here, _ = plans_of(LAYOUTS["views"], LAYOUTS["NHD"])
+    (segment,) = here.segments()
+    assert here.fragments(segment).lengths.tolist() == [2 * BLOCK_BYTES] * 3
+
+
+def test_streaming_by_layer_is_the_whole_in_parts() -> None:
+    """The answer kept for the next layer is moved to the right place."""
+    here, _ = plans_of(LAYOUTS["HND"], LAYOUTS["NHD"])
+    for layer in (1, 0, 1, 1):
+        (segment,) = here.segments(layers=layer)
+        fresh, _ = plans_of(LAYOUTS["HND"], LAYOUTS["NHD"])
+        (again,) = fresh.segments(layers=layer)
+        assert gather(here.fragments(segment)) == gather(fresh.fragments(again))
+
+
+@given(scenarios(), st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_touched_cells_are_those_of_the_bytes(
+    scenario: Scenario, data: st.DataObject
+) -> None:
+    plan, _ = scenario.plans()
+    (walk,) = plan.groups
+    segment = data.draw(st.sampled_from(data.draw(partitions(plan))))
+    nbytes = plan.nbytes_of(segment)
+    start = data.draw(st.integers(0, nbytes))
+    stop = data.draw(st.integers(start, nbytes))
+    expected = np.zeros((segment.layers, segment.granules), np.bool_)
+    for number, element in enumerate(walk_elements(walk, segment)):
+        if start < (number + 1) * walk.item_bytes and number * walk.item_bytes < stop:
+            granule = element.token // walk.granule_tokens
+            expected[element.layer - segment.layer, granule - segment.granule] = True
+    if start == stop:
+        expected[:] = False
+    touched = plan.touched(segment, start, stop - start)
+    np.testing.assert_array_equal(touched, expected)
+
+
+@given(scenarios(), st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_what_the_consumer_has_is_not_moved(
+    scenario: Scenario, data: st.DataObject
+) -> None:
+    """Dropped granules leave the rest as it is, and the consumer's blocks alone."""
+    here, there = scenario.producer, scenario.consumer
+    here.store.fill(here.ids)
+    bits = st.lists(st.booleans(), min_size=len(there.ids), max_size=len(there.ids))
+    have = np.array(data.draw(bits), np.bool_)
+    producer, consumer = scenario.plans(have={"kv": have})
+    assert producer.digest == consumer.digest
+    (walk,) = producer.groups
+    moved = 0
+    for segment in producer.segments():
+        data_moved = gather(producer.fragments(segment))
+        scatter(data_moved, consumer.fragments(segment))
+        moved += len(data_moved)
+    assert moved == producer.nbytes == consumer.nbytes
+    for element in there.store.elements(len(there.ids)):
+        raw, at = there.store.place(there.ids, element)
+        position = element.token // there.store.spec.block_tokens
+        carried = element.token < walk.granules * walk.granule_tokens
+        if element.layer in walk.layers and element.head in walk.heads and carried:
+            expected = 0 if have[position] else element.stamp
+            assert raw[at] == expected
+
+
+def test_groups_move_independently() -> None:
+    """A hybrid cache: block ids of two groups collide and mean different memory."""
+    full = KVSpec(layers=2, kv_heads=2, head_dim=3, block_tokens=4)
+    window = KVSpec(layers=1, kv_heads=1, head_dim=5, block_tokens=2)
+    stores = {
+        side: {
+            "full": Store(full, 4, LAYOUTS["NHD"]),
+            "window": Store(window, 4, LAYOUTS[layout]),
+        }
+        for side, layout in (("here", "HND"), ("there", "NHD"))
+    }
+    ids = {"full": [3, 1], "window": [1]}
+    caches = {}
+    for side, groups in stores.items():
+        caches[side] = PagedCache.grouped(
+            {name: (s.spec, s.tensors(), s.layout) for name, s in groups.items()}
+        )
+    for name, store in stores["here"].items():
+        store.fill(ids[name])
+    producer = plan_for(caches["here"], ids, caches["there"], Side.PRODUCER)
+    consumer = plan_for(caches["there"], ids, caches["here"], Side.CONSUMER)
+    for segment in producer.segments():
+        scatter(gather(producer.fragments(segment)), consumer.fragments(segment))
+    for name, store in stores["there"].items():
+        for raw, wanted in zip(store.raw, expected_raw(store, ids[name]), strict=True):
+            np.testing.assert_array_equal(raw, wanted)
+
+
+def test_marks_of_groups_name_their_group() -> None:
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=2)
+    groups = {name: (spec, Store(spec, 3, LAYOUTS["NHD"]).tensors()) for name in "ab"}
+    cache = PagedCache.grouped(groups)
+    plan = plan_for(cache, {"a": [0, 2], "b": [1]}, cache, Side.PRODUCER)
+    assert plan.segments(1, slice(1, 2), group="a") == (Segment(0, 1, 1, 1, 1),)
+    assert plan.segments(group="b") == (Segment(1, 0, 2, 0, 1),)
+    with pytest.raises(UsageError, match="pass group= one of a, b"):
+        plan.segments(layers=1)
+    with pytest.raises(UsageError, match="no group 'c'; there is a, b"):
+        plan.segments(group="c")
+
+
+def test_a_mark_of_what_the_peer_lacks_moves_nothing() -> None:
+    """A producer of both stages may mark every layer; each consumer gets its own."""
+    spec = KVSpec(layers=4, kv_heads=1, head_dim=2, block_tokens=2)
+    stage = replace(spec, layers=2, first_layer=2)
+    here = Store(spec, 2, LAYOUTS["NHD"]).cache()
+    there = Store(stage, 2, LAYOUTS["NHD"]).cache()
+    plan = plan_for(here, [0], there, Side.PRODUCER)
+    assert plan.segments(layers=1) == ()
+    assert plan.segments(layers=slice(1, 3)) == (Segment(0, 2, 1, 0, 1),)
+    with pytest.raises(
+        UsageError, match="layers of group 'kv': 4 is not one of 0 to 3"
+    ):
+        plan.segments(layers=4)
+
+
+def test_blocks_of_a_segment() -> None:
+    """The consumer's blocks are half as large: a producer's block is two of them."""
+    scenario = pair_of(SPEC, LAYOUTS["NHD"], LAYOUTS["NHD"], sizes=(4, 2))
+    producer, consumer = scenario.plans()
+    (segment,) = producer.segments(blocks=1)
+    assert producer.positions(segment) == slice(1, 2)
+    assert consumer.positions(segment) == slice(2, 4)
+    assert consumer.block_ids(segment).tolist() == scenario.consumer.ids[2:4]
+    assert (producer.granules_per_block(0), consumer.granules_per_block(0)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("segment", "message"),
+    [
+        (Segment(1, 0, 1, 0, 1), "group 1 of 1"),
+        (Segment(-1, 0, 1, 0, 1), "group -1 of 1"),
+        (Segment(0, 1, 2, 0, 1), "layers 1 to 2; group 'kv' carries 0 to 1"),
+        (Segment(0, -1, 1, 0, 1), "layers -1 to -1"),
+        (Segment(0, 0, 0, 0, 1), "layers 0 to -1"),
+        (Segment(0, 0, 1, 2, 2), "granules 2 to 3 of 3"),
+        (Segment(0, 0, 1, 0, 0), "granules 0 to -1 of 3"),
+        (Segment(0, 0, 1, -1, 1), "granules -1 to -1 of 3"),
+    ],
+    ids=str,
+)
+def test_a_segment_of_nothing_here_is_refused(segment: Segment, message: str) -> None:
+    plan, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
+    with pytest.raises(UsageError, match=message):
+        plan.fragments(segment)
+
+
+def test_bytes_outside_a_segment_are_refused() -> None:
+    plan, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
+    (segment,) = plan.segments(layers=0)
+    size = plan.nbytes_of(segment)
+    for offset, nbytes in ((-1, 1), (0, -1), (0, size + 1), (size, 1)):
+        with pytest.raises(UsageError, match=f"bytes .* of {size}"):
+            plan.touched(segment, offset, nbytes)
+
+
+def test_marks_out_of_range_are_refused() -> None:
+    plan, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
+    with pytest.raises(
+        UsageError, match="blocks of group 'kv': 3 is not one of 0 to 2"
+    ):
+        plan.segments(blocks=3)
+    with pytest.raises(
+        UsageError, match="layers of group 'kv': -1 is not one of 0 to 1"
+    ):
+        plan.segments(layers=-1)
+    with pytest.raises(UsageError, match="a slice with step 2"):
+        plan.segments(blocks=slice(0, 3, 2))
+    assert plan.segments(blocks=slice(3, 3)) == ()
+    assert plan.segments(blocks=slice(1, 99)) == plan.segments(blocks=slice(1, 3))
+
+
+def test_a_cache_that_cannot_be_written_receives_nothing() -> None:
+    store = Store(SPEC4, 3, LAYOUTS["NHD"])
+    for tensor in (tensors := store.tensors()):
+        tensor.flags.writeable = False
+    cache = PagedCache(SPEC4, tensors)
+    plan_for(cache, [0], cache, Side.PRODUCER)
+    with pytest.raises(UsageError, match="not writable"):
+        plan_for(cache, [0], cache, Side.CONSUMER)
+
+
+def test_a_transfer_larger_than_a_request_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_BYTES_MAX", 6 * BLOCK_BYTES - 1)
+    with pytest.raises(UsageError, match="list fewer blocks"):
+        plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
+
+
+def test_have_names_groups_and_fits_the_list() -> None:
+    cache = Store(SPEC4, 3, LAYOUTS["NHD"]).cache()
+    wrong = [
+        ({"full": np.ones(1, np.bool_)}, "no group 'full'"),
+        ({"kv": np.ones(2, np.bool_)}, r"shape \(2,\); the consumer's list has 1"),
+        ({"kv": np.ones(1, np.int64)}, "int64 of shape"),
+    ]
+    for have, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            plan_for(cache, [0], cache, Side.CONSUMER, have=have)  # type: ignore[arg-type]
+
+
+def test_the_digest_tells_walks_apart() -> None:
+    """It is what two versions compare that might choose the order differently."""
+    layouts = [("NHD", "NHD"), ("HND", "HND"), ("cross NHD", "cross NHD")]
+    plans = [plans_of(*(LAYOUTS[name] for name in pair))[0] for pair in layouts]
+    plans += [
+        plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"], ids=ids)[0] for ids in ([0], [0, 1])
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    same = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"], ids=[0, 3, 1])[0]
+    assert same.digest == plans[0].digest
+
+
+def test_describe_says_what_and_how() -> None:
+    here, there = plans_of(LAYOUTS["NHD"], LAYOUTS["HND"])
+    assert here.describe() == (
+        f"producer: {6 * BLOCK_BYTES} bytes\n"
+        "group 'kv': layers 0 to 1, KV heads 0 to 1, 12 tokens in granules of 4; 3 of "
+        "3 granules move\n"
+        "  order: layer block kv token head dim; "
+        "memory here: layer block kv token head dim\n"
+        f"  one layer: {3 * BLOCK_BYTES} bytes in 3 fragments, median {BLOCK_BYTES}, "
+        "merged over kv token head dim: gather\n"
+        f"  all layers: {6 * BLOCK_BYTES} bytes in 6 fragments, median {BLOCK_BYTES}, "
+        "merged over kv token head dim: gather"
+    )
+    assert "45 fragments, median 6, merged over dim: gather" in there.describe()
+
+
+def test_describe_of_large_blocks_and_of_nothing() -> None:
+    spec = KVSpec(layers=1, kv_heads=8, head_dim=64, block_tokens=16)
+    cache = Store(spec, 2, LAYOUTS["NHD"]).cache()
+    plan = plan_for(cache, [1, 0], cache, Side.PRODUCER)
+    assert "2 fragments, median 32768, merged over kv token head dim: direct" in (
+        plan.describe()
+    )
+    held = {"kv": np.ones(2, np.bool_)}
+    nothing = plan_for(cache, [1, 0], cache, Side.PRODUCER, have=held)
+    assert nothing.nbytes == 0
+    assert "0 of 2 granules move" in nothing.describe()
+    (segment,) = nothing.segments()
+    assert len(nothing.fragments(segment)) == 0
+    assert not nothing.touched(segment, 0, 0).any()
 
 
 def check_transfer(
@@ -127,3 +424,34 @@ def cuts(draw: st.DrawFn, start: int, stop: int) -> list[int]:
     """Where to cut a range, its ends included."""
     inside = draw(st.sets(st.integers(start, stop)))
     return sorted({start, stop} | inside)
+
+
+def plans_of(
+    producer: Shape, consumer: Shape, *, ids: Sequence[int] = (2, 0, 4)
+) -> tuple[TransferPlan, TransferPlan]:
+    """The plans of two caches of four tokens a block, one list of blocks for both."""
+    caches = [Store(SPEC4, 5, shape).cache() for shape in (producer, consumer)]
+    return (
+        plan_for(caches[0], ids, caches[1], Side.PRODUCER),
+        plan_for(caches[1], ids, caches[0], Side.CONSUMER),
+    )
+
+
+def plan_for(
+    cache: PagedCache,
+    blocks: Blocks,
+    peer: PagedCache,
+    side: Side,
+    *,
+    have: Mapping[str, Bits] | None = None,
+) -> TransferPlan:
+    """A plan of one side where both list the same block ids."""
+    there = describe(peer, peer.block_lists(blocks))
+    return TransferPlan(cache, blocks, there, side, have=have)
+
+
+def expected_raw(store: Store, ids: list[int]) -> list[Array]:
+    """What the allocations of a store look like with these blocks stamped."""
+    fresh = Store(store.spec, store.extents["block"], store.shape)
+    fresh.fill(ids)
+    return fresh.raw
