@@ -1,0 +1,115 @@
+"""The entry point: listens and connects; everything else is the links' work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
+from kvwire.types import Address
+from kvwire_tcp.link import TcpLink
+from kvwire_tcp.listener import TcpListener, address_from
+from kvwire_tcp.options import tune
+
+# As many as the kernel allows; a full backlog looks like packet loss to a client.
+_BACKLOG: Final = socket.SOMAXCONN
+_REQUIRED: Final = ("sendmsg", "recvmsg_into")
+
+# Family and socket address, as getaddrinfo gives them.
+_Target = tuple[int, Any]
+
+
+class TcpBackend(Backend):
+    """Transport over TCP, IPv4 and IPv6."""
+
+    scheme: ClassVar[str] = "tcp"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """See :class:`~kvwire.backend.Backend`."""
+        missing = [name for name in _REQUIRED if not hasattr(socket.socket, name)]
+        if missing:
+            return Availability(
+                available=False,
+                reason=f"this platform's sockets have no {', '.join(missing)}",
+                remedy="run on Linux or macOS; on Windows, under WSL",
+            )
+        return Availability(available=True, reason="sockets of the operating system")
+
+    async def listen(
+        self, address: Address, accept: Callable[[Link], None]
+    ) -> Listener:
+        """See :class:`~kvwire.backend.Backend`; the first address of a name is bound.
+
+        Raises:
+            OSError: The address cannot be resolved or bound.
+
+        Cancel safety: safe, nothing stays bound.
+        """
+        loop = asyncio.get_running_loop()
+        family, sockaddr = await _resolve(loop, address)
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            # A restart must not wait for the connections of its predecessor to expire.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                # "::" would otherwise mean every IPv4 address as well.
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(sockaddr)
+            sock.listen(_BACKLOG)
+            listener = TcpListener(sock, accept, loop)
+            undo.pop_all()
+        return listener
+
+    async def connect(self, address: Address) -> Link:
+        """See :class:`~kvwire.backend.Backend`; the first address of a name is tried.
+
+        Raises:
+            OSError: Nobody listens there, or it cannot be resolved or reached.
+
+        Cancel safety: safe, a half-made connection is closed.
+        """
+        loop = asyncio.get_running_loop()
+        family, sockaddr = await _resolve(loop, address)
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            tune(sock)
+            await loop.sock_connect(sock, sockaddr)
+            remote = sock.getpeername()
+            if remote == sock.getsockname():
+                # A port of the ephemeral range where nobody listens can be given to
+                # this very socket, which then meets itself (simultaneous open, RFC 9293
+                # 3.5).
+                code = errno.ECONNREFUSED
+                raise ConnectionRefusedError(code, os.strerror(code))
+            undo.pop_all()
+        return TcpLink(sock, address_from(remote), loop)
+
+
+async def _resolve(loop: asyncio.AbstractEventLoop, address: Address) -> _Target:
+    """The first address of a host; a numeric one needs no thread.
+
+    Raises:
+        OSError: The host has no address.
+    """
+    if not address.host:
+        # getaddrinfo would take it for every address of this machine.
+        raise OSError(errno.EADDRNOTAVAIL, f"{address}: no host is named")
+    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=numeric
+        )
+    except socket.gaierror:
+        found = await loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )
+    family, _, _, _, sockaddr = found[0]
+    return family, sockaddr

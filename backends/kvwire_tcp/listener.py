@@ -1,0 +1,127 @@
+"""The accept loop: takes connections in, and outlives everything that stops it.
+
+A wake-up accepts at most ``ACCEPTS_PER_WAKEUP``, so that a flood of connections leaves
+the loop to the links that exist. Running out of descriptors does not end it: the
+connection stays in the kernel's backlog, where it would wake us again at once and for
+ever, so the listener stops watching for a moment. That is logged once, until an accept
+succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from kvwire.backend import Link, Listener
+from kvwire.types import Address
+from kvwire_tcp.link import TcpLink
+from kvwire_tcp.options import tune
+
+ACCEPTS_PER_WAKEUP: Final = 16
+# Long against a wake-up, short against the peer's handshake timeout.
+BACKOFF_S: Final = 0.1
+# Descriptors or memory are short: trying again at once cannot help.
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+_log = logging.getLogger("kvwire.tcp")
+
+
+class TcpListener(Listener):
+    """A listening socket, which it owns.
+
+    Args:
+        sock: Bound, listening and non-blocking.
+        accept: Gets each link, not yet started.
+        loop: The running loop.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        accept: Callable[[Link], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._sock = sock
+        self._accept = accept
+        self._loop = loop
+        self._address = address_from(sock.getsockname())
+        self._retry: asyncio.TimerHandle | None = None
+        self._exhausted = False
+        self._closed = False
+        loop.add_reader(sock, self._on_acceptable)
+
+    @property
+    def address(self) -> Address:
+        """See :class:`~kvwire.backend.Listener`."""
+        return self._address
+
+    async def close(self) -> None:
+        """See :class:`~kvwire.backend.Listener`.
+
+        Cancel safety: safe, it never waits.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+
+    def _on_acceptable(self) -> None:
+        for _ in range(ACCEPTS_PER_WAKEUP):
+            if self._closed:
+                return
+            try:
+                sock, sockaddr = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                if exc.errno in _EXHAUSTED:
+                    self._back_off(exc)
+                    return
+                # That connection broke before it was accepted (accept(2)); the next
+                # may be sound.
+                continue
+            self._exhausted = False
+            self._hand_over(sock, sockaddr)
+
+    def _hand_over(self, sock: socket.socket, sockaddr: tuple[str, int]) -> None:
+        try:
+            tune(sock)
+        except OSError:
+            sock.close()  # reset by the peer already
+            return
+        link = TcpLink(sock, address_from(sockaddr), self._loop)
+        try:
+            self._accept(link)
+        except Exception:  # noqa: BLE001 - the caller's bug costs this link only
+            _log.exception(
+                "%s: accepting %s failed", self._address, link.remote_address
+            )
+            link.abort()
+
+    def _back_off(self, error: OSError) -> None:
+        if not self._exhausted:
+            self._exhausted = True
+            _log.error(
+                "%s cannot accept (%s); trying again every %g s",
+                self._address,
+                error,
+                BACKOFF_S,
+            )
+        self._loop.remove_reader(self._sock)
+        self._retry = self._loop.call_later(BACKOFF_S, self._resume)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._sock, self._on_acceptable)
+        self._on_acceptable()
+
+
+def address_from(sockaddr: tuple[str, int]) -> Address:
+    """The address that a socket reports, of IPv4 or of IPv6."""
+    return Address("tcp", sockaddr[0], sockaddr[1])

@@ -1,0 +1,225 @@
+"""Bytes in, frames out: how a received stream is split, and where each byte goes.
+
+Two states. **Between payloads** bytes go into scratch, so that several small frames
+come with one system call; whole frames are handed over from there, small payloads by a
+copy, and what is left is the beginning of a header. **In a payload** longer than what
+scratch held of it, bytes go straight to their destination, with scratch behind it in
+the same call for the header that follows. A payload that is dropped goes to scratch as
+well.
+
+::
+
+    header and    +------------------+  more payload than scratch held  +------------+
+    payload in    |                  | -------------------------------> |            |
+    scratch  +----| between payloads |                                  | in payload |
+             +--->|  _landing: None  | <------------------------------- | _rest > 0  |
+                  +------------------+    last byte: body_received      +------------+
+
+How far to read ahead follows the frame before: after a small one all of scratch is
+asked for; after one that did not fit scratch only a header, since the next is probably
+as large and none of its payload shall be copied.
+
+:meth:`FrameReader.receive` is the one system call, :meth:`FrameReader.deliver`
+everything that its bytes lead to. Splitting depends on the bytes alone, never on how
+they were cut.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.errors import UsageError
+from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
+from kvwire.memory.copy import copy
+from kvwire.memory.iovec import Iovecs, address_of, readv
+
+# Measured: a burst of 64-byte frames gains nothing from more. All that a peer pins
+# before it is authenticated.
+SCRATCH_BYTES: Final = 8 * KIB
+
+
+class FrameReader:
+    """Splits what one link receives into frames.
+
+    Args:
+        link: Passed on to the handler.
+        handler: Is told of headers and payloads.
+
+    Attributes:
+        received_bytes: Bytes received since the link began.
+        drained: Whether the last call got less than it asked for: nothing is left.
+        stopped: Set by :meth:`stop`, often from within a callback.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_handler",
+        "_headers",
+        "_held",
+        "_landing",
+        "_link",
+        "_rest",
+        "_scratch",
+        "_scratch_address",
+        "_target",
+        "drained",
+        "received_bytes",
+        "stopped",
+    )
+
+    def __init__(self, link: Link, handler: LinkHandler) -> None:
+        self._link = link
+        self._handler = handler
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._scratch_address = address_of(self._scratch)
+        # What handlers see of it: none may write there.
+        self._headers = self._scratch.toreadonly()
+        # How much of scratch to ask for.
+        self._ahead = SCRATCH_BYTES
+        # Bytes at the front of scratch that wait: between payloads, part of a header.
+        self._held = 0
+        self._landing: Landing | None = None
+        # Payload bytes of the landing to come, and where they go: None drops them.
+        self._rest = 0
+        self._target: memoryview | Iovecs | None = None
+        self.received_bytes = 0
+        self.drained = False
+        self.stopped = False
+
+    @property
+    def position(self) -> str:
+        """Where in a frame the stream stands; "" between two frames."""
+        if self._landing is not None:
+            length = self._landing.length
+            return f"{length - self._rest} of {length} payload bytes"
+        return f"{self._held} of {HEADER_BYTES} header bytes" if self._held else ""
+
+    def stop(self) -> None:
+        """Deliver nothing more, and forget the memory of a payload under way."""
+        self.stopped = True
+        self._held = 0
+        self._landing = self._target = None
+
+    def receive(self, sock: socket.socket) -> int:
+        """Receive once, to wherever the next bytes belong.
+
+        Returns:
+            Bytes received, to be passed to :meth:`deliver`; 0 at the end of the stream.
+
+        Raises:
+            OSError: As the system call says; BlockingIOError if nothing is there.
+        """
+        target, rest, ahead = self._target, self._rest, self._ahead
+        if target is None:
+            room = self._scratch[self._held : ahead]
+            asked = len(room)
+            count = sock.recv_into(room)
+        elif type(target) is Iovecs:
+            tail = (self._scratch_address, ahead)
+            count = readv(sock.fileno(), target.window(WAKEUP_BYTES, tail))
+            asked = target.asked
+        elif rest > WAKEUP_BYTES:
+            asked = WAKEUP_BYTES
+            begin = len(target) - rest
+            count = sock.recv_into(target[begin : begin + asked])
+        else:
+            asked = rest + ahead
+            rooms = (target[len(target) - rest :], self._scratch[:ahead])
+            count = sock.recvmsg_into(rooms)[0]
+        self.drained = count < asked
+        self.received_bytes += count
+        return count
+
+    def deliver(self, count: int) -> None:
+        """Tell the handler what the last ``count`` bytes have completed."""
+        landing = self._landing
+        if landing is None:
+            self._split(0, self._held + count)
+            return
+        rest, target = self._rest, self._target
+        if count < rest:
+            self._rest = rest - count
+            if type(target) is Iovecs:
+                target.rest -= count
+            return
+        self._landing = self._target = None
+        self._handler.body_received(self._link, landing)
+        if self.stopped:
+            return
+        if target is None:  # the dropped payload is in scratch too
+            self._split(rest, count)
+        else:
+            self._split(0, count - rest)
+
+    def _split(self, begin: int, end: int) -> None:
+        """Hand over the frames in ``scratch[begin:end]``, and keep what is left."""
+        link, handler = self._link, self._handler
+        scratch, headers = self._scratch, self._headers
+        self._held = end
+        # A callback may stop us, which leaves nothing held.
+        while (body := begin + HEADER_BYTES) <= self._held:
+            landing = handler.header_received(link, headers[begin:body])
+            if self.stopped:
+                return
+            begin = body + landing.length
+            if begin > end:
+                self._held = 0
+                self._enter(landing, scratch[body:end])
+                return
+            if landing.length and landing.payload is not None:
+                _store(scratch[body:begin], landing.payload)
+            self._ahead = SCRATCH_BYTES
+            handler.body_received(link, landing)
+        if self.stopped:
+            return
+        self._held = end - begin
+        if begin and begin < end:
+            scratch[: end - begin] = scratch[begin:end]
+
+    def _enter(self, landing: Landing, arrived: memoryview) -> None:
+        """Begin a payload of which only ``arrived`` is there.
+
+        Raises:
+            UsageError: The destination is not writable memory of the payload's length.
+        """
+        payload, length = landing.payload, landing.length
+        self._ahead = SCRATCH_BYTES
+        if payload is not None:
+            if length > SCRATCH_BYTES:
+                self._ahead = HEADER_BYTES
+            _check_destination(payload, length)
+        if isinstance(payload, memoryview):
+            payload[: len(arrived)] = arrived
+            self._target = payload
+        elif payload is not None:
+            self._target = target = Iovecs(payload)
+            if arrived:
+                target.fill(arrived)
+        self._landing = landing
+        self._rest = length - len(arrived)
+
+
+def _store(source: memoryview, destination: Payload) -> None:
+    """Copy a whole small payload; differing lengths or formats are refused."""
+    if isinstance(destination, memoryview):
+        destination[:] = source
+    else:
+        copy(source, destination)
+
+
+def _check_destination(payload: Payload, length: int) -> None:
+    if payload.nbytes != length:
+        raise UsageError(
+            f"landing: a destination of {payload.nbytes} bytes for a payload of "
+            f"{length}"
+        )
+    if not isinstance(payload, memoryview):
+        if not payload.writable:
+            raise UsageError("landing: the destination is read-only fragments")
+    elif payload.readonly or payload.format != "B" or payload.ndim != 1:
+        raise UsageError(
+            f"landing: the destination is no writable 1-D view of bytes (format "
+            f"{payload.format!r}, read-only: {payload.readonly})"
+        )

@@ -1,0 +1,174 @@
+"""What a link still has to send: a queue of bytes with frame borders marked on it.
+
+Progress is counted in bytes since the link began, so that a short write, wherever it
+ends, is one addition. A frame with a token is complete when ``sent_bytes`` has reached
+the position of its last byte.
+
+An entry is a header (bytes), a header joined to its small payload (bytes), a payload
+(memoryview), or header and fragments together (:class:`~kvwire.memory.iovec.Iovecs`).
+Payload memory is *lent* with a token, until the token is given back. Without one it is
+*borrowed*, until :meth:`SendQueue.own` replaces what is left of it by a copy.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvwire.backend import Payload
+from kvwire.errors import UsageError
+from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
+from kvwire.memory.iovec import Iovecs, writev
+
+# Up to here a copy costs less than a second view in the system call.
+JOINED_BYTES_MAX: Final = 4 * KIB
+# Half of IOV_MAX: a longer list gains nothing, and building it costs.
+VIEWS_MAX: Final = 512
+
+Entry = bytes | memoryview | Iovecs
+
+
+class SendQueue:
+    """The unsent bytes of one link.
+
+    Attributes:
+        nbytes: Bytes queued and not taken by the kernel.
+        sent_bytes: Bytes taken by the kernel since the link began.
+    """
+
+    __slots__ = ("_borrowed", "_entries", "_first", "_tokens", "nbytes", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.sent_bytes = 0
+        self._entries: deque[Entry] = deque()
+        # Entries are numbered from 0 for ever; this is the number of the leftmost.
+        self._first = 0
+        # The position of each frame's last byte, and its token.
+        self._tokens: deque[tuple[int, object]] = deque()
+        # Numbers of the entries that are borrowed memory.
+        self._borrowed: list[int] = []
+
+    def push(
+        self, header: bytes, payload: Payload | None, token: object | None
+    ) -> None:
+        """Queue one frame.
+
+        Raises:
+            UsageError: The payload is no view of bytes; nothing was queued.
+        """
+        entries = self._entries
+        if payload is None or payload.nbytes == 0:
+            entries.append(header)
+            self.nbytes += HEADER_BYTES
+        elif isinstance(payload, memoryview):
+            size = payload.nbytes
+            if size <= JOINED_BYTES_MAX:
+                entries.append(b"".join((header, payload)))
+            else:
+                # Of other formats, `len` and slices do not count bytes.
+                if payload.format != "B" or payload.ndim != 1 or not payload.contiguous:
+                    raise _no_byte_view(payload)
+                entries.append(header)
+                self._append_payload(payload, lent=token is not None)
+            self.nbytes += HEADER_BYTES + size
+        else:
+            entry = Iovecs(payload, header)
+            self._append_payload(entry, lent=token is not None)
+            self.nbytes += entry.rest
+        if token is not None:
+            self._tokens.append((self.sent_bytes + self.nbytes, token))
+
+    def transmit(self, sock: socket.socket) -> int:
+        """Offer the head of the queue to the kernel in one system call.
+
+        Returns:
+            Bytes taken, to be passed to :meth:`taken`.
+
+        Raises:
+            OSError: As the system call says; BlockingIOError if there is no room.
+        """
+        entries = self._entries
+        head = entries[0]
+        if type(head) is Iovecs:
+            return writev(sock.fileno(), head.window(WAKEUP_BYTES))
+        if len(entries) == 1 and type(head) is bytes:
+            return sock.send(head)
+        return sock.sendmsg(self._views())
+
+    def taken(self, count: int) -> Sequence[object]:
+        """Count ``count`` bytes as sent; the tokens of the frames this completes."""
+        self.sent_bytes = sent = self.sent_bytes + count
+        self.nbytes -= count
+        if self.nbytes == 0:
+            self._first += len(self._entries)
+            self._entries.clear()
+            self._borrowed.clear()
+        else:
+            self._drop(count)
+        tokens = self._tokens
+        if not tokens:
+            return ()
+        done = []
+        while tokens and tokens[0][0] <= sent:
+            done.append(tokens.popleft()[1])
+        return done
+
+    def own(self) -> None:
+        """Replace borrowed memory that is still queued by a copy."""
+        for number in self._borrowed:
+            position = number - self._first
+            if position >= 0:
+                entry = self._entries[position]
+                assert not isinstance(entry, bytes), "only payload memory is borrowed"
+                self._entries[position] = entry.tobytes()
+        self._borrowed.clear()
+
+    def clear(self) -> None:
+        """Forget everything unsent, and every reference to its memory."""
+        self._entries.clear()
+        self._tokens.clear()
+        self._borrowed.clear()
+        self.nbytes = 0
+
+    def _append_payload(self, entry: memoryview | Iovecs, *, lent: bool) -> None:
+        if not lent:
+            self._borrowed.append(self._first + len(self._entries))
+        self._entries.append(entry)
+
+    def _views(self) -> list[bytes | memoryview]:
+        """The entries up to the first fragment list, one wake-up's bytes at most."""
+        views: list[bytes | memoryview] = []
+        room = WAKEUP_BYTES
+        for entry in self._entries:
+            if type(entry) is Iovecs or len(views) == VIEWS_MAX or room <= 0:
+                break
+            view = entry if len(entry) <= room else memoryview(entry)[:room]
+            views.append(view)
+            room -= len(view)
+        return views
+
+    def _drop(self, count: int) -> None:
+        """Remove the first ``count`` bytes, fewer than are queued."""
+        entries = self._entries
+        while count:
+            head = entries[0]
+            size = len(head)
+            if count < size:
+                if type(head) is Iovecs:
+                    head.rest -= count
+                else:
+                    entries[0] = memoryview(head)[count:]
+                return
+            count -= size
+            entries.popleft()
+            self._first += 1
+
+
+def _no_byte_view(view: memoryview) -> UsageError:
+    return UsageError(
+        f"payload: a view of format {view.format!r}, shape {view.shape}, is not a "
+        f'1-D contiguous view of bytes; pass memoryview(x).cast("B")'
+    )

@@ -1,0 +1,159 @@
+"""Fragment lists as the system calls ``readv`` and ``writev`` take them.
+
+A fragment list may be longer than one system call takes, and a call may move fewer
+bytes than it was given. So the list itself is never touched: :class:`Iovecs` counts the
+bytes that are left, and each *window* is a table of the next iovecs, laid out anew by
+NumPy. Its first row is cut by what a call before has moved of it, its last row by the
+byte limit. A window costs the same few NumPy calls for one fragment as for 1,000.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Final, final
+
+import numpy as np
+
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.copy import copy
+
+# Linux and macOS both take 1,024 and refuse more with EINVAL.
+IOVECS_MAX: Final = 1024
+
+
+@final
+class Iovecs:
+    """The part of a fragment list that has not been moved yet.
+
+    Args:
+        fragments: The list, of at least 1 byte; this object keeps it alive.
+        head: Bytes that go before it.
+
+    Attributes:
+        rest: Bytes not moved yet, the head included. Whoever moves some subtracts them.
+        asked: Bytes of the last window, the tail included.
+    """
+
+    __slots__ = (
+        "_fragments",
+        "_head",
+        "_head_end",
+        "_table",
+        "_table_address",
+        "asked",
+        "rest",
+    )
+
+    def __init__(self, fragments: Fragments, head: bytes = b"") -> None:
+        self._fragments = fragments
+        self._head = head
+        self._head_end = address_of(head) + len(head) if head else 0
+        # Two more than the fragments of a window: the head and the tail.
+        rows = min(len(fragments) + 2, IOVECS_MAX)
+        self._table = np.empty((rows, 2), np.uint64)
+        self._table_address = int(self._table.ctypes.data)
+        self.rest = len(head) + fragments.nbytes
+        self.asked = 0
+
+    def __len__(self) -> int:
+        """The bytes not moved yet, as of a view."""
+        return self.rest
+
+    def window(
+        self, bytes_max: int, tail: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Lay out the next iovecs, at most ``IOVECS_MAX`` of them.
+
+        Args:
+            bytes_max: Bytes of fragments to take, at least 1.
+            tail: Address and length of memory for what follows the list; taken only
+                if the window reaches the list's end.
+
+        Returns:
+            The table's address and its number of rows, good until the next call.
+        """
+        fragments, table = self._fragments, self._table
+        begin, row = fragments.nbytes - self.rest, 0
+        if begin < 0:
+            table[0] = self._head_end + begin, -begin
+            begin, row = 0, 1
+        end = min(begin + bytes_max, fragments.nbytes)
+        starts, stop = fragments.starts, len(fragments)
+        first = int(starts.searchsorted(np.uint64(begin), "right")) - 1 if begin else 0
+        if end < fragments.nbytes:
+            stop = int(starts.searchsorted(np.uint64(end), "left"))
+        if stop - first > len(table) - 2:
+            stop = first + len(table) - 2
+            end = int(starts[stop])
+        last = row + stop - first
+        table[row:last, 0] = fragments.addresses[first:stop]
+        table[row:last, 1] = fragments.lengths[first:stop]
+        if end < fragments.nbytes:
+            table[last - 1, 1] -= starts[stop] - np.uint64(end)
+        if begin:
+            skipped = np.uint64(begin) - starts[first]
+            table[row, 0] += skipped
+            table[row, 1] -= skipped
+        self.asked = self.rest - (fragments.nbytes - end)
+        if tail is not None and end == fragments.nbytes:
+            table[last] = tail
+            last += 1
+            self.asked += tail[1]
+        return self._table_address, last
+
+    def fill(self, source: memoryview) -> None:
+        """Copy ``source`` into the next bytes of a list without a head."""
+        fragments = self._fragments
+        copy(source, fragments.slice(fragments.nbytes - self.rest, len(source)))
+        self.rest -= len(source)
+
+    def tobytes(self) -> bytes:
+        """A copy of the bytes not moved yet."""
+        fragments = self._fragments
+        begin = fragments.nbytes - self.rest
+        gathered = bytearray(min(self.rest, fragments.nbytes))
+        copy(fragments.slice(max(begin, 0), len(gathered)), memoryview(gathered))
+        head = self._head[begin:] if begin < 0 else b""
+        return head + gathered
+
+
+def readv(fd: int, window: tuple[int, int]) -> int:
+    """Read from ``fd`` into a window without holding the GIL; 0 at the end of file.
+
+    Raises:
+        OSError: As the system call says; BlockingIOError if nothing is there.
+    """
+    return _moved(_LIBC.readv(fd, window[0], window[1]))
+
+
+def writev(fd: int, window: tuple[int, int]) -> int:
+    """Write a window to ``fd`` without holding the GIL.
+
+    Raises:
+        OSError: As the system call says; BlockingIOError if there is no room.
+    """
+    return _moved(_LIBC.writev(fd, window[0], window[1]))
+
+
+def address_of(buffer: bytes | bytearray | memoryview) -> int:
+    """Where the bytes of a non-empty buffer lie; the caller keeps it alive."""
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+def _moved(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for function in (libc.readv, libc.writev):
+        function.restype = ctypes.c_ssize_t
+        function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+    return libc
+
+
+_LIBC: Final = _libc()
