@@ -39,19 +39,27 @@ from kvwire.proto.onesided import OneSided
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.regions import GrantRow, Grants, Region
 from kvwire.proto.requests import Request, Requests
+from kvwire.proto.segments import Transfer
 from kvwire.proto.state import PHASE_TRANSITIONS, Kind, Phase, State, Turn
+from kvwire.proto.transfers import Transfers
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId, RegionId
 from kvwire.wire.control import (
     Access,
+    Agree,
     Announce,
     Body,
     Close,
+    Commit,
     Credit,
     Done,
     Fail,
+    Landed,
+    Mark,
+    Open,
     Ping,
     Ready,
+    Settled,
     decode_body,
     narrowed,
 )
@@ -71,12 +79,20 @@ _CONTROL = frozenset(
         FrameType.GET,
         FrameType.DONE,
         FrameType.FAIL,
+        FrameType.OPEN,
+        FrameType.AGREE,
+        FrameType.MARK,
+        FrameType.LANDED,
+        FrameType.COMMIT,
+        FrameType.SETTLED,
     }
 )
 # Those that speak of the connection and not of a request.
 _NO_REQUEST = frozenset(
     {FrameType.PING, FrameType.PONG, FrameType.CLOSE, FrameType.CREDIT}
 )
+# Those that begin when the application at the other end does its part.
+_MET_BY_PEER = frozenset({Kind.SEND, Kind.OUTGOING, Kind.INCOMING})
 
 
 class Connection:
@@ -117,6 +133,13 @@ class Connection:
             mine=terms,
             theirs=agreement.peer_terms,
         )
+        self.transfers = Transfers(
+            self.outbox,
+            self._requests,
+            self._flows,
+            holds,
+            agreement.terms.chunk_bytes,
+        )
         self._grants = Grants(agreement.keys.grant[role])
         self._onesided = OneSided(
             self.outbox, self._requests, self._flows, self._grants
@@ -145,6 +168,8 @@ class Connection:
             self._check_may_start(header)
             return self._messages.message_header(header)
         if header.type == FrameType.DATA:
+            if header.segment:
+                return self.transfers.data_header(header)
             return self._flows.data_header(header)
         if header.type not in _CONTROL:
             raise UnexpectedFrame(
@@ -177,6 +202,8 @@ class Connection:
         header = arrival.header
         if header.type == FrameType.MESSAGE:
             self._messages.message_landed(arrival, intact=intact)
+        elif header.type == FrameType.DATA and header.segment:
+            self.transfers.data_landed(arrival, intact=intact)
         elif header.type == FrameType.DATA:
             self._flows.data_landed(arrival, intact=intact)
         else:
@@ -215,11 +242,13 @@ class Connection:
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """The header to send a chunk under; frames are numbered in this order."""
-        assert chunk.request.wire_id is not None
+        request, segment = chunk.request_and_segment
+        assert request.wire_id is not None
         return self.outbox.framing.payload(
             FrameType.DATA,
             chunk.length,
-            request=chunk.request.wire_id,
+            request=request.wire_id,
+            segment=segment,
             offset=chunk.position,
             check=check,
         )
@@ -338,13 +367,36 @@ class Connection:
         self._onesided.region_revoked(region)
         self._settle()
 
+    def open_transfer(
+        self,
+        transfer: Transfer,
+        description: bytes,
+        *,
+        pull: bool,
+        deadline: float | None,
+    ) -> Request:
+        """Ask the peer for a KV transfer; ``pull`` if this side is the consumer."""
+        kind = Kind.INCOMING if pull else Kind.OUTGOING
+        request = self._new(kind, None, 0, deadline)
+        self.transfers.open(request, transfer, description)
+        return request
+
+    def refuse(self, request: Request, error: KVWireError, code: WireCode) -> None:
+        """End a request of either side with an error; the peer is told the code."""
+        self._abandon(request, error, code)
+        self._settle()
+
+    def set_deadline(self, request: Request, deadline: float | None) -> None:
+        """Give a transfer that the peer has opened a deadline of this side."""
+        self._requests.set_deadline(request, deadline)
+
     def close(self, now: float, timeout_s: float) -> None:
         """Deliver what was begun, tell the peer, then end. May be called again."""
         if self.phase is Phase.OPEN:
             self._close_by = now + timeout_s
         self._turn(Turn.CLOSE_CALLED)
         closed = ClosedOK("this side closed the connection")
-        for request in self._messages.posted:
+        for request in self._messages.posted + self.transfers.unanswered:
             self._abandon(request, closed, WireCode.GOING_AWAY)
         self._settle()
 
@@ -360,6 +412,14 @@ class Connection:
     # --- inside -----------------------------------------------------------------------
 
     def _control(self, header: Header, body: Body, now: float) -> None:
+        if header.type in _NO_REQUEST:
+            self._connection_control(header, body, now)
+        elif header.type >= FrameType.OPEN:
+            self._transfer_control(header, body)
+        else:
+            self._request_control(header, body)
+
+    def _connection_control(self, header: Header, body: Body, now: float) -> None:
         match header.type:
             case FrameType.PING:
                 self._liveness.ping_received(now)
@@ -369,8 +429,11 @@ class Connection:
                     raise UnexpectedFrame("KVW-LV-01", "a PONG that answers no PING")
             case FrameType.CLOSE:
                 self._peer_closed(narrowed(body, Close))
-            case FrameType.CREDIT:
+            case _:
                 self._messages.credit_received(narrowed(body, Credit))
+
+    def _request_control(self, header: Header, body: Body) -> None:
+        match header.type:
             case FrameType.ANNOUNCE:
                 self._check_may_start(header)
                 self._messages.announced(header, narrowed(body, Announce))
@@ -383,6 +446,22 @@ class Connection:
                 self._onesided.done_received(header, narrowed(body, Done))
             case _:
                 self._failed(header, narrowed(body, Fail))
+
+    def _transfer_control(self, header: Header, body: Body) -> None:
+        match header.type:
+            case FrameType.OPEN:
+                self._check_may_start(header)
+                self.transfers.opened(header, narrowed(body, Open))
+            case FrameType.AGREE:
+                self.transfers.agreed(header, narrowed(body, Agree))
+            case FrameType.MARK:
+                self.transfers.marked(header, narrowed(body, Mark))
+            case FrameType.LANDED:
+                self.transfers.landed_received(header, narrowed(body, Landed))
+            case FrameType.COMMIT:
+                self.transfers.committed(header, narrowed(body, Commit))
+            case _:
+                self.transfers.settled(header, narrowed(body, Settled))
 
     def _failed(self, header: Header, body: Fail) -> None:
         request = self._requests.find(header.request)
@@ -401,13 +480,14 @@ class Connection:
         for request in self._messages.posted:
             self._abandon(request, closed, None)
         for request in self._requests:
-            if request.kind is Kind.SEND and request.state is State.POSTED:
+            if request.kind in _MET_BY_PEER and request.state is State.POSTED:
                 self._abandon(request, closed, None)
         if self.closed:
             self._end(closed, graceful=True)
 
     def _settle(self) -> None:
         """Take the step to the end when nothing is left to deliver."""
+        self.transfers.acknowledge()
         if self.phase not in (Phase.FLUSHING, Phase.ANSWERING):
             return
         if len(self._requests) or self._flows.sending:

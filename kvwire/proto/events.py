@@ -10,6 +10,7 @@ from kvwire.types import BufferId
 
 if TYPE_CHECKING:
     from kvwire.proto.requests import Request
+    from kvwire.proto.segments import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,4 +52,61 @@ class Ended:
     graceful: bool
 
 
-Event = RequestDone | MemoryWanted | Ended
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOpened:
+    """The peer asks for a KV transfer; answer with ``agree``, or fail it."""
+
+    request: Request
+    id: bytes
+    description: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferAgreed:
+    """The peer has answered a transfer of ours; segments may move."""
+
+    request: Request
+    description: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentMarked:
+    """A segment is about to arrive; give it memory with ``place`` before returning."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentLanded:
+    """All of a segment is here; ``segment.damaged`` says whether it can be used."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentsAcknowledged:
+    """The consumer has these segments of a transfer."""
+
+    request: Request
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCommitted:
+    """The producer marks nothing more; ``complete`` if it has marked everything."""
+
+    request: Request
+    complete: bool
+
+
+Event = (
+    RequestDone
+    | MemoryWanted
+    | Ended
+    | TransferOpened
+    | TransferAgreed
+    | SegmentMarked
+    | SegmentLanded
+    | SegmentsAcknowledged
+    | TransferCommitted
+)

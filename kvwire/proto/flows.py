@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 
 from kvwire.errors import IntegrityError, MalformedFrame, WireCode
 from kvwire.proto.holds import Holds
 from kvwire.proto.requests import SENDING, Request, Requests
+from kvwire.proto.segments import Segment
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
 from kvwire.wire.header import Header
+
+Mover = Request | Segment
+"""What sends chunks: a request in one piece, or a segment of a transfer."""
 
 
 class Place(enum.Enum):
@@ -38,7 +43,16 @@ class Place(enum.Enum):
 class Arrival:
     """One frame whose header has been accepted and whose body is under way."""
 
-    __slots__ = ("buffer", "header", "length", "offset", "place", "raw", "request")
+    __slots__ = (
+        "buffer",
+        "header",
+        "length",
+        "offset",
+        "place",
+        "raw",
+        "request",
+        "segment",
+    )
 
     def __init__(
         self,
@@ -49,6 +63,7 @@ class Arrival:
         buffer: BufferId | None = None,
         offset: int = 0,
         request: Request | None = None,
+        segment: Segment | None = None,
     ) -> None:
         self.place = place
         self.header = header
@@ -57,20 +72,29 @@ class Arrival:
         self.buffer = buffer
         self.offset = offset
         self.request = request
+        self.segment = segment
 
 
 class Chunk:
     """One piece of payload to send: ``length`` bytes of ``buffer`` from ``offset``."""
 
-    __slots__ = ("buffer", "length", "offset", "position", "request")
+    __slots__ = ("buffer", "length", "mover", "offset", "position")
 
-    def __init__(self, request: Request, position: int, length: int) -> None:
-        assert request.buffer is not None
-        self.request = request
-        self.buffer = request.buffer
+    def __init__(self, mover: Mover, position: int, length: int) -> None:
+        assert mover.buffer is not None
+        self.mover = mover
+        self.buffer = mover.buffer
         self.position = position
-        self.offset = request.base + position
+        self.offset = mover.base + position
         self.length = length
+
+    @property
+    def request_and_segment(self) -> tuple[Request, int]:
+        """What the chunk is a part of, as its header says it."""
+        mover = self.mover
+        if isinstance(mover, Segment):
+            return mover.request, mover.number
+        return mover, 0
 
 
 class Flows:
@@ -80,7 +104,8 @@ class Flows:
         self._requests = requests
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self._turn: deque[Request] = deque()
+        self._turns: dict[int, deque[Mover]] = {}
+        self._on_segment_sent: Callable[[Segment], None] | None = None
         self._leaving: set[Chunk] = set()
         self._landing: set[Arrival] = set()
 
@@ -90,48 +115,65 @@ class Flows:
         """From now on the request takes its turn."""
         assert request.kind in SENDING
         assert request.state is State.MOVING
-        self._turn.append(request)  # bounded: REQUESTS_MAX
+        self._queue(request, 0)
+
+    def begin_segment(self, segment: Segment, priority: int) -> None:
+        """From now on a segment takes its turn, among those of its priority."""
+        self._queue(segment, priority)
+
+    def on_segment_sent(self, call: Callable[[Segment], None]) -> None:
+        """Call when the link is through with all chunks of a segment."""
+        self._on_segment_sent = call
 
     @property
     def sending(self) -> bool:
-        """Whether some request may have a chunk to send."""
-        return bool(self._turn)
+        """Whether there may be a chunk to send."""
+        return bool(self._turns)
 
     def next_chunk(self) -> Chunk | None:
-        """The next piece to send. Its memory is held until :meth:`chunk_sent`."""
-        while self._turn:
-            request = self._turn.popleft()
-            if request.state is not State.MOVING:
-                continue
-            position = request.moved
-            length = min(self._chunk_bytes, request.nbytes - position)
-            request.moved += length
-            request.in_flight += 1
-            if request.moved < request.nbytes:
-                self._turn.append(request)  # bounded: REQUESTS_MAX
-            chunk = Chunk(request, position, length)
-            self._holds.take(chunk.buffer)
-            self._leaving.add(chunk)  # bounded: LINK_QUEUE_BYTES
-            return chunk
+        """The next piece to send. Its memory is held until :meth:`chunk_sent`.
+
+        A higher priority goes first; within one priority each takes its turn.
+        """
+        while self._turns:
+            priority = max(self._turns)
+            turn = self._turns[priority]
+            mover = turn.popleft()
+            if mover.state is State.MOVING:
+                position = mover.moved
+                length = min(self._chunk_bytes, mover.nbytes - position)
+                mover.moved += length
+                mover.in_flight += 1
+                if mover.moved < mover.nbytes:
+                    turn.append(mover)  # bounded: REQUESTS_MAX, SEGMENTS_MAX
+                if not turn:
+                    del self._turns[priority]
+                return self._hold(Chunk(mover, position, length))
+            if not turn:
+                del self._turns[priority]
         return None
 
     def chunk_sent(self, chunk: Chunk) -> None:
         """The link no longer needs the chunk's memory."""
         self._leaving.discard(chunk)
         self._holds.drop(chunk.buffer)
-        request = chunk.request
-        request.in_flight -= 1
+        mover = chunk.mover
+        mover.in_flight -= 1
         if (
-            request.state is not State.MOVING
-            or request.in_flight
-            or request.moved < request.nbytes
+            mover.state is not State.MOVING
+            or mover.in_flight
+            or mover.moved < mover.nbytes
         ):
             return
-        request.advance(Input.MOVED)
-        if request.confirmed:
-            request.advance(Input.CONFIRMED)
-        if request.over:
-            self._requests.finish(request)
+        if isinstance(mover, Segment):
+            assert self._on_segment_sent is not None
+            self._on_segment_sent(mover)
+            return
+        mover.advance(Input.MOVED)
+        if mover.confirmed:
+            mover.advance(Input.CONFIRMED)
+        if mover.over:
+            self._requests.finish(mover)
 
     # --- receiving --------------------------------------------------------------------
 
@@ -176,18 +218,35 @@ class Flows:
     def into_buffer(self, header: Header, request: Request, offset: int) -> Arrival:
         """Let a body land in a request's memory, which is held until it has."""
         assert request.buffer is not None
-        arrival = Arrival(
-            Place.BUFFER, header, buffer=request.buffer, offset=offset, request=request
+        return self._land(
+            Arrival(
+                Place.BUFFER,
+                header,
+                buffer=request.buffer,
+                offset=offset,
+                request=request,
+            )
         )
-        self._holds.take(request.buffer)
-        self._landing.add(arrival)  # bounded: one a link
-        return arrival
+
+    def into_segment(self, header: Header, segment: Segment) -> Arrival:
+        """Let a chunk land in a segment's memory, which is held until it has."""
+        return self._land(
+            Arrival(
+                Place.BUFFER,
+                header,
+                buffer=segment.buffer,
+                offset=header.offset,
+                segment=segment,
+            )
+        )
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
         """A chunk is in place, and its checksum did or did not match."""
         if arrival.place is Place.NOWHERE:
             return
-        request = self.release(arrival)
+        request = arrival.request
+        assert request is not None
+        self.release(arrival)
         if request.over:
             return
         if not intact:
@@ -204,24 +263,40 @@ class Flows:
             self._requests.tell_done(request)
         self._requests.finish(request)
 
-    def release(self, arrival: Arrival) -> Request:
+    def release(self, arrival: Arrival) -> None:
         """The link has written all of an arrival and holds its memory no more."""
-        assert arrival.request is not None
         assert arrival.buffer is not None
         self._landing.discard(arrival)
         self._holds.drop(arrival.buffer)
-        return arrival.request
 
     # --- the end ----------------------------------------------------------------------
 
     def link_gone(self) -> None:
         """The link has ended and touches nothing any more: drop every hold of it."""
         for chunk in self._leaving:
-            chunk.request.in_flight -= 1
+            chunk.mover.in_flight -= 1
             self._holds.drop(chunk.buffer)
         for arrival in self._landing:
             assert arrival.buffer is not None
             self._holds.drop(arrival.buffer)
         self._leaving.clear()
         self._landing.clear()
-        self._turn.clear()
+        self._turns.clear()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _queue(self, mover: Mover, priority: int) -> None:
+        turn = self._turns.setdefault(priority, deque())  # bounded: 256 priorities
+        turn.append(mover)  # bounded: REQUESTS_MAX, SEGMENTS_MAX
+
+    def _hold(self, chunk: Chunk) -> Chunk:
+        self._holds.take(chunk.buffer)
+        self._leaving.add(chunk)  # bounded: LINK_QUEUE_BYTES
+        return chunk
+
+    def _land(self, arrival: Arrival) -> Arrival:
+        assert arrival.buffer is not None
+        self._holds.take(arrival.buffer)
+        # One for each link, since a link names one payload's place at a time.
+        self._landing.add(arrival)  # bounded: LINK_QUEUE_BYTES
+        return arrival

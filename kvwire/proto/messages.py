@@ -184,7 +184,9 @@ class Messages:
             waiting.whole, waiting.error = True, error
             self._meet(arrival.header.offset)
             return
-        request = self._flows.release(arrival)
+        request = arrival.request
+        assert request is not None
+        self._flows.release(arrival)
         self._taken(arrival.length)
         if request.over:
             return

@@ -156,6 +156,11 @@ class Requests:
         self._unmatched[id(request)] = request  # bounded: REQUESTS_MAX
         self._note_deadline(request)
 
+    def set_deadline(self, request: Request, deadline: float | None) -> None:
+        """Let a request that is open expire."""
+        request.deadline = deadline
+        self._note_deadline(request)
+
     def match(self, request: Request, wire_id: RequestId) -> None:
         """Give a RECV the number of the message it has met."""
         self._unmatched.pop(id(request), None)

@@ -14,6 +14,9 @@ A request is one movement of bytes, seen from one side:
   that every byte is in place.
 * GET moves as soon as it is asked for, from the peer's SERVE_GET.
 * SERVE_PUT and SERVE_GET are the same movements on the side that granted the memory.
+* OUTGOING and INCOMING are the two ends of a KV transfer. It waits until the
+  applications on both sides have named it (GO), moves segment by segment
+  (kvwire.proto.transfers), and on the producer's side ends with the consumer's word.
 
 States:
 
@@ -54,6 +57,8 @@ class Kind(enum.Enum):
     GET = "get"
     SERVE_PUT = "serve put"
     SERVE_GET = "serve get"
+    OUTGOING = "outgoing transfer"
+    INCOMING = "incoming transfer"
 
 
 class State(enum.Enum):
@@ -82,6 +87,8 @@ FIRST_STATE: Final[dict[Kind, State]] = {
     Kind.GET: State.MOVING,
     Kind.SERVE_PUT: State.MOVING,
     Kind.SERVE_GET: State.MOVING,
+    Kind.OUTGOING: State.POSTED,
+    Kind.INCOMING: State.POSTED,
 }
 
 TERMINAL: Final = frozenset({State.DONE, State.FAILED})
@@ -96,6 +103,11 @@ REQUEST_TRANSITIONS: Final[dict[tuple[Kind, State, Input], State]] = {
     (Kind.GET, State.MOVING, Input.MOVED): State.DONE,
     (Kind.SERVE_PUT, State.MOVING, Input.MOVED): State.DONE,
     (Kind.SERVE_GET, State.MOVING, Input.MOVED): State.DONE,
+    (Kind.OUTGOING, State.POSTED, Input.GO): State.MOVING,
+    (Kind.OUTGOING, State.MOVING, Input.MOVED): State.WAITING,
+    (Kind.OUTGOING, State.WAITING, Input.CONFIRMED): State.DONE,
+    (Kind.INCOMING, State.POSTED, Input.GO): State.MOVING,
+    (Kind.INCOMING, State.MOVING, Input.MOVED): State.DONE,
 } | {
     (kind, state, Input.FAIL): State.FAILED
     for kind in Kind

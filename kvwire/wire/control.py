@@ -16,11 +16,16 @@ from msgspec import Meta
 from kvwire.errors import MalformedFrame
 from kvwire.limits import (
     BACKENDS_MAX,
+    DESCRIPTION_BYTES_MAX,
     EAGER_WINDOW_BYTES_MAX,
+    LANDED_MAX,
     NAME_CHARS_MAX,
     PROFILE_FIELDS_MAX,
     REASON_CHARS_MAX,
     REQUEST_BYTES_MAX,
+    SEGMENTS_MAX,
+    SETTLED_MAX,
+    TRANSFER_ID_BYTES_MAX,
 )
 from kvwire.wire.header import FrameType
 
@@ -35,6 +40,9 @@ Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Bootstrap = Annotated[bytes, Meta(max_length=4096)]
+TransferId = Annotated[bytes, Meta(min_length=1, max_length=TRANSFER_ID_BYTES_MAX)]
+Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
+SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -133,6 +141,48 @@ class Fail(Body, array_like=True, frozen=True, gc=False):
     reason: Reason
 
 
+class Open(Body, array_like=True, frozen=True, gc=False):
+    """OPEN: a KV transfer by the name both applications know."""
+
+    id: TransferId
+    pull: bool
+    priority: Annotated[int, Meta(ge=0, le=255)]
+    description: Description
+
+
+class Agree(Body, array_like=True, frozen=True, gc=False):
+    """AGREE: the answer to OPEN."""
+
+    description: Description
+
+
+class Mark(Body, array_like=True, frozen=True, gc=False):
+    """MARK: the next segment; its box is (group, layer, layers, granule, granules)."""
+
+    number: Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
+    box: tuple[U32, U32, U32, U32, U32]
+    nbytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)]
+
+
+class Landed(Body, array_like=True, frozen=True, gc=False):
+    """LANDED: these segments are whole and verified."""
+
+    segments: Annotated[tuple[SegmentNumber, ...], Meta(max_length=LANDED_MAX)]
+
+
+class Commit(Body, array_like=True, frozen=True, gc=False):
+    """COMMIT: so many segments were marked; ``complete`` if they are everything."""
+
+    segments: Annotated[int, Meta(ge=0, le=SEGMENTS_MAX)]
+    complete: bool
+
+
+class Settled(Body, array_like=True, frozen=True, gc=False):
+    """SETTLED: everything marked has landed, but for segments that came damaged."""
+
+    damaged: Annotated[tuple[SegmentNumber, ...], Meta(max_length=SETTLED_MAX)]
+
+
 _BODIES: Final[dict[int, type[Body]]] = {
     FrameType.OFFER: Offer,
     FrameType.CHOICE: Choice,
@@ -146,6 +196,12 @@ _BODIES: Final[dict[int, type[Body]]] = {
     FrameType.GET: Access,
     FrameType.DONE: Done,
     FrameType.FAIL: Fail,
+    FrameType.OPEN: Open,
+    FrameType.AGREE: Agree,
+    FrameType.MARK: Mark,
+    FrameType.LANDED: Landed,
+    FrameType.COMMIT: Commit,
+    FrameType.SETTLED: Settled,
 }
 _DECODERS: Final = {
     frame_type: msgspec.msgpack.Decoder(cls) for frame_type, cls in _BODIES.items()

@@ -31,6 +31,7 @@ from kvwire.limits import (
     EAGER_BYTES_MAX,
     HANDSHAKE_BODY_BYTES,
     HEADER_BYTES,
+    LANDED_MAX,
     SEAL_BYTES,
 )
 
@@ -59,6 +60,12 @@ class FrameType(enum.IntEnum):
     GET = 0x23
     DONE = 0x24
     FAIL = 0x25
+    OPEN = 0x30
+    AGREE = 0x31
+    MARK = 0x32
+    LANDED = 0x33
+    COMMIT = 0x34
+    SETTLED = 0x35
     MESSAGE = 0x40
     DATA = 0x41
 
@@ -89,6 +96,10 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     ),
     FrameType.OFFER: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.CHOICE: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.OPEN: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.AGREE: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.LANDED: (1, 5 * LANDED_MAX + 64),
+    FrameType.SETTLED: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.MESSAGE: (0, EAGER_BYTES_MAX),
     FrameType.DATA: (1, CHUNK_BYTES_MAX),
 }

@@ -1,0 +1,70 @@
+"""The parts of a KV transfer as the protocol sees them: numbered, sized, under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvwire.proto.requests import Request
+from kvwire.proto.state import State
+from kvwire.types import BufferId
+
+Box = tuple[int, int, int, int, int]
+"""(group, layer, layers, granule, granules)"""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Segment:
+    """One marked part of a transfer, on either side.
+
+    Attributes:
+        request: The transfer.
+        number: 1 for the first one marked.
+        box: Which part.
+        buffer: Its memory; None on the consumer until the front has given it.
+        moved: Bytes handed to the link (producer) or verified (consumer).
+        in_flight: Chunks the link still works on.
+        damaged: A chunk of it did not match its checksum.
+        over: Landed, acknowledged, or damaged: nothing more happens to it.
+    """
+
+    request: Request
+    number: int
+    box: Box
+    nbytes: int
+    buffer: BufferId | None = None
+    base: int = 0
+    moved: int = 0
+    in_flight: int = 0
+    arrived: bytearray = field(default_factory=bytearray)
+    damaged: bool = False
+    over: bool = False
+
+    @property
+    def state(self) -> State:
+        """The transfer's state: its segments move while it does."""
+        return self.request.state
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Transfer:
+    """What a request of a KV transfer keeps beside the request itself.
+
+    Attributes:
+        id: The name both applications have given it.
+        priority: Chunks of a higher one go first.
+        segments: By number.
+        open_segments: How many are not over.
+        sending: Producer: how many the link is not through with.
+        committed: COMMIT was sent or received.
+        acknowledge: Segments to name in the next LANDED.
+        damaged: Segments that arrived damaged, once the consumer has said so.
+    """
+
+    id: bytes
+    priority: int = 0
+    segments: dict[int, Segment] = field(default_factory=dict)
+    open_segments: int = 0
+    sending: int = 0
+    committed: bool = False
+    acknowledge: list[int] = field(default_factory=list)
+    damaged: tuple[int, ...] = ()

@@ -1,0 +1,424 @@
+"""KV transfers: a request whose bytes are marked, moved and landed segment by segment.
+
+::
+
+    asker                                   other side
+      OPEN    id, side, description ->        waits for its application
+              <- AGREE    description
+    producer                                consumer
+      MARK    segment 1: its box    ->        gives it memory
+      DATA    segment 1, in chunks  ->
+      MARK    segment 2 ...         ->
+              <- LANDED   segments 1, 2
+      COMMIT  so many segments      ->        refuses if one is missing
+              <- SETTLED  segments that came damaged, if any
+
+A *description* is what one side says of its cache and blocks; the core carries it and
+does not read it. A *box* is five numbers that name a part of the canonical byte order;
+the front checks them against its plan before it gives the segment memory. Segments are
+numbered from 1 in the order of their marks, and their chunks may arrive in any order.
+
+MARK always precedes the segment's DATA on the same link, COMMIT follows every MARK, and
+SETTLED is only sent when everything marked has landed or was found damaged. So a
+producer that has SETTLED knows exactly what the consumer has, and a consumer never
+takes a prefix of a transfer for all of it.
+"""
+
+from __future__ import annotations
+
+from kvwire.errors import (
+    FlowControlViolation,
+    IntegrityError,
+    MalformedFrame,
+    UnexpectedFrame,
+    WireCode,
+)
+from kvwire.limits import (
+    LANDED_MAX,
+    SEGMENTS_MAX,
+    SETTLED_MAX,
+    TRANSFERS_WAITING_MAX,
+)
+from kvwire.proto.events import (
+    SegmentLanded,
+    SegmentMarked,
+    SegmentsAcknowledged,
+    TransferAgreed,
+    TransferCommitted,
+    TransferOpened,
+)
+from kvwire.proto.flows import Arrival, Flows, Place
+from kvwire.proto.holds import Holds
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.requests import Request, Requests
+from kvwire.proto.segments import Box, Segment, Transfer
+from kvwire.proto.state import Input, Kind, State
+from kvwire.types import BufferId
+from kvwire.wire.control import Agree, Commit, Landed, Mark, Open, Settled
+from kvwire.wire.header import FrameType, Header
+
+
+class Transfers:
+    """The KV transfers of one connection, asked and answered."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        requests: Requests,
+        flows: Flows,
+        holds: Holds,
+        chunk_bytes: int,
+    ) -> None:
+        self._outbox = outbox
+        self._requests = requests
+        self._flows = flows
+        self._holds = holds
+        self._chunk_bytes = chunk_bytes
+        self._transfers: dict[Request, Transfer] = {}
+        self._unanswered: set[Request] = set()
+        self._to_acknowledge: set[Request] = set()
+        flows.on_segment_sent(self.sent)
+
+    # --- meeting ----------------------------------------------------------------------
+
+    def open(self, request: Request, transfer: Transfer, description: bytes) -> None:
+        """Ask the peer for a transfer."""
+        self._requests.start(request)
+        self._keep(request, transfer)
+        body = Open(
+            id=transfer.id,
+            pull=request.kind is Kind.INCOMING,
+            priority=transfer.priority,
+            description=description,
+        )
+        assert request.wire_id is not None
+        self._outbox.send(FrameType.OPEN, body, request=request.wire_id)
+
+    def agree(self, request: Request, description: bytes) -> None:
+        """Answer the peer's OPEN: from now on segments move."""
+        if request.over:
+            return
+        self._unanswered.discard(request)
+        request.advance(Input.GO)
+        assert request.wire_id is not None
+        body = Agree(description=description)
+        self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
+
+    def opened(self, header: Header, body: Open) -> None:
+        """The peer asks for a transfer.
+
+        Raises:
+            FlowControlViolation: Too many that it opened wait to be answered.
+        """
+        wire_id = self._requests.admit(header.request)
+        if len(self._unanswered) >= TRANSFERS_WAITING_MAX:
+            raise FlowControlViolation(
+                "KVW-TR-01",
+                f"more than {TRANSFERS_WAITING_MAX} transfers wait for an answer",
+            )
+        request = Request(
+            kind=Kind.OUTGOING if body.pull else Kind.INCOMING,
+            wire_id=wire_id,
+            buffer=None,
+            nbytes=0,
+        )
+        self._requests.serve(request)
+        self._keep(request, Transfer(id=body.id, priority=body.priority))
+        self._unanswered.add(request)  # bounded: TRANSFERS_WAITING_MAX
+        self._outbox.report(
+            TransferOpened(request=request, id=body.id, description=body.description)
+        )
+
+    def agreed(self, header: Header, body: Agree) -> None:
+        """The peer has answered our OPEN."""
+        request = self._find(header, Kind.OUTGOING, Kind.INCOMING)
+        if request is None:
+            return
+        if request in self._unanswered:
+            raise UnexpectedFrame("KVW-TR-02", "AGREE to a transfer the peer opened")
+        request.advance(Input.GO)
+        self._outbox.report(
+            TransferAgreed(request=request, description=body.description)
+        )
+
+    # --- the producer -----------------------------------------------------------------
+
+    def mark(
+        self, request: Request, box: Box, buffer: BufferId, nbytes: int
+    ) -> Segment:
+        """Send a part of the cache whose bytes will not change any more."""
+        transfer = self._transfers[request]
+        assert request.state is State.MOVING
+        assert not transfer.committed
+        segment = Segment(
+            request=request,
+            number=len(transfer.segments) + 1,
+            box=box,
+            nbytes=nbytes,
+            buffer=buffer,
+        )
+        self._add(transfer, segment)
+        body = Mark(number=segment.number, box=box, nbytes=nbytes)
+        assert request.wire_id is not None
+        self._outbox.send(FrameType.MARK, body, request=request.wire_id)
+        transfer.sending += 1
+        self._flows.begin_segment(segment, transfer.priority)
+        return segment
+
+    def sent(self, segment: Segment) -> None:
+        """The link is through with a whole segment."""
+        request = segment.request
+        transfer = self._transfers.get(request)
+        if transfer is None or request.over:
+            return
+        transfer.sending -= 1
+        self.settle(request)
+
+    def commit(self, request: Request, *, complete: bool) -> None:
+        """Nothing more will be marked; ``complete`` if that is everything."""
+        transfer = self._transfers[request]
+        transfer.committed = True
+        assert request.wire_id is not None
+        body = Commit(segments=len(transfer.segments), complete=complete)
+        self._outbox.send(FrameType.COMMIT, body, request=request.wire_id)
+        self.settle(request)
+
+    def landed_received(self, header: Header, body: Landed) -> None:
+        """The consumer has these segments."""
+        request = self._find(header, Kind.OUTGOING)
+        if request is None:
+            return
+        transfer = self._transfers[request]
+        for number in body.segments:
+            segment = transfer.segments.get(number)
+            if segment is None or segment.over or segment.moved < segment.nbytes:
+                raise UnexpectedFrame(
+                    "KVW-TR-05", f"LANDED for segment {number}, which was not all sent"
+                )
+            self._end(transfer, segment)
+        self._outbox.report(
+            SegmentsAcknowledged(request=request, numbers=body.segments)
+        )
+        self.settle(request)
+
+    def settled(self, header: Header, body: Settled) -> None:
+        """The consumer's last word: everything marked has landed, but for these."""
+        request = self._find(header, Kind.OUTGOING)
+        if request is None:
+            return
+        transfer = self._transfers[request]
+        unsaid = {n for n, s in transfer.segments.items() if not s.over}
+        if not transfer.committed or unsaid != set(body.damaged) or request.confirmed:
+            raise UnexpectedFrame(
+                "KVW-TR-06", "SETTLED for a transfer of which segments are under way"
+            )
+        for number in body.damaged:
+            transfer.segments[number].damaged = True
+            self._end(transfer, transfer.segments[number])
+        transfer.damaged = body.damaged
+        request.confirmed = True
+        self.settle(request)
+
+    def settle(self, request: Request) -> None:
+        """Take the producer's last steps once they are due."""
+        transfer = self._transfers[request]
+        if not transfer.committed or transfer.sending:
+            return
+        if request.state is State.MOVING:
+            request.advance(Input.MOVED)
+        if request.confirmed and request.state is State.WAITING:
+            request.advance(Input.CONFIRMED)
+            self._requests.finish(request)
+
+    # --- the consumer -----------------------------------------------------------------
+
+    def marked(self, header: Header, body: Mark) -> None:
+        """The producer is going to send a segment; the front gives it memory now.
+
+        Raises:
+            UnexpectedFrame: Out of turn, after COMMIT, or too many.
+        """
+        request = self._find(header, Kind.INCOMING)
+        if request is None:
+            return
+        transfer = self._transfers[request]
+        due = len(transfer.segments) + 1
+        if (
+            request.state is not State.MOVING
+            or transfer.committed
+            or body.number != due
+            or due > SEGMENTS_MAX
+        ):
+            raise UnexpectedFrame(
+                "KVW-TR-03",
+                f"MARK of segment {body.number} where {due} was due, in a transfer "
+                f"that is {request.state.value}",
+            )
+        segment = Segment(
+            request=request, number=body.number, box=body.box, nbytes=body.nbytes
+        )
+        self._add(transfer, segment)
+        self._outbox.report(SegmentMarked(segment=segment))
+
+    def place(self, segment: Segment, buffer: BufferId) -> None:
+        """Give a marked segment its memory."""
+        if segment.request.over:
+            self._holds.retire(buffer)
+            return
+        segment.buffer = buffer
+        segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
+
+    def committed(self, header: Header, body: Commit) -> None:
+        """The producer marks nothing more.
+
+        Raises:
+            UnexpectedFrame: A second time, or with a number that is not that of the
+                marks: a commit never closes a gap.
+        """
+        request = self._find(header, Kind.INCOMING)
+        if request is None:
+            return
+        transfer = self._transfers[request]
+        if (
+            request.state is not State.MOVING
+            or transfer.committed
+            or body.segments != len(transfer.segments)
+        ):
+            raise UnexpectedFrame(
+                "KVW-TR-04",
+                f"COMMIT of {body.segments} segments; {len(transfer.segments)} were "
+                f"marked",
+            )
+        transfer.committed = True
+        self._outbox.report(TransferCommitted(request=request, complete=body.complete))
+        self._finish_incoming(request, transfer)
+
+    def data_header(self, header: Header) -> Arrival:
+        """Find the place of a chunk of a segment.
+
+        Raises:
+            ProtocolError: No such segment, or the chunk is not one of it.
+        """
+        request = self._requests.find(header.request)
+        if request is None:
+            return Arrival(Place.NOWHERE, header)
+        transfer = self._transfers.get(request)
+        segment = transfer.segments.get(header.segment) if transfer else None
+        if (
+            request.kind is not Kind.INCOMING
+            or segment is None
+            or segment.buffer is None
+        ):
+            raise UnexpectedFrame(
+                "KVW-TR-07", f"payload for segment {header.segment}, not marked"
+            )
+        index, beside = divmod(header.offset, self._chunk_bytes)
+        left = segment.nbytes - header.offset
+        if beside or left < 1 or header.length != min(self._chunk_bytes, left):
+            raise MalformedFrame(
+                "KVW-DT-02",
+                f"chunk {header.offset}+{header.length} of a segment of "
+                f"{segment.nbytes} bytes in chunks of {self._chunk_bytes}",
+            )
+        if segment.arrived[index]:
+            raise MalformedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
+        segment.arrived[index] = 1
+        return self._flows.into_segment(header, segment)
+
+    def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
+        """A chunk of a segment is in place."""
+        if arrival.place is Place.NOWHERE:
+            return
+        segment = arrival.segment
+        assert segment is not None
+        self._flows.release(arrival)
+        request = segment.request
+        if request.over:
+            return
+        segment.moved += arrival.length
+        segment.damaged = segment.damaged or not intact
+        if segment.moved < segment.nbytes:
+            return
+        transfer = self._transfers[request]
+        self._end(transfer, segment)
+        if not segment.damaged:
+            transfer.acknowledge.append(segment.number)  # bounded: SEGMENTS_MAX
+            self._to_acknowledge.add(request)  # bounded: REQUESTS_MAX
+        self._outbox.report(SegmentLanded(segment=segment))
+        self._finish_incoming(request, transfer)
+
+    def acknowledge(self) -> None:
+        """Send LANDED for what has landed since the last time."""
+        while self._to_acknowledge:
+            request = self._to_acknowledge.pop()
+            transfer = self._transfers.get(request)
+            if transfer is not None and not request.over:
+                self._send_landed(request, transfer)
+
+    # --- both -------------------------------------------------------------------------
+
+    @property
+    def unanswered(self) -> list[Request]:
+        """Transfers the peer has opened and nobody has answered; a snapshot."""
+        return [request for request in self._unanswered if not request.over]
+
+    def transfer(self, request: Request) -> Transfer:
+        """What is kept of a transfer until :meth:`forget`."""
+        return self._transfers[request]
+
+    def forget(self, request: Request) -> None:
+        """The front has read what it wants of a transfer that is over."""
+        assert request.over
+        transfer = self._transfers.pop(request, None)
+        self._unanswered.discard(request)
+        self._to_acknowledge.discard(request)
+        if transfer is not None:
+            for segment in transfer.segments.values():
+                if segment.buffer is not None:
+                    self._holds.retire(segment.buffer)
+
+    def _keep(self, request: Request, transfer: Transfer) -> None:
+        self._transfers[request] = transfer  # bounded: REQUESTS_MAX
+
+    def _find(self, header: Header, *kinds: Kind) -> Request | None:
+        request = self._requests.find(header.request)
+        if request is not None and request.kind not in kinds:
+            raise UnexpectedFrame(
+                "KVW-TR-08",
+                f"{FrameType(header.type).name} for a {request.kind.value}",
+            )
+        return request
+
+    def _add(self, transfer: Transfer, segment: Segment) -> None:
+        transfer.segments[segment.number] = segment  # bounded: SEGMENTS_MAX
+        transfer.open_segments += 1
+
+    def _end(self, transfer: Transfer, segment: Segment) -> None:
+        segment.over = True
+        transfer.open_segments -= 1
+
+    def _send_landed(self, request: Request, transfer: Transfer) -> None:
+        assert request.wire_id is not None
+        numbers = transfer.acknowledge
+        for start in range(0, len(numbers), LANDED_MAX):
+            body = Landed(segments=tuple(numbers[start : start + LANDED_MAX]))
+            self._outbox.send(FrameType.LANDED, body, request=request.wire_id)
+        transfer.acknowledge = []
+
+    def _finish_incoming(self, request: Request, transfer: Transfer) -> None:
+        """Once all that was marked has landed, say so and be done."""
+        if not transfer.committed or transfer.open_segments:
+            return
+        self._send_landed(request, transfer)
+        segments = transfer.segments.values()
+        transfer.damaged = tuple(s.number for s in segments if s.damaged)
+        if len(transfer.damaged) > SETTLED_MAX:
+            error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
+            self._requests.fail(request, error, tell=WireCode.INTEGRITY)
+            return
+        assert request.wire_id is not None
+        body = Settled(damaged=transfer.damaged)
+        self._outbox.send(FrameType.SETTLED, body, request=request.wire_id)
+        request.nbytes = sum(s.nbytes for s in segments if not s.damaged)
+        request.advance(Input.MOVED)
+        self._requests.finish(request)
