@@ -50,8 +50,7 @@ LINK_QUEUE_BYTES: Final = 2 * MIB
 # Bytes one wake-up of the loop may move before other connections get their turn.
 WAKEUP_BYTES: Final = 4 * MIB
 
-# --- tables
-# -----------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------
 # Requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096
 # Request numbers are 32 bits and never reused within a connection.
@@ -80,8 +79,17 @@ KV_GROUPS_MAX: Final = 64
 # Blocks in the list of one transfer: 10 million tokens at 4 tokens a block fit.
 KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
 
-# --- strings
-# ----------------------------------------------------------------------------
+# Segments of one transfer: 80 layers of 800 prefill chunks. What they name of a box.
+SEGMENTS_MAX: Final = 65_536
+# Segments one LANDED, and the one SETTLED, may name: 5 bytes each at most.
+LANDED_MAX: Final = 1024
+SETTLED_MAX: Final = 8192
+# Transfers a peer has opened that nobody has matched, with their descriptions.
+TRANSFERS_WAITING_MAX: Final = 1024
+TRANSFER_ID_BYTES_MAX: Final = 256
+DESCRIPTION_BYTES_MAX: Final = 48 * KIB
+
+# --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16
 PSK_BYTES_MIN: Final = 32
@@ -90,9 +98,8 @@ REASON_CHARS_MAX: Final = 200
 # websockets truncates what it logs of a peer to 75 characters.
 LOG_CHARS_MAX: Final = 75
 
-# --- time
-# ------------------------------------------------------------------------------- NATS
-# gives 2 s to authenticate and 2 s for TLS; asyncio's 60 s is far too long.
+# --- time -----------------------------------------------------------------------------
+# NATS gives 2 s to authenticate and 2 s for TLS; asyncio's 60 s is far too long.
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 # Servers in the field take 20 s to 2 min. A decode worker holds GPU memory meanwhile,
 # so a dead peer is known after 3 missed pings of 2 s.
@@ -110,5 +117,7 @@ assert CHUNK_BYTES_MIN <= CHUNK_BYTES <= CHUNK_BYTES_MAX <= REQUEST_BYTES_MAX
 assert EAGER_BYTES <= EAGER_BYTES_MAX <= CHUNK_BYTES_MIN
 assert EAGER_BYTES_MAX <= EAGER_WINDOW_BYTES <= EAGER_WINDOW_BYTES_MAX
 assert MESSAGE_BYTES <= REQUEST_BYTES_MAX
+assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - KIB
+assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
