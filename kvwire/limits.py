@@ -13,9 +13,8 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-# --- frames
-# ----------------------------------------------------------------------------- Fixed,
-# so that a link can receive a header without knowing anything else.
+# --- frames ---------------------------------------------------------------------------
+# Fixed, so that a link can receive a header without knowing anything else.
 HEADER_BYTES: Final = 32
 # A whole handshake message is 256 bytes: QUIC and TLS fit their first flight in one
 # packet as well, and nothing of unknown length is parsed before authentication.
@@ -26,9 +25,8 @@ CONTROL_BODY_BYTES_MAX: Final = 64 * KIB
 # HMAC-SHA256 truncated to 128 bits, as in RFC 4868.
 SEAL_BYTES: Final = 16
 
-# --- payload
-# ---------------------------------------------------------------------------- Field
-# measurements put the knee of every transport between 256 KiB and 1 MiB.
+# --- payload --------------------------------------------------------------------------
+# Field measurements put the knee of every transport between 256 KiB and 1 MiB.
 CHUNK_BYTES: Final = 1 * MIB
 CHUNK_BYTES_MIN: Final = 64 * KIB
 # Keeps a cancel at most one chunk, that is 16 MiB, late.
@@ -81,6 +79,13 @@ KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
 
 # Segments of one transfer: 80 layers of 800 prefill chunks. What they name of a box.
 SEGMENTS_MAX: Final = 65_536
+# A longer mark is cut: what a lost link makes us send again is at most one segment.
+SEGMENT_BYTES: Final = 16 * MIB
+# Layers smaller than this together travel together: below it a layer costs more to
+# announce than its transfer hides.
+GROUP_BYTES: Final = 256 * KIB
+# Ids of transfers that have ended badly, kept to answer those who ask too late.
+TOMBSTONES_MAX: Final = 4096
 # Segments one LANDED, and the one SETTLED, may name: 5 bytes each at most.
 LANDED_MAX: Final = 1024
 SETTLED_MAX: Final = 8192
@@ -109,6 +114,11 @@ PING_MISSES: Final = 3
 PINGS_PER_SECOND_MAX: Final = 10
 PING_STRIKES_MAX: Final = 2
 CLOSE_TIMEOUT_S: Final = 5.0
+# How long an unmatched or interrupted transfer holds its blocks; vLLM's is 30 s as well.
+LEASE_S: Final = 30.0
+# Redialling after a lost connection: the first try at once, then doubling with jitter.
+REDIAL_S: Final = 0.05
+REDIAL_S_MAX: Final = 0.5
 # How late our own loop may be before we say that we, and not the peer, had stalled.
 STALL_TOLERANCE_S: Final = 0.25
 
