@@ -53,7 +53,7 @@ class InprocBackend(Backend):
         Cancel safety: safe, it never waits.
         """
         listener = InprocListener(self, asyncio.get_running_loop(), accept)
-        listener.address = _names.claim(address, listener)
+        listener.name = _names.claim(address, listener)
         return listener
 
     async def connect(self, address: Address) -> Link:
@@ -94,10 +94,10 @@ class InprocListener(Listener):
         accept: Gets each link.
 
     Attributes:
-        address: The name.
+        name: What it listens on.
     """
 
-    address: Address
+    name: str
 
     def __init__(
         self,
@@ -109,6 +109,11 @@ class InprocListener(Listener):
         self.loop = loop
         self._accept = accept
         self._closed = False
+
+    @property
+    def address(self) -> Address:
+        """The name as an address."""
+        return Address(InprocBackend.scheme, self.name)
 
     def take(self, link: InprocLink) -> None:
         """Hand over a new link, on this listener's loop."""
@@ -138,7 +143,7 @@ class _Names:
         self._listeners: dict[str, InprocListener] = {}
         self._numbers = itertools.count(1)
 
-    def claim(self, address: Address, listener: InprocListener) -> Address:
+    def claim(self, address: Address, listener: InprocListener) -> str:
         with self._lock:
             name = address.host
             if name in {"", "0"}:
@@ -146,7 +151,7 @@ class _Names:
             elif not self._free(name):
                 raise OSError(errno.EADDRINUSE, f"{address}: the name is taken")
             self._listeners[name] = listener
-            return Address("inproc", name)
+            return name
 
     def find(self, address: Address) -> InprocListener:
         with self._lock:
@@ -156,9 +161,8 @@ class _Names:
 
     def give_back(self, listener: InprocListener) -> None:
         with self._lock:
-            name = listener.address.host
-            if self._listeners.get(name) is listener:
-                del self._listeners[name]
+            if self._listeners.get(listener.name) is listener:
+                del self._listeners[listener.name]
 
     def _free(self, name: str) -> bool:
         """Nobody has the name, or its loop was closed without giving it back."""

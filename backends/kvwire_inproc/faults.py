@@ -96,7 +96,7 @@ class FaultyWay(Way):
                 self._delay()
 
     def _duplicate(self, frame: Frame) -> None:
-        """Put a copy before the frame, so that its memory is lent until both are done."""
+        """Put a copy before the frame: its memory is lent until both are done."""
         twin = Frame(frame.header, frame.payload, None)
         twin.judged = True
         self._frames.appendleft(twin)

@@ -203,7 +203,7 @@ class InprocLink(Link):
                 with memoryview(frame.header) as header:
                     self._landing = handler.header_received(self, header)
                 if self._ending is None:
-                    _check_length(self._landing, frame)
+                    _check_landing(self._landing, frame)
             elif frame.moved < frame.payload_bytes:
                 budget -= self._receive_payload(frame, self._landing)
             else:
@@ -262,11 +262,19 @@ def join(
     return left, right
 
 
-def _check_length(landing: Landing, frame: Frame) -> None:
-    """A stream could not tell: only the header knows the length. Here it shows."""
+def _check_landing(landing: Landing, frame: Frame) -> None:
+    """Refuse a landing that does not fit.
+
+    A stream could not tell the first mistake, since only the header knows the length.
+    """
     if landing.length != frame.payload_bytes:
         raise UsageError(
             f"landing: {landing.length} bytes for a payload of {frame.payload_bytes}"
+        )
+    if landing.payload is not None and landing.payload.nbytes != landing.length:
+        raise UsageError(
+            f"landing: a destination of {landing.payload.nbytes} bytes for a payload "
+            f"of {landing.length}"
         )
 
 

@@ -1,0 +1,25 @@
+"""What tests of kvwire, and of what is built on it, are made of; without pytest.
+
+Names are imported when they are first used, since the pytest plugin imports this
+package in every run of pytest where kvwire is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvwire.testing.conformance import check_backend
+
+_HOMES = {
+    "check_backend": "kvwire.testing.conformance",
+}
+
+__all__ = ["check_backend"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

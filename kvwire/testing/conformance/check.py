@@ -1,0 +1,90 @@
+"""A check: an id, the promise it is about, and a coroutine that fails if broken."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from kvwire.testing.conformance.rig import Rig
+
+T = TypeVar("T")
+Run = Callable[["Rig"], Awaitable[None]]
+
+
+class CheckFailed(AssertionError):
+    """A backend did not keep a promise; the message says what was seen instead."""
+
+
+def require(condition: bool, otherwise: str) -> None:
+    """Fail the check with ``otherwise`` unless the condition holds.
+
+    Not an ``assert`` statement, which ``python -O`` would remove.
+
+    Raises:
+        CheckFailed: It does not hold.
+    """
+    if not condition:
+        raise CheckFailed(otherwise)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that every backend must do.
+
+    Attributes:
+        id: Its stable name, such as ``"close.flushes[many]"``.
+        promise: One line: what the backend promises.
+        run: Shows that a backend keeps it.
+    """
+
+    id: str
+    promise: str
+    run: Run
+
+
+class Group:
+    """Checks about one subject, in the order they are written.
+
+    Args:
+        name: The first part of their ids.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.checks: list[Check] = []
+
+    def check(self, name: str, promise: str) -> Callable[[Run], Run]:
+        """Register the decorated coroutine as one check."""
+
+        def register(run: Run) -> Run:
+            self._add(name, promise, run)
+            return run
+
+        return register
+
+    def each(
+        self, name: str, promise: str, cases: Mapping[str, T]
+    ) -> Callable[[Callable[[Rig, T], Awaitable[None]]], None]:
+        """Register the decorated coroutine as one check for each case.
+
+        Args:
+            name: The checks' name, without the case.
+            promise: With ``{}`` where the case goes.
+            cases: By name; the value is passed to the coroutine.
+        """
+
+        def register(run: Callable[[Rig, T], Awaitable[None]]) -> None:
+            def bound(value: T) -> Run:
+                return lambda rig: run(rig, value)
+
+            for case, value in cases.items():
+                self._add(f"{name}[{case}]", promise.format(case), bound(value))
+
+        return register
+
+    def _add(self, name: str, promise: str, run: Run) -> None:
+        check = Check(id=f"{self.name}.{name}", promise=promise, run=run)
+        assert all(other.id != check.id for other in self.checks), f"two {check.id}"
+        self.checks.append(check)

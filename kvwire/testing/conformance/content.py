@@ -1,0 +1,193 @@
+"""What the checks send, and the memory they send it from and receive it into.
+
+A header says its frame's number and length and carries a digest of both. A payload is a
+pseudo-random run of bytes that follows from the number. So a receiver can tell a frame
+that was lost, doubled, moved, mixed with another, cut or changed, from the frame alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.backend import Payload
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import HEADER_BYTES, KIB
+
+Bytes = npt.NDArray[np.uint8]
+Cut = Callable[[int], list[int]]
+"""Total bytes to the lengths of fragments."""
+
+_HEADER: Final = struct.Struct("<QQ16s")
+assert _HEADER.size == HEADER_BYTES
+# A prime: no power of two of bytes lost or doubled goes unnoticed.
+_TABLE_BYTES: Final = 65_521
+_TABLE: Final = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, np.uint8)
+# Lies around and between the pieces of a payload, and must still lie there afterwards.
+_CANARY: Final = 0x5A
+_GAP_BYTES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a header says."""
+
+    number: int
+    length: int
+
+    def encode(self) -> bytes:
+        """The header."""
+        return _HEADER.pack(self.number, self.length, self._digest())
+
+    @classmethod
+    def decode(cls, header: memoryview) -> Head | None:
+        """Read a header; None if it is none that :meth:`encode` made."""
+        if header.nbytes != HEADER_BYTES:
+            return None
+        number, length, digest = _HEADER.unpack(header)
+        head = cls(number, length)
+        return head if head._digest() == digest else None
+
+    def _digest(self) -> bytes:
+        said = struct.pack("<QQ", self.number, self.length)
+        return hashlib.blake2b(said, digest_size=16).digest()
+
+
+def pattern(number: int, length: int) -> Bytes:
+    """The payload of frame ``number``."""
+    shift = number * 7919 % _TABLE_BYTES
+    turns = (shift + length) // _TABLE_BYTES + 1
+    return np.tile(_TABLE, turns)[shift : shift + length]
+
+
+# --- how memory is cut ----------------------------------------------------------------
+
+
+def _even(size: int) -> Cut:
+    def cut(total: int) -> list[int]:
+        whole, rest = divmod(total, size)
+        return [size] * whole + [rest] * (rest > 0)
+
+    return cut
+
+
+def _uneven(total: int) -> list[int]:
+    """From 1 byte to 9 KiB, in no order, with no border in common with the others."""
+    lengths = []
+    step = 1
+    while total:
+        step = step * 37 % 9209
+        lengths.append(min(total, step + 1))
+        total -= lengths[-1]
+    return lengths
+
+
+CUTS: Final[dict[str, Cut | None]] = {
+    "view": None,
+    "one-fragment": lambda total: [total] if total else [],
+    "pages": _even(4 * KIB),
+    "odd-pages": _even(4093),
+    "thousands": _even(61),
+    "uneven": _uneven,
+}
+"""The kinds of payload memory; None is a view."""
+
+
+class Memory:
+    """Memory for one payload, in pieces that lie back to front, with gaps between them.
+
+    Args:
+        nbytes: Of the payload.
+        cut: Into which fragments; None makes a view.
+
+    Attributes:
+        payload: The memory as a link takes it.
+    """
+
+    def __init__(self, nbytes: int, cut: Cut | None = None) -> None:
+        self.nbytes = nbytes
+        lengths = np.array(cut(nbytes) if cut else [nbytes], np.int64)
+        # Back to front: the last piece of the payload is the first in memory.
+        ends = np.cumsum(lengths[::-1] + _GAP_BYTES)[::-1]
+        self._offsets = ends - lengths
+        self._lengths = lengths
+        self._arena = np.full(
+            nbytes + (lengths.size + 1) * _GAP_BYTES, _CANARY, np.uint8
+        )
+        self._view = cut is None
+        self.payload: Payload = self._as_view() if cut is None else self._as_fragments()
+
+    def _as_view(self) -> memoryview:
+        return self._arena[self._first : self._first + self.nbytes].data
+
+    def _as_fragments(self) -> Fragments:
+        # `owner` is all that keeps the arena alive.
+        return Fragments(
+            (self._arena.ctypes.data + self._offsets).astype(np.uint64),
+            self._lengths.astype(np.uint64),
+            owner=self._arena,
+            writable=True,
+        )
+
+    @property
+    def alive(self) -> weakref.ref[Bytes]:
+        """Tells whether anything still holds the memory."""
+        return weakref.ref(self._arena)
+
+    @property
+    def _first(self) -> int:
+        return int(self._offsets[0])
+
+    def split_in_place(self, count: int) -> None:
+        """Make a view into fragments of equal length that touch."""
+        size = self.nbytes // count
+        base = self._arena.ctypes.data + self._first
+        self.payload = Fragments(
+            (base + np.arange(count) * size).astype(np.uint64),
+            np.full(count, size, np.uint64),
+            owner=self._arena,
+            writable=True,
+        )
+
+    def fill(self, data: Bytes) -> None:
+        """Write the payload's bytes."""
+        if self._view:
+            self._arena[self._first : self._first + self.nbytes] = data
+        else:
+            self._arena[self._index()] = data
+
+    def content(self) -> Bytes:
+        """A copy of the payload's bytes."""
+        if self._view:
+            return self._arena[self._first : self._first + self.nbytes].copy()
+        return self._arena[self._index()]
+
+    def poison(self, value: int) -> None:
+        """Overwrite everything, the gaps too, as a next user of the memory would."""
+        self._arena[:] = value
+
+    def is_all(self, value: int) -> bool:
+        """Whether everything still is what :meth:`poison` wrote."""
+        return bool((self._arena == value).all())
+
+    def gaps_are_whole(self) -> bool:
+        """Whether nothing was written beside the payload."""
+        beside = np.ones(self._arena.size, bool)
+        if self._view:
+            beside[self._first : self._first + self.nbytes] = False
+        else:
+            beside[self._index()] = False
+        return bool((self._arena[beside] == _CANARY).all())
+
+    def _index(self) -> npt.NDArray[np.int64]:
+        """Where in the arena each byte of the payload lies."""
+        starts = np.cumsum(self._lengths) - self._lengths
+        shifts = np.repeat(self._offsets - starts, self._lengths)
+        return shifts + np.arange(self.nbytes, dtype=np.int64)

@@ -1,0 +1,203 @@
+"""abort: at any stage, at once, without an exception, and the peer is told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from kvwire.limits import MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.content import Memory
+from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.side import Side
+
+group = Group("abort")
+
+Stage = Callable[[Rig, Side, Side], Awaitable[None]]
+
+
+async def _started(rig: Rig, left: Side, right: Side) -> None:
+    return
+
+
+async def _idle(rig: Rig, left: Side, right: Side) -> None:
+    left.send(1000)
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+
+
+async def _queued(rig: Rig, left: Side, right: Side) -> None:
+    for _ in range(10):
+        left.queue(100_000)
+
+
+async def _flushed(rig: Rig, left: Side, right: Side) -> None:
+    for _ in range(10):
+        left.send(100_000)
+
+
+async def _sending(rig: Rig, left: Side, right: Side) -> None:
+    left.send(32 * MIB)
+    await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
+
+
+async def _receiving(rig: Rig, left: Side, right: Side) -> None:
+    right.send(32 * MIB)
+    await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
+
+
+async def _both(rig: Rig, left: Side, right: Side) -> None:
+    left.send(32 * MIB)
+    right.send(32 * MIB)
+    await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
+
+
+async def _closing(rig: Rig, left: Side, right: Side) -> None:
+    for _ in range(10):
+        left.queue(MIB)
+    left.close()
+
+
+async def _closed_upon(rig: Rig, left: Side, right: Side) -> None:
+    right.close()
+
+
+async def _aborted_upon(rig: Rig, left: Side, right: Side) -> None:
+    right.abort()
+
+
+_STAGES: dict[str, Stage] = {
+    "started": _started,
+    "idle": _idle,
+    "queued": _queued,
+    "flushed": _flushed,
+    "sending": _sending,
+    "receiving": _receiving,
+    "both-ways": _both,
+    "closing": _closing,
+    "closed-upon": _closed_upon,
+    "aborted-upon": _aborted_upon,
+}
+
+
+@group.each("own", "abort ends a link that is: {}; both sides are told", _STAGES)
+async def _(rig: Rig, stage: Stage) -> None:
+    left, right = await rig.pair()
+    await stage(rig, left, right)
+    left.abort()
+    await rig.closes(left, right)
+    sent, arrived = left.sent_count, len(left.arrived)
+    await rig.settle()
+    require(left.sent_count == sent, "frame_sent after link_closed")
+    require(len(left.arrived) == arrived, "body_received after link_closed")
+
+
+@group.check("accepted", "The accepting side can abort as well")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    left.send(16 * MIB)
+    right.abort()
+    await rig.closes(right, left)
+
+
+@group.check("unstarted", "abort before start ends the link, without a callback")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False)
+    left.abort()
+    await rig.closes(right)
+
+
+@group.check("unstarted-both", "Both sides abort before they start")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    left.abort()
+    right.abort()
+    await rig.settle()
+
+
+@group.check("twice", "abort a second time does no harm, nor does close")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    left.abort()
+    left.abort()
+    left.close()
+    await rig.closes(left, right)
+    left.abort()
+    await rig.settle()
+
+
+@group.check("both", "Both sides abort at once")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    left.send(MIB)
+    right.send(MIB)
+    left.abort()
+    right.abort()
+    await rig.closes(left, right)
+
+
+@group.check("send-after", "send and flush after abort do nothing")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    left.abort()
+    left.queue(10, token=False)
+    left.flush()
+    await rig.closes(left, right)
+    require(not right.arrived, "a frame sent after abort arrived")
+
+
+@group.check("queue-empty", "Nothing is queued after abort")
+async def _(rig: Rig) -> None:
+    left, _right = await rig.pair(start_right=False)
+    for _ in range(32):
+        left.send(MIB)
+    left.abort()
+    require(left.link.queued_bytes == 0, f"{left.link.queued_bytes} bytes are")
+    await rig.closes(left)
+
+
+@group.check("dropped-told", "A peer from whom frames were withheld sees an error")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    for _ in range(32):
+        left.send(MIB)
+    left.abort()
+    right.start()
+    await rig.closes(right)
+    require(len(right.arrived) < 32, "abort did not drop the queue")
+    require(right.closed[0] is not None, "the peer was told of a clean end")
+
+
+@group.check("cut-frame-told", "A peer left with part of a frame sees an error")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length)
+    left.send(32 * MIB)
+    await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
+    left.abort()
+    await rig.closes(right)
+    whole = len(right.arrived) == 1
+    require(whole or right.closed[0] is not None, "half a frame was a clean end")
+
+
+@group.check("bulk-told", "A sender whose peer aborts is told, and need not wait")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(32):
+        left.send(MIB)
+    right.abort()
+    await rig.closes(left)
+    require(left.closed[0] is not None, "the end was clean, and frames were lost")
+
+
+@group.check("others-live", "Aborting one link leaves the others alone")
+async def _(rig: Rig) -> None:
+    victim, peer = await rig.pair()
+    left, right = await rig.pair()
+    victim.send(16 * MIB)
+    left.queue(3 * MIB)
+    victim.abort()
+    left.flush()
+    await rig.closes(victim, peer)
+    await rig.arrives(right, 1)
+    require(not left.closed, "left was closed")
+    require(not right.closed, "right was closed")

@@ -1,0 +1,230 @@
+"""Listening, connecting and addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from kvwire.backend import API_VERSION, Availability, Capabilities, Link
+from kvwire.testing.conformance.check import CheckFailed, Group, require
+from kvwire.testing.conformance.rig import Rig
+from kvwire.types import Address
+
+group = Group("address")
+
+
+async def _refuses(rig: Rig, address: Address) -> None:
+    """Nobody listens on ``address``, and the backend says so with an OSError."""
+    try:
+        link = await rig.within(rig.near.connect(address), "connect is refused")
+    except OSError:
+        return
+    link.abort()
+    raise CheckFailed(f"connect to {address} succeeded, where nobody listens")
+
+
+async def _conflicts(rig: Rig, address: Address) -> None:
+    """``address`` is taken, and the backend says so with an OSError."""
+    try:
+        listener = await rig.within(rig.near.listen(address, _abort), "listen fails")
+    except OSError:
+        return
+    await listener.close()
+    raise CheckFailed(f"listen on {address} succeeded twice at once")
+
+
+def _abort(link: Link) -> None:
+    link.abort()
+
+
+@group.check("class", "The class says its scheme, contract version and capabilities")
+async def _(rig: Rig) -> None:
+    backend = type(rig.near)
+    require(backend.scheme == rig.address.scheme, f"its scheme is {backend.scheme!r}")
+    require(
+        backend.api_version == API_VERSION,
+        f"its api_version is {backend.api_version}, not {API_VERSION}",
+    )
+    kind = type(backend.capabilities)
+    require(kind is Capabilities, f"its capabilities are a {kind.__name__}")
+
+
+@group.check("available", "availability() says in one line why it can run here")
+async def _(rig: Rig) -> None:
+    said = type(rig.near).availability()
+    require(isinstance(said, Availability), f"it returned {said!r}")
+    require(said.available, f"it says it cannot run here: {said.reason}")
+    require(len(said.reason.splitlines()) == 1, f"not one line: {said.reason!r}")
+
+
+@group.check("bound", "A listener's address can be connected to")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    await rig.connect(listener.address)
+    await rig.accept()
+
+
+@group.check("scheme", "A listener's address has the backend's scheme")
+async def _(rig: Rig) -> None:
+    address = (await rig.listen()).address
+    require(address.scheme == rig.near.scheme, f"the address is {address!r}")
+
+
+@group.check("text", "A listener's address survives being written and read")
+async def _(rig: Rig) -> None:
+    address = (await rig.listen()).address
+    read = Address.parse(str(address))
+    require(read == address, f"{address!r} was read back as {read!r}")
+
+
+@group.check("free", "Two listeners on any free address get two addresses")
+async def _(rig: Rig) -> None:
+    first, second = await rig.listen(), await rig.listen()
+    require(first.address != second.address, f"both are {first.address}")
+
+
+@group.check("conflict", "Listening on a taken address is an OSError")
+async def _(rig: Rig) -> None:
+    await _conflicts(rig, (await rig.listen()).address)
+
+
+@group.check("conflict-harmless", "A refused listen leaves the first listener alone")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    await _conflicts(rig, listener.address)
+    await rig.connect(listener.address)
+    await rig.accept()
+
+
+@group.check("again", "An address can be listened on again after close")
+async def _(rig: Rig) -> None:
+    first = await rig.listen()
+    await first.close()
+    second = await rig.listen(first.address)
+    require(second.address == first.address, f"it got {second.address}")
+    await rig.connect(second.address)
+    await rig.accept()
+
+
+@group.check("again-in-use", "An address can be listened on again while old links live")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    left, right = await rig.pair(listener)
+    await listener.close()
+    await rig.listen(listener.address)
+    left.send(100)
+    await rig.arrives(right, 1)
+
+
+@group.check("refused", "Connecting where nobody listens is an OSError")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    await listener.close()
+    await _refuses(rig, listener.address)
+
+
+@group.check("refused-harmless", "A refused connect does not spoil the next one")
+async def _(rig: Rig) -> None:
+    gone = await rig.listen()
+    await gone.close()
+    await _refuses(rig, gone.address)
+    left, right = await rig.pair(await rig.listen())
+    left.send(10)
+    await rig.arrives(right, 1)
+
+
+@group.check("close-twice", "Closing a listener twice does no harm")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    await listener.close()
+    await listener.close()
+
+
+@group.check("close-idle", "A listener that never had a link closes at once")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    await rig.within(listener.close(), "listener.close")
+
+
+@group.check("close-keeps-links", "Closing a listener leaves accepted links alive")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    left, right = await rig.pair(listener)
+    await listener.close()
+    left.send(70_000)
+    right.send(70_000)
+    await rig.arrives(right, 1)
+    await rig.arrives(left, 1)
+
+
+@group.check("accept-once", "accept gets exactly one link for each connect")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    for _ in range(10):
+        await rig.connect(listener.address)
+        await rig.accept()
+    await rig.settle()
+    require(not rig.unaccepted, f"{rig.unaccepted} more links came in")
+
+
+@group.check("accept-together", "Sixteen connects at once all succeed")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    await rig.within(
+        asyncio.gather(*(rig.connect(listener.address) for _ in range(16))), "connects"
+    )
+    for _ in range(16):
+        await rig.accept()
+
+
+@group.check("accept-unstarted", "A link that came in receives nothing before start")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    left.send(100)
+    await rig.settle()
+    right.start()
+    await rig.arrives(right, 1)
+
+
+@group.check("accept-raises", "An error in accept costs that link, not the listener")
+async def _(rig: Rig) -> None:
+    calls: list[Link] = []
+
+    def accept(link: Link) -> None:
+        calls.append(link)
+        if len(calls) == 1:
+            raise ValueError("planted in accept")
+
+    listener = await rig.listen(accept=accept)
+    with rig.expecting_errors():
+        # The link may be aborted before the connect that made it has returned.
+        with contextlib.suppress(OSError):
+            await rig.connect(listener.address)
+        await rig.until(lambda: len(calls) == 1, "accept is called")
+    await rig.connect(listener.address)
+    await rig.until(lambda: len(calls) == 2, "accept is called again")
+
+
+@group.check("remote", "remote_address of a connected link is where it connected to")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    link = await rig.connect(listener.address)
+    remote = link.remote_address
+    require(
+        remote in {None, listener.address}, f"it is {remote}, not {listener.address}"
+    )
+
+
+@group.check("remote-in", "remote_address of an accepted link is an address or None")
+async def _(rig: Rig) -> None:
+    listener = await rig.listen()
+    await rig.connect(listener.address)
+    remote = (await rig.accept()).remote_address
+    require(remote is None or isinstance(remote, Address), f"it is {remote!r}")
+
+
+@group.check("aclose", "A backend without links can be closed, and twice")
+async def _(rig: Rig) -> None:
+    backend = rig.make()
+    await backend.aclose()
+    await backend.aclose()

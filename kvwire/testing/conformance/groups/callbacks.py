@@ -1,0 +1,223 @@
+"""When a handler is called, from where, and what it may do then.
+
+That callbacks come on the loop's thread, one at a time and never from inside a call is
+judged in every check; these bring about the situations in which it goes wrong.
+"""
+
+from __future__ import annotations
+
+from kvwire.limits import MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.side import KitLanding, Token
+
+group = Group("callback")
+
+
+@group.check("start", "start calls nothing, although frames wait")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    for size in (0, 10, 100_000):
+        left.send(size)
+    await rig.settle()
+    right.start()
+    require(not right.arrived, "a frame was delivered from inside start")
+    await rig.arrives(right, 3)
+
+
+@group.check("start-ended", "start calls nothing, although the peer has gone")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    left.abort()
+    await rig.closes(left)
+    right.start()
+    require(not right.closed, "link_closed came from inside start")
+    await rig.closes(right)
+
+
+@group.check("send", "send calls nothing, although the peer has gone")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.abort()
+    for _ in range(50):
+        left.queue(10_000)
+    await rig.closes(left)
+
+
+@group.check("flush", "flush calls frame_sent at most")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.abort()
+    for _ in range(50):
+        left.send(100_000)
+    await rig.closes(left)
+
+
+@group.check("abort", "abort calls nothing, whatever is in flight")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(20):
+        left.send(MIB)
+    left.abort()
+    require(not left.closed, "link_closed came from inside abort")
+    await rig.closes(left, right)
+
+
+@group.check("close", "close calls nothing, whatever is in flight")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(20):
+        left.queue(MIB)
+    left.close()
+    require(not left.closed, "link_closed came from inside close")
+    await rig.closes(left, right)
+
+
+@group.check("nested", "A handler that sends from each callback is not re-entered")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def answer(_: object) -> None:
+        if right.sent_count < 30:
+            right.send(50_000)
+
+    right.on_header = right.on_body = right.on_sent = answer
+    for _ in range(10):
+        left.send(100_000)
+    await rig.arrives(right, 10)
+    await rig.given_back(right)
+    await rig.arrives(left, 30)
+
+
+@group.check("sent-once", "frame_sent comes exactly once for each token")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    tokens = [left.queue(size) for size in (0, 1, 5000, 200_000, 3 * MIB) * 4]
+    left.flush()
+    await rig.arrives(right, 20)
+    await rig.given_back(left)
+    left.flush()
+    await rig.settle()
+    require(left.sent_count == len(tokens), f"{left.sent_count} for {len(tokens)}")
+
+
+@group.check("sent-untokened", "A frame without token brings no frame_sent")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for size in (0, 100, 60_000):
+        left.queue(size, token=False)
+    left.flush()
+    await rig.arrives(right, 3)
+    await rig.settle()
+    require(not left.sent, "frame_sent was called")
+
+
+@group.check("sent-eventually", "frame_sent needs no further call from the sender")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    for _ in range(16):
+        left.send(2 * MIB)
+    await rig.settle()
+    right.start()
+    await rig.given_back(left)
+    await rig.arrives(right, 16)
+
+
+@group.check("idle", "A link on which nothing happens calls nothing")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    left.send(10)
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+    before = (right.arrived[:], left.sent_count, left.writable, right.writable)
+    await rig.settle()
+    after = (right.arrived[:], left.sent_count, left.writable, right.writable)
+    require(before == after, f"{before} became {after}")
+
+
+@group.check("abort-in-header", "abort in header_received: the landing is ignored")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.on_header = lambda head: right.abort()
+    for _ in range(3):
+        left.send(0)
+    left.send(100_000)
+    await rig.closes(right, left)
+    require(not right.arrived, "body_received came after abort")
+
+
+@group.check("abort-in-body", "abort in body_received: nothing more is received")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.on_body = lambda landing: right.abort()
+    for _ in range(10):
+        left.queue(5)
+    left.flush()
+    await rig.closes(right, left)
+    require(len(right.arrived) == 1, f"{len(right.arrived)} frames came")
+
+
+@group.check("abort-in-sent", "abort in frame_sent ends both sides")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def abort(_: Token) -> None:
+        left.abort()
+
+    left.on_sent = abort
+    for _ in range(10):
+        left.queue(1000)
+    left.flush()
+    await rig.closes(left, right)
+
+
+@group.check("abort-in-writable", "abort in link_writable ends the link")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    left.on_writable = left.abort
+    for _ in range(32):
+        left.send(MIB)
+    await rig.until(lambda: left.link.queued_bytes > 0, "the transport is full")
+    right.start()
+    await rig.closes(left, right)
+    require(left.writable == 1, f"link_writable came {left.writable} times")
+
+
+@group.check("close-in-body", "close in body_received ends both sides cleanly")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def answer_and_close(landing: KitLanding) -> None:
+        right.send(landing.head.length)
+        right.close()
+
+    right.on_body = answer_and_close
+    left.send(100_000)
+    await rig.closes(left, right)
+    require(left.arrived == [0], "the answer was lost")
+    require(left.closed == [None], f"left closed with {left.closed[0]!r}")
+    require(right.closed == [None], f"right closed with {right.closed[0]!r}")
+
+
+@group.check("close-in-header", "close in header_received ends both sides")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.on_header = lambda head: right.close()
+    left.send(10)
+    await rig.closes(left, right)
+
+
+@group.check("in-closed", "Every call in link_closed is harmless")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def call_all() -> None:
+        left.queue(1000, token=False)
+        left.flush()
+        left.close()
+        left.abort()
+
+    left.on_closed = call_all
+    right.abort()
+    await rig.closes(left, right)
+    await rig.settle()

@@ -1,0 +1,86 @@
+"""flush: as often as anybody likes, from wherever, and never more than once a frame."""
+
+from __future__ import annotations
+
+from kvwire.limits import MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.side import Side
+
+group = Group("flush")
+
+
+@group.check("nothing", "flush with an empty queue does nothing")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(10):
+        left.flush()
+    await rig.settle()
+    require(not right.arrived, "something arrived")
+    require(not left.writable, "link_writable came although nothing was left")
+
+
+@group.check("again", "A second flush sends nothing twice")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(30):
+        left.queue(100_000)
+        for _ in range(5):
+            left.flush()
+    await rig.arrives(right, 30)
+    await rig.settle()
+    require(right.arrived == list(range(30)), f"{len(right.arrived)} frames for 30")
+
+
+@group.check("needed-once", "One flush is enough, however much is queued")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(40):
+        left.queue(MIB)
+    left.flush()
+    await rig.arrives(right, 40)
+    await rig.given_back(left)
+
+
+@group.check("unflushed-then", "Frames queued on a full link go with the next flush")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    for _ in range(20):
+        left.send(MIB)
+    for _ in range(20):
+        left.queue(1000)
+    left.flush()
+    right.start()
+    await rig.arrives(right, 40)
+    await rig.given_back(left)
+
+
+@group.check("in-callbacks", "flush from within every callback is harmless")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for side in (left, right):
+        _flush_always(side)
+        for _ in range(8):
+            side.queue(MIB)
+        side.flush()
+    await rig.arrives(right, 8)
+    await rig.arrives(left, 8)
+    await rig.given_back(left)
+    await rig.given_back(right)
+
+
+def _flush_always(side: Side) -> None:
+    def flush(*_: object) -> None:
+        side.flush()
+
+    side.on_header = side.on_body = side.on_sent = side.on_writable = flush
+
+
+@group.check("closed", "flush on a closed link is harmless")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.close()
+    await rig.closes(left, right)
+    left.flush()
+    right.flush()
+    await rig.settle()

@@ -1,0 +1,206 @@
+"""Frames of every size, and payload memory of every kind on both sides."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from kvwire.limits import KIB, MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern
+from kvwire.testing.conformance.rig import Rig
+
+group = Group("frame")
+
+_SIZES = {
+    **{str(n): n for n in (0, 1, 2, 31, 32, 33, 255, 4095, 4096, 4097)},
+    "64KiB-1": 64 * KIB - 1,
+    "64KiB": 64 * KIB,
+    "64KiB+1": 64 * KIB + 1,
+    "1MiB": MIB,
+    "1MiB+1": MIB + 1,
+    "16MiB": 16 * MIB,
+}
+
+
+@group.each("size", "A frame of {} bytes of payload arrives whole", _SIZES)
+async def _(rig: Rig, size: int) -> None:
+    left, right = await rig.pair()
+    left.send(size)
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+
+
+_SMALL = {"0": 0, "1": 1, "4KiB": 4 * KIB, "16KiB": 16 * KIB, "64KiB": 64 * KIB}
+
+
+@group.each(
+    "untokened", "Without a token, memory of {} bytes is free after flush", _SMALL
+)
+async def _(rig: Rig, size: int) -> None:
+    left, right = await rig.pair()
+    for _ in range(20):
+        sent = left.queue(size, token=False)
+        left.flush()
+        if sent.memory:
+            sent.memory.poison(0xEE)
+    await rig.arrives(right, 20)
+
+
+@group.each("untokened-full", "The same of {} bytes when the transport is full", _SMALL)
+async def _(rig: Rig, size: int) -> None:
+    left, right = await rig.pair(start_right=False)
+    left.send(16 * MIB)
+    for _ in range(20):
+        sent = left.queue(size, token=False)
+        left.flush()
+        if sent.memory:
+            sent.memory.poison(0xEE)
+    right.start()
+    await rig.arrives(right, 21)
+
+
+@group.check("untokened-cut", "The same for fragments")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(20):
+        sent = left.queue(40_000, CUTS["odd-pages"], token=False)
+        left.flush()
+        assert sent.memory is not None
+        sent.memory.poison(0xEE)
+    await rig.arrives(right, 20)
+
+
+@group.check("untokened-batch", "Memory is free only after flush, and for all queued")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    queued = [left.queue(1000, token=False) for _ in range(100)]
+    left.flush()
+    for sent in queued:
+        assert sent.memory is not None
+        sent.memory.poison(0xEE)
+    await rig.arrives(right, 100)
+
+
+@group.check("none", "A frame without payload, its token given back")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    token = left.send(0)
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+    require(left.sent == [token] or left.sent[0] is token, "another token came back")
+
+
+@group.check("empty", "An empty view as payload, or as landing, is no payload")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length)
+    left.queue(0, memory=Memory(0))
+    left.queue(0, memory=Memory(0, CUTS["pages"]))
+    left.flush()
+    await rig.arrives(right, 2)
+    await rig.given_back(left)
+
+
+@group.check("headers", "Every bit of a header arrives")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for bit in range(64):
+        left.queue(0, number=1 << bit)
+    left.queue(0, number=2**64 - 1)
+    left.flush()
+    await rig.arrives(right, 65)
+    require(right.arrived[:64] == [1 << bit for bit in range(64)], "numbers changed")
+
+
+@group.check("read-only", "Read-only memory can be sent")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for number in range(3):
+        data = memoryview(pattern(number, 100_000).tobytes())
+        header = Head(number, len(data)).encode()
+        left.link.send(header, data, left.lend(number))
+    left.flush()
+    await rig.arrives(right, 3)
+    await rig.given_back(left)
+
+
+@group.check("shared", "One memory can be sent in two frames at once")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    memory = Memory(MIB)
+    memory.fill(pattern(9, MIB))
+    left.queue(MIB, number=9, memory=memory)
+    left.queue(MIB, number=9, memory=memory)
+    left.flush()
+    await rig.arrives(right, 2)
+    await rig.given_back(left)
+
+
+_KINDS = {
+    f"{source}-to-{destination}": (CUTS[source], CUTS[destination])
+    for source, destination in product(CUTS, CUTS)
+}
+
+
+@group.each("kinds", "Payload goes from {}", _KINDS)
+async def _(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
+    source, destination = kinds
+    left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length, destination)
+    # Twice: what one frame leaves behind must not disturb the next.
+    left.send(200_001, source)
+    left.send(70_003, source)
+    await rig.arrives(right, 2)
+    await rig.given_back(left)
+
+
+@group.each("small-kinds", "A payload of 100 bytes lands in {}", CUTS)
+async def _(rig: Rig, cut: Cut | None) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length, cut)
+    for _ in range(5):
+        left.queue(100, cut)
+    left.flush()
+    await rig.arrives(right, 5)
+    await rig.given_back(left)
+
+
+@group.each("dropped", "A payload from {} that lands nowhere is dropped whole", CUTS)
+async def _(rig: Rig, cut: Cut | None) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: None if head.number % 2 else Memory(head.length)
+    for _ in range(6):
+        left.queue(150_000, cut)
+    left.flush()
+    await rig.arrives(right, 6)
+    await rig.given_back(left)
+
+
+@group.check("many-fragments", "20,000 fragments go into 30,000 others")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length, lambda total: [20] * (total // 20))
+    left.send(600_000, lambda total: [30] * (total // 30))
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+
+
+@group.check("large-fragments", "Fragments of 1 MiB and of 7 MiB together")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length, lambda total: [total - MIB, MIB])
+    left.send(8 * MIB, lambda total: [MIB] * (total // MIB))
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+
+
+@group.check("touching", "Fragments that touch in memory are still one after another")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    memory = Memory(90_000)
+    memory.fill(pattern(0, 90_000))
+    memory.split_in_place(9)
+    left.queue(90_000, memory=memory)
+    left.flush()
+    await rig.arrives(right, 1)
+    await rig.given_back(left)

@@ -1,0 +1,122 @@
+"""Nothing is left behind, however often and however badly links end.
+
+Every check looks for descriptors, tasks and errors that it left. These repeat what
+might leave a little each time, and look for what only shows in numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+
+from kvwire.limits import MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.rig import Rig, open_descriptors
+
+group = Group("leak")
+
+_CYCLES = 30
+# Caches may fill once. What is looked for grows with every cycle, or with every fifth.
+_TOLERANCE = 4
+
+Cycle = Callable[[Rig], Awaitable[None]]
+
+
+async def _exchange_and_close(rig: Rig) -> None:
+    left, right = await rig.pair()
+    left.send(100_000)
+    await rig.arrives(right, 1)
+    left.close()
+    await rig.closes(left, right)
+
+
+async def _abort_midway(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(4):
+        left.send(MIB)
+    right.abort()
+    await rig.closes(left, right)
+
+
+async def _never_start(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    left.abort()
+    right.close()
+
+
+async def _listen_and_close(rig: Rig) -> None:
+    await (await rig.listen()).close()
+
+
+async def _refused(rig: Rig) -> None:
+    listener = await rig.listen()
+    await listener.close()
+    try:
+        link = await rig.near.connect(listener.address)
+    except OSError:
+        return
+    link.abort()
+
+
+async def _unaccepted(rig: Rig) -> None:
+    listener = await rig.listen(accept=lambda link: link.abort())
+    # The link may be aborted before the connect that made it has returned.
+    with contextlib.suppress(OSError):
+        await rig.connect(listener.address)
+    await rig.settle()
+    rig.abort_all()
+    await listener.close()
+
+
+_WAYS: dict[str, Cycle] = {
+    "closed": _exchange_and_close,
+    "aborted": _abort_midway,
+    "unstarted": _never_start,
+    "listened": _listen_and_close,
+    "refused": _refused,
+    "unwanted": _unaccepted,
+}
+
+
+@group.each("cycles", "30 links that end so leave nothing: {}", _WAYS)
+async def _(rig: Rig, cycle: Cycle) -> None:
+    await cycle(rig)
+    await rig.settle()
+    before = _counts()
+    for _ in range(_CYCLES):
+        await cycle(rig)
+    await rig.settle()
+    gc.collect()
+    for what, now in _counts().items():
+        was = before[what]
+        require(now <= was + _TOLERANCE, f"{was} {what} have become {now}")
+
+
+def _counts() -> dict[str, int]:
+    return {
+        "descriptors": len(open_descriptors()),
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+    }
+
+
+@group.check("link", "A link that ended is collected, and so is its handler")
+async def _(rig: Rig) -> None:
+    await rig.pair()
+    left, right = await rig.pair()
+    left.send(100_000)
+    await rig.arrives(right, 1)
+    left.close()
+    await rig.closes(left, right)
+    await rig.settle()
+    alive = [weakref.ref(side) for side in (left, right)]
+    rig.forget(left, right)
+    del left, right
+    await rig.settle()
+    gc.collect()
+    held = sum(side() is not None for side in alive)
+    require(not held, f"{held} of 2 handlers are kept alive by something")

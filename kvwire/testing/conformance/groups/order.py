@@ -1,0 +1,152 @@
+"""Frames come once, in order, however they are queued, in both directions at once."""
+
+from __future__ import annotations
+
+from kvwire.limits import KIB, MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.content import CUTS, Memory
+from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.side import KitLanding, Side
+
+group = Group("order")
+
+_MIXES: dict[str, list[int]] = {
+    "empty": [0] * 1000,
+    "small": [64] * 1000,
+    "pages": [4 * KIB] * 500,
+    "growing": list(range(0, 9000, 30)),
+    "shrinking": list(range(9000, 0, -30)),
+    "alternating": [MIB, 0, 5, 300_000] * 6,
+    "large": [2 * MIB] * 8,
+}
+
+
+@group.each("one-flush", "Frames queued before one flush come in order: {}", _MIXES)
+async def _(rig: Rig, sizes: list[int]) -> None:
+    left, right = await rig.pair()
+    for size in sizes:
+        left.queue(size)
+    left.flush()
+    await _all_arrive(rig, left, right, len(sizes))
+
+
+@group.each("each-flushed", "Frames flushed one by one come in order: {}", _MIXES)
+async def _(rig: Rig, sizes: list[int]) -> None:
+    left, right = await rig.pair()
+    for size in sizes:
+        left.send(size)
+    await _all_arrive(rig, left, right, len(sizes))
+
+
+@group.check("kinds", "Views, fragments and frames without token come in order")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    cuts = list(CUTS.values())
+    right.land = lambda head: Memory(head.length, cuts[head.number * 5 % len(cuts)])
+    for i in range(120):
+        left.queue(i * 331 % 50_000 + 1, cuts[i % len(cuts)], token=i % 3 > 0)
+    left.flush()
+    await _all_arrive(rig, left, right, 120)
+
+
+@group.check("ten-thousand", "10,000 small frames at once come in order")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for i in range(10_000):
+        left.queue(i % 7, token=i % 100 == 0)
+    left.flush()
+    await _all_arrive(rig, left, right, 10_000)
+
+
+@group.check("both-ways", "Bulk in both directions at once does not lock up")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(8):
+        left.queue(2 * MIB)
+        right.queue(2 * MIB)
+    left.flush()
+    right.flush()
+    await _all_arrive(rig, left, right, 8)
+    await _all_arrive(rig, right, left, 8)
+
+
+@group.check("both-ways-cut", "The same with fragments on both sides")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length, CUTS["uneven"])
+    left.land = lambda head: Memory(head.length, CUTS["pages"])
+    for _ in range(4):
+        left.queue(MIB, CUTS["odd-pages"])
+        right.queue(MIB, CUTS["thousands"])
+    left.flush()
+    right.flush()
+    await _all_arrive(rig, left, right, 4)
+    await _all_arrive(rig, right, left, 4)
+
+
+@group.check("both-ways-full", "The same when neither reads at first")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    left.start()
+    for _ in range(20):
+        left.send(MIB)
+    right.start()
+    for _ in range(20):
+        right.send(MIB)
+    await _all_arrive(rig, left, right, 20)
+    await _all_arrive(rig, right, left, 20)
+
+
+@group.check("echo", "Frames sent from within body_received come in order")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def echo(landing: KitLanding) -> None:
+        right.queue(landing.head.length, number=landing.head.number)
+        right.flush()
+
+    right.on_body = echo
+    for size in (0, 10, 5000, 300_000) * 5:
+        left.send(size)
+    await _all_arrive(rig, right, left, 20)
+
+
+@group.check("ping-pong", "200 frames go to and fro, each after the one before")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def echo(landing: KitLanding) -> None:
+        right.send(landing.head.length)
+
+    right.on_body = echo
+    for i in range(200):
+        left.send(i * 50)
+        await rig.arrives(left, i + 1)
+    await _all_arrive(rig, right, left, 200)
+
+
+@group.check("sent-chain", "Frames sent from within frame_sent come in order")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def more(_: object) -> None:
+        if left.sent_count < 50:
+            left.queue(20_000)
+
+    left.on_sent = more
+    left.send(20_000)
+    for count in range(1, 51):
+        await rig.reaches(lambda: left.sent_count, count, "calls of frame_sent")
+        left.flush()
+    await _all_arrive(rig, left, right, 50)
+
+
+async def _all_arrive(rig: Rig, sender: Side, receiver: Side, count: int) -> None:
+    await rig.arrives(receiver, count)
+    await rig.given_back(sender)
+    await rig.settle()
+    require(
+        receiver.arrived == list(range(count)),
+        f"{receiver.name} got {len(receiver.arrived)} frames for {count}, or not in "
+        f"order: it begins {receiver.arrived[:10]}",
+    )

@@ -1,0 +1,189 @@
+"""What a link says of its queue, and that no link takes the loop for itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvwire.limits import HEADER_BYTES, MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.content import CUTS
+from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.side import Side
+
+group = Group("pressure")
+
+# More than the buffers between two processes of one host hold.
+_FRAMES = 32
+
+
+async def _fill(rig: Rig, side: Side) -> None:
+    for _ in range(_FRAMES):
+        side.send(MIB)
+    await rig.settle()
+    require(side.link.queued_bytes > 0, "the transport took 32 MiB that nobody reads")
+
+
+@group.check("queued-none", "queued_bytes and received_bytes are 0 at first")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    for side in (left, right):
+        link = side.link
+        require(link.queued_bytes == 0, f"{side.name}: {link.queued_bytes} queued")
+        require(
+            link.received_bytes == 0, f"{side.name}: {link.received_bytes} received"
+        )
+
+
+@group.check("queued-counts", "queued_bytes counts headers and payload before a flush")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    expected = 0
+    for size in (0, 1, 5000, 200_000):
+        left.queue(size, CUTS["pages"] if size > 1000 else None)
+        expected += HEADER_BYTES + size
+        queued = left.link.queued_bytes
+        require(queued == expected, f"{queued} queued, not {expected}")
+    left.flush()
+    await rig.arrives(right, 4)
+
+
+@group.check("queued-falls", "queued_bytes falls to 0 when all has been taken")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for _ in range(16):
+        left.send(MIB)
+    await rig.arrives(right, 16)
+    await rig.given_back(left)
+    await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
+
+
+@group.check("unread", "A peer that does not read leaves bytes queued")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    await _fill(rig, left)
+    right.start()
+    await rig.arrives(right, _FRAMES)
+    await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
+
+
+@group.check("unread-bounded", "What nobody reads stays queued, however often flushed")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    await _fill(rig, left)
+    before = left.link.queued_bytes
+    for _ in range(100):
+        left.flush()
+    await rig.settle()
+    require(left.link.queued_bytes == before, "the queue moved, and nobody reads")
+    right.start()
+    await rig.arrives(right, _FRAMES)
+
+
+@group.check("writable", "link_writable comes once when the queue has emptied")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_right=False)
+    queued: list[int] = []
+    left.on_writable = lambda: queued.append(left.link.queued_bytes)
+    await _fill(rig, left)
+    right.start()
+    await rig.until(lambda: bool(queued), "link_writable is called")
+    await rig.arrives(right, _FRAMES)
+    await rig.settle()
+    require(queued == [0], f"link_writable found {queued} bytes queued")
+
+
+@group.check("writable-again", "link_writable comes again when the queue empties again")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    for round_ in range(1, 4):
+        for _ in range(_FRAMES):
+            left.queue(MIB)
+        left.flush()
+        await rig.reaches(lambda: left.writable, round_, "calls of link_writable")
+    await rig.arrives(right, 3 * _FRAMES)
+
+
+@group.check("writable-refill", "A handler can keep the link busy from link_writable")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+
+    def refill() -> None:
+        if len(left.sent) < 4 * _FRAMES:
+            for _ in range(_FRAMES):
+                left.queue(MIB)
+            left.flush()
+
+    left.on_writable = refill
+    refill()
+    await rig.arrives(right, 4 * _FRAMES)
+
+
+@group.check("received-total", "received_bytes counts headers and payload")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    sizes = (0, 1, 5000, 3 * MIB)
+    for size in sizes:
+        left.queue(size)
+    left.flush()
+    await rig.arrives(right, len(sizes))
+    total = sum(sizes) + len(sizes) * HEADER_BYTES
+    received = right.link.received_bytes
+    require(received == total, f"{received} received, not {total}")
+    require(left.link.received_bytes == 0, "the sender received something")
+
+
+@group.check("received-dropped", "received_bytes counts dropped payload too")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    right.land = lambda head: None
+    left.send(2 * MIB)
+    await rig.arrives(right, 1)
+    total = 2 * MIB + HEADER_BYTES
+    received = right.link.received_bytes
+    require(received == total, f"{received} received, not {total}")
+
+
+@group.check("received-rises", "received_bytes never falls, and rises within a frame")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    seen: list[int] = []
+    left.send(32 * MIB)
+
+    def look() -> bool:
+        seen.append(right.link.received_bytes)
+        return bool(right.arrived)
+
+    await rig.until(look, "the frame arrives", every_turn=True)
+    require(seen == sorted(seen), "received_bytes fell")
+    require(len(set(seen)) > 2, f"the whole frame came in one go: {sorted(set(seen))}")
+
+
+@group.check("fair-loop", "Others on the loop get turns while 32 MiB arrive")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair()
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    left.send(32 * MIB)
+    await rig.arrives(right, 1)
+    counting.cancel()
+    require(turns >= 4, f"{turns} turns only: one callback moved too much")
+
+
+@group.check("fair-link", "A small frame overtakes 64 MiB on another link")
+async def _(rig: Rig) -> None:
+    busy, sink = await rig.pair()
+    left, right = await rig.pair()
+    for _ in range(64):
+        busy.queue(MIB)
+    busy.flush()
+    left.send(10)
+    await rig.arrives(right, 1)
+    require(len(sink.arrived) < 64, "the small frame had to wait for all of the bulk")
+    await rig.arrives(sink, 64)

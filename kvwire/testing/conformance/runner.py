@@ -1,0 +1,155 @@
+"""Runs the checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from kvwire import registry
+from kvwire.backend import Backend
+from kvwire.errors import UsageError
+from kvwire.testing.conformance.check import Check, CheckFailed
+from kvwire.testing.conformance.groups import (
+    aborting,
+    addresses,
+    callbacks,
+    cancelling,
+    closing,
+    flushing,
+    frames,
+    isolation,
+    leaks,
+    memory,
+    order,
+    pressure,
+    threads,
+)
+from kvwire.testing.conformance.report import Report, Result
+from kvwire.testing.conformance.rig import Rig
+from kvwire.types import Address
+
+# What a backend does at once on a quiet machine gets this long on a loaded one.
+TIMEOUT_S = 5.0
+
+CHECKS: tuple[Check, ...] = tuple(
+    check
+    for module in (
+        addresses,
+        frames,
+        order,
+        memory,
+        callbacks,
+        flushing,
+        pressure,
+        closing,
+        aborting,
+        cancelling,
+        isolation,
+        leaks,
+        threads,
+    )
+    for check in module.group.checks
+)
+"""Every check, in the order they run."""
+
+
+async def check_backend(
+    backend: Backend | type[Backend] | str,
+    *,
+    address: Address | str | None = None,
+    only: Collection[str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    raising: bool = True,
+    progress: Callable[[Result], None] | None = None,
+) -> Report:
+    """Hold a backend against the contract of :mod:`kvwire.backend`.
+
+    Needs no test framework, and runs on whatever loop runs it.
+
+    Args:
+        backend: A class, which is made twice for each check, once for each side; or the
+            scheme of an installed one; or an instance, which then plays both sides.
+        address: To listen on, as often as a check wants: any free port or name. By
+            default port 0 of the loopback address, or a free name for a backend within
+            one process.
+        only: Ids of the checks to run; by default all of :data:`CHECKS`.
+        timeout_s: How long anything that a backend promises may take.
+        raising: Whether a failed check raises in the end.
+        progress: Is told of each result as it comes.
+
+    Raises:
+        BackendUnavailable: No installed backend has that scheme.
+        CheckFailed: A check failed, and ``raising`` is true.
+
+    Cancel safety: safe, links of the check under way may stay open.
+    """
+    make, cls = _maker(backend)
+    where = _address(cls, address)
+    results = []
+    for check in _chosen(only):
+        results.append(await run_check(check, make, where, timeout_s))
+        if progress is not None:
+            progress(results[-1])
+    report = Report(backend=cls.scheme, results=tuple(results))
+    if raising:
+        report.raise_for_failures()
+    return report
+
+
+async def run_check(
+    check: Check,
+    make: Callable[[], Backend],
+    address: Address,
+    timeout_s: float = TIMEOUT_S,
+) -> Result:
+    """Run one check, and look for what it leaves behind.
+
+    Cancel safety: safe, links of the check may stay open.
+    """
+    began = time.perf_counter()
+    reason = ""
+    try:
+        rig = Rig(make, address, timeout_s)
+        try:
+            await check.run(rig)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the check failed
+            reason = _reason(exc)
+        try:
+            await rig.aclose()
+        except Exception as exc:  # noqa: BLE001 - likewise
+            reason = reason or f"afterwards: {_reason(exc)}"
+    except Exception as exc:  # noqa: BLE001 - the backend cannot even be made
+        reason = _reason(exc)
+    return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckFailed):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _maker(
+    backend: Backend | type[Backend] | str,
+) -> tuple[Callable[[], Backend], type[Backend]]:
+    if isinstance(backend, Backend):
+        return lambda: backend, type(backend)
+    cls = registry.load(backend) if isinstance(backend, str) else backend
+    return cls, cls
+
+
+def _address(cls: type[Backend], address: Address | str | None) -> Address:
+    if address is not None:
+        return Address.parse(address)
+    return Address(cls.scheme, "" if cls.capabilities.same_process else "127.0.0.1")
+
+
+def _chosen(only: Collection[str] | None) -> tuple[Check, ...]:
+    if only is None:
+        return CHECKS
+    unknown = set(only) - {check.id for check in CHECKS}
+    if unknown:
+        raise UsageError(
+            f"conformance: no check is called {', '.join(sorted(unknown))}"
+        )
+    return tuple(check for check in CHECKS if check.id in only)
