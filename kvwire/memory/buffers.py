@@ -23,6 +23,8 @@ Payload = memoryview | Fragments
 # once the field names between colons are out of the way.
 _POINTERS: Final = re.compile("[OPz&X]")
 _FIELD_NAMES: Final = re.compile(":[^:]*:")
+# Formats of one letter that are plain numbers: nearly all that is ever passed.
+_PLAIN: Final = frozenset("?BbcHhIiLlQqefdnN")
 
 
 def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
@@ -36,6 +38,9 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
     Raises:
         UsageError: The memory cannot be used, and why.
     """
+    kind = type(buffer)
+    if kind is bytearray or (kind is bytes and not writable):
+        return memoryview(buffer)
     if isinstance(buffer, Fragments):
         if writable and not buffer.writable:
             raise UsageError(f"{what}: these fragments are read-only memory")
@@ -69,7 +74,9 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
             f"{what}: {type(buffer).__name__} is no memory that kvwire can use; pass "
             f"bytes, a bytearray, a NumPy array or a CPU torch tensor"
         ) from None
-    if _POINTERS.search(_FIELD_NAMES.sub("", view.format)):
+    if view.format not in _PLAIN and _POINTERS.search(
+        _FIELD_NAMES.sub("", view.format)
+    ):
         raise UsageError(
             f"{what}: {type(buffer).__name__} of format {view.format!r} holds "
             f"pointers, which mean nothing to a peer and must never come from one"
