@@ -104,19 +104,22 @@ class Framing:
                 f"frame {header.sequence} where {self.received & _SEQUENCE_MASK} was "
                 f"due: a frame was lost, doubled or reordered",
             )
+        if header.type < FIRST_PAYLOAD_TYPE:
+            self._check_control(header)
+        elif header.flags & _SEALED:
+            raise UnexpectedFrame("KVW-HD-06", "a sealed payload frame")
+        self.received += 1
+        return header
+
+    def _check_control(self, header: Header) -> None:
         sealed = bool(header.flags & _SEALED)
-        if header.type >= FIRST_PAYLOAD_TYPE:
-            if sealed:
-                raise UnexpectedFrame("KVW-HD-06", "a sealed payload frame")
-        elif sealed != (self._open_key is not None):
+        if sealed != (self._open_key is not None):
             said = "a sealed" if sealed else "an unsealed"
             raise UnexpectedFrame(
                 "KVW-AU-01", f"{said} control frame in this trust mode"
             )
-        elif header.flags & _CHECKED:
+        if header.flags & _CHECKED:
             raise UnexpectedFrame("KVW-HD-06", "a control frame with a payload check")
-        self.received += 1
-        return header
 
     def open(self, raw_header: bytes, body: bytes) -> bytes:
         """The body of the control frame just received, without its seal.

@@ -22,7 +22,9 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from kvwire.errors import FrameTooLarge, MalformedFrame, UnexpectedFrame
 from kvwire.limits import (
@@ -38,6 +40,7 @@ from kvwire.limits import (
 _LAYOUT: Final = struct.Struct("<BBHIIIQII")
 _CHECKED_PART: Final = struct.Struct("<BBHIIIQI")
 _CHECK: Final = struct.Struct("<I")
+_CHECKED_BYTES: Final = _CHECKED_PART.size
 assert _LAYOUT.size == HEADER_BYTES
 
 
@@ -105,7 +108,7 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
 }
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """A decoded header; the fields are those of the table above."""
 
     type: int
@@ -116,6 +119,7 @@ class Header(NamedTuple):
     segment: int
     offset: int
     payload_check: int
+    header_check: int
 
 
 def encode_header(
@@ -143,9 +147,8 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         UnexpectedFrame: The type is unknown.
         FrameTooLarge: The type does not allow this length.
     """
-    *fields, header_check = _LAYOUT.unpack_from(data)
-    header = Header._make(fields)
-    if zlib.crc32(memoryview(data)[: HEADER_BYTES - 4]) != header_check:
+    header = Header(*_LAYOUT.unpack_from(data))
+    if zlib.crc32(data[:_CHECKED_BYTES]) != header.header_check:
         raise MalformedFrame("KVW-HD-01", "header check does not match its bytes")
     bounds = _BODY_BYTES.get(header.type)
     if bounds is None:
