@@ -46,6 +46,8 @@ from __future__ import annotations
 import enum
 from typing import ClassVar
 
+from kvwire.limits import LOG_CHARS_MAX
+
 
 class WireCode(enum.IntEnum):
     """What one peer tells the other about a failure. Values are never reused."""
@@ -237,6 +239,14 @@ def _classes_by_code() -> dict[WireCode, type[KVWireError]]:
 
 
 _BY_CODE = _classes_by_code()
+
+
+def shown(text: str) -> str:
+    """A peer's string as errors and logs show it: quoted, without controls, short."""
+    quoted = repr(text)
+    if len(quoted) <= LOG_CHARS_MAX:
+        return quoted
+    return quoted[: LOG_CHARS_MAX - 3] + "..."
 
 
 def error_from_code(code: int, text: str) -> KVWireError:

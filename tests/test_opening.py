@@ -12,7 +12,7 @@ from kvwire import Address, limits
 from kvwire.proto.handshake import ClientHandshake, Identity
 from kvwire.types import TrustMode
 from kvwire.wire.control import BackendOffer, Offer
-from kvwire.wire.header import FrameType, encode_header
+from kvwire.wire.header import Flag, FrameType, encode_header
 from kvwire.wire.hello import NONCE_BYTES, Terms
 
 _TERMS = Terms(
@@ -71,7 +71,7 @@ async def test_a_refused_peer_is_not_read_any_more(
     caplog.set_level(logging.INFO, "kvwire")
     async with kvwire.open(name="server") as server:
         reader, writer = await dial(await server.listen("127.0.0.1:0"))
-        writer.write(encode_header(FrameType.PING, 0, 0, 4) * 3)
+        writer.write(encode_header(FrameType.PING, Flag.CHECKED, 0, 4) * 3)
         assert await reader.read() == b""
         writer.close()
     levels = {record.levelno for record in caplog.records}

@@ -207,7 +207,7 @@ class Connection:
         elif header.type == FrameType.DATA:
             self._flows.data_landed(arrival, intact=intact)
         else:
-            plain = self.outbox.framing.open(arrival.raw, body)
+            plain = self.outbox.framing.open(header, arrival.raw, body)
             self._control(header, decode_body(header.type, plain), now)
         self._settle()
 

@@ -1,15 +1,17 @@
 """Frames of one link, numbered and sealed: the last step out and the first step in.
 
 Each direction of a link counts its frames. The low 16 bits travel in the header, so a
-frame that was lost, doubled or reordered shows at the next one. In ``psk`` mode a
-control frame also ends in a seal: a truncated HMAC over the full 64-bit count, the
-header and the body, under a key of this connection and direction. A seal therefore
-cannot be replayed, reflected, or moved to another frame.
+frame that was lost, doubled or reordered shows at the next one. A control body is
+covered by a CRC-32 in its header. In ``psk`` mode, once the proofs have been exchanged,
+it ends in a seal instead: a truncated HMAC over the full 64-bit count, the header and
+the body, under a key of this connection and direction. A seal therefore cannot be
+replayed, reflected, or moved to another frame.
 """
 
 from __future__ import annotations
 
 import hmac
+import zlib
 from typing import Final
 
 from kvwire.errors import MalformedFrame, UnexpectedFrame
@@ -53,16 +55,19 @@ class Framing:
         self, frame_type: int, body: bytes, *, request: int = 0
     ) -> tuple[bytes, bytes]:
         """Header and body of the next control frame."""
-        key = self._seal_key
+        key, sequence = self._seal_key, self.sent & _SEQUENCE_MASK
         if key is None:
             header = encode_header(
-                frame_type, 0, self.sent & _SEQUENCE_MASK, len(body), request
+                frame_type,
+                _CHECKED,
+                sequence,
+                len(body),
+                request,
+                payload_check=zlib.crc32(body),
             )
         else:
             length = len(body) + SEAL_BYTES
-            header = encode_header(
-                frame_type, _SEALED, self.sent & _SEQUENCE_MASK, length, request
-            )
+            header = encode_header(frame_type, _SEALED, sequence, length, request)
             body += _seal(key, self.sent, header, body)
         self.sent += 1
         return header, body
@@ -105,32 +110,35 @@ class Framing:
                 f"due: a frame was lost, doubled or reordered",
             )
         if header.type < FIRST_PAYLOAD_TYPE:
-            self._check_control(header)
-        elif header.flags & _SEALED:
-            raise UnexpectedFrame("KVW-HD-06", "a sealed payload frame")
+            self._check_sealed(header)
         self.received += 1
         return header
 
-    def _check_control(self, header: Header) -> None:
-        sealed = bool(header.flags & _SEALED)
+    def _check_sealed(self, header: Header) -> None:
+        sealed = header.flags == _SEALED
         if sealed != (self._open_key is not None):
             said = "a sealed" if sealed else "an unsealed"
             raise UnexpectedFrame(
-                "KVW-AU-01", f"{said} control frame in this trust mode"
+                "KVW-AU-01", f"{said} control frame in this trust mode, at this point"
             )
-        if header.flags & _CHECKED:
-            raise UnexpectedFrame("KVW-HD-06", "a control frame with a payload check")
 
-    def open(self, raw_header: bytes, body: bytes) -> bytes:
+    def open(self, header: Header, raw: bytes, body: bytes) -> bytes:
         """The body of the control frame just received, without its seal.
 
+        Args:
+            header: Of this frame, as :meth:`accept_header` returned it.
+            raw: The same, as it came.
+            body: What followed it.
+
         Raises:
-            MalformedFrame: The seal is missing or wrong.
+            MalformedFrame: The check or the seal is wrong.
         """
         if self._open_key is None:
+            if zlib.crc32(body) != header.payload_check:
+                raise MalformedFrame("KVW-HD-07", "a control body that came damaged")
             return body
         plain, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
-        expected = _seal(self._open_key, self.received - 1, raw_header, plain)
+        expected = _seal(self._open_key, self.received - 1, raw, plain)
         if not hmac.compare_digest(seal, expected):
             raise MalformedFrame("KVW-AU-02", "the seal of a control frame is wrong")
         return plain

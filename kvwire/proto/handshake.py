@@ -11,11 +11,13 @@
 
 Nothing of unknown length is read before the peer has proved itself, and ACCEPT is never
 longer than HELLO. Both proofs cover everything said so far, so a changed version,
-mode or limit shows. Whoever disagrees sends REFUSE with a code and stops; the text of
-the error is made on the side that reads it.
+mode or limit shows. Whoever disagrees before the proofs sends REFUSE with a code and
+stops; the text of the error is made on the side that reads it. A server that disagrees
+with an OFFER says so in its CHOICE, which takes no transport and carries its profile,
+so that both sides can name what differs.
 
-Which transport to take is not decided here: ``offer_received`` is returned to the
-front, which answers with :meth:`ServerHandshake.choose`.
+Which transport to take is not decided here: the front looks at
+:attr:`ServerHandshake.offer` and answers with :meth:`ServerHandshake.choose`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from kvwire.errors import (
     VersionMismatch,
     WireCode,
     error_from_code,
+    shown,
 )
 from kvwire.limits import KEY_ID_BYTES
 from kvwire.proto.auth import Keys, key_id, same, transcript_hash
@@ -102,18 +105,21 @@ class HandshakeState(enum.Enum):
     CONFIRM = FrameType.CONFIRM
     OFFER = FrameType.OFFER
     CHOICE = FrameType.CHOICE
+    DECISION = "decision"
+    """The front's: no frame is due."""
     DONE = "done"
     FAILED = "failed"
 
 
 # What follows when the frame that a state waits for has been accepted. REFUSE is
-# allowed in every state and leads to FAILED; every other frame is an error.
+# allowed wherever a frame is due and leads to FAILED; every other frame is an error.
 TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
     (Role.CLIENT, HandshakeState.ACCEPT): HandshakeState.CHOICE,
     (Role.CLIENT, HandshakeState.CHOICE): HandshakeState.DONE,
     (Role.SERVER, HandshakeState.HELLO): HandshakeState.CONFIRM,
     (Role.SERVER, HandshakeState.CONFIRM): HandshakeState.OFFER,
-    (Role.SERVER, HandshakeState.OFFER): HandshakeState.DONE,
+    (Role.SERVER, HandshakeState.OFFER): HandshakeState.DECISION,
+    (Role.SERVER, HandshakeState.DECISION): HandshakeState.DONE,
 }
 
 
@@ -146,15 +152,12 @@ class Handshake:
         Raises:
             ProtocolError: The frame breaks a rule or is not the one that is due.
         """
-        header = self.framing.accept_header(raw)
-        if header.type not in (self.state.value, FrameType.REFUSE):
-            raise UnexpectedFrame(
-                "KVW-HS-04",
-                f"{FrameType(header.type).name} while the handshake waits for "
-                f"{self.state.name}",
-            )
-        if header.request or header.segment or header.offset:
-            raise UnexpectedFrame("KVW-HS-04", "a handshake frame that names a request")
+        try:
+            header = self.framing.accept_header(raw)
+            self._check_due(header)
+        except ProtocolError:
+            self.state = HandshakeState.FAILED
+            raise
         self._header, self._raw_header = header, bytes(raw)
         return header.length
 
@@ -168,8 +171,8 @@ class Handshake:
         header = self._header
         assert header is not None, "body_received without header_received"
         self._header = None
-        plain = self.framing.open(self._raw_header, body)
         try:
+            plain = self.framing.open(header, self._raw_header, body)
             if header.type == FrameType.REFUSE:
                 raise self._refused(Refuse.decode(plain))
             self._advance(plain)
@@ -189,6 +192,17 @@ class Handshake:
     def _advance(self, body: bytes) -> None:
         raise NotImplementedError
 
+    def _check_due(self, header: Header) -> None:
+        due = self.state.value
+        if not isinstance(due, FrameType) or header.type not in (due, FrameType.REFUSE):
+            raise UnexpectedFrame(
+                "KVW-HS-04",
+                f"{FrameType(header.type).name} while the handshake waits for "
+                f"{self.state.name}",
+            )
+        if header.request or header.segment or header.offset:
+            raise UnexpectedFrame("KVW-HS-04", "a handshake frame that names a request")
+
     def _next(self) -> None:
         self.state = TRANSITIONS[self.role, self.state]
 
@@ -206,10 +220,9 @@ class Handshake:
             )
         if said.code == WireCode.AUTHENTICATION:
             return _trust_error(mine.trust, said.trust)
-        error = error_from_code(said.code, "the peer refused the connection")
-        if isinstance(error, HandshakeError):
-            return error
-        return HandshakeError(f"the peer refused the connection: {error}")
+        text = f"the peer refused the connection with code {said.code}"
+        error = error_from_code(said.code, text)
+        return error if isinstance(error, HandshakeError) else HandshakeError(text)
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
         mine = dict(self._identity.profile)
@@ -219,8 +232,10 @@ class Handshake:
             if name in mine and mine[name] != value
         ]
         if differing:
-            self.refuse(WireCode.PROFILE)
-            listed = ", ".join(f"{n} (here {a!r}, peer {b!r})" for n, a, b in differing)
+            listed = ", ".join(
+                f"{shown(name)} (here {shown(here)}, peer {shown(there)})"
+                for name, here, there in differing
+            )
             raise ProfileMismatch(
                 f"these fields differ: {listed}",
                 fields=tuple(name for name, _, _ in differing),
@@ -286,8 +301,14 @@ class ClientHandshake(Handshake):
         assert accept is not None
         assert keys is not None
         self._check_profile(choice.profile)
-        if not any(verdict.taken for verdict in choice.verdicts):
+        taken = [verdict.name for verdict in choice.verdicts if verdict.taken]
+        if not taken:
             raise no_transport(choice)
+        if taken[1:] or taken[0] not in {mine.name for mine in self._offer.backends}:
+            listed = ", ".join(map(shown, taken))
+            raise UnexpectedFrame(
+                "KVW-HS-05", f"CHOICE takes {listed}, not one that was offered"
+            )
         self._next()
         self.agreement = Agreement(
             role=self.role,
@@ -333,6 +354,7 @@ class ServerHandshake(Handshake):
             ProfileMismatch: No transport was taken.
         """
         hello, offer, keys = self._hello, self.offer, self._keys
+        assert self.state is HandshakeState.DECISION
         assert hello is not None
         assert offer is not None
         assert keys is not None
@@ -365,9 +387,7 @@ class ServerHandshake(Handshake):
         elif self.state is HandshakeState.CONFIRM:
             self._confirmed(body)
         else:
-            offer = narrowed(decode_body(FrameType.OFFER, body), Offer)
-            self._check_profile(offer.profile)
-            self.offer = offer
+            self._offered(narrowed(decode_body(FrameType.OFFER, body), Offer))
 
     def _greeted(self, body: bytes) -> None:
         identity, hello = self._identity, Hello.decode(body)
@@ -418,6 +438,17 @@ class ServerHandshake(Handshake):
         if self._identity.trust is TrustMode.PSK:
             self.framing.use_seals(self.role, keys.seal)
 
+    def _offered(self, offer: Offer) -> None:
+        mine = self._identity
+        try:
+            self._check_profile(offer.profile)
+        except ProfileMismatch:
+            nothing = Choice(name=mine.name, verdicts=(), profile=mine.profile)
+            self._send(FrameType.CHOICE, encode_body(nothing))
+            raise
+        self._next()
+        self.offer = offer
+
 
 def accepted_digest(hello: bytes, accept: Accept) -> bytes:
     """The digest both proofs cover: HELLO, and ACCEPT without its own proof."""
@@ -444,7 +475,7 @@ def common_terms(mine: Terms, theirs: Terms) -> Terms:
 
 def no_transport(choice: Choice) -> ProfileMismatch:
     """The error when no transport was taken; it lists why each was not."""
-    listed = "; ".join(f"{v.name}: {v.reason}" for v in choice.verdicts)
+    listed = "; ".join(f"{shown(v.name)}: {shown(v.reason)}" for v in choice.verdicts)
     return ProfileMismatch(
         f"no transport suits both sides: {listed or 'none was offered'}",
         fields=("backends",),

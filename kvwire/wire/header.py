@@ -9,12 +9,14 @@ Little-endian, fixed, so that a link can receive it knowing nothing else::
     8  request        u32   the request, or 0
     12 segment        u32   the segment of a transfer, or 0
     16 offset         u64   where the payload belongs; the tag of a message
-    24 payload_check  u32   low half of xxh3-64 of the payload, if CHECKED
+    24 payload_check  u32   if CHECKED: of payload the low half of its xxh3-64, of a
+                            control body its CRC-32; else 0
     28 header_check   u32   CRC-32 of the 28 bytes above
 
 The check makes a flipped bit certain to be seen (CRC-32 finds every burst up to 32
 bits) before a length or a request number is believed. The sequence number makes a
 frame that was lost, doubled or reordered visible at the next one, on any transport.
+A control body is always covered as well, by its seal or by its own check.
 """
 
 from __future__ import annotations
@@ -80,15 +82,20 @@ HANDSHAKE_TYPES: Final = frozenset(
 
 
 class Flag(enum.IntFlag):
-    """Bits of the flags byte; a bit not listed here is refused."""
+    """Bits of the flags byte.
+
+    A control frame has exactly one of them, since its body is always covered. A payload
+    frame is never sealed and need not be checked: the transport may be trusted.
+    """
 
     SEALED = 1
     """The last SEAL_BYTES of the body authenticate the frame."""
     CHECKED = 2
-    """``payload_check`` holds a checksum of the payload."""
+    """``payload_check`` holds a checksum of what follows the header."""
 
 
-_FLAGS_KNOWN: Final = int(Flag.SEALED | Flag.CHECKED)
+_SEALED: Final = int(Flag.SEALED)
+_CHECKED: Final = int(Flag.CHECKED)
 
 # Smallest and largest body of each type. What a type allows is all that is ever read.
 _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
@@ -97,6 +104,8 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
         (t for t in FrameType if FrameType.OFFER <= t < FIRST_PAYLOAD_TYPE),
         (1, 1024 + SEAL_BYTES),
     ),
+    # The only one of the four that may follow the proofs, and so may be sealed.
+    FrameType.REFUSE: (HANDSHAKE_BODY_BYTES, HANDSHAKE_BODY_BYTES + SEAL_BYTES),
     FrameType.OFFER: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.CHOICE: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.OPEN: (1, CONTROL_BODY_BYTES_MAX),
@@ -143,7 +152,8 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     """Read the 32 bytes of a header and check everything that needs no state.
 
     Raises:
-        MalformedFrame: The check does not match, or a flag is unknown.
+        MalformedFrame: The check does not match, the type does not allow these flags,
+            or a field that has no meaning under them is not zero.
         UnexpectedFrame: The type is unknown.
         FrameTooLarge: The type does not allow this length.
     """
@@ -153,8 +163,13 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     bounds = _BODY_BYTES.get(header.type)
     if bounds is None:
         raise UnexpectedFrame("KVW-HD-02", f"unknown frame type 0x{header.type:02x}")
-    if header.flags & ~_FLAGS_KNOWN:
-        raise MalformedFrame("KVW-HD-03", f"unknown flags 0x{header.flags:02x}")
+    other = 0 if header.type >= FIRST_PAYLOAD_TYPE else _SEALED
+    if header.flags not in (_CHECKED, other):
+        raise MalformedFrame(
+            "KVW-HD-03",
+            f"{FrameType(header.type).name} with flags 0x{header.flags:02x}; "
+            f"0x{_CHECKED:02x} and 0x{other:02x} are allowed",
+        )
     low, high = bounds
     if not low <= header.length <= high:
         raise FrameTooLarge(
@@ -162,4 +177,6 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
             f"{FrameType(header.type).name} of {header.length} bytes; {low} to {high} "
             f"are allowed",
         )
+    if header.payload_check and header.flags != _CHECKED:
+        raise MalformedFrame("KVW-HD-06", "a payload check without the flag for it")
     return header

@@ -28,8 +28,8 @@ MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 ID_BYTES: Final = 16
 
-_HELLO: Final = struct.Struct("<8sHHBB2xIIIIQ16s16s32s")
-_ACCEPT: Final = struct.Struct("<8sHBB4xIIIIQ16s32s32s")
+_HELLO: Final = struct.Struct("<8sHHBBIIIIQ16s16s32s")
+_ACCEPT: Final = struct.Struct("<8sHBBIIIIQ16s32s32s")
 _CONFIRM: Final = struct.Struct("<8s32s")
 _REFUSE: Final = struct.Struct("<8sHHHB")
 
