@@ -1,9 +1,13 @@
-"""What the core tells its front, in the order in which it happened."""
+"""What the core tells its front, in the order in which it happened.
+
+Events are msgspec structs, which are made in a tenth of the time of a frozen dataclass.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvwire.errors import ConnectionClosed, KVWireError
 from kvwire.types import BufferId
@@ -13,8 +17,7 @@ if TYPE_CHECKING:
     from kvwire.proto.segments import Segment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestDone:
+class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
     """A request is over; said exactly once for each request.
 
     Attributes:
@@ -31,16 +34,14 @@ class RequestDone:
     held: BufferId | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryWanted:
+class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
     """A RECV without memory has met a message; answer with ``provide``."""
 
     request: Request
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The connection is over; its link is to be closed. Said exactly once.
 
     Attributes:
@@ -52,8 +53,7 @@ class Ended:
     graceful: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferOpened:
+class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
     """The peer asks for a KV transfer; answer with ``agree``, or fail it."""
 
     request: Request
@@ -61,38 +61,33 @@ class TransferOpened:
     description: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferAgreed:
+class TransferAgreed(msgspec.Struct, frozen=True, kw_only=True):
     """The peer has answered a transfer of ours; segments may move."""
 
     request: Request
     description: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentMarked:
+class SegmentMarked(msgspec.Struct, frozen=True, kw_only=True):
     """A segment is about to arrive; give it memory with ``place`` before returning."""
 
     segment: Segment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentLanded:
+class SegmentLanded(msgspec.Struct, frozen=True, kw_only=True):
     """All of a segment is here; ``segment.damaged`` says whether it can be used."""
 
     segment: Segment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentsAcknowledged:
+class SegmentsAcknowledged(msgspec.Struct, frozen=True, kw_only=True):
     """The consumer has these segments of a transfer."""
 
     request: Request
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferCommitted:
+class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
     """The producer marks nothing more; ``complete`` if it has marked everything."""
 
     request: Request

@@ -15,6 +15,8 @@ import enum
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from kvwire.errors import IntegrityError, MalformedFrame, WireCode
 from kvwire.proto.holds import Holds
 from kvwire.proto.requests import SENDING, Request, Requests
@@ -40,39 +42,21 @@ class Place(enum.Enum):
     """Dropped: the request it belongs to is over."""
 
 
-class Arrival:
+class Arrival(msgspec.Struct, eq=False):
     """One frame whose header has been accepted and whose body is under way."""
 
-    __slots__ = (
-        "buffer",
-        "header",
-        "length",
-        "offset",
-        "place",
-        "raw",
-        "request",
-        "segment",
-    )
+    place: Place
+    header: Header
+    buffer: BufferId | None = None
+    offset: int = 0
+    request: Request | None = None
+    segment: Segment | None = None
+    raw: bytes = b""
 
-    def __init__(
-        self,
-        place: Place,
-        header: Header,
-        *,
-        raw: bytes = b"",
-        buffer: BufferId | None = None,
-        offset: int = 0,
-        request: Request | None = None,
-        segment: Segment | None = None,
-    ) -> None:
-        self.place = place
-        self.header = header
-        self.length = header.length
-        self.raw = raw
-        self.buffer = buffer
-        self.offset = offset
-        self.request = request
-        self.segment = segment
+    @property
+    def length(self) -> int:
+        """Bytes of the body."""
+        return self.header.length
 
 
 class Chunk:

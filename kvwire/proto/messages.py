@@ -15,7 +15,8 @@ is lost by a buffer that is too small.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from kvwire.errors import (
     FlowControlViolation,
@@ -38,8 +39,7 @@ from kvwire.wire.header import FrameType, Header
 from kvwire.wire.hello import Terms
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Waiting:
+class Waiting(msgspec.Struct, eq=False, kw_only=True):
     """A message that nobody has taken yet.
 
     Attributes:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from kvwire.errors import (
     DeadlineExceeded,
@@ -41,8 +42,7 @@ SENDING: Final = frozenset({Kind.SEND, Kind.PUT, Kind.SERVE_GET})
 SERVING: Final = frozenset({Kind.SERVE_PUT, Kind.SERVE_GET})
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Request:
+class Request(msgspec.Struct, eq=False, kw_only=True):
     """One movement of bytes, from this side's view. Changed by the core alone.
 
     Attributes:

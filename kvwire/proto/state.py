@@ -48,7 +48,13 @@ import enum
 from typing import Final
 
 
-class Kind(enum.Enum):
+class _Symbol(enum.Enum):
+    """Members are singletons; the hash of Enum itself is a call into Python."""
+
+    __hash__ = object.__hash__
+
+
+class Kind(_Symbol):
     """What a request does, seen from this side."""
 
     SEND = "send"
@@ -61,7 +67,7 @@ class Kind(enum.Enum):
     INCOMING = "incoming transfer"
 
 
-class State(enum.Enum):
+class State(_Symbol):
     """How far a request is."""
 
     POSTED = "posted"
@@ -71,7 +77,7 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-class Input(enum.Enum):
+class Input(_Symbol):
     """What can happen to a request."""
 
     GO = "go"
@@ -116,7 +122,7 @@ REQUEST_TRANSITIONS: Final[dict[tuple[Kind, State, Input], State]] = {
 }
 
 
-class Phase(enum.Enum):
+class Phase(_Symbol):
     """How far a connection is."""
 
     OPEN = "open"
@@ -126,7 +132,7 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-class Turn(enum.Enum):
+class Turn(_Symbol):
     """What can happen to a connection."""
 
     CLOSE_CALLED = "close called"
