@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -314,14 +315,14 @@ def test_a_transfer_larger_than_a_request_is_refused(
 
 def test_have_names_groups_and_fits_the_list() -> None:
     cache = Store(SPEC4, 3, LAYOUTS["NHD"]).cache()
-    wrong = [
+    wrong: list[tuple[Any, str]] = [
         ({"full": np.ones(1, np.bool_)}, "no group 'full'"),
         ({"kv": np.ones(2, np.bool_)}, r"shape \(2,\); the consumer's list has 1"),
         ({"kv": np.ones(1, np.int64)}, "int64 of shape"),
     ]
     for have, message in wrong:
         with pytest.raises(UsageError, match=message):
-            plan_for(cache, [0], cache, Side.CONSUMER, have=have)  # type: ignore[arg-type]
+            plan_for(cache, [0], cache, Side.CONSUMER, have=have)
 
 
 def test_the_digest_tells_walks_apart() -> None:

@@ -1,0 +1,149 @@
+"""What of a transfer has landed: one bit for each layer and granule.
+
+A segment lands whole once all of its chunks were verified, which sets its cells at
+once. Of a segment that never became whole, the cells that no missing byte range touches
+have landed too; the rest have not. Marking is idempotent, so a chunk that comes again
+after a reconnect changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.kv.blocks import Bits
+from kvwire.kv.plan import Segment, TransferPlan
+
+
+class Landed:
+    """The landed cells of one transfer, seen from one side.
+
+    Args:
+        plan: This side's plan. What the consumer had before counts as landed.
+    """
+
+    __slots__ = ("_cells", "_left", "plan")
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+        self._cells: list[Bits] = []
+        self._left: list[npt.NDArray[np.int64]] = []
+        for index, walk in enumerate(plan.groups):
+            held = ~plan.wanted(index)
+            cells = np.repeat(held[None, :], len(walk.layers), axis=0)
+            self._cells.append(cells)
+            self._left.append(np.count_nonzero(~cells, axis=1))
+
+    def mark(self, segment: Segment) -> None:
+        """Every byte of a segment has landed."""
+        part = self._part(segment)
+        self._set(segment, np.ones_like(part))
+
+    def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
+        """Every byte of a segment has landed but some ranges.
+
+        Args:
+            segment: The segment.
+            missing: (offset, bytes) of each range that has not.
+
+        Raises:
+            UsageError: A range is not inside the segment.
+        """
+        whole = np.ones_like(self._part(segment))
+        for offset, nbytes in missing:
+            whole &= ~self.plan.touched(segment, offset, nbytes)
+        self._set(segment, whole)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything has landed."""
+        return not any(left.any() for left in self._left)
+
+    def layer(self, layer: int, group: str | None = None) -> bool:
+        """Whether a layer of every block has landed.
+
+        Args:
+            layer: The model's index; a layer that the transfer does not carry is not
+                waited for.
+            group: The group; None for every group that has such a layer.
+
+        Raises:
+            UsageError: There is no such group.
+        """
+        groups = range(len(self.plan.groups))
+        if group is not None:
+            groups = range(index := self.plan.group_index(group), index + 1)
+        for index in groups:
+            layers = self.plan.groups[index].layers
+            if layer in layers and self._left[index][layer - layers.start]:
+                return False
+        return True
+
+    def cells(self, group: int) -> Bits:
+        """The landed cells of a group, shape (layers, granules)."""
+        return self._cells[group]
+
+    def by_layer(self, group: int) -> Bits:
+        """Which layers of which local blocks have landed, shape (layers, blocks)."""
+        cells = self._cells[group]
+        per_block = self.plan.granules_per_block(group)
+        blocks = self.plan.lists[self.plan.groups[group].group].size
+        # The last block may have room behind the last granule; nothing is owed there.
+        padded = np.ones((cells.shape[0], blocks * per_block), np.bool_)
+        padded[:, : cells.shape[1]] = cells
+        whole: Bits = np.logical_and.reduce(
+            padded.reshape(cells.shape[0], blocks, per_block), axis=2
+        )
+        return whole
+
+    def blocks(self, group: int) -> Bits:
+        """Which local blocks have landed in every layer, shape (blocks,)."""
+        whole: Bits = np.logical_and.reduce(self.by_layer(group), axis=0)
+        return whole
+
+    @property
+    def usable_tokens(self) -> int:
+        """Leading tokens of the request whose KV is here in every layer and group.
+
+        A group that lists fewer tokens than another holds a window on the last of them.
+        Its window for an earlier end is not here, so short of everything there is no
+        usable prefix.
+        """
+        tokens = [walk.tokens for walk in self.plan.groups]
+        if len(set(tokens)) > 1:
+            return max(tokens) if self.complete else 0
+        return min(self._leading_tokens(index) for index in range(len(tokens)))
+
+    @property
+    def usable_prefix(self) -> int:
+        """:attr:`usable_tokens` in blocks of the first group that lists the most."""
+        tokens = [walk.tokens for walk in self.plan.groups]
+        longest = tokens.index(max(tokens))
+        group = self.plan.local.groups[longest]
+        usable = self.usable_tokens
+        if usable == tokens[longest]:
+            return group.blocks
+        return usable // group.spec.block_tokens
+
+    def _leading_tokens(self, group: int) -> int:
+        landed = self.blocks(group)
+        leading = landed.size if landed.all() else int(landed.argmin())
+        walk = self.plan.groups[group]
+        block_tokens = self.plan.local.groups[group].spec.block_tokens
+        return min(leading * block_tokens, walk.tokens)
+
+    def _part(self, segment: Segment) -> Bits:
+        """The cells of a segment, as a view."""
+        self.plan.check(segment)
+        first = segment.layer - self.plan.groups[segment.group].layers.start
+        rows = slice(first, first + segment.layers)
+        return self._cells[segment.group][rows, segment.granule_slice]
+
+    def _set(self, segment: Segment, landed: Bits) -> None:
+        part = self._part(segment)
+        new = np.count_nonzero(landed & ~part, axis=1)
+        part |= landed
+        first = segment.layer - self.plan.groups[segment.group].layers.start
+        self._left[segment.group][first : first + segment.layers] -= new

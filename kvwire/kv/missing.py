@@ -1,0 +1,121 @@
+"""The blocks of a transfer that did not land, each with a reason and its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.kv.blocks import DEFAULT_GROUP, Bits, BlockSet, Ids
+
+Codes = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingOfGroup:
+    """What one group misses.
+
+    Attributes:
+        ids: The missing block ids.
+        codes: For each of them, which of the reasons it is.
+        layers: The model's indices of the layers that were to come.
+        lost: Shape (layers, missing): which of them did not land.
+    """
+
+    ids: Ids
+    codes: Codes
+    layers: range
+    lost: Bits
+
+
+class MissingBlocks(Mapping[tuple[str, int], str]):
+    """Why each block that did not land did not, by (group, block id).
+
+    Args:
+        groups: What each group of the transfer misses.
+        reasons: What the codes mean.
+    """
+
+    __slots__ = ("_blocks", "groups", "reasons")
+
+    def __init__(
+        self, groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
+    ) -> None:
+        self.groups = groups
+        self.reasons = tuple(reasons)
+        self._blocks = BlockSet({name: group.ids for name, group in groups.items()})
+
+    def ids(self, group: str = DEFAULT_GROUP) -> Ids:
+        """The missing ids of one group.
+
+        Raises:
+            UsageError: There is no such group.
+        """
+        return self._blocks.ids(group)
+
+    def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
+        """The layers of a block that did not land, by the model's index.
+
+        Raises:
+            KeyError: The block is not missing.
+        """
+        group = self.groups[block[0]]
+        lost = np.flatnonzero(group.lost[:, self._position(block)])
+        return tuple(group.layers[row] for row in lost.tolist())
+
+    def __getitem__(self, block: tuple[str, int]) -> str:
+        position = self._position(block)
+        return self.reasons[int(self.groups[block[0]].codes[position])]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"MissingBlocks({len(self)} blocks: {'; '.join(self.reasons)})"
+
+    def _position(self, block: tuple[str, int]) -> int:
+        position = self._blocks.position(block)
+        if position < 0:
+            raise KeyError(block)
+        return position
+
+
+def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
+    """What any of several shares of the same blocks misses.
+
+    The reason is that of the first share that misses the block; its layers are those
+    that any share misses.
+    """
+    groups = {
+        name: _join_group([share.groups[name] for share in shares], _offsets(shares))
+        for name in shares[0].groups
+    }
+    return MissingBlocks(groups, [r for share in shares for r in share.reasons])
+
+
+def _offsets(shares: Sequence[MissingBlocks]) -> list[int]:
+    """Where each share's reasons begin among those of all."""
+    counts = [len(share.reasons) for share in shares]
+    return [sum(counts[:index]) for index in range(len(counts))]
+
+
+def _join_group(
+    parts: Sequence[MissingOfGroup], offsets: Sequence[int]
+) -> MissingOfGroup:
+    ids = np.unique(np.concatenate([part.ids for part in parts]))
+    first = min(part.layers.start for part in parts)
+    layers = range(first, max(part.layers.stop for part in parts))
+    codes = np.zeros(ids.size, np.uint16)
+    lost = np.zeros((len(layers), ids.size), np.bool_)
+    # Backwards, so that the first share has the last word.
+    for part, offset in zip(reversed(parts), reversed(offsets), strict=True):
+        at = np.searchsorted(ids, part.ids)
+        codes[at] = part.codes + np.uint16(offset)
+        top = part.layers.start - first
+        lost[top : top + len(part.layers), at] |= part.lost
+    return MissingOfGroup(ids, codes, layers, lost)

@@ -1,0 +1,220 @@
+"""How a transfer ended: which blocks are here, which are not and why, what it took.
+
+A partial transfer is an outcome and no exception. Blocks are named by (group, block
+id), because ids of two groups collide. Sets and mappings are arrays underneath: a
+transfer of 100,000 blocks makes no object for each of them unless somebody asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, Blocks, BlockSet, Ids
+from kvwire.kv.geometry import Tokens, describe
+from kvwire.kv.landed import Landed
+from kvwire.kv.missing import Codes, MissingBlocks, MissingOfGroup, join_missing
+from kvwire.kv.paged import PagedCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of a transfer went, in seconds. Phases may overlap.
+
+    Attributes:
+        queue_s: From the call until the peer's counterpart was known.
+        handshake_s: Agreeing on the plan.
+        memory_wait_s: Waiting for credits, so for memory at the consumer.
+        wire_s: From the first to the last payload byte.
+        commit_s: From the last payload byte to the commit.
+    """
+
+    queue_s: float = 0.0
+    handshake_s: float = 0.0
+    memory_wait_s: float = 0.0
+    wire_s: float = 0.0
+    commit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one transfer.
+
+    Attributes:
+        complete: Every block landed.
+        landed: The blocks of which every layer is here and verified.
+        missing: The others, and why.
+        usable_prefix: Leading blocks that landed in every layer and group; see
+            :attr:`kvwire.kv.landed.Landed.usable_prefix`.
+        usable_tokens: The same in tokens.
+        lists: The block list of each group.
+        tokens: Tokens that each group's list was for.
+        timings: Where the time went.
+        layers_grouped: Layers that moved together; 1 is layer by layer.
+        nbytes: Payload bytes that landed.
+    """
+
+    complete: bool
+    landed: BlockSet
+    missing: MissingBlocks
+    usable_prefix: int
+    usable_tokens: int
+    lists: Mapping[str, Ids]
+    tokens: Mapping[str, int]
+    timings: Timings = field(default_factory=Timings)
+    layers_grouped: int = 1
+    nbytes: int = 0
+
+
+def outcome_of(
+    landed: Landed,
+    *,
+    otherwise: str,
+    reasons: Sequence[tuple[str, Mapping[str, Bits]]] = (),
+    timings: Timings | None = None,
+    layers_grouped: int = 1,
+) -> Outcome:
+    """The outcome of a transfer that has ended.
+
+    Args:
+        landed: What of it landed.
+        otherwise: Why a block is missing that no other reason names.
+        reasons: Each with the positions, shape (blocks,), of the blocks that it is the
+            reason for where they are missing; the first that names a block holds.
+        timings: Where the time went.
+        layers_grouped: Layers that moved together.
+    """
+    plan = landed.plan
+    here: dict[str, Ids] = {}
+    missing: dict[str, MissingOfGroup] = {}
+    nbytes = 0
+    for index, walk in enumerate(plan.groups):
+        by_layer = landed.by_layer(index)
+        whole = landed.blocks(index)
+        ids = plan.lists[walk.group]
+        codes = _codes(ids.size, walk.group, [bits for _, bits in reasons])
+        here[walk.group] = ids[whole]
+        missing[walk.group] = MissingOfGroup(
+            ids[~whole], codes[~whole], walk.layers, ~by_layer[:, ~whole]
+        )
+        moved = np.count_nonzero(landed.cells(index)[:, plan.wanted(index)])
+        nbytes += int(moved) * walk.granule_bytes
+    return Outcome(
+        complete=landed.complete,
+        landed=BlockSet(here),
+        missing=MissingBlocks(missing, [*(text for text, _ in reasons), otherwise]),
+        usable_prefix=landed.usable_prefix,
+        usable_tokens=landed.usable_tokens,
+        lists=plan.lists,
+        tokens={walk.group: walk.tokens for walk in plan.groups},
+        timings=timings or Timings(),
+        layers_grouped=layers_grouped,
+        nbytes=nbytes,
+    )
+
+
+def nothing_landed(
+    cache: PagedCache,
+    blocks: Blocks,
+    reason: str,
+    *,
+    tokens: Tokens = None,
+    timings: Timings | None = None,
+) -> Outcome:
+    """The outcome of a transfer that ended before there was a plan.
+
+    Args:
+        cache: The local cache.
+        blocks: The local block list.
+        reason: Why every block is missing.
+        tokens: Valid tokens in the list.
+        timings: Where the time went.
+
+    Raises:
+        UsageError: The blocks or the tokens do not fit the cache.
+    """
+    lists = cache.block_lists(blocks)
+    missing = {
+        name: MissingOfGroup(
+            ids,
+            np.zeros(ids.size, np.uint16),
+            cache.groups[name].spec.layer_indices,
+            np.ones((cache.groups[name].spec.layers, ids.size), np.bool_),
+        )
+        for name, ids in lists.items()
+    }
+    return Outcome(
+        complete=False,
+        landed=BlockSet({name: np.empty(0, np.int64) for name in lists}),
+        missing=MissingBlocks(missing, [reason]),
+        usable_prefix=0,
+        usable_tokens=0,
+        lists=lists,
+        tokens={g.name: g.capacity for g in describe(cache, lists, tokens).groups},
+        timings=timings or Timings(),
+    )
+
+
+def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome of several transfers that each carried a share of the same blocks.
+
+    A block has landed if all shares of it have. Times are the longest of each phase,
+    since the transfers ran side by side.
+
+    Raises:
+        UsageError: There is none, or their block lists differ.
+    """
+    if not outcomes:
+        raise UsageError("join: there is no outcome to join")
+    first = outcomes[0]
+    for outcome in outcomes:
+        _require_same_lists(first, outcome)
+    missing = join_missing([outcome.missing for outcome in outcomes])
+    landed = {
+        group: ids[~np.isin(ids, missing.ids(group))]
+        for group, ids in first.lists.items()
+    }
+    phases = {
+        phase.name: max(getattr(outcome.timings, phase.name) for outcome in outcomes)
+        for phase in fields(Timings)
+    }
+    return Outcome(
+        complete=all(outcome.complete for outcome in outcomes),
+        landed=BlockSet(landed),
+        missing=missing,
+        usable_prefix=min(outcome.usable_prefix for outcome in outcomes),
+        usable_tokens=min(outcome.usable_tokens for outcome in outcomes),
+        lists=first.lists,
+        tokens=first.tokens,
+        timings=Timings(**phases),
+        layers_grouped=max(outcome.layers_grouped for outcome in outcomes),
+        nbytes=sum(outcome.nbytes for outcome in outcomes),
+    )
+
+
+def _require_same_lists(first: Outcome, other: Outcome) -> None:
+    if first.lists.keys() != other.lists.keys():
+        raise UsageError(
+            f"join: one outcome has the groups {', '.join(first.lists)}, another "
+            f"{', '.join(other.lists)}"
+        )
+    for group, ids in first.lists.items():
+        if not np.array_equal(ids, other.lists[group]):
+            raise UsageError(f"join: the block lists of group {group!r} differ")
+        if first.tokens[group] != other.tokens[group]:
+            raise UsageError(
+                f"join: group {group!r} has tokens={first.tokens[group]} in one "
+                f"outcome and tokens={other.tokens[group]} in another"
+            )
+
+
+def _codes(blocks: int, group: str, named: Sequence[Mapping[str, Bits]]) -> Codes:
+    """For each position the first reason that names it, or the one behind the last."""
+    codes = np.full(blocks, len(named), np.uint16)
+    for code in reversed(range(len(named))):
+        if group in named[code]:
+            codes[named[code][group]] = code
+    return codes

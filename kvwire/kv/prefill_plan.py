@@ -1,0 +1,319 @@
+"""What to prefill where a transfer did not bring everything: only what is missing.
+
+A decode engine that waited for KV asks for each request: go on decoding, or compute
+some of the prompt here? The answer is per block, not per request, because requests
+share
+blocks: a prefix that two prompts have in common lies in the same blocks, which only one
+of their transfers brought.
+
+Theory
+------
+Each block has so many *valid* tokens: all of them if it landed, those the request had
+before the transfers, and none if any transfer misses it. A block that one transfer
+landed and another one lost counts as lost: computing it again is always right, reading
+it might not be.
+
+The *usable prefix* of a request is its tokens up to the first that is not valid. KV of
+a token depends on every token before it, so an engine prefills from the end of the
+prefix. A group that lists fewer tokens than the request has is a window on the last of
+them; with a gap in it there is no earlier end to go back to, and the prefix is empty.
+
+Blocks are shared as prefixes: whoever shares a block shares every block before it. So
+two requests that share a lost block have the same usable prefix, and neither decodes
+while the block is lost. The first of them in the caller's order *owns* the
+recomputation. The others wait for the owner, and prefill from where its share ends.
+
+This is what vLLM PR #12285 set out to do; vLLM #49250 is what happens without owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import DEFAULT_GROUP, Bits, Blocks, Ids, block_lists
+from kvwire.kv.outcome import Outcome
+
+Id = TypeVar("Id", bound=Hashable)
+
+
+class TokenRange(NamedTuple):
+    """Tokens of a request: ``start`` to before ``stop``."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRequest(Generic[Id]):
+    """A request whose KV was to arrive.
+
+    Attributes:
+        id: The caller's name for it.
+        num_tokens: Tokens that need KV before decoding.
+        blocks: The blocks that hold them, in token order; for a cache with groups,
+            {group: ids}.
+        block_tokens: Tokens of a block, of every group or {group: tokens}.
+        cached_tokens: Leading tokens whose blocks were good before the transfers.
+    """
+
+    id: Id
+    num_tokens: int
+    blocks: Blocks
+    block_tokens: int | Mapping[str, int]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan(Generic[Id]):
+    """Who decodes, who prefills what, and who waits for whom.
+
+    Attributes:
+        ready: Requests that go straight to decode.
+        prefill: For each other request the token ranges to compute, ascending; none if
+            somebody else computes all it lacks.
+        waits: The owner that a request has to wait for before its own ranges. An owner
+            may wait too, so follow the chain; it has no cycle.
+    """
+
+    ready: tuple[Id, ...] = ()
+    prefill: Mapping[Id, tuple[TokenRange, ...]] = field(default_factory=dict)
+    waits: Mapping[Id, Id] = field(default_factory=dict)
+
+
+def plan_prefill(
+    requests: Iterable[PrefillRequest[Id]],
+    outcomes: Mapping[Id, Outcome] | Iterable[Outcome],
+) -> PrefillPlan[Id]:
+    """Decide for each request what to prefill, and in which order.
+
+    Args:
+        requests: The requests, the most urgent first: of several that share a lost
+            block, the first computes it.
+        outcomes: How their transfers ended, by request id or just all of them; blocks
+            are looked up by (group, block id). A request of which no block was in any
+            transfer has only its cached tokens.
+
+    Raises:
+        UsageError: A request's blocks do not hold its tokens, an id is there twice, or
+            lost blocks are shared otherwise than as a prefix.
+    """
+    known = [_Request.read(request) for request in requests]
+    ids = [request.id for request in known]
+    if len(set(ids)) != len(ids):
+        twice = next(name for name in ids if ids.count(name) > 1)
+        raise UsageError(f"plan_prefill: request {twice!r} is there twice")
+    ends = list(outcomes.values() if isinstance(outcomes, Mapping) else outcomes)
+    blocks = _Blocks(known, ends)
+    usable = [blocks.usable_tokens(request) for request in known]
+    done = [u >= r.num_tokens for u, r in zip(usable, known, strict=True)]
+    for request, ready in zip(known, done, strict=True):
+        if ready:
+            blocks.read(request)
+    prefill: dict[Id, tuple[TokenRange, ...]] = {}
+    waits: dict[Id, Id] = {}
+    for request, tokens, ready in zip(known, usable, done, strict=True):
+        if ready:
+            continue
+        start, owner = blocks.claim(request, tokens)
+        if owner is not None:
+            waits[request.id] = owner.id
+        rest = (TokenRange(start, request.num_tokens),)
+        prefill[request.id] = rest if start < request.num_tokens else ()
+    return PrefillPlan(
+        ready=tuple(name for name, ready in zip(ids, done, strict=True) if ready),
+        prefill=prefill,
+        waits=waits,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Request(Generic[Id]):
+    """A request, checked: its block lists as arrays, cut to its tokens."""
+
+    id: Id
+    num_tokens: int
+    cached_tokens: int
+    lists: Mapping[str, Ids]
+    block_tokens: Mapping[str, int]
+    main: str  # the first group whose list holds every token
+
+    @classmethod
+    def read(cls, request: PrefillRequest[Id]) -> _Request[Id]:
+        where = f"plan_prefill: request {request.id!r}"
+        tokens = request.num_tokens
+        if tokens < 1 or not 0 <= request.cached_tokens <= tokens:
+            raise UsageError(
+                f"{where}: num_tokens={tokens} and cached_tokens="
+                f"{request.cached_tokens}: the first is at least 1 and the larger"
+            )
+        given = request.blocks
+        names = tuple(given) if isinstance(given, Mapping) else (DEFAULT_GROUP,)
+        try:
+            lists = block_lists(given, dict.fromkeys(names, _ANY_POOL))
+        except UsageError as exc:
+            raise UsageError(f"{where}: {exc}") from None
+        sizes = request.block_tokens
+        if not isinstance(sizes, Mapping):
+            sizes = dict.fromkeys(names, sizes)
+        if sizes.keys() != lists.keys() or min(sizes.values()) < 1:
+            raise UsageError(f"{where}: block_tokens={request.block_tokens!r}")
+        full = [n for n in names if lists[n].size * sizes[n] >= tokens]
+        if not full:
+            raise UsageError(
+                f"{where}: num_tokens={tokens}, but its blocks hold "
+                f"{max(lists[n].size * sizes[n] for n in names)}"
+            )
+        lists = {name: ids[: -(-tokens // sizes[name])] for name, ids in lists.items()}
+        return cls(request.id, tokens, request.cached_tokens, lists, sizes, full[0])
+
+    def tokens_in(self, group: str) -> Ids:
+        """How many of its tokens are in each block of a group."""
+        size = self.block_tokens[group]
+        counts = np.full(self.lists[group].size, size, np.int64)
+        counts[-1:] -= -self.num_tokens % size
+        return counts
+
+    def is_window(self, group: str) -> bool:
+        """Whether a group holds only the last tokens."""
+        return self.lists[group].size * self.block_tokens[group] < self.num_tokens
+
+
+class _Blocks(Generic[Id]):
+    """What is known of each block: its valid tokens, and who computes the rest.
+
+    Blocks of a group are numbered by their place among all that the requests name, so
+    that every table is as long as they are many, whatever their ids.
+    """
+
+    def __init__(
+        self, requests: Sequence[_Request[Id]], ends: Sequence[Outcome]
+    ) -> None:
+        self._block_tokens = _common_sizes(requests)
+        self._ids = {
+            name: np.unique(
+                np.concatenate([r.lists[name] for r in requests if name in r.lists])
+            )
+            for name in self._block_tokens
+        }
+        self._valid = self._table(0)
+        self._owner = self._table(_NOBODY)
+        self._position = self._table(0)
+        self._claimants: list[_Request[Id]] = []
+        for request in requests:
+            self._add_cached(request)
+        shared = [(end, n) for end in ends for n in self._ids.keys() & end.lists.keys()]
+        for end, name in shared:
+            self._add_landed(end, name)
+        for end, name in shared:
+            at, _ = self._find(name, end.missing.ids(name))
+            self._valid[name][at] = 0
+
+    def usable_tokens(self, request: _Request[Id]) -> int:
+        """Leading tokens of a request that need not be computed."""
+        usable = request.num_tokens
+        for name, ids in request.lists.items():
+            at, _ = self._find(name, ids)
+            valid = self._valid[name][at]
+            short = valid < request.tokens_in(name)
+            if not short.any():
+                continue
+            if request.is_window(name):
+                return 0
+            first = int(short.argmax())
+            size = request.block_tokens[name]
+            usable = min(usable, first * size + int(valid[first]))
+        windowed = any(request.is_window(name) for name in request.lists)
+        return 0 if windowed and usable < request.num_tokens else usable
+
+    def read(self, request: _Request[Id]) -> None:
+        """A request decodes from its blocks, so nobody may write to them."""
+        at, _ = self._find(request.main, request.lists[request.main])
+        self._owner[request.main][at] = _READ
+
+    def claim(
+        self, request: _Request[Id], usable: int
+    ) -> tuple[int, _Request[Id] | None]:
+        """Give a request what it lacks and nobody before it computes.
+
+        Returns:
+            Its first token to compute, and the owner of what lies before, if any.
+        """
+        group = request.main
+        size = request.block_tokens[group]
+        first = usable // size
+        at, _ = self._find(group, request.lists[group])
+        owners = self._owner[group][at]
+        position = np.arange(at.size)
+        shared = (owners >= 0) & (self._position[group][at] == position)
+        alone = ~shared[first:]
+        end = first + int(alone.argmax()) if alone.any() else at.size
+        taken = np.flatnonzero(owners[end:] != _NOBODY)
+        if taken.size:
+            block = int(request.lists[group][end + int(taken[0])])
+            raise UsageError(
+                f"plan_prefill: request {request.id!r} lacks block {block} of group "
+                f"{group!r}, which another request has after different blocks; blocks "
+                "can be shared only as a prefix"
+            )
+        start, owner = usable, None
+        if end > first:
+            owner = self._claimants[int(owners[end - 1])]
+            start = max(usable, min(end * size, owner.num_tokens))
+        if start < request.num_tokens:
+            mine = at[start // size :]
+            self._owner[group][mine] = len(self._claimants)
+            self._position[group][mine] = position[start // size :]
+            self._claimants.append(request)
+        return start, owner
+
+    def _table(self, value: int) -> dict[str, Ids]:
+        return {name: np.full(ids.size, value) for name, ids in self._ids.items()}
+
+    def _add_cached(self, request: _Request[Id]) -> None:
+        for name, ids in request.lists.items():
+            size = request.block_tokens[name]
+            skipped = request.num_tokens - int(request.tokens_in(name).sum())
+            before = skipped + np.arange(ids.size, dtype=np.int64) * size
+            tokens = np.clip(request.cached_tokens - before, 0, size)
+            at, _ = self._find(name, ids)
+            self._valid[name][at] = np.maximum(self._valid[name][at], tokens)
+
+    def _add_landed(self, end: Outcome, name: str) -> None:
+        listed, size = end.lists[name], self._block_tokens[name]
+        tokens = np.full(listed.size, size)
+        tokens[-1:] -= listed.size * size - end.tokens[name]
+        landed = ~np.isin(listed, end.missing.ids(name))
+        at, known = self._find(name, listed[landed])
+        valid = self._valid[name]
+        valid[at] = np.maximum(valid[at], tokens[landed][known])
+
+    def _find(self, name: str, ids: Ids) -> tuple[Ids, Bits]:
+        """Where those that some request names are, and which of ``ids`` they are."""
+        table = self._ids[name]
+        known: Bits = np.isin(ids, table)
+        return np.searchsorted(table, ids[known]), known
+
+
+def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:
+    """The block size of each group, on which all requests have to agree."""
+    sizes: dict[str, int] = {}
+    for request in requests:
+        for name, size in request.block_tokens.items():
+            if sizes.setdefault(name, size) != size:
+                raise UsageError(
+                    f"plan_prefill: request {request.id!r} has block_tokens={size} in "
+                    f"group {name!r}, another has {sizes[name]}"
+                )
+    return sizes
+
+
+# Ids are checked for being ids only; the pool is the caller's.
+_ANY_POOL: Final = 2**62
+# Who computes a block, where it is not the index of a request that claimed some.
+_NOBODY: Final = -1
+_READ: Final = -2

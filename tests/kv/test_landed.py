@@ -1,0 +1,137 @@
+"""What has landed, cell by cell, against counting bytes one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import UsageError
+from kvwire.kv.geometry import describe
+from kvwire.kv.landed import Landed
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.spec import KVSpec
+from tests.kv.reference import Store, plain_shape, walk_elements
+from tests.kv.scenarios import Scenario, scenarios
+from tests.kv.test_plan import partitions
+
+NHD = plain_shape("block kv token head dim")
+SPEC = KVSpec(layers=3, kv_heads=1, head_dim=2, block_tokens=4)
+
+
+@given(scenarios(), st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_blocks_land_when_their_last_byte_does(
+    scenario: Scenario, data: st.DataObject
+) -> None:
+    """A block of a layer has landed exactly if none of its elements is missing."""
+    _, plan = scenario.plans()
+    (walk,) = plan.groups
+    landed = Landed(plan)
+    block_tokens = scenario.consumer.store.spec.block_tokens
+    expected = np.ones((len(walk.layers), len(scenario.consumer.ids)), np.bool_)
+    for segment in data.draw(partitions(plan)):
+        nbytes = plan.nbytes_of(segment)
+        ranges = data.draw(missing_ranges(nbytes))
+        landed.mark_but(segment, ranges)
+        for number, element in enumerate(walk_elements(walk, segment)):
+            first = number * walk.item_bytes
+            if any(a < first + walk.item_bytes and first < a + n for a, n in ranges):
+                row = element.layer - walk.layers.start
+                expected[row, element.token // block_tokens] = False
+    np.testing.assert_array_equal(landed.by_layer(0), expected)
+    np.testing.assert_array_equal(landed.blocks(0), expected.all(axis=0))
+    assert landed.complete == expected.all()
+    for row, layer in enumerate(walk.layers):
+        assert landed.layer(layer) == expected[row].all()
+    prefix = int(np.cumprod(expected.all(axis=0)).sum())
+    assert landed.usable_prefix == prefix
+    assert landed.usable_tokens == min(prefix * block_tokens, walk.tokens)
+
+
+@st.composite
+def missing_ranges(draw: st.DrawFn, nbytes: int) -> list[tuple[int, int]]:
+    """Up to two byte ranges of a segment, often none."""
+    starts = draw(st.lists(st.integers(0, nbytes - 1), max_size=2))
+    return [(start, draw(st.integers(1, nbytes - start))) for start in starts]
+
+
+def plan_of(
+    groups: dict[str, tuple[KVSpec, list[int]]], **have: list[bool]
+) -> TransferPlan:
+    """A consumer's plan; the producer has the same."""
+    cache = PagedCache.grouped(
+        {n: (s, Store(s, 9, NHD).tensors()) for n, (s, _) in groups.items()}
+    )
+    blocks = {name: ids for name, (_, ids) in groups.items()}
+    peer = describe(cache, cache.block_lists(blocks))
+    bits = {name: np.array(held, np.bool_) for name, held in have.items()}
+    return TransferPlan(cache, blocks, peer, Side.CONSUMER, have=bits)
+
+
+def test_marking_twice_changes_nothing() -> None:
+    """A chunk may come again after a reconnect."""
+    landed = Landed(plan_of({"kv": (SPEC, [5, 3])}))
+    (segment,) = landed.plan.segments(layers=1)
+    for _ in range(2):
+        landed.mark(segment)
+        landed.mark_but(segment, [(0, 1)])
+    assert landed.cells(0).tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    assert [landed.layer(n) for n in range(3)] == [False, True, False]
+    assert not landed.complete
+
+
+def test_what_the_consumer_had_counts() -> None:
+    landed = Landed(plan_of({"kv": (SPEC, [5, 3])}, kv=[True, False]))
+    assert landed.usable_prefix == 1
+    assert not landed.layer(0)
+    for segment in landed.plan.segments(blocks=1):
+        landed.mark(segment)
+    assert landed.complete
+
+
+def test_a_layer_is_gated_in_each_group() -> None:
+    landed = Landed(plan_of({"a": (SPEC, [1]), "b": (SPEC, [1])}))
+    for segment in landed.plan.segments(layers=0, group="a"):
+        landed.mark(segment)
+    assert landed.layer(0, group="a")
+    assert not landed.layer(0)
+    assert landed.layer(7), "nobody waits for a layer that is not carried"
+    with pytest.raises(UsageError, match="no group 'c'"):
+        landed.layer(0, group="c")
+
+
+def test_the_prefix_is_that_of_the_worst_group() -> None:
+    """Groups of other block sizes: counted in tokens, told in blocks of the first."""
+    coarse = KVSpec(layers=1, kv_heads=1, head_dim=2, block_tokens=8)
+    landed = Landed(plan_of({"a": (SPEC, [1, 2, 3, 4]), "b": (coarse, [1, 2])}))
+    for segment in landed.plan.segments():
+        landed.mark(Segment(segment.group, 0, segment.layers, 0, 1))
+    assert (landed.usable_tokens, landed.usable_prefix) == (4, 1)
+    for segment in landed.plan.segments(group="a"):
+        landed.mark(segment)
+    assert (landed.usable_tokens, landed.usable_prefix) == (8, 2)
+
+
+def test_a_window_allows_no_earlier_end() -> None:
+    """The last tokens of a window group say nothing about a shorter prompt."""
+    landed = Landed(plan_of({"full": (SPEC, [1, 2, 3]), "window": (SPEC, [8])}))
+    for segment in landed.plan.segments(group="full"):
+        landed.mark(segment)
+    assert (landed.usable_tokens, landed.usable_prefix) == (0, 0)
+    for segment in landed.plan.segments(group="window"):
+        landed.mark(segment)
+    assert (landed.usable_tokens, landed.usable_prefix) == (12, 3)
+
+
+def test_a_segment_of_another_plan_is_refused() -> None:
+    landed = Landed(plan_of({"kv": (SPEC, [5, 3])}))
+    for segment in (Segment(1, 0, 1, 0, 1), Segment(0, 0, 4, 0, 1)):
+        with pytest.raises(UsageError, match="segment: "):
+            landed.mark(segment)
+    (segment,) = landed.plan.segments(layers=0)
+    with pytest.raises(UsageError, match="segment: bytes"):
+        landed.mark_but(segment, [(0, 10_000)])
+    assert not landed.cells(0).any()

@@ -1,0 +1,166 @@
+"""An outcome says exactly which blocks are here and why the others are not."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import UsageError
+from kvwire.kv.geometry import describe
+from kvwire.kv.landed import Landed
+from kvwire.kv.outcome import (
+    Outcome,
+    Timings,
+    join_outcomes,
+    nothing_landed,
+    outcome_of,
+)
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.spec import KVSpec
+from tests.kv.reference import Store, plain_shape
+
+NHD = plain_shape("block kv token head dim")
+SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
+BLOCKS = {"full": [5, 3, 8], "window": [8, 5, 1]}
+
+
+def cache() -> PagedCache:
+    return PagedCache.grouped(
+        {n: (SPEC, Store(SPEC, 9, NHD).tensors()) for n in BLOCKS}
+    )
+
+
+def landed_of(
+    blocks: dict[str, list[int]] = BLOCKS, have: dict[str, list[bool]] | None = None
+) -> Landed:
+    here = cache()
+    peer = describe(here, here.block_lists(blocks))
+    bits = {name: np.array(held, np.bool_) for name, held in (have or {}).items()}
+    return Landed(TransferPlan(here, blocks, peer, Side.CONSUMER, have=bits))
+
+
+def bits(*values: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.array(values, np.bool_)
+
+
+def test_r31_blocks_are_keyed_by_group_and_id() -> None:
+    """Block 8 of one group landed, block 8 of the other did not."""
+    landed = landed_of()
+    landed.mark(Segment(0, 0, 2, 0, 3))
+    landed.mark(Segment(1, 0, 1, 0, 3))
+    landed.mark(Segment(1, 1, 1, 1, 1))
+    outcome = outcome_of(landed, otherwise="connection lost")
+    assert not outcome.complete
+    assert set(outcome.landed) == {("full", n) for n in (5, 3, 8)} | {("window", 5)}
+    assert ("window", 8) not in outcome.landed
+    assert dict(outcome.missing) == {
+        ("window", 8): "connection lost",
+        ("window", 1): "connection lost",
+    }
+    assert outcome.missing.layers(("window", 8)) == (1,)
+    assert outcome.usable_prefix == 0
+    assert outcome.nbytes == (6 + 4) * SPEC.layer_block_bytes
+
+
+def test_everything_landed() -> None:
+    landed = landed_of(have={"full": [True, False, False]})
+    for segment in landed.plan.segments():
+        landed.mark(segment)
+    times = Timings(queue_s=1.0, wire_s=2.0)
+    outcome = outcome_of(landed, otherwise="", timings=times, layers_grouped=2)
+    assert outcome.complete
+    assert len(outcome.landed) == 6
+    assert not outcome.missing
+    assert (outcome.usable_prefix, outcome.usable_tokens) == (3, 12)
+    assert outcome.tokens == {"full": 12, "window": 12}
+    assert (outcome.timings, outcome.layers_grouped) == (times, 2)
+    assert outcome.nbytes == (4 + 6) * SPEC.layer_block_bytes, "one block was here"
+    with pytest.raises(FrozenInstanceError):
+        outcome.complete = False  # type: ignore[misc]
+
+
+def test_each_missing_block_has_the_first_reason_that_names_it() -> None:
+    landed = landed_of()
+    landed.mark(Segment(0, 0, 2, 0, 1))
+    reasons = [
+        ("not marked", {"full": bits(1, 1, 0)}),
+        ("damaged", {"full": bits(0, 1, 1), "window": bits(0, 0, 1)}),
+    ]
+    outcome = outcome_of(landed, otherwise="aborted", reasons=reasons)
+    assert dict(outcome.missing) == {
+        ("full", 3): "not marked",
+        ("full", 8): "damaged",
+        ("window", 8): "aborted",
+        ("window", 5): "aborted",
+        ("window", 1): "damaged",
+    }
+
+
+def test_nothing_landed_without_a_plan() -> None:
+    """The peer never came: every block, every layer, one reason."""
+    outcome = nothing_landed(cache(), BLOCKS, "no such transfer", tokens=11)
+    assert not outcome.complete
+    assert not outcome.landed
+    assert outcome.landed.groups == ("full", "window")
+    assert set(outcome.missing.values()) == {"no such transfer"}
+    assert set(outcome.missing) == {(g, n) for g, ids in BLOCKS.items() for n in ids}
+    assert outcome.missing.layers(("window", 1)) == (0, 1)
+    assert outcome.tokens == {"full": 11, "window": 11}
+    assert (outcome.usable_prefix, outcome.nbytes) == (0, 0)
+    with pytest.raises(UsageError, match="tokens=99"):
+        nothing_landed(cache(), BLOCKS, "no such transfer", tokens=99)
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=1, max_size=3)
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_join_has_landed_what_every_share_has(shares: list[list[bool]]) -> None:
+    """Each share is 2 groups x 2 layers x 3 blocks of cells."""
+    outcomes = []
+    for cells in shares:
+        landed = landed_of()
+        for index, cell in enumerate(cells):
+            group, layer, granule = index // 6, index // 3 % 2, index % 3
+            if cell:
+                landed.mark(Segment(group, layer, 1, granule, 1))
+        outcomes.append(outcome_of(landed, otherwise="lost"))
+    joined = join_outcomes(outcomes)
+    expected = set.intersection(*(set(outcome.landed) for outcome in outcomes))
+    every = {(g, n) for g, ids in BLOCKS.items() for n in ids}
+    assert set(joined.landed) == expected
+    assert set(joined.missing) == every - expected
+    assert joined.complete == (expected == every)
+    assert joined.usable_prefix == min(outcome.usable_prefix for outcome in outcomes)
+    assert joined.nbytes == sum(outcome.nbytes for outcome in outcomes)
+
+
+def test_a_join_takes_the_longest_times() -> None:
+    landed = landed_of()
+    first = outcome_of(landed, otherwise="", timings=Timings(wire_s=3.0, queue_s=1.0))
+    second = replace(first, timings=Timings(wire_s=1.0, queue_s=2.0), layers_grouped=4)
+    joined = join_outcomes([first, second])
+    assert joined.timings == Timings(wire_s=3.0, queue_s=2.0)
+    assert joined.layers_grouped == 4
+
+
+def test_a_join_is_of_the_same_blocks() -> None:
+    def outcome(blocks: dict[str, list[int]]) -> Outcome:
+        return outcome_of(landed_of(blocks), otherwise="")
+
+    first = outcome(BLOCKS)
+    other = outcome({"full": [5, 3, 7], "window": [8, 5, 1]})
+    with pytest.raises(UsageError, match="the block lists of group 'full' differ"):
+        join_outcomes([first, other])
+    with pytest.raises(UsageError, match="one outcome has the groups full, window"):
+        join_outcomes([first, replace(first, lists={"full": first.lists["full"]})])
+    shorter = replace(first, tokens={"full": 12, "window": 11})
+    with pytest.raises(UsageError, match="group 'window' has tokens=12 in one"):
+        join_outcomes([first, shorter])
+    with pytest.raises(UsageError, match="no outcome to join"):
+        join_outcomes([])

@@ -1,0 +1,347 @@
+"""Only what is missing is computed, once, and nobody decodes before it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import BlockSet
+from kvwire.kv.missing import MissingBlocks, MissingOfGroup
+from kvwire.kv.outcome import Outcome
+from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
+
+T = 4
+
+
+def outcome(
+    ids: list[int], lost: set[int], *, tokens: int | None = None, group: str = "kv"
+) -> Outcome:
+    """How a transfer of some blocks ended."""
+    return grouped_outcome({group: ids}, {group: lost}, {group: tokens or len(ids) * T})
+
+
+def grouped_outcome(
+    lists: Mapping[str, list[int]],
+    lost: Mapping[str, set[int]],
+    tokens: Mapping[str, int],
+) -> Outcome:
+    """The same for several groups; the planner reads lists, tokens and missing."""
+    arrays = {name: np.array(ids, np.int64) for name, ids in lists.items()}
+    gone = {
+        n: np.array([i for i in ids if i in lost[n]], np.int64)
+        for n, ids in lists.items()
+    }
+    missing = {
+        name: MissingOfGroup(
+            ids,
+            np.zeros(ids.size, np.uint16),
+            range(1),
+            np.ones((1, ids.size), np.bool_),
+        )
+        for name, ids in gone.items()
+    }
+    return Outcome(
+        complete=not any(ids.size for ids in gone.values()),
+        landed=BlockSet({n: np.setdiff1d(arrays[n], gone[n]) for n in arrays}),
+        missing=MissingBlocks(missing, ["lost"]),
+        usable_prefix=0,
+        usable_tokens=0,
+        lists=arrays,
+        tokens=tokens,
+    )
+
+
+def request(
+    name: str, blocks: list[int], tokens: int | None = None, cached: int = 0
+) -> PrefillRequest[str]:
+    return PrefillRequest(
+        id=name,
+        num_tokens=tokens or len(blocks) * T,
+        blocks=blocks,
+        block_tokens=T,
+        cached_tokens=cached,
+    )
+
+
+def plan(*requests: PrefillRequest[str], **outcomes: Outcome) -> PrefillPlan[str]:
+    return plan_prefill(requests, outcomes)
+
+
+def test_r28_only_requests_that_lost_kv_prefill() -> None:
+    """A batch of three: one whole, one that lost its third block, one that lost all."""
+    found = plan(
+        request("a", [1, 2]),
+        request("b", [3, 4, 5, 6], tokens=15),
+        request("c", [7, 8]),
+        a=outcome([1, 2], set()),
+        b=outcome([3, 4, 5, 6], {5}),
+        c=outcome([7, 8], {7, 8}),
+    )
+    assert found.ready == ("a",)
+    assert found.prefill == {"b": ((8, 15),), "c": ((0, 8),)}
+    assert found.waits == {}
+
+
+def test_r29_one_owner_recomputes_a_shared_block() -> None:
+    """Both prompts begin with blocks 1 and 2; block 2 was lost, b's own were not."""
+    found = plan(
+        request("a", [1, 2, 3]),
+        request("b", [1, 2, 4, 5]),
+        a=outcome([1, 2, 3], {2}),
+        b=outcome([4, 5], set()),
+    )
+    assert found.ready == ()
+    assert found.prefill == {"a": ((4, 12),), "b": ((8, 16),)}
+    assert found.waits == {"b": "a"}
+
+
+def test_a_sharer_of_everything_only_waits() -> None:
+    found = plan(
+        request("a", [1, 2, 3]),
+        request("b", [1, 2], cached=4),
+        a=outcome([1, 2, 3], {1}),
+    )
+    assert found.prefill == {"a": ((0, 12),), "b": ()}
+    assert found.waits == {"b": "a"}
+
+
+def test_the_first_in_order_owns() -> None:
+    """The caller's order is its priority; a short owner leaves the rest to the next."""
+    short, long = request("short", [1, 2]), request("long", [1, 2, 3])
+    lost = outcome([1, 2, 3], {2, 3})
+    first = plan_prefill([short, long], [lost])
+    assert first.prefill == {"short": ((4, 8),), "long": ((8, 12),)}
+    assert first.waits == {"long": "short"}
+    second = plan_prefill([long, short], [lost])
+    assert second.prefill == {"long": ((4, 12),), "short": ()}
+    assert second.waits == {"short": "long"}
+
+
+def test_waiting_is_a_chain() -> None:
+    """c shares the next block with b, and all of a's with both."""
+    found = plan_prefill(
+        [request("a", [1]), request("b", [1, 2]), request("c", [1, 2, 3])],
+        [outcome([1, 2, 3], {1, 2, 3})],
+    )
+    assert found.prefill == {"a": ((0, 4),), "b": ((4, 8),), "c": ((8, 12),)}
+    assert found.waits == {"b": "a", "c": "b"}
+
+
+def test_a_block_lost_by_any_transfer_is_lost() -> None:
+    """Two transfers wrote block 1; who knows what the one that failed left in it."""
+    found = plan(
+        request("a", [1]), request("b", [1]), a=outcome([1], set()), b=outcome([1], {1})
+    )
+    assert found.ready == ()
+    assert found.waits == {"b": "a"}
+
+
+def test_a_request_without_a_transfer_has_what_was_cached() -> None:
+    found = plan(request("a", [1, 2, 3], cached=6), request("b", [4], cached=4))
+    assert found.prefill == {"a": ((6, 12),)}
+    assert found.ready == ("b",)
+
+
+def test_a_partly_filled_block_is_valid_as_far_as_it_was_filled() -> None:
+    """The transfer was for 6 tokens; the prompt has 8."""
+    found = plan(request("a", [1, 2]), a=outcome([1, 2], set(), tokens=6))
+    assert found.prefill == {"a": ((6, 8),)}
+    assert plan(
+        request("a", [1, 2], tokens=6), a=outcome([1, 2], set(), tokens=6)
+    ).ready == ("a",)
+
+
+def test_more_blocks_than_tokens_are_room_to_grow() -> None:
+    found = plan(request("a", [1, 2, 9], tokens=7), a=outcome([1, 2], set()))
+    assert found.ready == ("a",)
+
+
+def grouped(full: list[int], window: list[int]) -> PrefillRequest[str]:
+    return PrefillRequest(
+        id="a",
+        num_tokens=12,
+        blocks={"full": full, "window": window},
+        block_tokens={"full": 4, "window": 2},
+    )
+
+
+def test_groups_lose_blocks_of_the_same_id_apart() -> None:
+    """Block 3 of one group landed and block 3 of the other did not (R31)."""
+    six = [3, 1, 2, 4, 5, 6]
+    found = plan_prefill(
+        [grouped([3, 1, 2], six)],
+        [
+            grouped_outcome(
+                {"full": [3, 1, 2], "window": six},
+                {"full": {2}, "window": {4}},
+                {"full": 12, "window": 12},
+            )
+        ],
+    )
+    assert found.prefill == {"a": ((6, 12),)}
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        ({"full": set(), "window": set()}, ()),
+        ({"full": set(), "window": {8}}, ((0, 12),)),
+        ({"full": {2}, "window": set()}, ((0, 12),)),
+    ],
+    ids=["nothing", "window", "full"],
+)
+def test_a_window_is_all_or_nothing(
+    lost: dict[str, set[int]], expected: tuple[tuple[int, int], ...]
+) -> None:
+    """The window lists the last four tokens; there is none for an earlier end."""
+    lists = {"full": [3, 1, 2], "window": [8, 9]}
+    end = grouped_outcome(lists, lost, {"full": 12, "window": 4})
+    found = plan_prefill([grouped(**lists)], [end])
+    assert found.prefill.get("a", ()) == expected
+    assert found.ready == (("a",) if not expected else ())
+
+
+def test_blocks_are_shared_as_a_prefix_only() -> None:
+    """A lost block behind different blocks cannot be computed for both."""
+    with pytest.raises(UsageError, match=r"'b' lacks block 2 .* only as a prefix"):
+        plan(
+            request("a", [1, 2]),
+            request("b", [3, 2]),
+            a=outcome([1, 2], {1, 2}),
+            b=outcome([3], {3}),
+        )
+    with pytest.raises(UsageError, match="'b' lacks block 2 of group 'kv'"):
+        plan(request("a", [1, 2]), request("b", [2, 1]), a=outcome([1, 2], {1, 2}))
+
+
+def test_nobody_writes_where_another_decodes() -> None:
+    """Block 2 is good and a decodes from it; b would compute it again."""
+    with pytest.raises(UsageError, match="'b' lacks block 2"):
+        plan(request("a", [2]), request("b", [3, 2]), a=outcome([2, 3], {3}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (request("a", [1], tokens=5), "num_tokens=5, but its blocks hold 4"),
+        (
+            request("a", [1, 1]),
+            "request 'a': blocks of group 'kv': block id 1 .* twice",
+        ),
+        (request("a", [-1]), "request 'a': .* block id -1 at position 0"),
+        (request("a", [1], cached=5), "num_tokens=4 and cached_tokens=5"),
+        (
+            PrefillRequest(
+                id="a", num_tokens=4, blocks={"x": [1]}, block_tokens={"y": 4}
+            ),
+            "block_tokens={'y': 4}",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_requests_are_named(wrong: PrefillRequest[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_prefill([wrong], [])
+
+
+def test_requests_that_contradict_each_other_are_named() -> None:
+    with pytest.raises(UsageError, match="request 'a' is there twice"):
+        plan(request("a", [1]), request("a", [2]))
+    other = PrefillRequest(id="b", num_tokens=4, blocks=[2], block_tokens=8)
+    with pytest.raises(
+        UsageError, match="'b' has block_tokens=8 in group 'kv', another"
+    ):
+        plan(request("a", [1]), other)
+
+
+def test_no_requests_no_plan() -> None:
+    assert plan_prefill([], [outcome([1], {1})]) == PrefillPlan()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[PrefillRequest[str]], list[Outcome]]:
+    """Prompts that begin like an earlier one, and transfers of what was new."""
+    requests: list[PrefillRequest[str]] = []
+    ends: list[Outcome] = []
+    flags = st.booleans()
+    for number in range(draw(st.integers(1, 5))):
+        shared: list[int] = []
+        begins_like, moved = draw(flags), draw(flags)
+        if requests and begins_like:
+            parent: PrefillRequest[str] = draw(st.sampled_from(requests))
+            shared = block_ids(parent)[: draw(st.integers(0, parent.num_tokens // T))]
+        fresh = [100 * (number + 1) + n for n in range(draw(st.integers(0, 4)))]
+        if not shared + fresh:
+            fresh = [100 * (number + 1)]
+        blocks = shared + fresh
+        short = draw(st.integers(0, T - 1)) if fresh else 0
+        requests.append(request(f"r{number}", blocks, len(blocks) * T - short))
+        if fresh and moved:
+            lost: set[int] = draw(st.sets(st.sampled_from(fresh)))
+            ends.append(outcome(fresh, lost, tokens=len(fresh) * T - short))
+    return list(draw(st.permutations(requests))), ends
+
+
+@given(batches())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_plan_is_right_when_carried_out(
+    batch: tuple[list[PrefillRequest[str]], list[Outcome]],
+) -> None:
+    """Carry it out token by token: nothing is missing, computed twice or too soon."""
+    requests, ends = batch
+    valid: dict[int, int] = {}
+    for end in ends:
+        for position, block in enumerate(end.lists["kv"].tolist()):
+            if ("kv", block) not in end.missing:
+                valid[block] = min(T, end.tokens["kv"] - position * T)
+    landed = dict(valid)
+    found = plan_prefill(requests, ends)
+    assert {*found.ready, *found.prefill} == {r.id for r in requests}
+    assert len(found.ready) + len(found.prefill) == len(requests)
+    by_id = {r.id: r for r in requests}
+    for name in found.ready:
+        assert holds_all(by_id[name], valid)
+    for name in found.prefill:
+        assert not holds_all(by_id[name], valid)
+    computed: set[tuple[int, int]] = set()
+    done = set(found.ready)
+    for name in found.prefill:
+        owner = found.waits.get(name)
+        assert owner is None or owner in done, "owners come before those who wait"
+        own = by_id[name]
+        blocks = block_ids(own)
+        for start, stop in found.prefill[name]:
+            for token in range(start, stop):
+                block, offset = blocks[token // T], token % T
+                assert token == 0 or reaches(own, valid, token), (
+                    "a token without a past"
+                )
+                assert not reaches(own, landed, token + 1), "it was there"
+                assert (block, offset) not in computed, "computed twice"
+                computed.add((block, offset))
+                valid[block] = max(valid.get(block, 0), offset + 1)
+        assert holds_all(own, valid)
+        done.add(name)
+    written = {block for block, _ in computed}
+    for name in found.ready:
+        assert not written & set(block_ids(by_id[name])), "written while it is read"
+
+
+def block_ids(own: PrefillRequest[str]) -> list[int]:
+    assert isinstance(own.blocks, list)
+    return own.blocks
+
+
+def holds_all(own: PrefillRequest[str], valid: dict[int, int]) -> bool:
+    return reaches(own, valid, own.num_tokens)
+
+
+def reaches(own: PrefillRequest[str], valid: dict[int, int], tokens: int) -> bool:
+    """Whether every one of the first tokens of a request is valid."""
+    blocks = block_ids(own)
+    return all(valid.get(blocks[n // T], 0) > n % T for n in range(tokens))
