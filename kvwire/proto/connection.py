@@ -175,7 +175,7 @@ class Connection:
             raise UnexpectedFrame(
                 "KVW-CN-01", f"{FrameType(header.type).name} after the handshake"
             )
-        if header.segment or header.offset or header.payload_check:
+        if header.segment or header.offset:
             raise UnexpectedFrame("KVW-CN-02", "a control frame with data fields")
         if (header.request == 0) != (header.type in _NO_REQUEST):
             raise UnexpectedFrame(
