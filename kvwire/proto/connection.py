@@ -22,11 +22,14 @@ from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
+    PeerError,
     PeerUnresponsive,
     RequestCancelled,
+    RequestError,
     UnexpectedFrame,
     WireCode,
     error_from_code,
+    shown,
 )
 from kvwire.proto.events import Ended
 from kvwire.proto.flows import Arrival, Chunk, Flows, Place
@@ -138,7 +141,6 @@ class Connection:
             self._requests,
             self._flows,
             holds,
-            agreement.terms.chunk_bytes,
         )
         self._grants = Grants(agreement.keys.grant[role])
         self._onesided = OneSided(
@@ -147,7 +149,6 @@ class Connection:
         self._liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
-        self._pings = 0
         self._close_by: float | None = None
 
     @property
@@ -164,6 +165,8 @@ class Connection:
             ProtocolError: The frame breaks a rule.
         """
         header = self.outbox.framing.accept_header(raw)
+        if self.error is not None:
+            return Arrival(Place.NOWHERE, header)
         if header.type == FrameType.MESSAGE:
             self._check_may_start(header)
             return self._messages.message_header(header)
@@ -200,13 +203,15 @@ class Connection:
         """
         self._liveness.heard(now)
         header = arrival.header
+        if arrival.place is Place.NOWHERE:
+            return
         if header.type == FrameType.MESSAGE:
             self._messages.message_landed(arrival, intact=intact)
         elif header.type == FrameType.DATA and header.segment:
             self.transfers.data_landed(arrival, intact=intact)
         elif header.type == FrameType.DATA:
             self._flows.data_landed(arrival, intact=intact)
-        else:
+        elif self.error is None:
             plain = self.outbox.framing.open(header, arrival.raw, body)
             self._control(header, decode_body(header.type, plain), now)
         self._settle()
@@ -275,8 +280,7 @@ class Connection:
             return
         verdict = self._liveness.look(now)
         if verdict is Verdict.PING:
-            self._pings += 1
-            self.outbox.send(FrameType.PING, Ping(number=self._pings & 0xFFFF_FFFF))
+            self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
         elif verdict is Verdict.DEAD:
             silence_s = self._liveness.silence_s(now)
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
@@ -392,7 +396,7 @@ class Connection:
 
     def close(self, now: float, timeout_s: float) -> None:
         """Deliver what was begun, tell the peer, then end. May be called again."""
-        if self.phase is Phase.OPEN:
+        if self._close_by is None:
             self._close_by = now + timeout_s
         self._turn(Turn.CLOSE_CALLED)
         closed = ClosedOK("this side closed the connection")
@@ -425,8 +429,7 @@ class Connection:
                 self._liveness.ping_received(now)
                 self.outbox.send(FrameType.PONG, body)
             case FrameType.PONG:
-                if narrowed(body, Ping).number > self._pings:
-                    raise UnexpectedFrame("KVW-LV-01", "a PONG that answers no PING")
+                self._liveness.pong_received(narrowed(body, Ping).number)
             case FrameType.CLOSE:
                 self._peer_closed(narrowed(body, Close))
             case _:
@@ -468,7 +471,10 @@ class Connection:
         if request is None:
             self._messages.withdrawn(header.request)
             return
-        error = error_from_code(body.code, f"the peer ended it: {body.reason}")
+        text = f"the peer ended it: {shown(body.reason)}"
+        error = error_from_code(body.code, text)
+        if not isinstance(error, RequestError):
+            error = PeerError(text)
         self._requests.fail(request, error, tell=None)
 
     def _peer_closed(self, body: Close) -> None:
@@ -490,7 +496,7 @@ class Connection:
         self.transfers.acknowledge()
         if self.phase not in (Phase.FLUSHING, Phase.ANSWERING):
             return
-        if len(self._requests) or self._flows.sending:
+        if len(self._requests):
             return
         self._turn(Turn.IDLE)
         self.outbox.send(FrameType.CLOSE, Close(code=WireCode.GOING_AWAY))
@@ -502,6 +508,7 @@ class Connection:
             return
         self.phase = Phase.CLOSED
         self.error = error
+        self.outbox.shut = True
         for request in self._requests:
             self._abandon(request, error, None)
         self.outbox.report(Ended(error=error, graceful=graceful))

@@ -17,9 +17,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvwire.errors import IntegrityError, MalformedFrame, WireCode
+from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
+from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.holds import Holds
 from kvwire.proto.requests import SENDING, Request, Requests
+from kvwire.proto.seen import Seen
 from kvwire.proto.segments import Segment
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
@@ -89,9 +91,13 @@ class Flows:
         self._holds = holds
         self._chunk_bytes = chunk_bytes
         self._turns: dict[int, deque[Mover]] = {}
+        # Movers in all turns, those included that are over by now, and when to look.
+        self._queued = 0
+        self._queued_max = REQUESTS_MAX
         self._on_segment_sent: Callable[[Segment], None] | None = None
-        self._leaving: set[Chunk] = set()
-        self._landing: set[Arrival] = set()
+        # Ordered, so that a run of the core is the same each time.
+        self._leaving: dict[Chunk, None] = {}
+        self._landing: dict[Arrival, None] = {}
 
     # --- sending ----------------------------------------------------------------------
 
@@ -130,16 +136,19 @@ class Flows:
                 mover.in_flight += 1
                 if mover.moved < mover.nbytes:
                     turn.append(mover)  # bounded: REQUESTS_MAX, SEGMENTS_MAX
+                else:
+                    self._queued -= 1
                 if not turn:
                     del self._turns[priority]
                 return self._hold(Chunk(mover, position, length))
+            self._queued -= 1
             if not turn:
                 del self._turns[priority]
         return None
 
     def chunk_sent(self, chunk: Chunk) -> None:
         """The link no longer needs the chunk's memory."""
-        self._leaving.discard(chunk)
+        self._leaving.pop(chunk)
         self._holds.drop(chunk.buffer)
         mover = chunk.mover
         mover.in_flight -= 1
@@ -165,7 +174,7 @@ class Flows:
         """From now on chunks of the request are accepted."""
         assert request.kind not in SENDING
         assert request.state is State.MOVING
-        request.arrived = bytearray(-(-request.nbytes // self._chunk_bytes))
+        request.arrived = Seen()
 
     def data_header(self, header: Header) -> Arrival:
         """Find the place of an incoming chunk.
@@ -177,27 +186,30 @@ class Flows:
         request = self._requests.find(header.request)
         if request is None:
             return Arrival(Place.NOWHERE, header)
-        arrived = request.arrived
-        if arrived is None or request.state is not State.MOVING:
-            raise MalformedFrame(
+        if request.arrived is None or request.state is not State.MOVING:
+            raise UnexpectedFrame(
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",
             )
-        index, beside = divmod(header.offset, self._chunk_bytes)
-        left = request.nbytes - header.offset
+        self.note_chunk(header, request.nbytes, request.arrived)
+        return self.into_buffer(header, request, request.base + header.offset)
+
+    def note_chunk(self, header: Header, nbytes: int, arrived: Seen) -> None:
+        """Check that a chunk is one of a movement of ``nbytes``, and a new one.
+
+        Raises:
+            ProtocolError: It is not.
+        """
+        number, beside = divmod(header.offset, self._chunk_bytes)
+        left = nbytes - header.offset
         if beside or left < 1 or header.length != min(self._chunk_bytes, left):
             raise MalformedFrame(
                 "KVW-DT-02",
-                f"chunk {header.offset}+{header.length} of a request of "
-                f"{request.nbytes} bytes in chunks of {self._chunk_bytes}",
+                f"chunk {header.offset}+{header.length} of {nbytes} bytes in chunks of "
+                f"{self._chunk_bytes}",
             )
-        if header.segment:
-            raise MalformedFrame("KVW-DT-02", "a segment of a request that has none")
-        if arrived[index]:
-            raise MalformedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
-        arrived[index] = 1
-        assert request.buffer is not None
-        return self.into_buffer(header, request, request.base + header.offset)
+        if not arrived.add(number):
+            raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
 
     def into_buffer(self, header: Header, request: Request, offset: int) -> Arrival:
         """Let a body land in a request's memory, which is held until it has."""
@@ -250,7 +262,7 @@ class Flows:
     def release(self, arrival: Arrival) -> None:
         """The link has written all of an arrival and holds its memory no more."""
         assert arrival.buffer is not None
-        self._landing.discard(arrival)
+        self._landing.pop(arrival)
         self._holds.drop(arrival.buffer)
 
     # --- the end ----------------------------------------------------------------------
@@ -266,21 +278,39 @@ class Flows:
         self._leaving.clear()
         self._landing.clear()
         self._turns.clear()
+        self._queued = 0
 
     # --- inside -----------------------------------------------------------------------
 
     def _queue(self, mover: Mover, priority: int) -> None:
-        turn = self._turns.setdefault(priority, deque())  # bounded: 256 priorities
+        if self._queued >= self._queued_max:
+            self._drop_dead()
+        self._queued += 1
+        # At most 256 priorities, as wide as the field is that carries them.
+        turn = self._turns.setdefault(priority, deque())
         turn.append(mover)  # bounded: REQUESTS_MAX, SEGMENTS_MAX
+
+    def _drop_dead(self) -> None:
+        """Forget movers that are over: a link that takes nothing never meets them.
+
+        Otherwise a peer that asks, cancels and never reads would make the turns grow.
+        """
+        for priority, turn in list(self._turns.items()):
+            alive = deque(mover for mover in turn if mover.state is State.MOVING)
+            self._queued -= len(turn) - len(alive)
+            self._turns[priority] = alive
+            if not alive:
+                del self._turns[priority]
+        self._queued_max = max(REQUESTS_MAX, 2 * self._queued)
 
     def _hold(self, chunk: Chunk) -> Chunk:
         self._holds.take(chunk.buffer)
-        self._leaving.add(chunk)  # bounded: LINK_QUEUE_BYTES
+        self._leaving[chunk] = None  # bounded: LINK_QUEUE_BYTES
         return chunk
 
     def _land(self, arrival: Arrival) -> Arrival:
         assert arrival.buffer is not None
         self._holds.take(arrival.buffer)
         # One for each link, since a link names one payload's place at a time.
-        self._landing.add(arrival)  # bounded: LINK_QUEUE_BYTES
+        self._landing[arrival] = None  # bounded: LINK_QUEUE_BYTES
         return arrival

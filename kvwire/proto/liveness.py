@@ -3,6 +3,7 @@
 Any byte from the peer is a sign of life. After one interval of silence a PING goes out,
 then one more per interval; after ``misses`` intervals without a byte the peer is dead.
 PONG is sent by the loop that runs the application, so it proves that this loop turns.
+Pings are numbered from 1, and each is answered once, in their order.
 
 Our own stalls are forgiven: if our timer fires late by more than a tolerance, we were
 the ones who did not listen, and the peer's silence is counted from that much later. A
@@ -12,9 +13,12 @@ loop blocked for seconds by a GPU synchronisation must not kill healthy peers.
 from __future__ import annotations
 
 import enum
+from typing import Final
 
-from kvwire.errors import FlowControlViolation
+from kvwire.errors import FlowControlViolation, UnexpectedFrame
 from kvwire.limits import PING_STRIKES_MAX, PINGS_PER_SECOND_MAX, STALL_TOLERANCE_S
+
+_NUMBER_MASK: Final = 0xFFFF_FFFF
 
 
 class Verdict(enum.Enum):
@@ -38,7 +42,9 @@ class Liveness:
         "_misses",
         "_pings",
         "_pings_since",
+        "_sent",
         "_strikes",
+        "_unanswered",
         "due",
     )
 
@@ -49,6 +55,8 @@ class Liveness:
         self._pings = 0
         self._pings_since = now
         self._strikes = 0
+        self._sent = 0
+        self._unanswered = 0
         self.due = now + interval_s
 
     def heard(self, now: float) -> None:
@@ -74,16 +82,41 @@ class Liveness:
         self.due = self._heard + (missed + 1) * self._interval_s
         return Verdict.PING if missed else Verdict.FINE
 
+    def ping(self) -> int:
+        """The number of the next PING of ours."""
+        self._sent += 1
+        self._unanswered += 1
+        return self._sent & _NUMBER_MASK
+
+    def pong_received(self, number: int) -> None:
+        """The peer answers.
+
+        Raises:
+            UnexpectedFrame: Not the oldest PING that waits for its answer.
+        """
+        due = self._sent - self._unanswered + 1
+        if not self._unanswered or number != due & _NUMBER_MASK:
+            raise UnexpectedFrame(
+                "KVW-LV-01",
+                f"PONG {number}; {self._unanswered} pings from {due} on wait for one",
+            )
+        self._unanswered -= 1
+
     def ping_received(self, now: float) -> None:
         """The peer pings; too many of them are an attack or a bug.
 
+        A ping beyond the tenth of a second is a strike. Strikes are forgotten when a
+        second has passed without one.
+
         Raises:
-            FlowControlViolation: Again more than 10 a second, after two warnings.
+            FlowControlViolation: One strike too many.
         """
         if now - self._pings_since >= 1.0:
+            if self._pings <= PINGS_PER_SECOND_MAX:
+                self._strikes = 0
             self._pings_since, self._pings = now, 0
         self._pings += 1
-        if self._pings == PINGS_PER_SECOND_MAX + 1:
+        if self._pings > PINGS_PER_SECOND_MAX:
             self._strikes += 1
             if self._strikes > PING_STRIKES_MAX:
                 raise FlowControlViolation(

@@ -17,17 +17,21 @@ class Outbox:
         frames: (header, body) of control frames, oldest first; the front empties it
             after each call into the core, so it holds what one call produced.
         events: Likewise, for the front itself.
+        shut: The connection has ended: nothing is said to the peer any more.
     """
 
-    __slots__ = ("events", "frames", "framing")
+    __slots__ = ("events", "frames", "framing", "shut")
 
     def __init__(self, framing: Framing) -> None:
         self.framing = framing
         self.frames: deque[tuple[bytes, bytes]] = deque()
         self.events: list[Event] = []
+        self.shut = False
 
     def send(self, frame_type: int, body: Body, *, request: int = 0) -> None:
-        """Queue one control frame."""
+        """Queue one control frame; after the end it is dropped."""
+        if self.shut:
+            return
         self.frames.append(  # bounded: CONTROL_QUEUE_BYTES_MAX, by the front
             self.framing.control(frame_type, encode_body(body), request=request)
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvwire.errors import AccessDenied, StaleRegion, UsageError
@@ -92,7 +92,7 @@ class GrantRow:
     offset: int
     nbytes: int
     access: Access
-    token: bytes
+    token: bytes = field(repr=False)
 
 
 class Grants:
@@ -165,7 +165,7 @@ class Grants:
             raise AccessDenied("no such grant on this connection")
         if access & ~row.access:
             raise AccessDenied(f"the grant does not allow {access}")
-        if offset > row.nbytes or nbytes > row.nbytes - offset:
+        if not 0 <= offset <= row.nbytes or not 0 <= nbytes <= row.nbytes - offset:
             raise AccessDenied(f"{offset}+{nbytes} of a grant of {row.nbytes} bytes")
         region = row.region
         if not region.open or not generation == row.generation == region.generation:

@@ -1,9 +1,9 @@
 """The requests of one connection: numbers, states, deadlines, and exactly one end each.
 
-Each side numbers the requests it starts (the client odd, the server even), counting up
-and never twice the same. So any number is either open, or was open and is over, or was
-never given: frames for one that is over are late and are dropped, frames for one that
-was never given break the protocol.
+Each side numbers the requests it starts (the client odd, the server even), one after
+the other and never twice the same. So any number is either open, or was open and is
+over, or was never given: frames for one that is over are late and are dropped, frames
+for one that was never given break the protocol.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
 from kvwire.proto.events import RequestDone
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
+from kvwire.proto.seen import Seen
 from kvwire.proto.state import (
     FIRST_STATE,
     REQUEST_TRANSITIONS,
@@ -55,7 +56,7 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
         region: The region it works on, for SERVE_PUT and SERVE_GET.
         moved: Bytes handed to the link (sending) or verified (receiving).
         in_flight: Frames handed to the link that it still works on.
-        arrived: Receiving: one byte per chunk, 1 when its header was seen.
+        arrived: Receiving: the chunks whose headers were seen.
         confirmed: The peer's DONE came before our link said that all was sent.
         context: The front's own object for it.
     """
@@ -71,7 +72,7 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
     state: State = State.POSTED
     moved: int = 0
     in_flight: int = 0
-    arrived: bytearray | None = None
+    arrived: Seen | None = None
     confirmed: bool = False
     context: object = None
 
@@ -100,42 +101,50 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
         self.state = new
 
 
+# When, a number that makes entries of one time comparable, and what.
+_Deadline = tuple[float, int, Request]
+
+
 class Requests:
     """The open requests of one connection."""
 
     def __init__(self, role: Role, outbox: Outbox, holds: Holds) -> None:
-        self._mine = 1 if role is Role.CLIENT else 2
-        self._next_id = self._mine
-        self._highest_theirs = 0
+        self._next_id, self._next_theirs = (1, 2) if role is Role.CLIENT else (2, 1)
         self._outbox = outbox
         self._holds = holds
-        self._by_wire_id: dict[int, Request] = {}
+        # By their numbers: those numbered here, and those numbered by the peer.
+        self._ours: dict[int, Request] = {}
+        self._theirs: dict[int, Request] = {}
         self._unmatched: dict[int, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[_Deadline] = []
+        self._deadlines_max = REQUESTS_MAX
         self._deadline_count = 0
 
     def __iter__(self) -> Iterator[Request]:
         """All open requests, oldest first per table; a snapshot."""
-        yield from list(self._by_wire_id.values())
+        yield from list(self._ours.values())
+        yield from list(self._theirs.values())
         yield from list(self._unmatched.values())
 
     def __len__(self) -> int:
-        return len(self._by_wire_id) + len(self._unmatched)
+        return len(self._ours) + len(self._theirs) + len(self._unmatched)
 
     @property
     def next_deadline(self) -> float | None:
         """When the earliest open request expires."""
-        while self._deadlines and self._deadlines[0][2].over:
+        while self._deadlines and not _stands(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def check_room(self) -> None:
         """Refuse to start one more than the table holds.
 
+        What the peer has started does not count: it cannot take our room.
+
         Raises:
             UsageError: Too many requests are open, or the numbers are used up.
         """
-        if len(self) >= REQUESTS_MAX:
+        if len(self._ours) + len(self._unmatched) >= REQUESTS_MAX:
             raise UsageError(
                 f"{REQUESTS_MAX} requests are open on this connection already; wait "
                 f"for some of them"
@@ -148,8 +157,9 @@ class Requests:
     def start(self, request: Request) -> None:
         """Number a request of our own and keep it until it is over."""
         request.wire_id = RequestId(self._next_id)
+        self._ours[self._next_id] = request  # bounded: REQUESTS_MAX
         self._next_id += 2
-        self._keep(request)
+        self._note_deadline(request)
 
     def post(self, request: Request) -> None:
         """Keep a RECV that has no match yet."""
@@ -165,29 +175,34 @@ class Requests:
         """Give a RECV the number of the message it has met."""
         self._unmatched.pop(id(request), None)
         request.wire_id = wire_id
-        self._by_wire_id[wire_id] = request  # bounded: REQUESTS_MAX
+        self._theirs[wire_id] = request  # bounded: REQUESTS_MAX
 
     def admit(self, wire_id: int) -> RequestId:
         """Check the number of a request that the peer starts.
 
+        The peer may have forgotten a get whose last frame our link still works on, so
+        twice as many are let in as it may have open by its own count.
+
         Raises:
-            UnexpectedFrame: Not the peer's to give, or not a new one.
+            UnexpectedFrame: Not the next one of the peer's.
             FlowControlViolation: The peer has too many open.
         """
-        if not self._is_theirs(wire_id) or wire_id <= self._highest_theirs:
+        if wire_id != self._next_theirs:
             raise UnexpectedFrame(
-                "KVW-RQ-02", f"request number {wire_id} is not a new one of the peer"
+                "KVW-RQ-02",
+                f"request number {wire_id}; the peer's next one is {self._next_theirs}",
             )
-        if len(self._by_wire_id) >= 2 * REQUESTS_MAX:
+        if len(self._theirs) >= 2 * REQUESTS_MAX:
             raise FlowControlViolation(
                 "KVW-RQ-03", f"more than {REQUESTS_MAX} requests open at once"
             )
-        self._highest_theirs = wire_id
+        self._next_theirs += 2
         return RequestId(wire_id)
 
     def serve(self, request: Request) -> None:
         """Keep a request that the peer has started."""
-        self._keep(request)
+        assert request.wire_id is not None
+        self._theirs[request.wire_id] = request  # bounded: REQUESTS_MAX
 
     def find(self, wire_id: int) -> Request | None:
         """The open request with this number; None if it is over.
@@ -195,15 +210,14 @@ class Requests:
         Raises:
             UnexpectedFrame: No such number was ever given.
         """
-        request = self._by_wire_id.get(wire_id)
-        if request is None:
-            last = (
-                self._highest_theirs if self._is_theirs(wire_id) else self._next_id - 2
+        if self._is_theirs(wire_id):
+            request, due = self._theirs.get(wire_id), self._next_theirs
+        else:
+            request, due = self._ours.get(wire_id), self._next_id
+        if request is None and not 0 < wire_id < due:
+            raise UnexpectedFrame(
+                "KVW-RQ-04", f"a frame for request {wire_id}, which never was"
             )
-            if not 0 < wire_id <= last:
-                raise UnexpectedFrame(
-                    "KVW-RQ-04", f"a frame for request {wire_id}, which never was"
-                )
         return request
 
     def finish(self, request: Request, *, held: BufferId | None = None) -> None:
@@ -247,9 +261,9 @@ class Requests:
         """The requests whose deadline has passed; the caller fails them."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.over:
-                due.append(request)
+            entry = heapq.heappop(self._deadlines)
+            if _stands(entry):
+                due.append(entry[2])
         return due
 
     @staticmethod
@@ -260,24 +274,33 @@ class Requests:
             f"{request.state.value}, {request.moved} of {request.nbytes} bytes moved"
         )
 
-    def _keep(self, request: Request) -> None:
-        assert request.wire_id is not None
-        self._by_wire_id[request.wire_id] = request  # bounded: REQUESTS_MAX
-        self._note_deadline(request)
-
     def _note_deadline(self, request: Request) -> None:
-        if request.deadline is not None:
-            self._deadline_count += 1
-            heapq.heappush(
-                self._deadlines, (request.deadline, self._deadline_count, request)
-            )
+        if request.deadline is None:
+            return
+        if len(self._deadlines) >= self._deadlines_max:
+            # Most requests end long before their deadlines.
+            self._deadlines = [entry for entry in self._deadlines if _stands(entry)]
+            heapq.heapify(self._deadlines)
+            self._deadlines_max = max(REQUESTS_MAX, 2 * len(self._deadlines))
+        self._deadline_count += 1
+        entry = (request.deadline, self._deadline_count, request)
+        heapq.heappush(self._deadlines, entry)  # bounded: twice REQUESTS_MAX
 
     def _leave(self, request: Request) -> None:
-        if request.wire_id is not None:
-            self._by_wire_id.pop(request.wire_id, None)
-        self._unmatched.pop(id(request), None)
+        if request.wire_id is None:
+            self._unmatched.pop(id(request), None)
+        elif self._is_theirs(request.wire_id):
+            self._theirs.pop(request.wire_id, None)
+        else:
+            self._ours.pop(request.wire_id, None)
         if request.buffer is not None and request.kind not in SERVING:
             self._holds.retire(request.buffer)
 
     def _is_theirs(self, wire_id: int) -> bool:
-        return wire_id % 2 != self._mine % 2
+        return (wire_id ^ self._next_theirs) % 2 == 0
+
+
+def _stands(entry: _Deadline) -> bool:
+    """Whether a deadline still means something: neither met nor moved."""
+    at, _, request = entry
+    return not request.over and request.deadline == at

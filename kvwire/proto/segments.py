@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvwire.proto.requests import Request
+from kvwire.proto.seen import Seen
 from kvwire.proto.state import State
 from kvwire.types import BufferId
 
@@ -35,7 +36,7 @@ class Segment:
     base: int = 0
     moved: int = 0
     in_flight: int = 0
-    arrived: bytearray = field(default_factory=bytearray)
+    arrived: Seen = field(default_factory=Seen)
     damaged: bool = False
     over: bool = False
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 from kvwire.errors import (
     FlowControlViolation,
     IntegrityError,
-    MalformedFrame,
     UnexpectedFrame,
     WireCode,
 )
@@ -67,16 +66,15 @@ class Transfers:
         requests: Requests,
         flows: Flows,
         holds: Holds,
-        chunk_bytes: int,
     ) -> None:
         self._outbox = outbox
         self._requests = requests
         self._flows = flows
         self._holds = holds
-        self._chunk_bytes = chunk_bytes
         self._transfers: dict[Request, Transfer] = {}
-        self._unanswered: set[Request] = set()
-        self._to_acknowledge: set[Request] = set()
+        # Ordered sets.
+        self._unanswered: dict[Request, None] = {}
+        self._to_acknowledge: dict[Request, None] = {}
         flows.on_segment_sent(self.sent)
 
     # --- meeting ----------------------------------------------------------------------
@@ -98,7 +96,7 @@ class Transfers:
         """Answer the peer's OPEN: from now on segments move."""
         if request.over:
             return
-        self._unanswered.discard(request)
+        self._unanswered.pop(request, None)
         request.advance(Input.GO)
         assert request.wire_id is not None
         body = Agree(description=description)
@@ -124,7 +122,7 @@ class Transfers:
         )
         self._requests.serve(request)
         self._keep(request, Transfer(id=body.id, priority=body.priority))
-        self._unanswered.add(request)  # bounded: TRANSFERS_WAITING_MAX
+        self._unanswered[request] = None  # bounded: TRANSFERS_WAITING_MAX
         self._outbox.report(
             TransferOpened(request=request, id=body.id, description=body.description)
         )
@@ -207,14 +205,19 @@ class Transfers:
         if request is None:
             return
         transfer = self._transfers[request]
-        unsaid = {n for n, s in transfer.segments.items() if not s.over}
-        if not transfer.committed or unsaid != set(body.damaged) or request.confirmed:
+        unsaid = [s for s in transfer.segments.values() if not s.over]
+        if (
+            not transfer.committed
+            or request.confirmed
+            or sorted(body.damaged) != [s.number for s in unsaid]
+            or any(s.moved < s.nbytes for s in unsaid)
+        ):
             raise UnexpectedFrame(
                 "KVW-TR-06", "SETTLED for a transfer of which segments are under way"
             )
-        for number in body.damaged:
-            transfer.segments[number].damaged = True
-            self._end(transfer, transfer.segments[number])
+        for segment in unsaid:
+            segment.damaged = True
+            self._end(transfer, segment)
         transfer.damaged = body.damaged
         request.confirmed = True
         self.settle(request)
@@ -266,7 +269,6 @@ class Transfers:
             self._holds.retire(buffer)
             return
         segment.buffer = buffer
-        segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
 
     def committed(self, header: Header, body: Commit) -> None:
         """The producer marks nothing more.
@@ -312,17 +314,7 @@ class Transfers:
             raise UnexpectedFrame(
                 "KVW-TR-07", f"payload for segment {header.segment}, not marked"
             )
-        index, beside = divmod(header.offset, self._chunk_bytes)
-        left = segment.nbytes - header.offset
-        if beside or left < 1 or header.length != min(self._chunk_bytes, left):
-            raise MalformedFrame(
-                "KVW-DT-02",
-                f"chunk {header.offset}+{header.length} of a segment of "
-                f"{segment.nbytes} bytes in chunks of {self._chunk_bytes}",
-            )
-        if segment.arrived[index]:
-            raise MalformedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
-        segment.arrived[index] = 1
+        self._flows.note_chunk(header, segment.nbytes, segment.arrived)
         return self._flows.into_segment(header, segment)
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
@@ -343,17 +335,16 @@ class Transfers:
         self._end(transfer, segment)
         if not segment.damaged:
             transfer.acknowledge.append(segment.number)  # bounded: SEGMENTS_MAX
-            self._to_acknowledge.add(request)  # bounded: REQUESTS_MAX
+            self._to_acknowledge[request] = None  # bounded: REQUESTS_MAX
         self._outbox.report(SegmentLanded(segment=segment))
         self._finish_incoming(request, transfer)
 
     def acknowledge(self) -> None:
         """Send LANDED for what has landed since the last time."""
-        while self._to_acknowledge:
-            request = self._to_acknowledge.pop()
-            transfer = self._transfers.get(request)
-            if transfer is not None and not request.over:
-                self._send_landed(request, transfer)
+        for request in self._to_acknowledge:
+            if not request.over:
+                self._send_landed(request, self._transfers[request])
+        self._to_acknowledge.clear()
 
     # --- both -------------------------------------------------------------------------
 
@@ -370,8 +361,8 @@ class Transfers:
         """The front has read what it wants of a transfer that is over."""
         assert request.over
         transfer = self._transfers.pop(request, None)
-        self._unanswered.discard(request)
-        self._to_acknowledge.discard(request)
+        self._unanswered.pop(request, None)
+        self._to_acknowledge.pop(request, None)
         if transfer is not None:
             for segment in transfer.segments.values():
                 if segment.buffer is not None:

@@ -101,7 +101,7 @@ class Close(Body, array_like=True, frozen=True, gc=False):
 class Credit(Body, array_like=True, frozen=True, gc=False):
     """CREDIT: room for so many more eager messages and bytes."""
 
-    messages: Annotated[int, Meta(ge=0, le=2**20)]
+    messages: Annotated[int, Meta(ge=1, le=2**20)]
     nbytes: Annotated[int, Meta(ge=0, le=EAGER_WINDOW_BYTES_MAX)]
 
 
@@ -167,7 +167,9 @@ class Mark(Body, array_like=True, frozen=True, gc=False):
 class Landed(Body, array_like=True, frozen=True, gc=False):
     """LANDED: these segments are whole and verified."""
 
-    segments: Annotated[tuple[SegmentNumber, ...], Meta(max_length=LANDED_MAX)]
+    segments: Annotated[
+        tuple[SegmentNumber, ...], Meta(min_length=1, max_length=LANDED_MAX)
+    ]
 
 
 class Commit(Body, array_like=True, frozen=True, gc=False):
