@@ -286,21 +286,20 @@ class Flows:
         if self._queued >= self._queued_max:
             self._drop_dead()
         self._queued += 1
-        # At most 256 priorities, as wide as the field is that carries them.
-        turn = self._turns.setdefault(priority, deque())
-        turn.append(mover)  # bounded: REQUESTS_MAX, SEGMENTS_MAX
+        # bounded: REQUESTS_MAX, SEGMENTS_MAX; no turn is empty
+        self._turns.setdefault(priority, deque()).append(mover)
 
     def _drop_dead(self) -> None:
         """Forget movers that are over: a link that takes nothing never meets them.
 
         Otherwise a peer that asks, cancels and never reads would make the turns grow.
         """
-        for priority, turn in list(self._turns.items()):
-            alive = deque(mover for mover in turn if mover.state is State.MOVING)
-            self._queued -= len(turn) - len(alive)
-            self._turns[priority] = alive
-            if not alive:
-                del self._turns[priority]
+        alive = {
+            priority: deque(mover for mover in turn if mover.state is State.MOVING)
+            for priority, turn in self._turns.items()
+        }
+        self._turns = {priority: turn for priority, turn in alive.items() if turn}
+        self._queued = sum(map(len, self._turns.values()))
         self._queued_max = max(REQUESTS_MAX, 2 * self._queued)
 
     def _hold(self, chunk: Chunk) -> Chunk:

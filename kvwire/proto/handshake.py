@@ -207,7 +207,8 @@ class Handshake:
         self.state = TRANSITIONS[self.role, self.state]
 
     def _send(self, frame_type: FrameType, body: bytes) -> None:
-        self.outgoing.append(self.framing.control(frame_type, body))
+        frame = self.framing.control(frame_type, body)
+        self.outgoing.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX, three in all
 
     def _refused(self, said: Refuse) -> HandshakeError:
         mine = self._identity

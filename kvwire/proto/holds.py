@@ -51,7 +51,7 @@ class Holds:
         """That operation has ended."""
         left = self._counts[buffer] - 1
         assert left >= 0, "a hold was dropped twice"
-        self._counts[buffer] = left
+        self._counts[buffer] = left  # bounded: REQUESTS_MAX, REGIONS_MAX
         if not left and buffer in self._retired:
             self._drain(buffer)
 

@@ -37,6 +37,7 @@ class Liveness:
     """
 
     __slots__ = (
+        "_answered",
         "_heard",
         "_interval_s",
         "_misses",
@@ -44,7 +45,6 @@ class Liveness:
         "_pings_since",
         "_sent",
         "_strikes",
-        "_unanswered",
         "due",
     )
 
@@ -56,7 +56,7 @@ class Liveness:
         self._pings_since = now
         self._strikes = 0
         self._sent = 0
-        self._unanswered = 0
+        self._answered = 0
         self.due = now + interval_s
 
     def heard(self, now: float) -> None:
@@ -85,7 +85,6 @@ class Liveness:
     def ping(self) -> int:
         """The number of the next PING of ours."""
         self._sent += 1
-        self._unanswered += 1
         return self._sent & _NUMBER_MASK
 
     def pong_received(self, number: int) -> None:
@@ -94,13 +93,12 @@ class Liveness:
         Raises:
             UnexpectedFrame: Not the oldest PING that waits for its answer.
         """
-        due = self._sent - self._unanswered + 1
-        if not self._unanswered or number != due & _NUMBER_MASK:
+        due = self._answered + 1
+        if due > self._sent or number != due & _NUMBER_MASK:
             raise UnexpectedFrame(
-                "KVW-LV-01",
-                f"PONG {number}; {self._unanswered} pings from {due} on wait for one",
+                "KVW-LV-01", f"PONG {number}; of {self._sent} pings, {due} is due"
             )
-        self._unanswered -= 1
+        self._answered = due
 
     def ping_received(self, now: float) -> None:
         """The peer pings; too many of them are an attack or a bug.

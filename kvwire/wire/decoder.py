@@ -55,7 +55,7 @@ class Decoder:
         view = memoryview(data)
         while view or self._header_is_whole_frame():
             taken = view[: self.wanted_bytes]
-            self._pending += taken
+            self._pending += taken  # bounded: CHUNK_BYTES_MAX
             view = view[len(taken) :]
             if self.wanted_bytes:
                 return
