@@ -141,6 +141,7 @@ class Connection:
             self._requests,
             self._flows,
             holds,
+            agreement.terms.chunk_bytes,
         )
         self._grants = Grants(agreement.keys.grant[role])
         self._onesided = OneSided(

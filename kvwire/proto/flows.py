@@ -191,14 +191,15 @@ class Flows:
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",
             )
-        self.note_chunk(header, request.nbytes, request.arrived)
+        if not request.arrived.add(self.chunk_number(header, request.nbytes)):
+            raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
         return self.into_buffer(header, request, request.base + header.offset)
 
-    def note_chunk(self, header: Header, nbytes: int, arrived: Seen) -> None:
-        """Check that a chunk is one of a movement of ``nbytes``, and a new one.
+    def chunk_number(self, header: Header, nbytes: int) -> int:
+        """Which chunk of a movement of ``nbytes`` a header announces.
 
         Raises:
-            ProtocolError: It is not.
+            MalformedFrame: None of it.
         """
         number, beside = divmod(header.offset, self._chunk_bytes)
         left = nbytes - header.offset
@@ -208,8 +209,7 @@ class Flows:
                 f"chunk {header.offset}+{header.length} of {nbytes} bytes in chunks of "
                 f"{self._chunk_bytes}",
             )
-        if not arrived.add(number):
-            raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
+        return number
 
     def into_buffer(self, header: Header, request: Request, offset: int) -> Arrival:
         """Let a body land in a request's memory, which is held until it has."""

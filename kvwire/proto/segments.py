@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvwire.proto.requests import Request
-from kvwire.proto.seen import Seen
 from kvwire.proto.state import State
 from kvwire.types import BufferId
 
@@ -36,7 +35,7 @@ class Segment:
     base: int = 0
     moved: int = 0
     in_flight: int = 0
-    arrived: Seen = field(default_factory=Seen)
+    arrived: bytearray = field(default_factory=bytearray)
     damaged: bool = False
     over: bool = False
 

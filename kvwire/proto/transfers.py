@@ -66,11 +66,13 @@ class Transfers:
         requests: Requests,
         flows: Flows,
         holds: Holds,
+        chunk_bytes: int,
     ) -> None:
         self._outbox = outbox
         self._requests = requests
         self._flows = flows
         self._holds = holds
+        self._chunk_bytes = chunk_bytes
         self._transfers: dict[Request, Transfer] = {}
         # Ordered sets.
         self._unanswered: dict[Request, None] = {}
@@ -269,6 +271,8 @@ class Transfers:
             self._holds.retire(buffer)
             return
         segment.buffer = buffer
+        # As long as our own plan of the segment says, which the front has compared.
+        segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
 
     def committed(self, header: Header, body: Commit) -> None:
         """The producer marks nothing more.
@@ -314,7 +318,10 @@ class Transfers:
             raise UnexpectedFrame(
                 "KVW-TR-07", f"payload for segment {header.segment}, not marked"
             )
-        self._flows.note_chunk(header, segment.nbytes, segment.arrived)
+        number = self._flows.chunk_number(header, segment.nbytes)
+        if segment.arrived[number]:
+            raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
+        segment.arrived[number] = 1
         return self._flows.into_segment(header, segment)
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
