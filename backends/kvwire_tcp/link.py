@@ -10,7 +10,7 @@
 
 *Receiving* is level-triggered: each wake-up receives until the kernel has no more or
 ``WAKEUP_BYTES`` have come, whichever is first, and the loop wakes us again for the
-rest.
+rest. An error of the socket must be asked for at each, since loops differ there.
 
 *Sending* happens in ``flush``, at once. Only what the kernel did not take waits for a
 wake-up; until then further flushes leave the socket alone, since it is full.
@@ -22,9 +22,9 @@ was meant, the protocol above must say. When sending fails, what the peer sent b
 received first, since it may say why.
 
 Whoever closed goes on receiving until the peer's stream ends as well, and whoever sees
-the peer's end sends what it has queued before it ends. So a clean end loses nothing that
-was queued, on either side. Every other end resets the connection: the peer must not take
-half a frame for silence.
+the peer's end sends what it has queued before it ends. So a clean end loses nothing
+that was queued, on either side. Every other end resets the connection: the peer must
+not take half a frame for silence.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from typing import Final
 
@@ -80,7 +81,8 @@ class TcpLink(Link):
         self._shut = False
         self._end_of_stream = False
         self._ended = False
-        self._send_error: OSError | None = None
+        # The socket has failed, and only what it still holds is received.
+        self._failure: OSError | None = None
         self._linger: asyncio.TimerHandle | None = None
 
     @property
@@ -150,6 +152,16 @@ class TcpLink(Link):
     # --- receiving --------------------------------------------------------------------
 
     def _on_readable(self) -> None:
+        self._receive()
+        if self._ended or self._failure is not None:
+            return
+        # libuv stops watching a socket when it reports an error, and its loops tell us
+        # only that something can be read. A short read would be the last we hear of it.
+        if code := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._socket_failed(OSError(code, os.strerror(code)))
+
+    def _receive(self) -> bool:
+        """Receive until the kernel has no more (False) or a wake-up is spent (True)."""
         reader, sock = self._reader, self._sock
         budget = WAKEUP_BYTES
         try:
@@ -157,23 +169,25 @@ class TcpLink(Link):
                 try:
                     count = reader.receive(sock)
                 except (BlockingIOError, InterruptedError):
-                    return
+                    return False
                 except OSError as exc:
                     self._end(self._broken(exc))
-                    return
+                    return False
                 if count == 0:
                     self._on_end_of_stream()
-                    return
+                    return False
                 budget -= count
                 reader.deliver(count)
                 if reader.drained or reader.stopped:
-                    return
+                    return False
         except Exception as exc:  # noqa: BLE001 - a handler's bug ends its link only
             self._handler_failed(exc)
+            return False
+        return True
 
     def _on_end_of_stream(self) -> None:
-        if self._send_error is not None:
-            self._end(self._broken(self._send_error))
+        if self._failure is not None:
+            self._end(self._broken(self._failure))
         elif position := self._reader.position:
             self._end(
                 ConnectionLost(
@@ -202,7 +216,7 @@ class TcpLink(Link):
                 except (BlockingIOError, InterruptedError):
                     break
                 except OSError as exc:
-                    self._sending_failed(exc)
+                    self._socket_failed(exc)
                     return
                 budget -= count
                 for token in queue.taken(count):
@@ -237,26 +251,29 @@ class TcpLink(Link):
             self._waiting = False
             self._loop.remove_writer(self._sock)
 
-    def _sending_failed(self, error: OSError) -> None:
+
+    # --- ending -----------------------------------------------------------------------
+
+    def _socket_failed(self, error: OSError) -> None:
         """Drop the queue, and receive what the peer sent before it went."""
-        self._send_error = error
+        self._failure = error
         self._closing = True
         self._queue.clear()
         self._stop_waiting()
+        self._loop.remove_reader(self._sock)
         self._loop.call_soon(self._receive_last, error)
 
     def _receive_last(self, error: OSError) -> None:
-        if not self._ended:
-            self._on_readable()
+        if self._receive() and not self._ended:
+            self._loop.call_soon(self._receive_last, error)
+        else:
             self._end(self._broken(error))
-
-    # --- ending -----------------------------------------------------------------------
 
     def _finish(self) -> None:
         """First step of a close: send the queue, if nobody does."""
         if not self._waiting and not self._ended:
             self._transmit()
-            if not self._queue.nbytes and self._send_error is None:
+            if not self._queue.nbytes and self._failure is None:
                 self._shut_down()
 
     def _shut_down(self) -> None:

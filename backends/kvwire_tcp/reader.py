@@ -138,17 +138,19 @@ class FrameReader:
         if landing is None:
             self._split(0, self._held + count)
             return
-        rest, target = self._rest, self._target
+        rest = self._rest
         if count < rest:
             self._rest = rest - count
-            if type(target) is Iovecs:
-                target.rest -= count
+            if type(self._target) is Iovecs:
+                self._target.rest -= count
             return
+        dropped = self._target is None
+        # No reference may be left to memory that the handler now has back.
         self._landing = self._target = None
         self._handler.body_received(self._link, landing)
         if self.stopped:
             return
-        if target is None:  # the dropped payload is in scratch too
+        if dropped:  # in scratch, before what follows it
             self._split(rest, count)
         else:
             self._split(0, count - rest)

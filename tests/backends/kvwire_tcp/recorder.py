@@ -1,0 +1,205 @@
+"""A link handler that writes down what it is told, and pairs of links to try it on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import HEADER_BYTES
+from kvwire.memory.iovec import address_of
+from kvwire.types import Address
+from kvwire_tcp import TcpBackend
+from kvwire_tcp.link import TcpLink
+
+ANYWHERE: Final = Address("tcp", "127.0.0.1", 0)
+
+# How the receiver of a frame takes its payload.
+VIEW, PIECES, DROP = range(3)
+PIECE_BYTES: Final = 7
+_HEADER = struct.Struct("<QQB15x")
+
+
+def header(length: int, number: int = 0, kind: int = VIEW) -> bytes:
+    """A header that says what :class:`Recorder` is to do with the payload."""
+    return _HEADER.pack(length, number, kind)
+
+
+def pieces_of(arena: bytearray, length: int) -> Fragments:
+    """Fragments of ``length`` bytes in all, with a gap of one byte after each."""
+    count = -(-length // PIECE_BYTES)
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(PIECE_BYTES + 1)
+    lengths = np.full(count, PIECE_BYTES, np.uint64)
+    if length % PIECE_BYTES:
+        lengths[-1] = length % PIECE_BYTES
+    addresses = np.uint64(address_of(arena) if length else 0) + starts
+    return Fragments(addresses, lengths, owner=arena, writable=True)
+
+
+def gathered(arena: bytearray | bytes, length: int) -> bytes:
+    """The bytes that :func:`pieces_of` leads to."""
+    starts = range(0, len(arena), PIECE_BYTES + 1)
+    return b"".join(arena[i : i + PIECE_BYTES] for i in starts)[:length]
+
+
+class Body(Landing):
+    """Where one payload goes; keeps what the header said."""
+
+    __slots__ = ("arena", "number")
+
+    def __init__(self, length: int, number: int, kind: int) -> None:
+        self.number = number
+        self.arena = bytearray(2 * length + 1)
+        payload: Payload | None = None
+        if kind == VIEW:
+            payload = memoryview(self.arena)[:length]
+        elif kind == PIECES:
+            payload = pieces_of(self.arena, length)
+        super().__init__(length, payload)
+
+    @property
+    def content(self) -> bytes | None:
+        """The payload as it arrived; None if it was dropped."""
+        if isinstance(self.payload, Fragments):
+            return gathered(self.arena, self.length)
+        return None if self.payload is None else bytes(self.payload)
+
+
+class Recorder(LinkHandler):
+    """Notes every callback, and refuses one that comes from inside a call of ours.
+
+    Attributes:
+        frames: Number and content of each received frame.
+        sent: Tokens given back.
+        closed: How often the link was closed, and with what.
+    """
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, bytes | None]] = []
+        self.sent: list[object] = []
+        self.closed: list[Exception | None] = []
+        self.landings: list[Body] = []
+        self.writable = 0
+        self._calling = ""
+        self._changed = asyncio.Event()
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        self._note("header_received")
+        assert header.readonly
+        assert len(header) == HEADER_BYTES
+        landing = Body(*_HEADER.unpack(header))
+        self.landings.append(landing)
+        return landing
+
+    @property
+    def headers(self) -> int:
+        """How many headers were received."""
+        return len(self.landings)
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        self._note("body_received")
+        assert isinstance(landing, Body)
+        self.frames.append((landing.number, landing.content))
+
+    def frame_sent(self, link: Link, token: object) -> None:
+        self._note("frame_sent")
+        self.sent.append(token)
+
+    def link_writable(self, link: Link) -> None:
+        self._note("link_writable")
+        assert link.queued_bytes == 0
+        self.writable += 1
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        self._note("link_closed")
+        self.closed.append(error)
+
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """No callback may come before this ends."""
+        self._calling = name
+        yield
+        self._calling = ""
+
+    async def until(self, ready: Callable[[], object]) -> None:
+        """Wait for callbacks until ``ready`` holds."""
+        while not ready():
+            assert not self.closed, f"closed with {self.closed[0]!r}"
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def received(self, count: int) -> None:
+        """Wait for so many frames."""
+        await self.until(lambda: len(self.frames) >= count)
+
+    async def end(self) -> Exception | None:
+        """What the link was closed with."""
+        await self.until(lambda: self.closed)
+        return self.closed[0]
+
+    def _note(self, callback: str) -> None:
+        assert not self._calling, f"{callback} from inside {self._calling}"
+        assert not self.closed, f"{callback} after link_closed"
+        self._changed.set()
+
+
+class Pair:
+    """Two links that lead to each other, and what each was told."""
+
+    def __init__(self, near: TcpLink, far: TcpLink, *, start: bool) -> None:
+        self.near, self.far = near, far
+        self.at_near, self.at_far = Recorder(), Recorder()
+        if start:
+            near.start(self.at_near)
+            far.start(self.at_far)
+
+
+@contextlib.asynccontextmanager
+async def linked(*, start: bool = True) -> AsyncIterator[Pair]:
+    """A pair over loopback; aborted at the end, with one ``link_closed`` for each."""
+    backend = TcpBackend()
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    listener = await backend.listen(ANYWHERE, accepted.set_result)
+    try:
+        near, far = await backend.connect(listener.address), await accepted
+    finally:
+        await listener.close()
+    assert isinstance(near, TcpLink)
+    assert isinstance(far, TcpLink)
+    pair = Pair(near, far, start=start)
+    try:
+        yield pair
+    finally:
+        near.abort()
+        far.abort()
+    if start:
+        await pair.at_near.end()
+        await pair.at_far.end()
+        await asyncio.sleep(0)
+        assert len(pair.at_near.closed) == len(pair.at_far.closed) == 1
+
+
+@contextlib.asynccontextmanager
+async def against_a_socket() -> AsyncIterator[tuple[TcpLink, Recorder, socket.socket]]:
+    """A started link, and the plain blocking socket that is its peer."""
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    listener = await TcpBackend().listen(ANYWHERE, accepted.set_result)
+    where = listener.address
+    with socket.create_connection((where.host, where.port)) as peer:
+        link = await accepted
+        await listener.close()
+        assert isinstance(link, TcpLink)
+        recorder = Recorder()
+        link.start(recorder)
+        yield link, recorder, peer
+        link.abort()
+        await recorder.end()
+        await asyncio.sleep(0)
+        assert len(recorder.closed) == 1

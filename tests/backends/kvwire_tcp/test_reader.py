@@ -1,0 +1,204 @@
+"""The splitter: the same frames for every segmentation of the same bytes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from typing import Self
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.backend import Landing, Link
+from kvwire.limits import HEADER_BYTES, WAKEUP_BYTES
+from kvwire_tcp.link import TcpLink
+from kvwire_tcp.reader import SCRATCH_BYTES, FrameReader
+from tests.backends.kvwire_tcp.recorder import DROP, PIECES, VIEW, Recorder, header
+
+Frame = tuple[int, bytes]
+KINDS = (VIEW, PIECES, DROP)
+NO_LINK = TcpLink.__new__(TcpLink)  # only passed on
+
+
+def transcript(frames: list[Frame]) -> bytes:
+    """The bytes of frames; a frame is how its payload is taken, and its payload."""
+    return b"".join(
+        header(len(body), number, kind) + body
+        for number, (kind, body) in enumerate(frames)
+    )
+
+
+def expected(frames: list[Frame]) -> list[tuple[int, bytes | None]]:
+    return [
+        (n, None if kind == DROP else body) for n, (kind, body) in enumerate(frames)
+    ]
+
+
+class Wire:
+    """A reader at the end of a socket pair, which gets one segment at a time."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.reader = FrameReader(NO_LINK, self.recorder)
+        self._near, self._far = socket.socketpair()
+        self._far.setblocking(False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._near.close()
+        self._far.close()
+
+    def pass_on(self, segment: bytes) -> None:
+        """Let the reader receive this, by as many calls as it takes."""
+        self._near.sendall(segment)
+        left = len(segment)
+        while left:
+            count = self.reader.receive(self._far)
+            left -= count
+            self.reader.deliver(count)
+            if self.reader.stopped:
+                return
+        with pytest.raises(BlockingIOError):
+            self.reader.receive(self._far)
+
+
+# Every kind, empty payloads first, last and in a row, and a payload across a header.
+SMALL: list[Frame] = [
+    (VIEW, b""),
+    (VIEW, b"abc"),
+    (DROP, b""),
+    (PIECES, b""),
+    (DROP, b"defgh"),
+    (PIECES, b"0123456789"),
+    (VIEW, b"ij"),
+    (DROP, b""),
+]
+
+
+def test_every_split_in_two_gives_the_same_frames() -> None:
+    whole = transcript(SMALL)
+    for cut in range(len(whole) + 1):
+        with Wire() as wire:
+            wire.pass_on(whole[:cut])
+            wire.pass_on(whole[cut:])
+            assert wire.recorder.frames == expected(SMALL)
+            assert wire.reader.received_bytes == len(whole)
+
+
+def test_every_split_of_a_large_frame_around_its_borders_gives_the_same_frames() -> (
+    None
+):
+    for kind, extra in itertools.product(KINDS, (-HEADER_BYTES, 0, 1)):
+        frames = [(kind, os.urandom(SCRATCH_BYTES + extra)), *SMALL]
+        whole = transcript(frames)
+        border = HEADER_BYTES + SCRATCH_BYTES + extra
+        for near in (HEADER_BYTES, SCRATCH_BYTES, border, border + HEADER_BYTES):
+            for cut in range(near - 3, near + 4):
+                with Wire() as wire:
+                    wire.pass_on(whole[:cut])
+                    wire.pass_on(whole[cut:])
+                    assert wire.recorder.frames == expected(frames)
+
+
+def test_a_byte_at_a_time_gives_the_same_frames() -> None:
+    with Wire() as wire:
+        for byte in transcript(SMALL):
+            wire.pass_on(bytes([byte]))
+        assert wire.recorder.frames == expected(SMALL)
+
+
+LENGTHS = st.one_of(
+    st.just(0),
+    st.integers(1, 40),
+    st.integers(SCRATCH_BYTES - 2 * HEADER_BYTES, SCRATCH_BYTES + HEADER_BYTES),
+    st.integers(1, 3 * SCRATCH_BYTES),
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), LENGTHS), min_size=1, max_size=12),
+    st.lists(st.floats(0, 1), max_size=6),
+)
+def test_random_frames_in_random_segments(
+    shapes: list[tuple[int, int]], cuts: list[float]
+) -> None:
+    frames = [(kind, os.urandom(length)) for kind, length in shapes]
+    whole = transcript(frames)
+    places = sorted(int(cut * len(whole)) for cut in cuts)
+    with Wire() as wire:
+        for begin, end in itertools.pairwise([0, *places, len(whole)]):
+            wire.pass_on(whole[begin:end])
+        assert wire.recorder.frames == expected(frames)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_payload_larger_than_a_wakeup(kind: int) -> None:
+    body = os.urandom(100_000)
+    frames = [(kind, body * (WAKEUP_BYTES // len(body) + 2)), (VIEW, b"next")]
+    whole = transcript(frames)
+    with Wire() as wire:
+        for begin in range(0, len(whole), len(body)):
+            wire.pass_on(whole[begin : begin + len(body)])
+        assert wire.recorder.frames == expected(frames)
+
+
+def test_a_burst_of_small_frames_takes_one_system_call() -> None:
+    count = SCRATCH_BYTES // (HEADER_BYTES + 64)
+    near, far = socket.socketpair()
+    with near, far:
+        recorder = Recorder()
+        reader = FrameReader(NO_LINK, recorder)
+        near.sendall(transcript([(VIEW, bytes(64))] * count))
+        reader.deliver(reader.receive(far))
+    assert len(recorder.frames) == count
+    assert reader.drained
+
+
+def test_after_a_large_payload_the_next_one_is_received_in_place() -> None:
+    """The next header comes with the call that ends the payload; nothing more does."""
+    sizes = [SCRATCH_BYTES + 1, 3 * SCRATCH_BYTES]
+    near, far = socket.socketpair()
+    with near, far:
+        recorder = Recorder()
+        reader = FrameReader(NO_LINK, recorder)
+        near.sendall(transcript([(VIEW, bytes(size)) for size in sizes]))
+        reader.deliver(reader.receive(far))
+        assert recorder.headers == 1
+        reader.deliver(reader.receive(far))
+        assert recorder.headers == 2
+        assert reader.position == f"0 of {sizes[1]} payload bytes"
+        assert reader.receive(far) == sizes[1]
+
+
+def test_position_says_where_the_stream_stands() -> None:
+    with Wire() as wire:
+        assert wire.reader.position == ""
+        wire.pass_on(header(9)[:5])
+        assert wire.reader.position == "5 of 32 header bytes"
+        wire.pass_on(header(9)[5:])
+        assert wire.reader.position == "0 of 9 payload bytes"
+        wire.pass_on(b"1234")
+        assert wire.reader.position == "4 of 9 payload bytes"
+        wire.pass_on(b"56789")
+        assert wire.reader.position == ""
+
+
+@pytest.mark.parametrize("callback", ["header_received", "body_received"])
+def test_nothing_is_delivered_after_a_callback_stopped_the_reader(
+    callback: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Wire() as wire:
+        told = getattr(wire.recorder, callback)
+
+        def stop(link: Link, argument: memoryview | Landing) -> object:
+            wire.reader.stop()
+            return told(link, argument)
+
+        monkeypatch.setattr(wire.recorder, callback, stop)
+        wire.pass_on(transcript(SMALL[1:]))
+        assert wire.recorder.headers == 1
+        assert len(wire.recorder.frames) == (callback == "body_received")

@@ -1,0 +1,153 @@
+"""Windows over fragment lists: any limits, any short reads and writes, same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.iovec import IOVECS_MAX, Iovecs, address_of, readv, writev
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=40)
+TAIL = (4096, 8)  # never read or written here
+
+
+def scattered(lengths: list[int]) -> tuple[Fragments, bytearray]:
+    """Fragments of these lengths in one arena, the last first and with gaps."""
+    arena = bytearray(os.urandom(sum(lengths) + len(lengths)))
+    ends = len(arena) - np.cumsum(np.array(lengths, np.uint64) + np.uint64(1))
+    fragments = Fragments(
+        np.uint64(address_of(arena)) + ends.astype(np.uint64),
+        np.array(lengths, np.uint64),
+        owner=arena,
+        writable=True,
+    )
+    return fragments, arena
+
+
+def memory(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+def pieces(fragments: Fragments) -> list[tuple[int, int]]:
+    return list(
+        zip(fragments.addresses.tolist(), fragments.lengths.tolist(), strict=True)
+    )
+
+
+def content(where: list[tuple[int, int]]) -> bytes:
+    return b"".join(bytes(memory(*piece)) for piece in where)
+
+
+def rows(window: tuple[int, int]) -> list[tuple[int, int]]:
+    address, count = window
+    table = np.frombuffer(memory(address, 16 * count), np.uint64).reshape(count, 2)
+    return [(int(base), int(length)) for base, length in table]
+
+
+@given(LENGTHS, st.binary(max_size=5), st.data())
+def test_windows_cover_the_bytes_once_whatever_is_moved(
+    lengths: list[int], head: bytes, data: st.DataObject
+) -> None:
+    fragments, _ = scattered(lengths)
+    iovecs = Iovecs(fragments, head)
+    left = head + content(pieces(fragments))
+    while left:
+        limit = data.draw(st.integers(1, 30), "limit")
+        laid = rows(iovecs.window(limit))
+        offered = content(laid)
+        assert all(length for _, length in laid)
+        assert iovecs.asked == len(offered) <= limit + len(head)
+        assert left.startswith(offered)
+        moved = data.draw(st.integers(1, len(offered)), "moved")
+        iovecs.rest -= moved
+        left = left[moved:]
+        assert iovecs.tobytes() == left
+        assert len(iovecs) == len(left)
+
+
+@given(LENGTHS, st.integers(1, 400))
+def test_the_tail_follows_only_the_end_of_the_list(
+    lengths: list[int], limit: int
+) -> None:
+    fragments, _ = scattered(lengths)
+    iovecs = Iovecs(fragments)
+    laid = rows(iovecs.window(limit, TAIL))
+    assert (laid[-1] == TAIL) == (limit >= fragments.nbytes)
+    assert iovecs.asked == sum(length for _, length in laid)
+
+
+def test_a_window_has_no_more_rows_than_the_kernel_takes() -> None:
+    fragments, _ = scattered([1] * (3 * IOVECS_MAX))
+    iovecs = Iovecs(fragments, b"head")
+    assert iovecs.window(iovecs.rest, TAIL)[1] == IOVECS_MAX - 1
+    iovecs.rest = IOVECS_MAX - 2
+    laid = rows(iovecs.window(iovecs.rest, TAIL))
+    assert len(laid) == IOVECS_MAX - 1
+    assert laid[-1] == TAIL
+
+
+@given(LENGTHS, LENGTHS, st.data())
+def test_writev_and_readv_move_one_list_onto_another(
+    out: list[int], into: list[int], data: st.DataObject
+) -> None:
+    size = min(sum(out), sum(into))
+    source = scattered(out)[0].slice(0, size)
+    target, arena = scattered(into)
+    target = target.slice(0, size)
+    expected = bytearray(arena)
+    sent = content(pieces(source))
+    for (address, length), start in zip(
+        pieces(target), target.starts.tolist(), strict=False
+    ):
+        offset = address - address_of(arena)
+        expected[offset : offset + length] = sent[start : start + length]
+
+    writing, reading = Iovecs(source), Iovecs(target)
+    limits = st.integers(1, 50)
+    left, right = socket.socketpair()
+    with left, right:
+        while writing.rest:
+            writing.rest -= writev(left.fileno(), writing.window(data.draw(limits)))
+        while reading.rest:
+            reading.rest -= readv(right.fileno(), reading.window(data.draw(limits)))
+    assert arena == expected
+
+
+@given(LENGTHS, st.data())
+def test_fill_copies_into_the_next_bytes(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    fragments, _ = scattered(lengths)
+    iovecs = Iovecs(fragments)
+    source = os.urandom(fragments.nbytes)
+    while iovecs.rest:
+        done = fragments.nbytes - iovecs.rest
+        step = data.draw(st.integers(1, iovecs.rest))
+        iovecs.fill(memoryview(source)[done : done + step])
+    assert content(pieces(fragments)) == source
+
+
+def test_errors_come_with_their_number_and_class() -> None:
+    window = Iovecs(scattered([4])[0])
+    left, right = socket.socketpair()
+    right.setblocking(False)
+    with left, right, pytest.raises(BlockingIOError):
+        readv(right.fileno(), window.window(4))
+    with pytest.raises(OSError, match="descriptor") as raised:
+        writev(-1, window.window(4))
+    assert raised.value.errno == errno.EBADF
+
+
+def test_the_end_of_file_reads_as_0_bytes() -> None:
+    left, right = socket.socketpair()
+    left.close()
+    with right:
+        assert readv(right.fileno(), Iovecs(scattered([4])[0]).window(4)) == 0
