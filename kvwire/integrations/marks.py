@@ -1,0 +1,59 @@
+"""From "these tokens of this layer are written" to "these blocks may be sent".
+
+Every engine that computes layer by layer needs this step, whatever library it runs on.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvwire.errors import UsageError
+
+
+class Markable(Protocol):
+    """What is used of an outgoing transfer, of asyncio or of an engine."""
+
+    def ready(self, *, layers: int, blocks: slice) -> None:
+        """Mark block positions of one layer as immutable; from any thread."""
+
+
+class LayerMarks:
+    """Marks blocks of an outgoing transfer as prefill fills them, layer by layer.
+
+    Call it after each layer of each chunk. A chunk may end within a block: the block is
+    marked with the chunk that fills it. The last block is marked when the last token is
+    written, full or not; from then on the sequence must not grow until the transfer has
+    drained, because that would write to a marked block.
+
+    Args:
+        out: The transfer, as ``comm.publish`` or ``conn.push`` gave it.
+        num_tokens: Tokens that the transfer carries; later ones are not marked.
+        block_tokens: Tokens of a block.
+
+    Raises:
+        UsageError: ``num_tokens`` or ``block_tokens`` is not positive.
+    """
+
+    __slots__ = ("_block_tokens", "_num_tokens", "_out")
+
+    def __init__(self, out: Markable, num_tokens: int, block_tokens: int) -> None:
+        if num_tokens < 1 or block_tokens < 1:
+            raise UsageError(
+                f"LayerMarks: num_tokens={num_tokens}, block_tokens={block_tokens}: "
+                "both are at least 1"
+            )
+        self._out = out
+        self._num_tokens = num_tokens
+        self._block_tokens = block_tokens
+
+    def __call__(self, layer: int, start: int, stop: int) -> None:
+        """Tokens ``start`` to before ``stop`` of a layer have been written."""
+        if start >= self._num_tokens:
+            return
+        size = self._block_tokens
+        last = stop >= self._num_tokens
+        end = -(-self._num_tokens // size) if last else stop // size
+        # A block that the chunk before began and did not fill begins this one.
+        first = start // size
+        if first < end:
+            self._out.ready(layers=layer, blocks=slice(first, end))

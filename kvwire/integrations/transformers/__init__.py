@@ -1,0 +1,41 @@
+"""Hugging Face transformers on a paged KV cache that kvwire can move.
+
+Three things, each useful alone:
+
+* :class:`TensorPool`: torch tensors in blocks, shaped for a model's config, and the
+  :class:`kvwire.PagedCache` over them.
+* :class:`PagedSequence`: a ``transformers`` cache of one sequence in such blocks. What
+  attention reads is what lies in the blocks, so what arrived there is what it reads.
+* :class:`LayerMarks`: the hook that marks a layer of an outgoing transfer ready as soon
+  as prefill has written it.
+
+A prefill that streams::
+
+    out = comm.publish(request, pool.cache, blocks, tokens=n)
+    marks = LayerMarks(out, n, pool.spec.block_tokens)
+    sequence = PagedSequence(pool, blocks, on_written=marks)
+    model(input_ids, past_key_values=sequence)     # in a thread; layers flow meanwhile
+    out.finish()
+
+and a decode that goes on from it::
+
+    outcome = await conn.pull(request, pool.cache, blocks, tokens=n)
+    sequence = PagedSequence(pool, blocks, length=outcome.usable_tokens)
+    model(rest_of_input_ids, past_key_values=sequence)
+
+Decoder-only models whose every layer has full attention (Llama, Qwen, Mistral without a
+window), transformers 5, one sequence a call, host memory.
+"""
+
+from kvwire.integrations.marks import LayerMarks, Markable
+from kvwire.integrations.transformers.pool import TensorPool, kv_spec
+from kvwire.integrations.transformers.sequence import PagedLayer, PagedSequence
+
+__all__ = [
+    "LayerMarks",
+    "Markable",
+    "PagedLayer",
+    "PagedSequence",
+    "TensorPool",
+    "kv_spec",
+]

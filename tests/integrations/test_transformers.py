@@ -1,0 +1,189 @@
+"""Hugging Face models on paged blocks: the logits and tokens of their own cache.
+
+Needs torch and transformers, which `make test` does not install; `make test-demo` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+_WHY = "not installed here; `make test-demo` installs torch and transformers"
+torch = pytest.importorskip("torch", reason=f"torch: {_WHY}")
+transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
+
+from kvwire.errors import UsageError  # noqa: E402 - after the skip
+from kvwire.integrations.transformers import (  # noqa: E402
+    PagedSequence,
+    TensorPool,
+    kv_spec,
+)
+
+BLOCK_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A Llama with random weights and grouped queries."""
+    torch.manual_seed(7)
+    torch.set_num_threads(1)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def pool(model: Any) -> TensorPool:
+    """Sixteen blocks for that model."""
+    spec = kv_spec(model.config, block_tokens=BLOCK_TOKENS, dtype=model.dtype)
+    return TensorPool(spec, num_blocks=16)
+
+
+def prompt(tokens: int) -> Any:
+    return torch.arange(tokens).mul(37).remainder(96).unsqueeze(0)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
+def logits(model: Any, ids: Any, cache: Any) -> Any:
+    return model(ids, past_key_values=cache).logits
+
+
+def test_the_spec_is_that_of_the_model(pool: TensorPool) -> None:
+    spec = pool.spec
+    assert (spec.layers, spec.kv_heads, spec.head_dim) == (3, 2, 16)
+    assert (spec.block_tokens, spec.dtype) == (BLOCK_TOKENS, "float32")
+    assert pool.cache.num_blocks == 16
+
+
+def test_paged_logits_are_those_of_the_stock_cache(
+    model: Any, pool: TensorPool
+) -> None:
+    ids = prompt(70)
+    paged = logits(model, ids, PagedSequence(pool, [9, 2, 14, 0, 7]))
+    stock = logits(model, ids, transformers.DynamicCache())
+    assert torch.equal(paged, stock)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 23])
+def test_a_prompt_in_chunks_ends_at_the_same_logits(
+    model: Any, pool: TensorPool, chunk: int
+) -> None:
+    ids = prompt(53)
+    sequence = PagedSequence(pool, [9, 2, 14, 0])
+    parts = [logits(model, part, sequence) for part in ids.split(chunk, dim=1)]
+    whole = logits(model, ids, transformers.DynamicCache())
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    assert sequence.get_seq_length() == 53
+
+
+def test_generate_takes_it_as_its_cache(model: Any, pool: TensorPool) -> None:
+    ids = prompt(40)
+    options = {"max_new_tokens": 24, "do_sample": False}
+    sequence = PagedSequence(pool, [3, 1, 4, 15])
+    paged = model.generate(ids, past_key_values=sequence, **options)
+    assert torch.equal(paged, model.generate(ids, **options))
+
+
+def test_attention_reads_the_blocks_and_nothing_else(
+    model: Any, pool: TensorPool
+) -> None:
+    """KV in other blocks of another pool decodes alike; one changed value does not."""
+    ids = prompt(33)
+    here, there = [5, 11, 2], [0, 1, 2]
+    logits(model, ids, PagedSequence(pool, here))
+    other = TensorPool(pool.spec, num_blocks=3)
+    for source, target in zip(pool.tensors, other.tensors, strict=True):
+        target[there] = source[here]
+    last = ids[:, 32:]
+    expected = logits(model, last, PagedSequence(pool, here, length=32))
+    found = logits(model, last, PagedSequence(other, there, length=32))
+    assert torch.equal(found, expected)
+    other.tensors[1][0, 1, 3, 1, 5] += 1
+    wrong = logits(model, last, PagedSequence(other, there, length=32))
+    assert not torch.equal(wrong, expected)
+
+
+def test_hooks_run_after_each_write_and_before_each_read(
+    model: Any, pool: TensorPool
+) -> None:
+    """When ``on_written`` runs, that layer's blocks hold the tokens, and no later's."""
+    calls: list[tuple[object, ...]] = []
+
+    def on_written(layer: int, start: int, stop: int) -> None:
+        touched = [bool(tensor[[8, 3]].abs().sum() > 0) for tensor in pool.tensors]
+        calls.append(("written", layer, start, stop, touched))
+
+    sequence = PagedSequence(
+        pool,
+        [8, 3],
+        on_written=on_written,
+        before_read=lambda layer: calls.append(("read", layer)),
+    )
+    logits(model, prompt(20), sequence)
+    assert calls == [
+        ("written", 0, 0, 20, [True, False, False]),
+        ("read", 0),
+        ("written", 1, 0, 20, [True, True, False]),
+        ("read", 1),
+        ("written", 2, 0, 20, [True, True, True]),
+        ("read", 2),
+    ]
+
+
+def test_reset_forgets_the_tokens(model: Any, pool: TensorPool) -> None:
+    sequence = PagedSequence(pool, [1, 2])
+    first = logits(model, prompt(20), sequence)
+    sequence.reset()
+    assert sequence.get_seq_length() == 0
+    assert torch.equal(logits(model, prompt(20), sequence), first)
+
+
+def test_a_full_sequence_is_refused(model: Any, pool: TensorPool) -> None:
+    with pytest.raises(UsageError, match="33 tokens, but its 2 blocks hold 32"):
+        logits(model, prompt(33), PagedSequence(pool, [1, 2]))
+
+
+def test_a_batch_is_refused(model: Any, pool: TensorPool) -> None:
+    with pytest.raises(UsageError, match="a batch of 2"):
+        logits(model, prompt(4).repeat(2, 1), PagedSequence(pool, [1]))
+
+
+@pytest.mark.parametrize("blocks", [[16], [-1], [3, 3]])
+def test_blocks_that_are_not_there_are_refused(
+    pool: TensorPool, blocks: list[int]
+) -> None:
+    with pytest.raises(UsageError, match="block"):
+        PagedSequence(pool, blocks)
+
+
+def test_more_tokens_than_the_blocks_hold_are_refused(pool: TensorPool) -> None:
+    with pytest.raises(UsageError, match="length=33"):
+        PagedSequence(pool, [1, 2], length=33)
+
+
+def test_a_model_with_a_window_is_refused() -> None:
+    config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=64)
+    with pytest.raises(UsageError, match="sliding_attention"):
+        kv_spec(config, block_tokens=16, dtype=torch.float32)
+
+
+def test_a_pool_in_bfloat16_holds_what_was_written(model: Any) -> None:
+    """The spec names bfloat16, and the blocks are bytes that numpy cannot name."""
+    spec = kv_spec(model.config, block_tokens=BLOCK_TOKENS, dtype=torch.bfloat16)
+    half = TensorPool(spec, num_blocks=2)
+    keys = torch.randn(1, 2, 20, 16, dtype=torch.bfloat16)
+    sequence = PagedSequence(half, [1, 0])
+    read, _ = sequence.update(keys, -keys, 1)
+    assert torch.equal(read, keys)
+    assert np.prod(read.shape) == 20 * spec.token_bytes // (2 * spec.item_bytes)
