@@ -1,0 +1,232 @@
+"""The block pool against a naive model that searches lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvwire.errors import UsageError
+from kvwire.kv.hashing import HashScheme
+from kvwire.kv.pool import BlockPool
+
+NAMES = [bytes([n]) * 32 for n in range(6)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Every call on the pool and on the model; they have to say and hold the same."""
+
+    @initialize(size=st.integers(1, 7))
+    def create(self, size: int) -> None:
+        self.pool = BlockPool(size, 4)
+        self.held = dict.fromkeys(range(size), 0)
+        self.names: dict[int, bytes] = {}
+        self.free_list = list(range(size))
+
+    @rule(count=st.integers(0, 8))
+    def allocate(self, count: int) -> None:
+        if count > len(self.free_list):
+            with pytest.raises(UsageError, match=f"allocate\\({count}\\)"):
+                self.pool.allocate(count)
+            return
+        expected = self.free_list[:count]
+        assert self.pool.allocate(count) == expected
+        self.free_list = self.free_list[count:]
+        for block in expected:
+            self.held[block] = 1
+            self.names.pop(block, None)
+
+    @rule(data=st.data())
+    def free(self, data: Any) -> None:
+        blocks = data.draw(self._some())
+        if any(not self.held[block] for block in blocks):
+            with pytest.raises(UsageError, match="is not held"):
+                self.pool.free(blocks)
+            return
+        self.pool.free(blocks)
+        for block in reversed(blocks):
+            self.held[block] -= 1
+            if not self.held[block]:
+                self._to_free_list(block)
+
+    @rule(data=st.data())
+    def touch(self, data: Any) -> None:
+        blocks = data.draw(self._some())
+        if any(not self.held[b] and b not in self.names for b in blocks):
+            with pytest.raises(UsageError, match="is free and nothing is in it"):
+                self.pool.touch(blocks)
+            return
+        self.pool.touch(blocks)
+        for block in blocks:
+            if not self.held[block]:
+                self.free_list.remove(block)
+            self.held[block] += 1
+
+    @rule(data=st.data())
+    def cache(self, data: Any) -> None:
+        blocks = data.draw(self._some())
+        some = st.lists(
+            st.sampled_from(NAMES), min_size=len(blocks), max_size=len(blocks)
+        )
+        names = data.draw(some)
+        pairs = list(zip(blocks, names, strict=True))
+        refused = any(not self.held[b] for b in blocks) or any(
+            b in self.names and self.names[b] != name for b, name in pairs
+        )
+        if refused:
+            with pytest.raises(UsageError, match=r"is not held|is named .* already"):
+                self.pool.cache(blocks, names)
+            return
+        self.pool.cache(blocks, names)
+        for block, name in pairs:
+            if name not in self.names.values():
+                self.names[block] = name
+
+    @rule(data=st.data())
+    def evict(self, data: Any) -> None:
+        blocks = data.draw(self._some())
+        self.pool.evict(blocks)
+        for block in blocks:
+            if self.names.pop(block, None) and not self.held[block]:
+                self.free_list.remove(block)
+                self.free_list.insert(0, block)
+
+    @rule(names=st.lists(st.sampled_from(NAMES), max_size=6))
+    def lookup(self, names: list[bytes]) -> None:
+        expected = []
+        for name in names:
+            if name not in self.names.values():
+                break
+            expected += [b for b, known in self.names.items() if known == name]
+        assert self.pool.lookup(names) == expected
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.pool.free_blocks == len(self.free_list)
+        assert self.pool.cached_blocks == len(self.names)
+        for block, count in self.held.items():
+            assert self.pool.ref_count(block) == count
+            assert self.pool.hash_of(block) == self.names.get(block)
+
+    def _some(self) -> st.SearchStrategy[list[int]]:
+        return st.lists(st.sampled_from(sorted(self.held)), unique=True)
+
+    def _to_free_list(self, block: int) -> None:
+        """Without content first, with content last."""
+        if block in self.names:
+            self.free_list.append(block)
+        else:
+            self.free_list.insert(0, block)
+
+    def teardown(self) -> None:
+        """What is free can all be taken, in the model's order."""
+        if hasattr(self, "pool"):
+            assert self.pool.allocate(len(self.free_list)) == self.free_list
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
+)
+
+
+def test_a_prefix_survives_longer_than_its_tail() -> None:
+    """A prompt of three blocks is freed; taking one block costs it only its end."""
+    pool = BlockPool(3, 4)
+    hashes = HashScheme(4).block_hashes(range(12))
+    blocks = pool.allocate(3)
+    pool.cache(blocks, hashes)
+    pool.free(blocks)
+    assert pool.lookup(hashes) == blocks
+    assert pool.allocate(1) == [blocks[2]]
+    assert pool.lookup(hashes) == blocks[:2]
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    pool = BlockPool(4, 4)
+    first, second = (HashScheme(4, s).block_hashes(range(8)) for s in (b"1", b"2"))
+    for hashes in (first, second):
+        blocks = pool.allocate(2)
+        pool.cache(blocks, hashes)
+        pool.free(blocks)
+    again = pool.lookup(first)
+    pool.touch(again)
+    pool.free(again)
+    pool.allocate(2)
+    assert (len(pool.lookup(first)), len(pool.lookup(second))) == (2, 0)
+
+
+def test_blocks_without_content_are_taken_before_cached_ones() -> None:
+    pool = BlockPool(2, 4)
+    hashes = HashScheme(4).block_hashes(range(4))
+    kept, dropped = pool.allocate(2)
+    pool.cache([kept], hashes)
+    pool.free([kept])
+    pool.free([dropped])
+    assert pool.allocate(1) == [dropped]
+    assert pool.lookup(hashes) == [kept]
+
+
+def test_a_shared_block_is_held_by_each() -> None:
+    pool = BlockPool(2, 4)
+    hashes = HashScheme(4).block_hashes(range(4))
+    blocks = pool.allocate(1)
+    pool.cache(blocks, hashes)
+    pool.touch(pool.lookup(hashes))
+    pool.free(blocks)
+    assert (pool.ref_count(blocks[0]), pool.free_blocks) == (1, 1)
+    pool.free(blocks)
+    assert pool.free_blocks == 2
+
+
+def test_the_second_block_of_one_content_stays_without_name() -> None:
+    pool = BlockPool(2, 4)
+    name = HashScheme(4).block_hashes(range(4))
+    first, second = pool.allocate(2)
+    pool.cache([first], name)
+    pool.cache([second], name)
+    assert pool.lookup(name) == [first]
+    assert pool.hash_of(second) is None
+
+
+def test_wrong_calls_change_nothing() -> None:
+    pool = BlockPool(3, 4)
+    blocks = pool.allocate(2)
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: pool.free([0, 3]), "block 3 is not one of 0 to 2"),
+        (lambda: pool.free([-1]), "block -1 is not one of 0 to 2"),
+        (lambda: pool.free([0, 0]), "block 0 is there twice"),
+        (lambda: pool.free([0, 2]), "block 2 is not held"),
+        (lambda: pool.touch([0, 2]), "block 2 is free and nothing is in it"),
+        (lambda: pool.cache([0], []), "0 hashes for 1 blocks"),
+        (lambda: pool.evict([1, 1]), "block 1 is there twice"),
+        (lambda: pool.ref_count(3), "block 3 is not one of"),
+        (lambda: pool.hash_of(-1), "block -1 is not one of"),
+        (lambda: pool.allocate(-1), r"allocate\(-1\)"),
+        (lambda: pool.allocate(2), "1 of 3 blocks are free"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            call()
+        assert pool.free_blocks == 1
+        assert [pool.ref_count(block) for block in range(3)] == [1, 1, 0]
+    pool.free(blocks)
+    pool.free([])
+    assert pool.free_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_tokens"), [(0, 4), (-1, 4), (4, 0), (4, 10**6)]
+)
+def test_sizes_out_of_range_are_refused(num_blocks: int, block_tokens: int) -> None:
+    with pytest.raises(UsageError, match="BlockPool: "):
+        BlockPool(num_blocks, block_tokens)
+
+
+def test_blocks_for_tokens() -> None:
+    pool = BlockPool(4, 16)
+    assert [pool.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
