@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import sys
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -63,8 +64,9 @@ class Rig:
         self._accepted: deque[Link] = deque()
         self._listeners: list[Listener] = []
         self._changed = asyncio.Event()
-        self.verdicts.changed = self._changed.set
+        self.verdicts.changed = self._announce
         self.loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._errors_expected = False
         self._alone = alone
         self._handler_before = self.loop.get_exception_handler()
@@ -176,6 +178,13 @@ class Rig:
             else:
                 await self._change()
         self._raise_verdict()
+
+    def _announce(self) -> None:
+        """Something has changed; a broken backend may say so on another thread."""
+        if threading.get_ident() == self._thread:
+            self._changed.set()
+        else:
+            self.loop.call_soon_threadsafe(self._changed.set)
 
     async def _change(self) -> None:
         """Wait for the next callback, or a moment."""

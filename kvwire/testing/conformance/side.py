@@ -23,10 +23,14 @@ class Verdicts:
 
     Attributes:
         found: What was wrong, first things first.
+        inside: Calls and callbacks of all sides on this loop under way, the innermost
+            last: what one link calls from inside a call to another re-enters as well.
+        changed: Called after every callback.
     """
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.inside: list[tuple[Side, str]] = []
         self.changed: Callable[[], None] = lambda: None
 
     def add(self, text: str) -> None:
@@ -43,6 +47,9 @@ class Token:
     def __init__(self, number: int, memory: Memory | None) -> None:
         self.number = number
         self.memory = memory
+
+    def __repr__(self) -> str:
+        return f"the token of frame {self.number}"
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("a token belongs to the handler; compare it with `is`")
@@ -100,8 +107,6 @@ class Side(LinkHandler):
         self.queued = 0
         self._next_number = 0
         self._lent: list[Token] = []
-        # Calls and callbacks under way, the innermost last.
-        self._inside: list[str] = []
         self._landing: KitLanding | None = None
         self._aborted = False
 
@@ -251,17 +256,18 @@ class Side(LinkHandler):
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
-        self._inside.append(what)
+        self._verdicts.inside.append((self, what))
         try:
             yield
         finally:
-            self._inside.pop()
+            self._verdicts.inside.pop()
 
     @contextmanager
     def _told(self, what: str, link: Link) -> Iterator[None]:
-        allowed = what == "frame_sent" and self._inside[-1:] == ["flush"]
-        if self._inside and not allowed:
-            self.wrong(f"{what} was called from inside {self._inside[-1]}")
+        inside = self._verdicts.inside
+        allowed = what == "frame_sent" and inside[-1:] == [(self, "flush")]
+        if inside and not allowed:
+            self.wrong(f"{what} was called from inside {inside[-1][1]}")
         if threading.get_ident() != self._thread:
             self.wrong(f"{what} was called on another thread than the loop's")
         if link is not self.link:
@@ -270,11 +276,11 @@ class Side(LinkHandler):
             self.wrong(f"{what} was called before start")
         if self.closed:
             self.wrong(f"{what} was called after link_closed")
-        self._inside.append(what)
+        inside.append((self, what))
         try:
             yield
         finally:
-            self._inside.pop()
+            inside.pop()
             self._verdicts.changed()
 
     def _judge(self, landing: KitLanding) -> None:

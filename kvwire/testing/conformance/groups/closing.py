@@ -36,7 +36,7 @@ async def _(rig: Rig, sizes: list[int]) -> None:
         left.queue(size)
     left.close()
     await _end_cleanly(rig, left, right)
-    require(len(right.arrived) == len(sizes), f"{len(right.arrived)} of {len(sizes)}")
+    require(len(right.arrived) == len(sizes), f"{len(right.arrived)} frames came")
     require(not left.lent, f"{left.lent} tokens were not given back before the end")
 
 
@@ -47,7 +47,7 @@ async def _(rig: Rig, sizes: list[int]) -> None:
         left.send(size)
     left.close()
     await _end_cleanly(rig, left, right)
-    require(len(right.arrived) == len(sizes), f"{len(right.arrived)} of {len(sizes)}")
+    require(len(right.arrived) == len(sizes), f"{len(right.arrived)} frames came")
     require(not left.lent, f"{left.lent} tokens were not given back before the end")
 
 

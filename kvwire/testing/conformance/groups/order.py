@@ -44,7 +44,7 @@ async def _(rig: Rig) -> None:
     cuts = list(CUTS.values())
     right.land = lambda head: Memory(head.length, cuts[head.number * 5 % len(cuts)])
     for i in range(120):
-        left.queue(i * 331 % 50_000 + 1, cuts[i % len(cuts)], token=i % 3 > 0)
+        left.queue(i * 33_331 % 50_000 + 1, cuts[i % len(cuts)], token=i % 3 > 0)
     left.flush()
     await _all_arrive(rig, left, right, 120)
 
