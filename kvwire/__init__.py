@@ -37,6 +37,12 @@ from kvwire.errors import (
     VersionMismatch,
 )
 from kvwire.grant import Grant
+from kvwire.incoming import Incoming
+from kvwire.join import Joined, join
+from kvwire.kv.outcome import Outcome, Timings
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
+from kvwire.outgoing import Outgoing
 from kvwire.region import Region
 from kvwire.request import Request
 from kvwire.types import Access, Address, Candidate, PeerInfo, TransportReport
@@ -62,10 +68,16 @@ __all__ = [
     "Grant",
     "HandshakeError",
     "HandshakeTimeout",
+    "Incoming",
     "IntegrityError",
+    "Joined",
+    "KVSpec",
     "KVWireError",
     "MalformedFrame",
     "MessageTooLarge",
+    "Outcome",
+    "Outgoing",
+    "PagedCache",
     "PeerCancelled",
     "PeerError",
     "PeerInfo",
@@ -77,10 +89,12 @@ __all__ = [
     "RequestCancelled",
     "RequestError",
     "StaleRegion",
+    "Timings",
     "TransportReport",
     "UnexpectedFrame",
     "UsageError",
     "VersionMismatch",
     "__version__",
+    "join",
     "open",
 ]

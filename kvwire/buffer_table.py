@@ -28,6 +28,11 @@ class BufferTable:
         """Buffers that are not drained."""
         return len(self._payloads)
 
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes that nobody wants any more and a transport may still touch."""
+        return sum(self._payloads[b].nbytes for b in self.holds.retired)
+
     def lend(self, payload: Payload) -> BufferId:
         """Take memory in; it is kept alive until it has drained."""
         buffer = self.holds.new()

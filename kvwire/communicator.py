@@ -27,9 +27,12 @@ from kvwire.errors import (
     KVWireError,
     UsageError,
 )
+from kvwire.exchange import Exchange
+from kvwire.incoming import Incoming
 from kvwire.limits import PENDING_HANDSHAKES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.opening import Opening, report_of
+from kvwire.outgoing import Outgoing
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.handshake import (
     Agreement,
@@ -40,8 +43,10 @@ from kvwire.proto.handshake import (
 from kvwire.proto.regions import Region as CoreRegion
 from kvwire.proto.regions import Regions
 from kvwire.pump import Pump
+from kvwire.recovery import Recovery
 from kvwire.region import Region
 from kvwire.selection import local_refusal, wishes
+from kvwire.transfer_verbs import Offering
 from kvwire.trust import is_loopback, load_keys, resolve
 from kvwire.types import Access, Address, TrustMode
 from kvwire.wire.control import BackendOffer, Offer
@@ -93,7 +98,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         return Communicator(self._config)
 
 
-class Communicator:
+class Communicator(Offering):
     """Connects to peers and is connected to. Made by :func:`kvwire.open`.
 
     Attributes:
@@ -107,7 +112,9 @@ class Communicator:
             config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
         self.config = config
         self.buffers = BufferTable()
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
+        self.exchange = Exchange()
+        self._recovery = Recovery(self)
         self._identity = Identity(
             name=config.name,
             incarnation=secrets.token_bytes(16),
@@ -206,6 +213,31 @@ class Communicator:
 
         Cancel safety: safe, a half-made connection is aborted.
         """
+        connection = await self._connect(address, transport, timeout_s)
+        self.exchange.reattach(connection)
+        return connection
+
+    async def redial(self, lost: Connection) -> Connection:
+        """Connect again to where a lost connection went, and take its place.
+
+        Raises:
+            OSError, KVWireError: As :meth:`connect`.
+
+        Cancel safety: safe, a half-made connection is aborted.
+        """
+        assert lost.dialled is not None
+        address, transport = lost.dialled
+        connection = await self._connect(address, transport, None, lost.digest)
+        self.exchange.reattach(connection)
+        return connection
+
+    async def _connect(
+        self,
+        address: str | Address,
+        transport: str | Iterable[str] | None,
+        timeout_s: float | None,
+        resumes: bytes = b"",
+    ) -> Connection:
         self._check_open()
         config = wishes(self.config, transport)
         where = Address.parse(address)
@@ -216,15 +248,22 @@ class Communicator:
         handshake = ClientHandshake(
             self._identity,
             secrets.token_bytes(NONCE_BYTES),
-            _offer(self._identity, config, where.scheme),
+            _offer(self._identity, config, where.scheme, resumes),
         )
-        opening = Opening(handshake, config, where.scheme, self._loop)
+        opening = Opening(handshake, config, where.scheme, self.loop)
         try:
             async with asyncio.timeout(timeout_s):
                 link = await backend.connect(where)
-                return await self._shake_hands(link, opening)
+                connection = await self._shake_hands(link, opening)
         except TimeoutError:
             raise opening.timed_out(timeout_s) from None
+        connection.dialled = (where, transport)
+        return connection
+
+    @property
+    def live_connections(self) -> tuple[Connection, ...]:
+        """The connections that have not ended; a snapshot."""
+        return tuple(self._connections)
 
     async def connections(self) -> AsyncIterator[Connection]:
         """Inbound connections, in the order their handshakes ended.
@@ -281,6 +320,29 @@ class Communicator:
         self.buffers.holds.retire(core.buffer)
         self.buffers.collect()
 
+    # --- KV transfers -----------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Communicator:
+        """See Offering."""
+        return self
+
+    def start(self, end: Incoming | Outgoing) -> None:
+        """See Offering."""
+        self._check_open()
+        if self.quarantined_bytes > self.config.quarantine_bytes:
+            raise UsageError(
+                f"{self.quarantined_bytes} bytes of transfers that are over have not "
+                f"drained, more than quarantine_bytes={self.config.quarantine_bytes}: "
+                f"wait for drained() of some of them"
+            )
+        self.exchange.offer(end)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes whose request is over while a transport may still touch them."""
+        return self.buffers.quarantined_bytes
+
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -289,8 +351,10 @@ class Communicator:
         Cancel safety: safe. Closing goes on; call it again to wait for it.
         """
         self._stop()
+        await self._recovery.close()
         for listener in self._listeners:
             await listener.close()
+        self.exchange.stop(ClosedOK("the communicator was closed"))
         await asyncio.gather(*(c.close() for c in list(self._connections)))
         for pump in list(self._pumps):
             pump.link.abort()
@@ -323,6 +387,8 @@ class Communicator:
         self._connections.discard(connection)
         if not isinstance(error, ClosedOK):
             logger.info("connection to %s ended: %s", connection.peer, error)
+            if not self._closed:
+                self._recovery.lost(connection)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -357,13 +423,13 @@ class Communicator:
         if self._closed or full or (outside and not strangers_ok):
             link.abort()
             return
-        task = self._loop.create_task(self._welcome(link, scheme))
+        task = self.loop.create_task(self._welcome(link, scheme))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _welcome(self, link: Link, scheme: str) -> None:
         handshake = ServerHandshake(self._identity, secrets.token_bytes(NONCE_BYTES))
-        opening = Opening(handshake, self.config, scheme, self._loop)
+        opening = Opening(handshake, self.config, scheme, self.loop)
         timeout_s = self.config.handshake_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -373,13 +439,18 @@ class Communicator:
         except KVWireError as exc:
             logger.info("%s: refused: %s", link.remote_address, exc)
         else:
-            self._inbound.put_nowait(connection)
+            resumes = connection.core.agreement.offer.resumes
+            if resumes:
+                await self._recovery.taken_over(connection, resumes)
+            else:
+                self.exchange.reattach(connection)
+                self._inbound.put_nowait(connection)
 
     async def _shake_hands(self, link: Link, opening: Opening) -> Connection:
         pump = Pump(
             link,
             self.buffers,
-            self._loop,
+            self.loop,
             check_payload=self.config.checksum == "on",
         )
         self._pumps.add(pump)
@@ -407,7 +478,7 @@ class Communicator:
             terms=self._identity.terms,
             ping_interval_s=self.config.ping_interval_s,
             ping_misses=self.config.ping_misses,
-            now=self._loop.time(),
+            now=self.loop.time(),
         )
         connection = Connection(
             self,
@@ -425,7 +496,7 @@ def _crosses_hosts(backend: Backend) -> bool:
     return not (capabilities.same_process or capabilities.same_host)
 
 
-def _offer(identity: Identity, config: Config, scheme: str) -> Offer:
+def _offer(identity: Identity, config: Config, scheme: str, resumes: bytes) -> Offer:
     return Offer(
         name=identity.name,
         backends=tuple(
@@ -434,4 +505,5 @@ def _offer(identity: Identity, config: Config, scheme: str) -> Offer:
             if not local_refusal(config, name, scheme)
         ),
         profile=identity.profile,
+        resumes=resumes,
     )

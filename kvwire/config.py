@@ -50,6 +50,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         close_timeout_s: How long ``close`` waits for what was begun.
         ping_interval_s: Silence after which the peer is asked whether it is there.
         ping_misses: Intervals of silence after which it is dead.
+        lease_s: How long a KV transfer that nobody works on holds its blocks.
+        resume: Whether a KV transfer whose connection is lost waits, within its lease,
+            for another link to the same peer.
+        quarantine_bytes: New transfers are refused while more memory than this waits
+            for a transport to let go of it.
         connections_max: Inbound connections at once.
     """
 
@@ -79,6 +84,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     close_timeout_s: Seconds = limits.CLOSE_TIMEOUT_S
     ping_interval_s: Seconds = limits.PING_INTERVAL_S
     ping_misses: Annotated[int, Meta(ge=1, le=100)] = limits.PING_MISSES
+    lease_s: Seconds = limits.LEASE_S
+    resume: bool = True
+    quarantine_bytes: Annotated[int, Meta(ge=0)] = limits.QUARANTINE_BYTES
     connections_max: Annotated[int, Meta(ge=1, le=65_536)] = limits.CONNECTIONS_MAX
 
     @classmethod

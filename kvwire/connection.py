@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 from kvwire.clock import absolute
-from kvwire.errors import ConnectionLost, KVWireError, RequestCancelled, UsageError
+from kvwire.description import Description
+from kvwire.errors import (
+    ConnectionLost,
+    KVWireError,
+    ProfileMismatch,
+    ProtocolError,
+    RequestCancelled,
+    UsageError,
+    WireCode,
+)
 from kvwire.grant import Grant
+from kvwire.incoming import Incoming
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
 from kvwire.memory.buffers import as_payload, slice_payload
 from kvwire.memory.checksum import checksum
 from kvwire.memory.copy import copy
+from kvwire.outgoing import Outgoing
 from kvwire.proto.connection import Connection as Core
-from kvwire.proto.events import Ended, Event, MemoryWanted, RequestDone
+from kvwire.proto.events import (
+    Ended,
+    Event,
+    MemoryWanted,
+    RequestDone,
+    SegmentLanded,
+    SegmentMarked,
+    TransferAgreed,
+    TransferOpened,
+)
 from kvwire.proto.regions import Region as CoreRegion
 from kvwire.proto.requests import Request as CoreRequest
+from kvwire.proto.segments import Transfer
 from kvwire.proto.state import Kind
 from kvwire.pump import Pump
 from kvwire.request import Request
-from kvwire.types import Access, BufferId, PeerInfo, TransportReport
+from kvwire.transfer import Attempt, TransferEvent
+from kvwire.transfer_verbs import Asking
+from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
 from kvwire.wire.control import Access as AccessBody
 
 if TYPE_CHECKING:
@@ -30,9 +53,10 @@ if TYPE_CHECKING:
 
 Deadline = float | timedelta | None
 _TAG_MAX: Final = 2**64 - 1
+_TRANSFERS: Final = frozenset({Kind.OUTGOING, Kind.INCOMING})
 
 
-class Connection:
+class Connection(Asking):
     """An authenticated pair. Made by ``connect``, or handed out by ``connections``.
 
     All of it belongs to the loop it was made on. The verbs return a
@@ -56,24 +80,26 @@ class Connection:
     ) -> None:
         self.communicator = communicator
         self.peer = peer
+        self.core = core
         self.transport = report.taken
         self.transport_report = report
         self._pump = pump
-        self._core = core
         self._buffers = communicator.buffers
         self._loop = asyncio.get_running_loop()
         self._check = communicator.config.checksum == "on"
         self._message_bytes = communicator.config.message_bytes
+        # Where it went, on the side that had connected.
+        self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
         pump.connect(core, self._on_event)
 
     def __repr__(self) -> str:
-        state = self._core.phase.value
+        state = self.core.phase.value
         return f"<Connection to {self.peer} over {self.transport}, {state}>"
 
     @property
     def closed(self) -> bool:
         """Whether nothing more can be sent."""
-        return self._core.closed
+        return self.core.closed
 
     # --- messages ---------------------------------------------------------------------
 
@@ -105,7 +131,7 @@ class Connection:
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
         if nbytes <= EAGER_BYTES_MAX and isinstance(payload, memoryview):
             check = checksum(payload) if self._check else None
-            header = self._core.eager_header(tag, nbytes, check)
+            header = self.core.eager_header(tag, nbytes, check)
             if header is not None:
                 self._pump.send_eager(header, payload if nbytes else None)
                 request: Request[int] = Request()
@@ -117,7 +143,7 @@ class Connection:
             Request(
                 self,
                 post=lambda: self._lend(
-                    payload, lambda lent: self._core.send(tag, lent, nbytes, at)
+                    payload, lambda lent: self.core.send(tag, lent, nbytes, at)
                 ),
             )
         )
@@ -156,7 +182,7 @@ class Connection:
         """
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
-        at, core, limit = absolute(deadline), self._core, self._message_bytes
+        at, core, limit = absolute(deadline), self.core, self._message_bytes
         if into is None:
             return self._begin(
                 Request(self, post=lambda: core.recv(tag, None, limit, at))
@@ -197,7 +223,7 @@ class Connection:
             until ``await request.released()`` returns.
         """
         payload = as_payload(buffer, writable=False)
-        return self._one_sided(payload, grant, self._core.put, Access.WRITE, deadline)
+        return self._one_sided(payload, grant, self.core.put, Access.WRITE, deadline)
 
     def get(
         self, grant: Grant, into: Any, *, deadline: Deadline = None
@@ -222,16 +248,45 @@ class Connection:
             ``await request.released()`` returns.
         """
         payload = as_payload(into, writable=True, what="into")
-        return self._one_sided(payload, grant, self._core.get, Access.READ, deadline)
+        return self._one_sided(payload, grant, self.core.get, Access.READ, deadline)
+
+    # --- KV transfers -----------------------------------------------------------------
+
+    def start(self, end: Incoming | Outgoing) -> None:
+        """See Asking."""
+        self.communicator.exchange.ask(end, self)
+
+    def start_transfer(
+        self,
+        attempt: Attempt,
+        *,
+        key: bytes,
+        priority: int,
+        description: bytes,
+        pull: bool,
+    ) -> None:
+        """Open an attempt of a transfer on this connection."""
+        transfer = Transfer(id=key, priority=priority)
+        attempt.core = self.core.open_transfer(
+            transfer, description, pull=pull, deadline=None
+        )
+        attempt.core.context = attempt
+        self.run()
+
+    def run(self) -> None:
+        """Carry out what the core has to say."""
+        self._pump.run()
+
+    # --- grants -----------------------------------------------------------------------
 
     def make_grant(
         self, region: CoreRegion, offset: int, nbytes: int, access: Access
     ) -> Grant:
         """See :meth:`kvwire.Region.grant`, which is how it is called."""
-        row = self._core.grant(region, offset, nbytes, access)
+        row = self.core.grant(region, offset, nbytes, access)
         return Grant(
             access=access,
-            connection=self._name(),
+            connection=self.digest,
             grant=row.id,
             generation=row.generation,
             token=row.token,
@@ -249,17 +304,17 @@ class Connection:
 
         Cancel safety: safe. The connection goes on closing; call it again to wait.
         """
-        if not self._core.closed:
+        if not self.core.closed:
             timeout_s = self.communicator.config.close_timeout_s
-            self._core.close(self._loop.time(), timeout_s)
+            self.core.close(self._loop.time(), timeout_s)
             self._pump.set_timer()
             self._pump.run()
         await self.wait_closed()
 
     def abort(self, reason: str = "aborted by this side") -> None:
         """End the connection now; every open request fails. Never raises."""
-        if not self._core.closed:
-            self._core.fail(ConnectionLost(reason))
+        if not self.core.closed:
+            self.core.fail(ConnectionLost(reason))
             self._pump.run()
         self._pump.link.abort()
 
@@ -282,7 +337,7 @@ class Connection:
 
     def region_revoked(self, region: CoreRegion) -> None:
         """A region of the communicator was closed or revoked."""
-        self._core.region_revoked(region.id)
+        self.core.region_revoked(region.id)
         self._pump.run()
 
     # --- what requests ask for --------------------------------------------------------
@@ -293,7 +348,7 @@ class Connection:
             error = RequestCancelled("the receive was cancelled on this side")
             request.complete(None, error)
             return
-        self._core.cancel(request.core)
+        self.core.cancel(request.core)
         self._pump.run()
 
     def neglect(self, request: Request[Any]) -> None:
@@ -302,7 +357,7 @@ class Connection:
         if core is None or core.kind is not Kind.RECV:
             return
         core.context = None
-        if self._core.withdraw(core):
+        if self.core.withdraw(core):
             request.core = None
             self._pump.run()
         else:
@@ -356,10 +411,10 @@ class Connection:
         deadline: Deadline,
     ) -> Request[int]:
         nbytes = payload.nbytes
-        if grant.connection != self._name():
+        if grant.connection != self.digest:
             raise UsageError(
                 f"this grant was made for connection {grant.connection.hex()[:8]}, not "
-                f"for this one ({self._name().hex()[:8]}): the peer has to grant anew"
+                f"for this one ({self.digest.hex()[:8]}): the peer has to grant anew"
             )
         if nbytes != grant.nbytes:
             raise UsageError(
@@ -384,19 +439,56 @@ class Connection:
             )
         )
 
-    def _name(self) -> bytes:
-        return self._core.agreement.digest[:16]
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that name this connection to both of its sides, and to no other."""
+        return self.core.agreement.digest[:16]
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, RequestDone):
-            self._request_done(event)
+            if event.request.kind in _TRANSFERS:
+                self._transfer_done(event)
+            else:
+                self._request_done(event)
         elif isinstance(event, MemoryWanted):
             lent = self._buffers.lend(memoryview(bytearray(event.nbytes)))
-            self._core.provide(event.request, lent)
+            self.core.provide(event.request, lent)
             self._pump.run()
-        else:
-            assert isinstance(event, Ended)
+        elif isinstance(event, Ended):
             self.communicator.connection_ended(self, event.error)
+        else:
+            self._transfer_event(event)
+
+    def _transfer_event(
+        self, event: TransferOpened | TransferAgreed | TransferEvent
+    ) -> None:
+        if isinstance(event, TransferOpened):
+            self.communicator.exchange.opened(self, event)
+            return
+        request = (
+            event.segment.request
+            if isinstance(event, SegmentMarked | SegmentLanded)
+            else event.request
+        )
+        attempt = request.context
+        if not isinstance(attempt, Attempt):
+            return
+        try:
+            if isinstance(event, TransferAgreed):
+                attempt.agreed(Description.decode(event.description))
+            else:
+                attempt.event(event)
+        except ProtocolError as exc:
+            self.core.fail(exc)
+        except ProfileMismatch as exc:
+            attempt.refuse(exc, WireCode.PROFILE)
+
+    def _transfer_done(self, event: RequestDone) -> None:
+        attempt = event.request.context
+        if isinstance(attempt, Attempt):
+            attempt.ended(event.error)
+        else:
+            self.communicator.exchange.request_over(event.request, self)
 
     def _request_done(self, event: RequestDone) -> None:
         core, request = event.request, event.request.context

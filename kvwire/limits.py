@@ -84,6 +84,8 @@ SEGMENT_BYTES: Final = 16 * MIB
 # Layers smaller than this together travel together: below it a layer costs more to
 # announce than its transfer hides.
 GROUP_BYTES: Final = 256 * KIB
+# Boxes a consumer names as landed when it goes on with another link; 16 bytes each.
+LANDED_BOXES_MAX: Final = 2000
 # Ids of transfers that have ended badly, kept to answer those who ask too late.
 TOMBSTONES_MAX: Final = 4096
 # Segments one LANDED, and the one SETTLED, may name: 5 bytes each at most.
@@ -114,8 +116,11 @@ PING_MISSES: Final = 3
 PINGS_PER_SECOND_MAX: Final = 10
 PING_STRIKES_MAX: Final = 2
 CLOSE_TIMEOUT_S: Final = 5.0
-# How long an unmatched or interrupted transfer holds its blocks; vLLM's is 30 s as well.
+# How long an unmatched or interrupted transfer holds its blocks; vLLM's is 30 s as
+# well.
 LEASE_S: Final = 30.0
+# Memory that may wait to be let go of before new transfers are refused.
+QUARANTINE_BYTES: Final = 4 * GIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.
 REDIAL_S: Final = 0.05
 REDIAL_S_MAX: Final = 0.5

@@ -63,6 +63,11 @@ class Holds:
         if not self._counts[buffer]:
             self._drain(buffer)
 
+    @property
+    def retired(self) -> frozenset[BufferId]:
+        """Buffers that are retired and still held."""
+        return frozenset(self._retired)
+
     def held(self, buffer: BufferId) -> bool:
         """Whether some operation may touch the buffer now."""
         return self._counts.get(buffer, 0) > 0

@@ -23,6 +23,8 @@ class Segment:
         buffer: Its memory; None on the consumer until the front has given it.
         moved: Bytes handed to the link (producer) or verified (consumer).
         in_flight: Chunks the link still works on.
+        arrived: Consumer: one byte per chunk, 1 once its header was seen and 2 once it
+            has landed.
         damaged: A chunk of it did not match its checksum.
         over: Landed, acknowledged, or damaged: nothing more happens to it.
     """

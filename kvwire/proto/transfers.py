@@ -335,7 +335,10 @@ class Transfers:
         if request.over:
             return
         segment.moved += arrival.length
-        segment.damaged = segment.damaged or not intact
+        if intact:
+            segment.arrived[arrival.offset // self._chunk_bytes] = 2
+        else:
+            segment.damaged = True
         if segment.moved < segment.nbytes:
             return
         transfer = self._transfers[request]

@@ -1,0 +1,184 @@
+"""Where the two ends of KV transfers meet, in either order of arrival.
+
+One side names a transfer with ``publish`` or ``expect`` and waits; the other asks for
+it with ``pull`` or ``push``. Who comes first is stashed: our side until its lease ends,
+a peer's question until the peer gives up. A transfer that has failed here leaves its
+reason behind, so that a peer who asks too late gets an answer and not a wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from kvwire.description import Description
+from kvwire.errors import ConnectionLost, KVWireError, PeerError, UsageError, WireCode
+from kvwire.incoming import Incoming
+from kvwire.limits import TOMBSTONES_MAX
+from kvwire.outgoing import Outgoing
+from kvwire.proto.events import TransferOpened
+from kvwire.proto.state import Kind
+from kvwire.transfer import Answer
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.proto.requests import Request as CoreRequest
+
+End = Outgoing | Incoming
+# A producer and a consumer of one name may live in one communicator, in tests above
+# all.
+Key = tuple[bytes, bool]
+
+
+class Exchange:
+    """The KV transfers of one communicator.
+
+    Attributes:
+        live: Transfers that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.live: set[End] = set()
+        self._waiting: dict[Key, End] = {}
+        self._asked: dict[Key, list[tuple[Connection, TransferOpened]]] = {}
+        self._tombstones: OrderedDict[Key, tuple[str, int]] = OrderedDict()
+
+    # --- our side ---------------------------------------------------------------------
+
+    def offer(self, end: End) -> None:
+        """``publish`` or ``expect``: wait for the peer, or meet one that waits.
+
+        Raises:
+            UsageError: The id is in use.
+        """
+        key = _key(end)
+        if key in self._waiting:
+            verb = "published" if key[1] else "expected"
+            raise UsageError(
+                f"transfer {end.id!r} is {verb} already, and has not ended; ids may be "
+                f"used again only after that"
+            )
+        self._tombstones.pop(key, None)
+        self._waiting[key] = end
+        self.live.add(end)
+        end.start_lease()
+        for connection, opened in self._asked.pop(key, []):
+            self.opened(connection, opened)
+
+    def ask(self, end: End, connection: Connection) -> None:
+        """``pull`` or ``push``: ask the peer."""
+        self.live.add(end)
+        try:
+            end.ask(connection)
+        except KVWireError:
+            self.live.discard(end)
+            raise
+
+    def over(self, end: End, reason: str) -> None:
+        """A transfer has ended."""
+        self.live.discard(end)
+        key = _key(end)
+        if self._waiting.get(key) is end:
+            del self._waiting[key]
+            if end.unmet:
+                # bounded: TOMBSTONES_MAX
+                self._tombstones[key] = (reason, end.unmet)
+                if len(self._tombstones) > TOMBSTONES_MAX:
+                    self._tombstones.popitem(last=False)
+
+    # --- the peer's side --------------------------------------------------------------
+
+    def opened(self, connection: Connection, event: TransferOpened) -> None:
+        """A peer asks: match it, answer it, or let it wait."""
+        request = event.request
+        key = (event.id, request.kind is Kind.OUTGOING)
+        if request.over:
+            connection.core.transfers.forget(request)
+            return
+        end = self._waiting.get(key)
+        answer = Answer.LATER if end is None else end.answer_to(connection)
+        if end is not None and answer is Answer.YES:
+            self._meet(end, connection, event)
+        elif answer is Answer.NO:
+            error: KVWireError = PeerError("it has as many consumers as it is for")
+            _refuse(connection, request, error, WireCode.OTHER)
+        elif end is None and key in self._tombstones:
+            error = PeerError(f"it has ended: {self._last_word(key)}")
+            _refuse(connection, request, error, WireCode.OTHER)
+        else:
+            # bounded: TRANSFERS_WAITING_MAX per connection, by the core
+            self._asked.setdefault(key, []).append((connection, event))
+
+    def request_over(self, request: CoreRequest, connection: Connection) -> None:
+        """A question that still waited has ended: the peer gave up, or is gone."""
+        for key, asked in list(self._asked.items()):
+            left = [pair for pair in asked if pair[1].request is not request]
+            if left:
+                self._asked[key] = left
+            else:
+                del self._asked[key]
+        connection.core.transfers.forget(request)
+
+    # --- connections ------------------------------------------------------------------
+
+    def connection_lost(self, connection: Connection) -> None:
+        """A link has touched memory for the last time."""
+        for end in list(self.live):
+            end.lost(connection)
+        # A peer may have asked on its new link before we knew that the old one is gone.
+        asked, self._asked = self._asked, {}
+        for pairs in asked.values():
+            for asker, event in pairs:
+                self.opened(asker, event)
+
+    def interrupted(self, incarnation: bytes) -> bool:
+        """Whether some transfer with a peer waits for another link."""
+        return any(end.interrupted(incarnation) for end in self.live)
+
+    def peer_restarted(self, incarnation: bytes) -> None:
+        """The start of the peer that had our transfers is gone for good."""
+        error = ConnectionLost("the peer has restarted; its side of it is gone")
+        for end in list(self.live):
+            if end.interrupted(incarnation):
+                end.stop(error, WireCode.GOING_AWAY)
+
+    def stop(self, error: KVWireError) -> None:
+        """The communicator closes: every transfer ends."""
+        for end in list(self.live):
+            end.stop(error, WireCode.GOING_AWAY)
+
+    def reattach(self, connection: Connection) -> None:
+        """There is a new link to a peer: ask again for what was ours to ask for."""
+        for end in list(self.live):
+            if end.asks(connection.peer.incarnation):
+                end.ask(connection)
+
+    def _last_word(self, key: Key) -> str:
+        """Why a transfer ended that the peer asks for; said once to each who may ask.
+
+        After that the id can be used anew, untainted by its last use.
+        """
+        reason, answers = self._tombstones.pop(key)
+        if answers > 1:
+            self._tombstones[key] = (reason, answers - 1)  # bounded: TOMBSTONES_MAX
+        return reason
+
+    def _meet(self, end: End, connection: Connection, event: TransferOpened) -> None:
+        try:
+            description = Description.decode(event.description)
+        except KVWireError as exc:
+            _refuse(connection, event.request, exc, WireCode.PROFILE)
+            return
+        end.meet(connection, event.request, description)
+
+
+def _key(end: End) -> Key:
+    return end.key, isinstance(end, Outgoing)
+
+
+def _refuse(
+    connection: Connection, request: CoreRequest, error: KVWireError, code: WireCode
+) -> None:
+    connection.core.refuse(request, error, code)
+    connection.core.transfers.forget(request)
+    connection.run()

@@ -1,0 +1,393 @@
+"""The consumer's end of a KV transfer: segments land and layers open."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from kvwire.dedup import Hashes, Have, digest, held, listed_hashes
+from kvwire.description import Description, pack_have
+from kvwire.errors import (
+    KVWireError,
+    PeerCancelled,
+    ProfileMismatch,
+    ProtocolError,
+    UsageError,
+    WireCode,
+)
+from kvwire.kv.landed import Landed
+from kvwire.kv.outcome import Outcome, Timings, outcome_of
+from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.limits import LANDED_BOXES_MAX
+from kvwire.proto.events import (
+    SegmentLanded,
+    SegmentMarked,
+    TransferCommitted,
+)
+from kvwire.proto.segments import Segment as CoreSegment
+from kvwire.transfer import Answer, Attempt, KVTransfer, TransferEvent, recoverable
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+
+
+class Incoming(KVTransfer):
+    """A transfer that this side consumes. Made by ``pull`` and ``expect``."""
+
+    plan: TransferPlan
+    landed: Landed
+
+    def __init__(
+        self,
+        *args: Any,
+        have: Have = None,
+        hashes: Hashes = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*args, **keywords)
+        if not self.cache.writable:
+            raise UsageError(
+                "this cache has a tensor that is not writable: nothing can land in it"
+            )
+        listed = listed_hashes(hashes, self.lists)
+        self.have = held(have, listed, self.lists)
+        self.hashes = digest(listed)
+        self.receipt: Receipt | None = None
+        self.planned = False
+        self.boxes: list[tuple[int, int, int, int, int]] = []
+        self._layers_grouped = 1
+        self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
+        self._times = dict.fromkeys(("met", "agreed", "first", "last", "over"), 0.0)
+        self._partial = ""
+
+    async def layer(self, layer: int, group: str | None = None) -> None:
+        """Wait until a layer of every block has landed, and may be read.
+
+        Args:
+            layer: By the model's index.
+            group: Of a hybrid model's cache; None for every group that has the layer.
+
+        Raises:
+            UsageError: There is no such layer or group.
+            RequestError: The transfer ended without it; the outcome says what is here.
+
+        Cancel safety: safe, it only watches.
+        """
+        self._check_layer(layer, group)
+        if self._has(layer, group):
+            return
+        if self.outcome is None:
+            gate: asyncio.Future[None] = self.loop.create_future()
+            gates = self._gates.setdefault((layer, group), [])
+            gates.append(gate)
+            try:
+                await gate
+            finally:
+                if gate in gates:
+                    gates.remove(gate)
+        if not self._has(layer, group):
+            assert self.outcome is not None
+            raise PeerCancelled(f"layer {layer} did not land: {self.outcome.missing!r}")
+
+    def layer_landed(self, layer: int, group: str | None = None) -> bool:
+        """Whether a layer of every block has landed.
+
+        Raises:
+            UsageError: There is no such layer or group.
+        """
+        self._check_layer(layer, group)
+        return self._has(layer, group)
+
+    # --- the exchange -----------------------------------------------------------------
+
+    def answer_to(self, connection: Connection) -> Answer:
+        """Whether a peer that offers it may send it."""
+        receipt = self.receipt
+        if self.outcome is not None:
+            return Answer.NO
+        if receipt is None:
+            return Answer.YES
+        if receipt.incarnation != connection.peer.incarnation:
+            return Answer.NO
+        if receipt.suspended and receipt.core is None:
+            return Answer.YES
+        return Answer.NO if receipt.connection is connection else Answer.LATER
+
+    @property
+    def unmet(self) -> int:
+        """1 if no producer has asked."""
+        return int(self.receipt is None)
+
+    def interrupted(self, incarnation: bytes) -> bool:
+        """Whether it waits for another link to a peer."""
+        receipt = self.receipt
+        return (
+            receipt is not None
+            and receipt.suspended
+            and receipt.incarnation == incarnation
+        )
+
+    def asks(self, incarnation: bytes) -> bool:
+        """Whether it is this side that asks again on another link."""
+        return (
+            self.interrupted(incarnation)
+            and self.receipt is not None
+            and self.receipt.asked
+            and self.receipt.core is None
+        )
+
+    def ask(self, connection: Connection) -> None:
+        """Pull: ask the peer of a connection for it."""
+        receipt = self._new_receipt(connection)
+        receipt.asked = True
+        connection.start_transfer(
+            receipt,
+            key=self.key,
+            priority=self.priority,
+            description=self._description(b"").encode(),
+            pull=True,
+        )
+
+    def meet(self, connection: Connection, core: Any, description: Description) -> None:
+        """Push: the peer of a connection offers it."""
+        receipt = self._new_receipt(connection)
+        receipt.core = core
+        core.context = receipt
+        try:
+            self.plan_with(description)
+        except KVWireError as exc:
+            self.receipt = None
+            connection.core.refuse(core, exc, WireCode.PROFILE)
+            connection.core.transfers.forget(core)
+            connection.run()
+            return
+        answer = self._description(self.plan.digest)
+        connection.core.transfers.agree(core, answer.encode())
+        connection.run()
+
+    def stop(self, error: KVWireError, code: WireCode) -> None:
+        """See KVTransfer."""
+        if self.receipt is not None:
+            self.receipt.refuse(error, code)
+        if self.outcome is None:
+            self._end(str(error))
+
+    def lost(self, connection: Connection) -> None:
+        """See KVTransfer."""
+        receipt = self.receipt
+        if receipt is not None and receipt.connection is connection:
+            self.release(receipt)
+
+    # --- the receipt ------------------------------------------------------------------
+
+    def plan_with(self, description: Description) -> None:
+        """Plan against the producer's half.
+
+        Raises:
+            ProfileMismatch: The two halves do not fit; names the fields.
+        """
+        if self.hashes and description.hashes and self.hashes != description.hashes:
+            raise ProfileMismatch(
+                "the block hashes of the two lists differ: other tokens",
+                fields=("hashes",),
+            )
+        plan = TransferPlan(
+            self.cache,
+            self.lists,
+            description.read_geometry(),
+            Side.CONSUMER,
+            tokens=self.tokens,
+            have=self.have,
+        )
+        if not self.planned:
+            self.plan, self.landed, self.planned = plan, Landed(plan), True
+        self._times["agreed"] = self._times["agreed"] or monotonic()
+
+    def place(self, core: CoreSegment) -> Segment:
+        """Give a segment its memory.
+
+        Raises:
+            ProtocolError: It is not a part of this transfer, or its length is wrong.
+        """
+        segment = Segment(*core.box)
+        try:
+            self.plan.check(segment)
+        except UsageError as exc:
+            raise ProtocolError("KVW-TR-09", str(exc)) from None
+        if core.nbytes != self.plan.nbytes_of(segment):
+            raise ProtocolError(
+                "KVW-TR-09",
+                f"segment {core.number} of {core.nbytes} bytes, the plan has "
+                f"{self.plan.nbytes_of(segment)}",
+            )
+        self._times["first"] = self._times["first"] or monotonic()
+        self._layers_grouped = max(self._layers_grouped, segment.layers)
+        return segment
+
+    def segment_landed(self, core: CoreSegment, segment: Segment) -> None:
+        """All of a segment is here; open the gates it opens."""
+        if core.damaged:
+            self._partial = "its bytes arrived damaged"
+            self.landed.mark_but(segment, missing_chunks(core, self._chunk_bytes()))
+            return
+        self.landed.mark(segment)
+        self.boxes.append(core.box)
+        self._times["last"] = monotonic()
+        for (layer, group), gates in list(self._gates.items()):
+            if self._has(layer, group):
+                del self._gates[layer, group]
+                _open(gates)
+
+    def receipt_ended(self, error: KVWireError | None) -> None:
+        """The request of the receipt is over."""
+        if self.outcome is not None:
+            return
+        if recoverable(error) and self.communicator.config.resume:
+            assert self.receipt is not None
+            self.receipt.suspended = True
+            self.start_lease()
+            return
+        reason = self._partial or "it was not marked ready by the producer"
+        self._end(reason if error is None else str(error))
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _new_receipt(self, connection: Connection) -> Receipt:
+        self.stop_lease()
+        self._times["met"] = self._times["met"] or monotonic()
+        self.receipt = Receipt(self, connection)
+        return self.receipt
+
+    def _description(self, plan: bytes) -> Description:
+        return Description(
+            geometry=self.geometry.encode(),  # type: ignore[arg-type]
+            have=pack_have(self.have),
+            # What does not fit is sent again, which is only slower.
+            landed=tuple(self.boxes[:LANDED_BOXES_MAX]),
+            hashes=self.hashes,
+            plan=plan,
+        )
+
+    def _chunk_bytes(self) -> int:
+        assert self.receipt is not None
+        return self.receipt.chunk_bytes()
+
+    def _check_layer(self, layer: int, group: str | None) -> None:
+        groups = self.cache.groups
+        if group is not None and group not in groups:
+            raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
+        named = [groups[group]] if group is not None else list(groups.values())
+        if not any(layer in g.spec.layer_indices for g in named):
+            raise UsageError(f"layer {layer} is not in this cache")
+
+    def _has(self, layer: int, group: str | None) -> bool:
+        return self.planned and self.landed.layer(layer, group)
+
+    def _end(self, reason: str) -> None:
+        self._times["over"] = monotonic()
+        attempts = [] if self.receipt is None else [self.receipt]
+        outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
+        self.communicator.exchange.over(self, reason)
+        self.record(outcome, attempts)
+        for gates in self._gates.values():
+            _open(gates)
+        self._gates.clear()
+
+    def _outcome_now(self, reason: str) -> Outcome:
+        if self.receipt is not None:
+            for segment, missing in self.receipt.parts:
+                self.landed.mark_but(segment, missing)
+        times = self._times
+        over, agreed = times["over"], times["agreed"]
+        first, last = times["first"] or over, times["last"] or over
+        return outcome_of(
+            self.landed,
+            otherwise=reason,
+            timings=Timings(
+                queue_s=max(0.0, (times["met"] or over) - self.created),
+                handshake_s=max(0.0, agreed - (times["met"] or agreed)),
+                memory_wait_s=0.0,
+                wire_s=max(0.0, last - first),
+                commit_s=max(0.0, over - last),
+            ),
+            layers_grouped=self._layers_grouped,
+        )
+
+
+class Receipt(Attempt):
+    """An incoming transfer on one connection."""
+
+    def __init__(self, incoming: Incoming, connection: Connection) -> None:
+        super().__init__(connection)
+        self.incoming = incoming
+        self.incarnation = connection.peer.incarnation
+        self.asked = False
+        self.suspended = False
+        self.parts: list[tuple[Segment, list[tuple[int, int]]]] = []
+        self._segments: dict[int, Segment] = {}
+
+    def agreed(self, description: Description) -> None:
+        """See Attempt."""
+        incoming = self.incoming
+        try:
+            incoming.plan_with(description)
+            if description.plan != incoming.plan.digest:
+                raise ProfileMismatch(
+                    "the two sides would walk the bytes in different orders; their "
+                    "versions of kvwire differ",
+                    fields=("plan",),
+                )
+        except KVWireError as exc:
+            self.refuse(exc, WireCode.PROFILE)
+
+    def event(self, event: TransferEvent) -> None:
+        """See Attempt."""
+        if isinstance(event, SegmentMarked):
+            core = event.segment
+            segment = self.incoming.place(core)
+            self._segments[core.number] = segment
+            lent = self.incoming.communicator.buffers.lend(
+                self.incoming.plan.fragments(segment)
+            )
+            self.connection.core.transfers.place(core, lent)
+        elif isinstance(event, SegmentLanded):
+            segment = self._segments[event.segment.number]
+            self.incoming.segment_landed(event.segment, segment)
+        else:
+            assert isinstance(event, TransferCommitted)
+
+    def ended(self, error: KVWireError | None) -> None:
+        """See Attempt."""
+        self.over = True
+        self._note_parts()
+        self.incoming.receipt_ended(error)
+
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk on this connection."""
+        return self.connection.core.agreement.terms.chunk_bytes
+
+    def _note_parts(self) -> None:
+        """Note the segments that never became whole, and what of them is missing."""
+        if self.core is None:
+            return
+        segments = self.connection.core.transfers.transfer(self.core).segments
+        for number, segment in self._segments.items():
+            if not segments[number].over:
+                missing = missing_chunks(segments[number], self.chunk_bytes())
+                self.parts.append((segment, missing))
+
+
+def missing_chunks(core: CoreSegment, chunk_bytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the chunks of a segment that have not landed intact."""
+    return [
+        (index * chunk_bytes, min(chunk_bytes, core.nbytes - index * chunk_bytes))
+        for index, state in enumerate(core.arrived)
+        if state != 2
+    ]
+
+
+def _open(gates: list[asyncio.Future[None]]) -> None:
+    for gate in gates:
+        if not gate.done():
+            gate.set_result(None)

@@ -1,0 +1,209 @@
+"""What a producer has said will not change any more: written from any thread.
+
+A mark is a range of layers times a range of block positions of one group. Marks are
+checked when they are made, against the cache and each other, so that a mistake is an
+error in the line that makes it and never a gap in a transfer. They are kept in order
+for the life of the transfer: every consumer, and every new link after a lost one, reads
+the log from wherever it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.paged import PagedCache
+
+Which = int | slice | None
+
+
+class Mark(NamedTuple):
+    """Layers and block positions of one group, by index within the group."""
+
+    group: str
+    layers: range
+    blocks: range
+
+
+class Marks:
+    """The marks of one transfer.
+
+    Attributes:
+        log: Marks whose bytes may be sent, oldest first; grows, never shrinks.
+        finished: No mark will come any more.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        lists: Mapping[str, Ids],
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], None],
+    ) -> None:
+        self.log: list[Mark] = []
+        self.finished = False
+        self._cache = cache
+        self._lists = lists
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._wake = wake
+        self._woken = False
+        self._lock = threading.Lock()
+        self._later = 0
+        self._marked: dict[str, Bits] = {
+            name: np.zeros((group.spec.layers, lists[name].size), np.bool_)
+            for name, group in cache.groups.items()
+        }
+
+    def add(self, layers: Which, blocks: Which, group: str | None, after: Any) -> None:
+        """Check a mark and let it flow, at once or when ``after`` is done.
+
+        Raises:
+            UsageError: A layer, block or group that there is not, something marked
+                before, a finished transfer, or an ``after`` that cannot be waited for.
+        """
+        names = [group] if group is not None else self._unnamed(layers, blocks)
+        made = [self._mark(name, layers, blocks) for name in names]
+        if after is not None and not hasattr(after, "add_done_callback"):
+            raise UsageError(
+                f"after={type(after).__name__}: pass a future, or None; the events of "
+                f"a GPU need a transport that moves its memory"
+            )
+        with self._lock:
+            self._claim(made)
+            if after is None:
+                self.log.extend(made)  # bounded: SEGMENTS_MAX
+            else:
+                self._later += 1
+        if after is None:
+            self.wake()
+        else:
+            after.add_done_callback(lambda _: self._arrived(made))
+
+    def finish(self, *, partial: bool) -> None:
+        """No mark will come any more.
+
+        Raises:
+            UsageError: Something was never marked, and ``partial`` is not set.
+        """
+        with self._lock:
+            missing = "" if partial else self._gaps()
+            if missing:
+                raise UsageError(
+                    f"finish: {missing} was never marked ready; mark it, call "
+                    f"finish(partial=True) to send what there is, or abort()"
+                )
+            self.finished = True
+        self.wake()
+
+    @property
+    def all_in(self) -> bool:
+        """Whether the log is whole: finished, and no mark waits for its ``after``."""
+        return self.finished and not self._later
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was marked."""
+        return all(bits.all() for bits in self._marked.values())
+
+    def wake(self) -> None:
+        """Have the loop look at the log soon; one wake-up for any number of marks."""
+        if self._woken:
+            return
+        self._woken = True
+        if threading.get_ident() == self._thread:
+            self._loop.call_soon(self._look)
+        else:
+            self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        self._woken = False
+        self._wake()
+
+    def _arrived(self, made: list[Mark]) -> None:
+        with self._lock:
+            self._later -= 1
+            self.log.extend(made)  # bounded: SEGMENTS_MAX
+        self.wake()
+
+    def _claim(self, made: list[Mark]) -> None:
+        if self.finished:
+            raise UsageError("ready: the transfer is finished already")
+        for mark in made:
+            part = self._marked[mark.group][_slice(mark.layers), _slice(mark.blocks)]
+            if part.any():
+                raise UsageError(
+                    f"ready: part of layers {_span(mark.layers)} x blocks "
+                    f"{_span(mark.blocks)} of group {mark.group!r} was marked before; "
+                    f"marked memory may not change, so it is not marked twice"
+                )
+        for mark in made:
+            self._marked[mark.group][_slice(mark.layers), _slice(mark.blocks)] = True
+
+    def _mark(self, group: str, layers: Which, blocks: Which) -> Mark:
+        found = self._cache.groups.get(group)
+        if found is None:
+            known = ", ".join(self._cache.groups)
+            raise UsageError(f"ready: no group {group!r}; there is {known}")
+        held = found.spec.layer_indices
+        return Mark(
+            group,
+            _range(layers, held, f"layers of group {group!r}"),
+            _range(blocks, range(self._lists[group].size), f"blocks of {group!r}"),
+        )
+
+    def _unnamed(self, layers: Which, blocks: Which) -> list[str]:
+        names = list(self._cache.groups)
+        if len(names) > 1 and not (layers is None and blocks is None):
+            raise UsageError(
+                f"ready: layers and blocks are counted in each group; pass group= one "
+                f"of {', '.join(names)}"
+            )
+        return names
+
+    def _gaps(self) -> str:
+        for group, bits in self._marked.items():
+            if not bits.all():
+                layer = int((~bits).any(axis=1).argmax())
+                block = int((~bits[layer]).argmax())
+                left = int(np.count_nonzero(~bits.any(axis=1)))
+                first = self._cache.groups[group].spec.first_layer
+                return (
+                    f"layer {first + layer} of block position {block} of group "
+                    f"{group!r} ({left} layers are wholly missing)"
+                )
+        return ""
+
+
+def _range(which: Which, held: range, where: str) -> range:
+    """The part that a caller names, relative to the first one held."""
+    if which is None:
+        return range(len(held))
+    if isinstance(which, slice):
+        start = held.start if which.start is None else which.start
+        stop = held.stop if which.stop is None else which.stop
+        if which.step not in (None, 1) or start < held.start or stop > held.stop:
+            raise UsageError(
+                f"ready: {where}: {start} to {stop} (step {which.step or 1}) is not a "
+                f"part of {held.start} to {held.stop}"
+            )
+        return range(start - held.start, max(start, stop) - held.start)
+    if which not in held:
+        raise UsageError(
+            f"ready: {where}: {which} is not one of {held.start} to {held.stop - 1}"
+        )
+    return range(which - held.start, which - held.start + 1)
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
+
+
+def _span(indices: range) -> str:
+    return f"{indices.start} to {indices.stop - 1}"

@@ -1,0 +1,80 @@
+"""After a lost connection: redial within the lease, and let transfers go on.
+
+Only the side that had connected can connect again; the other one waits for it. Either
+way an interrupted transfer asks again only when the lost link has touched memory for
+the last time, and only the same start of the peer (its incarnation) can go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from kvwire.errors import KVWireError
+from kvwire.limits import REDIAL_S, REDIAL_S_MAX
+
+if TYPE_CHECKING:
+    from kvwire.communicator import Communicator
+    from kvwire.connection import Connection
+
+logger = logging.getLogger("kvwire")
+
+
+class Recovery:
+    """Brings interrupted transfers of one communicator onto new links."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def lost(self, connection: Connection) -> None:
+        """A connection has ended without having been closed."""
+        task = self._communicator.loop.create_task(self._recover(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def taken_over(self, connection: Connection, resumes: bytes) -> None:
+        """A peer has come back, and says which connection it has lost.
+
+        Cancel safety: safe, nothing is lost: the old connection ends by itself.
+        """
+        for old in self._communicator.live_connections:
+            same_peer = old.peer.incarnation == connection.peer.incarnation
+            if old.digest == resumes and same_peer:
+                old.abort("the peer has lost this connection and has come back")
+                await old.wait_closed()
+                self._communicator.exchange.connection_lost(old)
+        self._communicator.exchange.reattach(connection)
+
+    async def close(self) -> None:
+        """Stop redialling.
+
+        Cancel safety: safe, call it again.
+        """
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _recover(self, connection: Connection) -> None:
+        communicator, exchange = self._communicator, self._communicator.exchange
+        incarnation = connection.peer.incarnation
+        await connection.wait_closed()
+        exchange.connection_lost(connection)
+        for other in communicator.live_connections:
+            if other.peer.incarnation == incarnation:
+                exchange.reattach(other)
+        delay_s = REDIAL_S
+        while connection.dialled and exchange.interrupted(incarnation):
+            try:
+                new = await communicator.redial(connection)
+            except (OSError, KVWireError) as exc:
+                logger.info("redialling %s: %s", connection.peer, exc)
+            else:
+                if new.peer.incarnation != incarnation:
+                    exchange.peer_restarted(incarnation)
+                return
+            # Full jitter, so that a restarted server is not met by all at once.
+            await asyncio.sleep(random.uniform(0, delay_s))  # noqa: S311 - no secret
+            delay_s = min(2 * delay_s, REDIAL_S_MAX)

@@ -1,0 +1,264 @@
+"""What the two ends of a KV transfer have in common: an id, a lease, an outcome.
+
+A transfer outlives the connection it runs on. Each link it runs on is an *attempt*:
+when one is lost the transfer waits, within its lease, for the next, which goes on with
+what has not landed. It ends exactly once, with an outcome. Its memory is free when it
+has ended and no attempt can touch it any more: that is ``drained``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Generator, Iterable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from kvwire.clock import absolute
+from kvwire.description import Description
+from kvwire.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    KVWireError,
+    RequestCancelled,
+    RequestError,
+    UsageError,
+    WireCode,
+)
+from kvwire.kv.blocks import Blocks, Ids
+from kvwire.kv.geometry import Geometry, Tokens, describe
+from kvwire.kv.outcome import Outcome, nothing_landed
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import TRANSFER_ID_BYTES_MAX
+from kvwire.proto.events import (
+    SegmentLanded,
+    SegmentMarked,
+    SegmentsAcknowledged,
+    TransferCommitted,
+)
+from kvwire.proto.requests import Request as CoreRequest
+from kvwire.types import BufferId
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from kvwire.communicator import Communicator
+    from kvwire.connection import Connection
+
+TransferEvent = SegmentMarked | SegmentLanded | SegmentsAcknowledged | TransferCommitted
+
+
+def transfer_key(id: str | bytes | int) -> bytes:  # noqa: A002 - the public name
+    """The bytes that name a transfer on the wire; 1, "1" and b"1" are three names.
+
+    Raises:
+        UsageError: Another type, or too long.
+    """
+    if isinstance(id, str):
+        key = b"s" + id.encode()
+    elif isinstance(id, bytes):
+        key = b"b" + id
+    elif type(id) is int:
+        key = b"i%d" % id
+    else:
+        raise UsageError(f"transfer id {id!r}: pass a str, bytes or int")
+    if not 1 < len(key) <= TRANSFER_ID_BYTES_MAX:
+        raise UsageError(f"a transfer id of {len(key) - 1} bytes; 1 to 255 are allowed")
+    return key
+
+
+class Answer(enum.Enum):
+    """What an end of a transfer says to a peer that asks for it."""
+
+    YES = "yes"
+    NO = "no"
+    LATER = "later"
+    """Once the link that the peer has lost is known to be lost here as well."""
+
+
+class Attempt:
+    """A transfer on one connection. Subclassed by the two ends."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.core: CoreRequest | None = None
+        self.over = False
+
+    def agreed(self, description: Description) -> None:
+        """The peer has answered our OPEN."""
+        raise NotImplementedError
+
+    def event(self, event: TransferEvent) -> None:
+        """Something happened to its segments."""
+        raise NotImplementedError
+
+    def ended(self, error: KVWireError | None) -> None:
+        """The request of this attempt is over; called exactly once."""
+        raise NotImplementedError
+
+    def refuse(self, error: KVWireError, code: WireCode) -> None:
+        """End it, and tell the peer."""
+        if self.core is not None and not self.core.over:
+            self.connection.core.refuse(self.core, error, code)
+            self.connection.run()
+
+    def part_buffers(self) -> list[BufferId]:
+        """The buffers its segments were given."""
+        if self.core is None:
+            return []
+        segments = self.connection.core.transfers.transfer(self.core).segments
+        return [s.buffer for s in segments.values() if s.buffer is not None]
+
+
+class KVTransfer:
+    """One end of a KV transfer. Await it for its :class:`~kvwire.Outcome`.
+
+    A partial or failed transfer is an outcome and not an exception. All methods belong
+    to the loop of the communicator, unless they say otherwise.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        id: str | bytes | int,  # noqa: A002 - the public name
+        cache: PagedCache,
+        blocks: Blocks,
+        *,
+        deadline: float | timedelta | None,
+        priority: int,
+        tokens: Tokens,
+        lease_s: float | None,
+    ) -> None:
+        if not isinstance(cache, PagedCache):
+            raise UsageError(
+                f"cache: {type(cache).__name__} is not a kvwire.PagedCache"
+            )
+        if not 0 <= priority <= 255:
+            raise UsageError(f"priority={priority}: 0 to 255; a higher one goes first")
+        self.id = id
+        self.key = transfer_key(id)
+        self.cache = cache
+        self.communicator = communicator
+        self.loop = communicator.loop
+        self.priority = priority
+        self.tokens = tokens
+        self.lists: dict[str, Ids] = cache.block_lists(blocks)
+        self.geometry: Geometry = describe(cache, self.lists, tokens)
+        self.deadline = absolute(deadline)
+        self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
+        self.created = monotonic()
+        self._outcome: Outcome | None = None
+        self._done: asyncio.Future[Outcome] = self.loop.create_future()
+        self._drained = asyncio.Event()
+        self._busy = 0
+        self._lease: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        if self.deadline is not None:
+            self._expiry = self.loop.call_at(self.deadline, self._expired)
+
+    def __repr__(self) -> str:
+        state = "under way" if self._outcome is None else "over"
+        return f"<{type(self).__name__} {self.id!r}, {state}>"
+
+    def __await__(self) -> Generator[Any, Any, Outcome]:
+        # The shield keeps a cancelled waiter from cancelling the record.
+        return asyncio.shield(self._done).__await__()
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._outcome is not None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome, once it is known."""
+        return self._outcome
+
+    async def drained(self) -> None:
+        """Wait until nothing of kvwire can touch the transfer's blocks any more.
+
+        Only from here may they be used for something else. Without deadline: a timeout
+        would be a guess, and memory is either free or it is not.
+
+        Cancel safety: safe, it only watches.
+        """
+        await self._drained.wait()
+
+    def abort(self, reason: str = "aborted") -> None:
+        """End the transfer; the peer learns at once. Memory is free once drained."""
+        if self._outcome is None:
+            self.stop(RequestCancelled(reason), WireCode.CANCELLED)
+
+    # --- for the two ends -------------------------------------------------------------
+
+    def stop(self, error: KVWireError, code: WireCode) -> None:
+        """End every attempt with an error, and so the transfer."""
+        raise NotImplementedError
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is gone, its link has touched memory for the last time."""
+        raise NotImplementedError
+
+    def start_lease(self) -> None:
+        """Nobody is at work on it: it ends unless that changes within the lease."""
+        if self._lease is None and self._outcome is None:
+            self._lease = self.loop.call_later(self.lease_s, self._lease_over)
+
+    def stop_lease(self) -> None:
+        """Somebody is at work on it."""
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+
+    def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
+        """Record the outcome; the memory drains when the attempts' buffers have."""
+        assert self._outcome is None, "a transfer ended twice"
+        self._outcome = outcome
+        self._done.set_result(outcome)
+        self.stop_lease()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._busy += 1
+        for attempt in attempts:
+            self.release(attempt)
+        self._one_free()
+
+    def release(self, attempt: Attempt) -> None:
+        """Wait for the memory of one attempt that is over, and forget it."""
+        if attempt.core is None:
+            return
+        buffers = self.communicator.buffers
+        parts = attempt.part_buffers()
+        attempt.connection.core.transfers.forget(attempt.core)
+        attempt.core.context = None
+        attempt.core = None
+        for buffer in parts:
+            self._busy += 1
+            buffers.on_drained(buffer, self._one_free)
+        buffers.collect()
+
+    def nothing(self, reason: str) -> Outcome:
+        """The outcome of a transfer of which nothing was ever agreed."""
+        return nothing_landed(self.cache, self.lists, reason, tokens=self.tokens)
+
+    def _one_free(self) -> None:
+        self._busy -= 1
+        if not self._busy and self._outcome is not None:
+            self._drained.set()
+
+    def _expired(self) -> None:
+        if self._outcome is None:
+            error = DeadlineExceeded("the transfer's deadline passed")
+            self.stop(error, WireCode.DEADLINE)
+
+    def _lease_over(self) -> None:
+        self._lease = None
+        if self._outcome is None:
+            error = DeadlineExceeded(
+                f"the lease of {self.lease_s:g} s ended and nobody was at work on it"
+            )
+            self.stop(error, WireCode.DEADLINE)
+
+
+def recoverable(error: KVWireError | None) -> bool:
+    """Whether a transfer that an attempt ended with may go on with another link."""
+    return isinstance(error, ConnectionClosed) and not isinstance(error, RequestError)
