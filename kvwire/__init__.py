@@ -8,6 +8,7 @@ docs/index.md.
 from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
 from kvwire.config import Config
 from kvwire.connection import Connection
+from kvwire.engine import Engine
 from kvwire.errors import (
     AccessDenied,
     AuthenticationFailed,
@@ -41,6 +42,8 @@ from kvwire.incoming import Incoming
 from kvwire.join import Joined, join
 from kvwire.kv.outcome import Outcome, Timings
 from kvwire.kv.paged import PagedCache
+from kvwire.kv.pool import BlockPool
+from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
 from kvwire.kv.spec import KVSpec
 from kvwire.outgoing import Outgoing
 from kvwire.region import Region
@@ -55,6 +58,7 @@ __all__ = [
     "Address",
     "AuthenticationFailed",
     "BackendUnavailable",
+    "BlockPool",
     "Candidate",
     "ClosedOK",
     "Communicator",
@@ -63,6 +67,7 @@ __all__ = [
     "ConnectionClosed",
     "ConnectionLost",
     "DeadlineExceeded",
+    "Engine",
     "FlowControlViolation",
     "FrameTooLarge",
     "Grant",
@@ -82,6 +87,8 @@ __all__ = [
     "PeerError",
     "PeerInfo",
     "PeerUnresponsive",
+    "PrefillPlan",
+    "PrefillRequest",
     "ProfileMismatch",
     "ProtocolError",
     "Region",
@@ -97,4 +104,5 @@ __all__ = [
     "__version__",
     "join",
     "open",
+    "plan_prefill",
 ]

@@ -272,13 +272,26 @@ class Communicator(Offering):
 
         Cancel safety: safe, no connection is lost.
         """
-        while not self._closed or not self._inbound.empty():
+        with suppress(ClosedOK):
+            while True:
+                yield await self.accept()
+
+    async def accept(self) -> Connection:
+        """The next inbound connection.
+
+        Raises:
+            ClosedOK: The communicator was closed.
+
+        Cancel safety: safe, no connection is lost.
+        """
+        connection = None
+        if not self._closed or not self._inbound.empty():
             connection = await self._inbound.get()
-            if connection is None:
-                # For whoever else iterates.
-                self._inbound.put_nowait(None)
-                return
-            yield connection
+        if connection is None:
+            # For whoever else waits.
+            self._inbound.put_nowait(None)
+            raise ClosedOK("the communicator is closed")
+        return connection
 
     # --- memory -----------------------------------------------------------------------
 

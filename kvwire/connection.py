@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, overload
 from kvwire.clock import absolute
 from kvwire.description import Description
 from kvwire.errors import (
+    ConnectionClosed,
     ConnectionLost,
     KVWireError,
     ProfileMismatch,
@@ -365,7 +366,10 @@ class Connection(Asking):
 
     def post_again(self, request: Request[Any]) -> None:
         """See RequestOwner."""
-        self._begin(request)
+        try:
+            self._begin(request)
+        except ConnectionClosed as exc:
+            request.complete(None, exc)
 
     def when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
         """See RequestOwner."""

@@ -36,8 +36,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     """
 
     __slots__ = (
+        "_drivers",
         "_error",
-        "_iterator",
         "_owner",
         "_result",
         "_waiters",
@@ -63,7 +63,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         self._result: T | None = None
         self._error: KVWireError | None = None
         self._waiters: list[asyncio.Future[None]] = []
-        self._iterator: Generator[Any, Any, T] | None = None
+        # Of each task that was made of this request, its wait.
+        self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, T]] = {}
 
     def __repr__(self) -> str:
         state = "pending"
@@ -123,14 +124,15 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         self._waiters.clear()
 
     def __await__(self) -> Generator[Any, Any, T]:
+        owner = self._owner
         if not self.over:
-            owner = self._owner
             assert owner is not None
             if self.core is None:
                 owner.post_again(self)
-            # Posting it again may have completed it.
-            if not self.over:
-                yield from self._wait(owner)
+        # Posting it again may have completed it.
+        if not self.over:
+            assert owner is not None
+            yield from self._wait(owner)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
@@ -143,18 +145,14 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         except BaseException:
             if not self.over:
                 self._waiters.remove(waiter)
-                if not self._waiters:
-                    owner.neglect(self)
+                self._neglect_if_alone(owner)
             raise
 
-    # --- what asyncio expects of a coroutine object
-    # ------------------------------------
+    # --- what asyncio expects of a coroutine object -----------------------------------
 
     def send(self, value: Any) -> Any:
         """Run the coroutine on, as ``asyncio.Task`` does."""
-        if self._iterator is None:
-            self._iterator = self.__await__()
-        return self._iterator.send(value)
+        return self._drive(lambda waiting: waiting.send(value))
 
     def throw(
         self,
@@ -163,19 +161,37 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         tb: TracebackType | None = None,
     ) -> Any:
         """Raise inside the coroutine, as a cancelled ``asyncio.Task`` does."""
-        if self._iterator is None:
-            self._iterator = self.__await__()
         error = typ if val is None else val
         if isinstance(error, type):
             error = error()
         assert isinstance(error, BaseException)
-        return self._iterator.throw(error.with_traceback(tb) if tb else error)
+        if self._owner is not None and asyncio.current_task() not in self._drivers:
+            # Cancelled before its first step: this task has never waited.
+            self._neglect_if_alone(self._owner)
+        raised = error.with_traceback(tb) if tb else error
+        return self._drive(lambda waiting: waiting.throw(raised))
 
     def close(self) -> None:
         """Stop waiting; the request goes on."""
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
+        waiting = self._drivers.pop(asyncio.current_task(), None)
+        if waiting is not None:
+            waiting.close()
+
+    def _drive(self, step: Callable[[Generator[Any, Any, T]], Any]) -> Any:
+        """Take one step of the current task's own wait for this request."""
+        task = asyncio.current_task()
+        waiting = self._drivers.get(task)
+        if waiting is None:
+            waiting = self._drivers[task] = self.__await__()
+        try:
+            return step(waiting)
+        except BaseException:  # StopIteration with the result, mostly
+            del self._drivers[task]
+            raise
+
+    def _neglect_if_alone(self, owner: RequestOwner) -> None:
+        if not self.over and not self._waiters:
+            owner.neglect(self)
 
 
 class RequestOwner(Protocol):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 TransferEvent = SegmentMarked | SegmentLanded | SegmentsAcknowledged | TransferCommitted
 
 
-def transfer_key(id: str | bytes | int) -> bytes:  # noqa: A002 - the public name
+def transfer_key(id: str | bytes | int) -> bytes:
     """The bytes that name a transfer on the wire; 1, "1" and b"1" are three names.
 
     Raises:
@@ -120,7 +120,7 @@ class KVTransfer:
     def __init__(
         self,
         communicator: Communicator,
-        id: str | bytes | int,  # noqa: A002 - the public name
+        id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
         *,
@@ -172,6 +172,11 @@ class KVTransfer:
     def outcome(self) -> Outcome | None:
         """The outcome, once it is known."""
         return self._outcome
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing of kvwire can touch the transfer's blocks any more."""
+        return self._drained.is_set()
 
     async def drained(self) -> None:
         """Wait until nothing of kvwire can touch the transfer's blocks any more.

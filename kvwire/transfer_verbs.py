@@ -34,7 +34,7 @@ class Asking(ABC):
 
     def pull(  # noqa: PLR0913 - each is a choice of the caller
         self,
-        id: str | bytes | int,  # noqa: A002 - the public name
+        id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
         *,
@@ -79,7 +79,7 @@ class Asking(ABC):
 
     def push(  # noqa: PLR0913 - each is a choice of the caller
         self,
-        id: str | bytes | int,  # noqa: A002 - the public name
+        id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
         *,
@@ -138,7 +138,7 @@ class Offering(ABC):
 
     def publish(  # noqa: PLR0913 - each is a choice of the caller
         self,
-        id: str | bytes | int,  # noqa: A002 - the public name
+        id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
         *,
@@ -188,7 +188,7 @@ class Offering(ABC):
 
     def expect(  # noqa: PLR0913 - each is a choice of the caller
         self,
-        id: str | bytes | int,  # noqa: A002 - the public name
+        id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
         *,
