@@ -1,0 +1,63 @@
+"""Two communicators and a connection between them, in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import kvwire
+from kvwire import Address, Communicator, Connection
+
+SCHEMES: Final = ("tcp", "inproc")
+_NAMES = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both ends of one connection.
+
+    Attributes:
+        near: The communicator that connects.
+        far: The communicator that listens.
+        left: The near end.
+        right: The far end.
+        address: Where the far side listens.
+    """
+
+    near: Communicator
+    far: Communicator
+    left: Connection
+    right: Connection
+    address: Address
+
+
+def anywhere(scheme: str) -> str:
+    """An address of a scheme that nobody listens on."""
+    if scheme == "inproc":
+        return f"inproc://pair-{next(_NAMES)}"
+    return f"{scheme}://127.0.0.1:0"
+
+
+@asynccontextmanager
+async def communicators(
+    **config: Any,
+) -> AsyncIterator[tuple[Communicator, Communicator]]:
+    """Two communicators; both are closed, and have given all memory back, at the end."""
+    async with (
+        kvwire.open(**{"name": "near", **config}) as near,
+        kvwire.open(**{"name": "far", **config}) as far,
+    ):
+        yield near, far
+
+
+@asynccontextmanager
+async def connected(scheme: str = "tcp", **config: Any) -> AsyncIterator[Pair]:
+    """Two connected communicators with the same configuration."""
+    async with communicators(**config) as (near, far):
+        address = await far.listen(anywhere(scheme))
+        left = await near.connect(address)
+        right = await anext(far.connections())
+        yield Pair(near, far, left, right, address)

@@ -1,0 +1,278 @@
+"""Requests: exactly one completion, whoever awaits, in whatever way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvwire import DeadlineExceeded, PeerCancelled, Request, RequestCancelled
+from tests.support.pairs import SCHEMES, Pair, connected
+
+LARGE = bytes(range(256)) * 1024
+
+
+@pytest.fixture(params=SCHEMES)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with connected(request.param) as found:
+        yield found
+
+
+# --- ways to await --------------------------------------------------------------------
+
+
+async def test_awaiting_twice_gives_the_same_answer(pair: Pair) -> None:
+    request = pair.right.recv(1)
+    await pair.left.send(1, b"once")
+    first = await request
+    assert await request is first
+    assert request.result() is first
+
+
+async def test_an_error_is_raised_each_time(pair: Pair) -> None:
+    request = pair.right.recv(1)
+    request.cancel()
+    for _ in range(2):
+        with pytest.raises(RequestCancelled):
+            await request
+    with pytest.raises(RequestCancelled):
+        request.result()
+
+
+async def test_two_tasks_await_one_request(pair: Pair) -> None:
+    request = pair.right.recv(1)
+
+    async def wait() -> bytearray:
+        return await request
+
+    waiters = [asyncio.create_task(wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    await pair.left.send(1, b"both")
+    assert await asyncio.gather(*waiters) == [b"both", b"both"]
+
+
+async def test_a_request_is_made_a_task_more_than_once(pair: Pair) -> None:
+    request = pair.right.recv(1)
+    tasks = [asyncio.create_task(request) for _ in range(2)]
+    await asyncio.sleep(0)
+    await pair.left.send(1, b"both")
+    assert await asyncio.gather(*tasks) == [b"both", b"both"]
+    assert await asyncio.create_task(request) == b"both"
+
+
+async def test_gather_and_wait_for_take_requests(pair: Pair) -> None:
+    async with asyncio.TaskGroup() as group:
+        received = group.create_task(pair.right.recv(1))
+        sent = group.create_task(pair.left.send(1, LARGE))
+    assert received.result() == LARGE
+    assert sent.result() == len(LARGE)
+    answers = await asyncio.gather(
+        pair.left.send(2, b"x"), asyncio.wait_for(pair.right.recv(2), 5)
+    )
+    assert answers == [1, b"x"]
+
+
+async def test_a_request_need_not_be_awaited(pair: Pair) -> None:
+    pair.left.send(1, LARGE)
+    assert await pair.right.recv(1) == LARGE
+
+
+async def test_done_and_result_before_the_completion(pair: Pair) -> None:
+    request = pair.right.recv(1)
+    assert not request.done()
+    with pytest.raises(asyncio.InvalidStateError):
+        request.result()
+    await pair.left.send(1, b"x")
+    await request
+    assert request.done()
+
+
+async def test_repr_says_how_far_it_is(pair: Pair) -> None:
+    request = pair.right.recv(1)
+    assert repr(request) == "<Request pending>"
+    request.cancel()
+    assert "cancelled on this side" in repr(request)
+
+
+# --- cancelling the await -------------------------------------------------------------
+
+
+async def expire(request: Request[bytearray]) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await request
+
+
+async def test_a_cancelled_receive_takes_no_message(pair: Pair) -> None:
+    forgotten = pair.right.recv(1)
+    await expire(forgotten)
+    await pair.left.send(1, b"for the next")
+    assert await pair.right.recv(1) == b"for the next"
+    assert not forgotten.done()
+
+
+async def test_awaiting_a_cancelled_receive_posts_it_again(pair: Pair) -> None:
+    into = bytearray(8)
+    request = pair.right.recv(1, into)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(request, 0.01)
+    await request.released()
+    await pair.left.send(1, b"again")
+    assert await request == 5
+    assert into[:5] == b"again"
+
+
+async def test_a_task_cancelled_before_it_ran_takes_no_message(pair: Pair) -> None:
+    task = asyncio.create_task(pair.right.recv(1))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await pair.left.send(1, b"for the next")
+    assert await pair.right.recv(1) == b"for the next"
+
+
+async def test_a_receive_stays_posted_while_somebody_waits(pair: Pair) -> None:
+    request = pair.right.recv(1)
+
+    async def wait() -> bytearray:
+        return await request
+
+    patient, hasty = asyncio.create_task(wait()), asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    hasty.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hasty
+    await pair.left.send(1, b"patience")
+    assert await patient == b"patience"
+
+
+async def test_a_receive_under_way_goes_on_without_its_waiter(pair: Pair) -> None:
+    into = bytearray(len(LARGE))
+    sent = pair.left.send(1, LARGE)
+    task = asyncio.create_task(pair.right.recv(1, into))
+    while not sent.done():
+        await asyncio.sleep(0)
+    task.cancel()
+    request = pair.right.recv(1)
+    await pair.left.send(1, b"second")
+    assert await request == b"second"
+    assert into == LARGE
+
+
+async def test_cancelling_the_await_of_a_send_stops_nothing(pair: Pair) -> None:
+    request = pair.left.send(1, LARGE)
+    task = asyncio.create_task(request)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await pair.right.recv(1) == LARGE
+    assert await request == len(LARGE)
+
+
+async def test_posting_again_after_the_end_completes_the_request(pair: Pair) -> None:
+    request = pair.right.recv(1)
+    await expire(request)
+    await pair.right.close()
+    for _ in range(2):
+        with pytest.raises(Exception, match="closed"):
+            await request
+    assert request.done()
+
+
+# --- request.cancel() -----------------------------------------------------------------
+
+
+async def test_cancel_ends_a_receive_for_this_side(pair: Pair) -> None:
+    request = pair.right.recv(1, bytearray(4))
+    request.cancel()
+    request.cancel()
+    with pytest.raises(RequestCancelled):
+        await request
+    await request.released()
+    await pair.left.send(1, b"next")
+    assert await pair.right.recv(1) == b"next"
+
+
+async def test_cancel_of_a_forgotten_receive(pair: Pair) -> None:
+    request = pair.right.recv(1)
+    await expire(request)
+    request.cancel()
+    with pytest.raises(RequestCancelled):
+        await request
+
+
+async def test_cancel_takes_an_announced_message_back(pair: Pair) -> None:
+    request = pair.left.send(1, LARGE)
+    request.cancel()
+    with pytest.raises(RequestCancelled):
+        await request
+    await request.released()
+    await pair.left.send(2, b"behind the announcement and its end")
+    await pair.right.recv(2)
+    await pair.left.send(1, b"instead")
+    assert await pair.right.recv(1) == b"instead"
+
+
+async def test_cancel_of_a_send_fails_the_receive_that_met_it(pair: Pair) -> None:
+    request = pair.left.send(1, LARGE)
+    receiving = pair.right.recv(1)
+    request.cancel()
+    with pytest.raises(PeerCancelled, match="cancelled on this side"):
+        await receiving
+
+
+async def test_cancel_tells_the_other_side(pair: Pair) -> None:
+    whole = bytes(64 << 20)
+    sending = pair.left.send(1, whole)
+    receiving = pair.right.recv(1, bytearray(len(whole)))
+    while not pair.left.core.sending:
+        await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(RequestCancelled):
+        await receiving
+    with pytest.raises(PeerCancelled):
+        await sending
+    await asyncio.gather(sending.released(), receiving.released())
+    await pair.left.send(2, b"alive")
+    assert await pair.right.recv(2) == b"alive"
+
+
+async def test_cancel_after_the_completion_does_nothing(pair: Pair) -> None:
+    request = pair.left.send(1, b"x")
+    await request
+    request.cancel()
+    assert await request == 1
+
+
+# --- deadlines and memory -------------------------------------------------------------
+
+
+async def test_a_deadline_fails_the_request_and_not_the_connection(pair: Pair) -> None:
+    request = pair.right.recv(1, deadline=0.01)
+    with pytest.raises(DeadlineExceeded) as caught:
+        await request
+    assert isinstance(caught.value, TimeoutError)
+    await pair.left.send(1, b"late")
+    assert await pair.right.recv(1) == b"late"
+
+
+async def test_released_waits_until_the_memory_is_free(pair: Pair) -> None:
+    into = bytearray(len(LARGE))
+    request = pair.right.recv(1, into)
+    released = asyncio.create_task(request.released())
+    await asyncio.sleep(0)
+    assert not released.done()
+    await pair.left.send(1, LARGE)
+    await released
+    assert request.done()
+    assert into == LARGE
+
+
+async def test_a_whole_eager_send_is_released_at_once(pair: Pair) -> None:
+    memory = bytearray(b"mine")
+    request = pair.left.send(1, memory)
+    await request.released()
+    memory[:] = b"gone"
+    assert await pair.right.recv(1) == b"mine"
