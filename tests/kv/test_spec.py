@@ -1,0 +1,242 @@
+"""A spec counts what is here, and names what two sides do not share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import ProfileMismatch, UsageError
+from kvwire.kv.spec import DTYPE_BYTES, KVSpec, shard_sources
+
+SPEC = KVSpec(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
+
+
+def test_bytes_of_a_block() -> None:
+    """Llama-3-8B: 64 KiB a block and layer, 2 MiB a block."""
+    assert SPEC.token_bytes == 2 * 8 * 128 * 2
+    assert SPEC.layer_block_bytes == 64 * 1024
+    assert SPEC.block_bytes == 2 * 1024 * 1024
+
+
+def test_every_dtype_has_its_size() -> None:
+    sizes = {name: replace(SPEC, dtype=name).item_bytes for name in DTYPE_BYTES}
+    assert sizes == {
+        "bfloat16": 2,
+        "float16": 2,
+        "float32": 4,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "int8": 1,
+        "uint8": 1,
+    }
+
+
+def test_dtypes_by_other_names() -> None:
+    assert replace(SPEC, dtype="torch.bfloat16") == SPEC
+    float16: Any = np.dtype(np.float16)
+    assert replace(SPEC, dtype=float16).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("shard", "heads", "replicas"),
+    [
+        ((0, 1), range(8), 1),
+        ((0, 2), range(8), 1),
+        ((1, 2), range(8, 16), 1),
+        ((3, 4), range(24, 32), 1),
+    ],
+)
+def test_split_heads(shard: tuple[int, int], heads: range, replicas: int) -> None:
+    spec = replace(SPEC, shard=shard)
+    assert (spec.heads, spec.replicas) == (heads, replicas)
+    assert spec.total_kv_heads == 8 * shard[1]
+
+
+def test_replicated_heads() -> None:
+    """Eight shards of a model with four heads: two shards hold each."""
+    heads = [
+        replace(SPEC, kv_heads=1, shard=(rank, 8), model_kv_heads=4).heads
+        for rank in range(8)
+    ]
+    assert heads == [range(n // 2, n // 2 + 1) for n in range(8)]
+
+
+def test_mla_is_replicated_without_being_asked() -> None:
+    spec = replace(SPEC, kv_heads=1, components=1, head_dim=576, shard=(5, 8))
+    assert (spec.total_kv_heads, spec.heads, spec.replicas) == (1, range(1), 8)
+    split = replace(SPEC, kv_heads=2, components=1, shard=(1, 2))
+    assert split.heads == range(2, 4), "one component of several heads is split"
+
+
+def test_pipeline_stages() -> None:
+    spec = replace(SPEC, layers=16, first_layer=16)
+    assert (spec.layer_indices, spec.total_layers) == (range(16, 32), 32)
+    assert replace(spec, first_layer=0, model_layers=32).total_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": 0}, "layers=0: a number from 1"),
+        ({"layers": 1e3}, "layers=1000.0"),
+        ({"kv_heads": -1}, "kv_heads=-1"),
+        ({"head_dim": True}, "head_dim=True"),
+        ({"block_tokens": 2**40}, "block_tokens=1099511627776"),
+        ({"dtype": "bf16"}, "dtype='bf16' is none of bfloat16, float16"),
+        ({"components": 3}, "components=3: use 2 for keys and values, or 1 for MLA"),
+        ({"fingerprint": "x" * 200}, "fingerprint='xxx"),
+        ({"fingerprint": None}, "fingerprint=None"),
+        ({"shard": 3}, r"shard=3: use \(rank, size\)"),
+        ({"shard": (2, 2)}, "shard rank=2: a number from 0 to 1"),
+        ({"shard": (0, 0)}, "shard size=0"),
+        (
+            {"model_kv_heads": 4},
+            "4 model_kv_heads cannot be split into 1 shards of kv_h",
+        ),
+        ({"model_kv_heads": 0}, "model_kv_heads=0"),
+        ({"model_kv_heads": 16, "shard": (0, 3)}, "16 model_kv_heads .* 3 shards"),
+        ({"first_layer": -1}, "first_layer=-1"),
+        ({"first_layer": 1, "model_layers": 32}, r"first_layer=1 \+ layers=32 is more"),
+        ({"model_layers": 10**6}, "model_layers=1000000"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(SPEC, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"layers": 31}, ("layers",)),
+        ({"kv_heads": 4}, ("kv_heads",)),
+        ({"head_dim": 64}, ("head_dim",)),
+        ({"dtype": "float16"}, ("dtype",)),
+        ({"components": 1}, ("components",)),
+        ({"fingerprint": "other"}, ("fingerprint",)),
+        (
+            {"layers": 2, "dtype": "int8", "head_dim": 1},
+            ("layers", "head_dim", "dtype"),
+        ),
+        ({"block_tokens": 32}, ()),
+        ({"kv_heads": 2, "shard": (3, 4)}, ()),
+        ({"kv_heads": 1, "shard": (3, 16), "model_kv_heads": 8}, ()),
+        ({"layers": 8, "first_layer": 8, "model_layers": 32}, ()),
+    ],
+    ids=str,
+)
+def test_r35_what_differs_is_named(
+    fields: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    other = replace(SPEC, **fields)
+    assert SPEC.differing(other) == other.differing(SPEC) == names
+    if not names:
+        SPEC.require_same_model(other)
+        return
+    with pytest.raises(ProfileMismatch) as caught:
+        SPEC.require_same_model(other, where="group 'full'")
+    assert caught.value.fields == names
+    assert str(caught.value).startswith(f"group 'full': {names[0]} is ")
+
+
+def test_a_mismatch_says_both_values() -> None:
+    with pytest.raises(ProfileMismatch, match="kv_heads is 8 here and 32 there"):
+        SPEC.require_same_model(replace(SPEC, shard=(0, 4)))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> KVSpec:
+    heads = draw(st.sampled_from([1, 2, 4, 8]))
+    parts = draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0]))
+    replicas = draw(st.integers(1, 4))
+    first = draw(st.integers(0, 9))
+    return KVSpec(
+        layers=draw(st.integers(1, 99)),
+        kv_heads=heads // parts,
+        head_dim=draw(st.integers(1, 999)),
+        block_tokens=draw(st.integers(1, 999)),
+        dtype=draw(st.sampled_from(sorted(DTYPE_BYTES))),
+        components=draw(st.sampled_from([1, 2])),
+        shard=(draw(st.integers(0, parts * replicas - 1)), parts * replicas),
+        fingerprint=draw(st.text(max_size=9)),
+        model_kv_heads=heads,
+        first_layer=first,
+    )
+
+
+@given(specs())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_pairs_carry_the_whole_spec(spec: KVSpec) -> None:
+    again = KVSpec.from_pairs([list(pair) for pair in spec.to_pairs()])
+    assert again.to_pairs() == spec.to_pairs()
+    assert (again.heads, again.layer_indices) == (spec.heads, spec.layer_indices)
+    assert KVSpec.from_pairs((*spec.to_pairs(), ("newer", "field"))) == again
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pairs: pairs[1:], "the peer's layers is '', not a number"),
+        (lambda pairs: [p for p in pairs if p[0] != "dtype"], "lacks 'dtype'"),
+        (lambda pairs: [*pairs, ("layers", "-1")], "layers is '-1', not a number"),
+        (lambda pairs: [*pairs, ("layers", "9" * 5000)], "layers is '999"),
+        (lambda pairs: [*pairs, ("layers", "²")], "layers is '²'"),
+        (lambda pairs: [*pairs, ("layers", "0")], "layers=0"),
+        (lambda pairs: [*pairs, ("shard_size", "99999")], "shard size=99999"),
+        (lambda pairs: [*pairs, ("x", 1)], "more than texts"),
+        (lambda pairs: [*pairs, ("x",)], "not a list of pairs"),
+        (lambda pairs: [*pairs, "xy"], "not a list of pairs"),
+        (lambda pairs: [("x", "y")] * 1000, "not a list of pairs"),
+        (lambda pairs: None, "not a list of pairs"),
+    ],
+)
+def test_what_a_peer_says_is_checked(change: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        KVSpec.from_pairs(change(list(SPEC.to_pairs())))
+
+
+def group_of(heads: int, size: int) -> list[KVSpec]:
+    """Every shard of a tensor-parallel group, replicated where there are more."""
+    own = max(1, heads // size)
+    return [
+        replace(SPEC, kv_heads=own, shard=(rank, size), model_kv_heads=heads)
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("here", "rank", "there", "sources"),
+    [
+        (1, 0, 4, (0, 1, 2, 3)),
+        (2, 1, 4, (2, 3)),
+        (4, 3, 2, (1,)),
+        (4, 2, 4, (2,)),
+        (8, 5, 2, (1,)),
+        (2, 1, 16, (9, 11, 13, 15)),
+        (16, 3, 16, (3,)),
+    ],
+)
+def test_each_head_comes_from_one_shard(
+    here: int, rank: int, there: int, sources: tuple[int, ...]
+) -> None:
+    """Splits and merges; of replicas the one that this rank shares fairly."""
+    assert shard_sources(group_of(8, here)[rank], group_of(8, there)) == sources
+
+
+def test_mla_is_read_once() -> None:
+    """Decode ranks spread over the prefill ranks, each reading from one."""
+    latent = replace(SPEC, kv_heads=1, components=1)
+    there = [replace(latent, shard=(rank, 4)) for rank in range(4)]
+    found = [shard_sources(replace(latent, shard=(r, 8)), there) for r in range(8)]
+    assert found == [(rank % 4,) for rank in range(8)]
+
+
+def test_a_head_that_nobody_holds_is_named() -> None:
+    with pytest.raises(UsageError, match="none of 3 peers holds KV head 6"):
+        shard_sources(SPEC, group_of(8, 4)[:3])
