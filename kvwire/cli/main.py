@@ -1,0 +1,57 @@
+"""The ``kvwire`` command: its subcommands, and how its errors look.
+
+A subcommand that needs much is imported when it is called. An error of kvwire is one line that says what to do, and an
+exit status: 2 if the command was called wrong, 1 for everything else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from cyclopts import App, CycloptsError
+
+import kvwire
+from kvwire.cli.keygen import keygen
+
+FAILED: Final = 1
+CALLED_WRONG: Final = 2
+# What shells report for a command that Ctrl-C has ended: 128 + SIGINT.
+INTERRUPTED: Final = 130
+
+app = App(
+    name="kvwire",
+    help="Awaitable transport for LLM KV cache.",
+    version=kvwire.__version__,
+    # Ours to turn into an exit status.
+    suppress_keyboard_interrupt=False,
+)
+app.command(keygen)
+app.command(
+    "kvwire.cli.bench.command:app",
+    name="bench",
+    help="Measure kvwire beside what you would otherwise use.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        arguments: Instead of ``sys.argv[1:]``.
+
+    Returns:
+        The exit status.
+    """
+    tokens = None if arguments is None else list(arguments)
+    try:
+        app(tokens, exit_on_error=False, result_action="return_none")
+    except CycloptsError:
+        return CALLED_WRONG  # it has been printed
+    except kvwire.KVWireError as exc:
+        print(f"kvwire: {exc}", file=sys.stderr)
+        return CALLED_WRONG if isinstance(exc, kvwire.UsageError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
