@@ -1,0 +1,50 @@
+"""A tensor that answers as those of torch do, over an array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class FakeDevice:
+    """Has a type, such as ``cpu``."""
+
+    def __init__(self, kind: str) -> None:
+        self.type = kind
+
+
+class FakeTensor:
+    """What kvwire uses of a torch tensor.
+
+    Args:
+        array: Its memory.
+        dtype: What its dtype prints as, such as ``torch.bfloat16``.
+        device: The device's type.
+    """
+
+    def __init__(
+        self, array: npt.NDArray[Any], dtype: str, device: str = "cpu"
+    ) -> None:
+        self._array = array
+        self.dtype = dtype
+        self.device = FakeDevice(device)
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+        return int(self._array.__array_interface__["data"][0])
+
+    def stride(self) -> tuple[int, ...]:
+        """Elements from one to the next along each dimension."""
+        return tuple(n // self._array.itemsize for n in self._array.strides)
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self._array.itemsize
+
+
+def fake_bfloat16(*shape: int) -> FakeTensor:
+    """A tensor of bfloat16 zeros."""
+    return FakeTensor(np.zeros(shape, np.uint16), "torch.bfloat16")

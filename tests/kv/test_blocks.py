@@ -1,0 +1,119 @@
+"""Block lists are checked as a whole, and sets of blocks behave as sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire import limits
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import BlockSet, block_lists
+
+ONE = {"kv": 10}
+TWO = {"full": 10, "window": 4}
+
+
+def test_a_plain_list_is_of_the_only_group() -> None:
+    for ids in ([3, 0, 9], (3, 0, 9), np.array([3, 0, 9], np.uint32)):
+        found = block_lists(ids, ONE)
+        assert list(found) == ["kv"]
+        assert found["kv"].tolist() == [3, 0, 9]
+        assert found["kv"].dtype == np.int64
+
+
+def test_the_list_is_a_copy() -> None:
+    """The caller may go on using its array."""
+    ids = np.array([1, 2], np.int64)
+    found = block_lists(ids, ONE)
+    ids[0] = 7
+    assert found["kv"].tolist() == [1, 2]
+
+
+def test_groups_come_in_the_caches_order() -> None:
+    found = block_lists({"window": [3], "full": []}, TWO)
+    assert [ids.tolist() for ids in found.values()] == [[], [3]]
+    assert list(found) == ["full", "window"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([], "0 blocks; a transfer has 1 to"),
+        ([1, 10], "block id 10 at position 1 is out of range; .* blocks 0 to 9"),
+        ([-1], "block id -1 at position 0"),
+        ([2, 5, 2], "block id 2 is there twice, again at position 2"),
+        ([[1], [2]], "a flat sequence of block ids, not 2-dimensional int64"),
+        ([1.0], "not 1-dimensional float64"),
+        ([True], "not 1-dimensional bool"),
+        (5, "not 0-dimensional"),
+        ([2**63], "out of range"),
+        ({"full": [1]}, "no group 'full'; this cache has kv"),
+        ({}, "group 'kv' is missing"),
+    ],
+    ids=str,
+)
+def test_r18_wrong_lists_are_named(blocks: Any, message: str) -> None:
+    """An empty list among them: a mistake, not a transfer that is done at once."""
+    with pytest.raises(UsageError, match=f"blocks.*{message}"):
+        block_lists(blocks, ONE)
+
+
+def test_groups_have_to_be_named() -> None:
+    with pytest.raises(UsageError, match="has the groups full, window; pass"):
+        block_lists([1], TWO)
+    with pytest.raises(UsageError, match="group 'window' is missing"):
+        block_lists({"full": [1]}, TWO)
+    with pytest.raises(UsageError, match="group 'window': block id 4"):
+        block_lists({"full": [4], "window": [4]}, TWO)
+    with pytest.raises(UsageError, match="0 blocks"):
+        block_lists({"full": [], "window": []}, TWO)
+
+
+def test_too_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KV_BLOCKS_MAX", 3)
+    with pytest.raises(UsageError, match="4 blocks; a transfer has 1 to 3"):
+        block_lists({"full": [1, 2], "window": [1, 2]}, TWO)
+
+
+ids_of_groups = st.dictionaries(
+    st.sampled_from("ab"), st.lists(st.integers(0, 9), unique=True)
+)
+
+
+@given(ids_of_groups, ids_of_groups)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_block_set_is_a_set(
+    first: dict[str, list[int]], second: dict[str, list[int]]
+) -> None:
+    one, other = (
+        BlockSet({name: np.array(ids, np.int64) for name, ids in groups.items()})
+        for groups in (first, second)
+    )
+    plain, plain_other = (
+        {(name, n) for name, ids in groups.items() for n in ids}
+        for groups in (first, second)
+    )
+    assert set(one) == plain
+    assert len(one) == len(plain)
+    assert [block for block in one if block in one] == list(one)
+    assert one & other == plain & plain_other
+    assert one - other == plain - plain_other
+    assert (one <= other) == (plain <= plain_other)
+    for block in plain | plain_other:
+        assert (block in one) == (block in plain)
+
+
+def test_positions_and_ids() -> None:
+    blocks = BlockSet({"a": np.array([7, 3, 5])})
+    assert [blocks.position(("a", n)) for n in (7, 3, 5, 4, 9)] == [0, 1, 2, -1, -1]
+    for other in (7, ("a",), ("b", 7), ("a", 7, 0), "a7"):
+        assert other not in blocks
+    assert blocks.ids("a").tolist() == [7, 3, 5]
+    assert blocks.groups == ("a",)
+    assert repr(blocks) == "BlockSet(a: 3)"
+    with pytest.raises(UsageError, match="no group 'b'; there is a"):
+        blocks.ids("b")

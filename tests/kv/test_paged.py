@@ -1,0 +1,246 @@
+"""A paged cache finds every element, however its tensors are cut, and keeps them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvwire.errors import UsageError
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
+from kvwire.types import MemoryKind
+from tests.kv.tensors import FakeTensor, fake_bfloat16
+
+SPEC = KVSpec(layers=3, kv_heads=4, head_dim=8, block_tokens=2)
+SHAPE = (9, 2, 2, 4, 8)
+
+
+def layers(*shape: int, count: int = 3) -> list[Any]:
+    return [np.zeros(shape or SHAPE, np.uint16) for _ in range(count)]
+
+
+def order_of(cache: PagedCache) -> str:
+    return " ".join(cache.groups["kv"].order)
+
+
+def test_one_tensor_for_each_layer() -> None:
+    tensors = layers()
+    cache = PagedCache(SPEC, tensors)
+    group = cache.groups["kv"]
+    assert cache.spec is SPEC
+    assert cache.num_blocks == 9
+    assert cache.kind is MemoryKind.HOST
+    assert cache.writable
+    assert group.bases.tolist() == [
+        [t.ctypes.data, t.ctypes.data + 128] for t in tensors
+    ]
+    assert group.strides == {"block": 256, "token": 64, "head": 16, "dim": 2}
+    assert order_of(cache) == "layer block kv token head dim"
+
+
+def test_one_cross_layer_tensor() -> None:
+    tensor = np.zeros((9, 3, 2, 2, 4, 8), np.uint16)
+    cache = PagedCache(SPEC, tensor)
+    base = tensor.ctypes.data
+    expected = [[base + 256 * n, base + 256 * n + 128] for n in range(3)]
+    assert cache.groups["kv"].bases.tolist() == expected
+    assert order_of(cache) == "block layer kv token head dim"
+    assert order_of(PagedCache(SPEC, [tensor])) == "block layer kv token head dim"
+
+
+def test_keys_and_values_apart() -> None:
+    keys, values = layers(9, 2, 4, 8), layers(9, 2, 4, 8)
+    for pairs in (
+        zip(keys, values, strict=True),
+        map(list, zip(keys, values, strict=True)),
+    ):
+        cache = PagedCache(SPEC, list(pairs), "NHD")
+        expected = [
+            [k.ctypes.data, v.ctypes.data] for k, v in zip(keys, values, strict=True)
+        ]
+        assert cache.groups["kv"].bases.tolist() == expected
+
+
+def test_keys_and_values_apart_and_cross_layer() -> None:
+    keys, values = layers(9, 3, 2, 4, 8, count=2)
+    cache = PagedCache(SPEC, [(keys, values)])
+    expected = [
+        [keys.ctypes.data + 128 * n, values.ctypes.data + 128 * n] for n in range(3)
+    ]
+    assert cache.groups["kv"].bases.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "order"),
+    [
+        ((1, 0, 2, 3, 4), "layer kv block token head dim"),
+        ((0, 1, 3, 2, 4), "layer block kv head token dim"),
+        ((0, 3, 2, 1, 4), "layer block head token kv dim"),
+    ],
+)
+def test_the_memory_decides_the_order(memory: tuple[int, ...], order: str) -> None:
+    """Engines pass permuted views: the shape says NHD, the strides something else."""
+    tensors = [
+        np.zeros([SHAPE[axis] for axis in memory], np.uint16).transpose(
+            np.argsort(memory)
+        )
+        for _ in range(3)
+    ]
+    cache = PagedCache(SPEC, tensors, "block kv token head dim")
+    assert order_of(cache) == order
+
+
+def test_views_of_one_tensor_are_one_tensor() -> None:
+    big = np.zeros((9, 3, 2, 2, 4, 8), np.uint16)
+    views = PagedCache(SPEC, [big[:, n] for n in range(3)])
+    assert order_of(views) == order_of(PagedCache(SPEC, big))
+    np.testing.assert_array_equal(
+        views.groups["kv"].bases, PagedCache(SPEC, big).groups["kv"].bases
+    )
+
+
+def test_an_axis_of_one_element_goes_where_it_usually_is() -> None:
+    spec = replace(SPEC, kv_heads=1, components=1, layers=1)
+    assert order_of(PagedCache(spec, np.zeros((9, 2, 8), np.uint16))) == (
+        "layer block kv token head dim"
+    )
+
+
+def test_tensors_far_apart_are_outside_everything() -> None:
+    """Allocations in falling order, as an allocator may hand them out."""
+    big = np.zeros((3, *SHAPE), np.uint16)
+    cache = PagedCache(SPEC, [big[2], big[1], big[0]])
+    assert order_of(cache) == "layer block kv token head dim"
+
+
+def test_tensors_interleaved_by_chance_are_as_good_as_any() -> None:
+    """k0 . k1 v0 k2 v1 . v2: equally far apart, but not one inside the other."""
+    part = 9 * 2 * 4 * 8
+    buffer = np.zeros(8 * part, np.uint16)
+
+    def piece(n: int) -> Any:
+        return buffer[n * part : (n + 1) * part].reshape(9, 2, 4, 8)
+
+    pairs = [(piece(0), piece(3)), (piece(2), piece(5)), (piece(4), piece(7))]
+    cache = PagedCache(SPEC, pairs)
+    assert order_of(cache) == "layer kv block token head dim"
+
+
+def test_groups() -> None:
+    window = replace(SPEC, layers=1, block_tokens=4)
+    cache = PagedCache.grouped(
+        {
+            "full": (SPEC, layers()),
+            "window": (window, np.zeros((5, 2, 4, 4, 8), np.uint16), "HND"),
+        }
+    )
+    assert list(cache.groups) == ["full", "window"]
+    assert [group.num_blocks for group in cache.groups.values()] == [9, 5]
+    assert repr(cache) == (
+        "PagedCache('full': 3 layers x 9 blocks of 2 tokens, bfloat16, "
+        "layer block kv token head dim; 'window': 1 layers x 5 blocks of 4 tokens, "
+        "bfloat16, layer block kv head token dim)"
+    )
+    for attribute in ("spec", "num_blocks"):
+        with pytest.raises(UsageError, match="has the groups full, window"):
+            getattr(cache, attribute)
+    with pytest.raises(UsageError, match="group 'window': block id 7"):
+        cache.block_lists({"full": [7], "window": [7]})
+
+
+def test_groups_may_share_memory() -> None:
+    """Hybrid models have one pool for all groups, whose ids do not collide."""
+    pool = layers()
+    cache = PagedCache.grouped({"a": (SPEC, pool), "b": (SPEC, pool)}, layout="NHD")
+    assert list(cache.groups) == ["a", "b"]
+
+
+def test_torch_like_tensors() -> None:
+    tensors = [fake_bfloat16(*SHAPE) for _ in range(3)]
+    cache = PagedCache(SPEC, tensors)
+    assert cache.groups["kv"].bases[:, 0].tolist() == [t.data_ptr() for t in tensors]
+    assert cache.groups["kv"].strides == {
+        "block": 256,
+        "token": 64,
+        "head": 16,
+        "dim": 2,
+    }
+
+
+def test_the_tensors_are_kept() -> None:
+    tensor = np.zeros((9, 3, 2, 2, 4, 8), np.uint16)
+    alive = weakref.ref(tensor)
+    cache = PagedCache(SPEC, tensor)
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    del cache
+    gc.collect()
+    assert alive() is None
+
+
+def test_one_read_only_tensor_makes_a_read_only_cache() -> None:
+    tensors = layers()
+    tensors[1].flags.writeable = False
+    assert not PagedCache(SPEC, tensors).writable
+
+
+def wrong_tensors() -> list[tuple[Any, str, str]]:
+    """Tensors, their layout, and what is said of them."""
+    good = layers()
+    half = np.zeros(SHAPE, np.float16)
+    other_blocks = np.zeros((8, *SHAPE[1:]), np.uint16)
+    padded = np.zeros((9, 2, 3, 4, 8), np.uint16)[:, :, :2]
+    on_gpu = FakeTensor(np.zeros(SHAPE, np.uint16), "torch.bfloat16", device="cuda")
+    keys = layers(9, 2, 4, 8)
+    big = np.zeros((10, *SHAPE[1:]), np.uint16)
+    return [
+        (good[:2], "NHD", "2 tensors for layers=3; pass one for each layer"),
+        ([*good[:2], half], "NHD", r"tensors\[2\]: dtype is float16 .* says bfloat16"),
+        (
+            [*good[:2], other_blocks],
+            "NHD",
+            r"tensors\[2\]: 8 blocks, the first .* has 9",
+        ),
+        ([*good[:2], padded], "NHD", r"tensors\[2\]: axis 'block' has a stride of 384"),
+        ([*good[:2], on_gpu], "NHD", r"tensors\[2\]: device is cuda"),
+        ([*good[:2], None], "NHD", r"tensors\[2\]: a NoneType is neither"),
+        (
+            [*good[:2], good[0]],
+            "NHD",
+            "layer 0 component 0 and layer 2 .* share memory",
+        ),
+        ([*good[:2], (good[2],) * 3], "NHD", r"tensors\[2\] is 3 tensors"),
+        ([*good[:2], (good[2], good[2])], "NHD", r"tensors\[2\] is 2 tensors"),
+        ([(k, k) for k in keys], "NHD", "component 0 and layer . component 1 share"),
+        ([big[:9], big[1:], good[0]], "NHD", "layer 0 .* and layer 1 .* share memory"),
+        (good, "HND", r"tensors\[0\]: shape \(9, 2, 2, 4, 8\) is not HND"),
+        (good, "block token", r"tensors\[0\]: layout 'block token' lacks axis 'kv'"),
+        (good[0], "NHD", r"the cross-layer tensor: shape \(9, 2, 2, 4, 8\) is not NHD"),
+        ([(keys[0], good[0])] * 3, "NHD", r"tensors\[0\]\[1\]: shape"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout", "message"),
+    wrong_tensors(),
+    ids=[message for _, _, message in wrong_tensors()],
+)
+def test_r35_wrong_tensors_are_named(tensors: Any, layout: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"group 'kv': .*{message}"):
+        PagedCache(SPEC, tensors, layout)
+
+
+def test_wrong_groups_are_named() -> None:
+    for groups in ({}, {f"g{n}": (SPEC, layers()) for n in range(65)}):
+        with pytest.raises(UsageError, match=f"{len(groups)} groups; 1 to 64"):
+            PagedCache.grouped(groups)
+    with pytest.raises(UsageError, match="group name ''"):
+        PagedCache.grouped({"": (SPEC, layers())})
+    with pytest.raises(UsageError, match="group 'window': 2 tensors for layers=3"):
+        PagedCache.grouped({"window": (SPEC, layers(count=2))})
