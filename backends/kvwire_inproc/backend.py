@@ -71,7 +71,7 @@ class InprocBackend(Backend):
         left, right = join(loop, listener.loop, ways, listener.address)
         for way, receiver in zip(ways, (right, left), strict=True):
             if isinstance(way, FaultyWay):
-                way.wake_receiver = receiver.wake
+                way.wake_sender, way.wake_receiver = receiver.wake_peer, receiver.wake
         try:
             listener.loop.call_soon_threadsafe(listener.take, right)
         except RuntimeError:  # the loop was closed a moment ago

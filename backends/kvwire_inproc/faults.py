@@ -30,9 +30,11 @@ class FaultyWay(Way):
         direction: Names this way among those of the plan.
 
     Attributes:
-        wake_receiver: Called on the receiver's loop when a frame may move again.
+        wake_sender: Called when a frame is done that was not delivered.
+        wake_receiver: Called when a frame may move again.
     """
 
+    wake_sender: Callable[[], None]
     wake_receiver: Callable[[], None]
 
     def __init__(self, lock: RLock, plan: FaultPlan, direction: str) -> None:
@@ -85,6 +87,7 @@ class FaultyWay(Way):
             self._stalled = True
         elif Fault.DROP in faults:
             self._remove(frame)
+            self.wake_sender()
         else:
             if Fault.DUPLICATE in faults:
                 self._duplicate(frame)
@@ -117,8 +120,9 @@ class FaultyWay(Way):
     def _put_back(self, frame: Frame) -> None:
         if frame in self._overtaken:
             self._overtaken.remove(frame)
-            # Not before a frame of which a part has been delivered.
-            self._frames.insert(1, frame)
+            # Behind what is being delivered or has come back before.
+            judged = sum(1 for waiting in self._frames if waiting.judged)
+            self._frames.insert(judged, frame)
 
     def _later(self, change: Callable[[], None]) -> None:
         def due() -> None:

@@ -105,7 +105,7 @@ class InprocLink(Link):
                 frame.payload = _owned(frame.payload)
         self._out.put(frames)
         self._waiting = True
-        self._wake_peer()
+        self.wake_peer()
 
     def close(self) -> None:
         """See :class:`~kvwire.backend.Link`."""
@@ -116,7 +116,7 @@ class InprocLink(Link):
         self._out.finish()
         if self._handler is None:
             self._end_unstarted()
-        self._wake_peer()
+        self.wake_peer()
 
     def abort(self) -> None:
         """See :class:`~kvwire.backend.Link`."""
@@ -127,7 +127,7 @@ class InprocLink(Link):
         self._out.end(ConnectionLost("the peer aborted the link"))
         if self._handler is None:
             self._end_unstarted()
-        self._wake_peer()
+        self.wake_peer()
         self.wake()
 
     @property
@@ -157,7 +157,8 @@ class InprocLink(Link):
         else:
             self._loop.call_soon_threadsafe(self._turn)
 
-    def _wake_peer(self) -> None:
+    def wake_peer(self) -> None:
+        """Give the peer a turn soon; if its loop is gone, end this side."""
         try:
             self._peer.wake()
         except RuntimeError:  # its loop is closed, so nobody is there any more
@@ -209,7 +210,7 @@ class InprocLink(Link):
             else:
                 landing, self._landing = self._landing, None
                 self._into.done(frame)
-                self._wake_peer()
+                self.wake_peer()
                 handler.body_received(self, landing)
 
     def _receive_payload(self, frame: Frame, landing: Landing) -> int:
@@ -234,7 +235,7 @@ class InprocLink(Link):
         self._take_unflushed()
         self._out.end(ConnectionLost("the peer ended the link") if end.error else None)
         self._into.retire()
-        self._wake_peer()
+        self.wake_peer()
         try:
             handler.link_closed(self, end.error)
         except Exception:  # noqa: BLE001 - the link has ended all the same

@@ -178,13 +178,13 @@ def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Way, "put", early)
     # The sender has a turn before the receiver.
-    wake_peer = InprocLink._wake_peer
+    wake_peer = InprocLink.wake_peer
 
     def wake_both(self: InprocLink) -> None:
         self.wake()
         wake_peer(self)
 
-    patch.setattr(InprocLink, "_wake_peer", wake_both)
+    patch.setattr(InprocLink, "wake_peer", wake_both)
 
 
 @caught_by("frame.untokened[64KiB]", "frame.untokened-batch", "close.untokened")

@@ -1,0 +1,532 @@
+"""The reference backend: names, loops that are gone, and faults by a seed.
+
+What it has in common with every backend is in test_conformance.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.backend import Landing, Link, LinkHandler, Listener
+from kvwire.errors import ConnectionLost, UsageError
+from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES
+from kvwire.memory.copy import as_fragments
+from kvwire.testing.faults import FaultPlan, injected
+from kvwire.types import Address
+from kvwire_inproc import InprocBackend
+from kvwire_inproc.plan import Fault, Schedule, injected_plan
+
+ANY = Address("inproc", "")
+LENGTH = 1000
+
+
+class Ear(LinkHandler):
+    """Takes payloads of 1,000 bytes and keeps all that it is told."""
+
+    def __init__(self) -> None:
+        self.headers: list[bytes] = []
+        self.payloads: list[bytes] = []
+        self.sent: list[object] = []
+        self.closed: list[Exception | None] = []
+        self.kept: memoryview | None = None
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        self.headers.append(bytes(header))
+        self.kept = header
+        return Landing(LENGTH, memoryview(bytearray(LENGTH)))
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        assert isinstance(landing.payload, memoryview)
+        self.payloads.append(bytes(landing.payload))
+
+    def frame_sent(self, link: Link, token: object) -> None:
+        self.sent.append(token)
+
+    def link_writable(self, link: Link) -> None:
+        return
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        self.closed.append(error)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [header[0] for header in self.headers]
+
+
+class Pair:
+    """A link with an ear at each end."""
+
+    def __init__(self, listener: Listener, left: Link, right: Link) -> None:
+        self.listener = listener
+        self.left, self.right = left, right
+        self.near, self.far = Ear(), Ear()
+        left.start(self.near)
+        right.start(self.far)
+
+    def send(self, count: int) -> None:
+        for number in range(count):
+            payload = memoryview(bytes([number]) * LENGTH)
+            self.left.send(header(number), payload, number)
+        self.left.flush()
+
+    async def end(self) -> None:
+        self.left.abort()
+        self.right.abort()
+        await self.listener.close()
+        await turns()
+
+
+def header(number: int) -> bytes:
+    return bytes([number]) * HEADER_BYTES
+
+
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - not all of it is announced
+            await asyncio.sleep(0)
+
+
+async def pair(plan: FaultPlan | None = None, back: FaultPlan | None = None) -> Pair:
+    accepted: list[Link] = []
+    listener = await InprocBackend(back).listen(ANY, accepted.append)
+    left = await InprocBackend(plan).connect(listener.address)
+    await until(lambda: accepted)
+    return Pair(listener, left, accepted[0])
+
+
+# --- names ----------------------------------------------------------------------------
+
+
+def ignore(link: Link) -> None:
+    link.abort()
+
+
+@pytest.mark.parametrize("host", ["", "0"])
+async def test_a_free_name_is_chosen(host: str) -> None:
+    backend = InprocBackend()
+    first = await backend.listen(Address("inproc", host), ignore)
+    second = await backend.listen(Address("inproc", host), ignore)
+    assert first.address.host not in {"", "0", second.address.host}
+    await first.close()
+    await second.close()
+
+
+async def test_a_chosen_name_may_be_taken_by_a_user() -> None:
+    backend = InprocBackend()
+    chosen = await backend.listen(ANY, ignore)
+    number = int(chosen.address.host.removeprefix("auto-"))
+    taken = await backend.listen(Address("inproc", f"auto-{number + 1}"), ignore)
+    following = await backend.listen(ANY, ignore)
+    assert following.address.host == f"auto-{number + 2}"
+    for listener in (chosen, taken, following):
+        await listener.close()
+
+
+async def test_a_taken_name_is_refused_and_a_missing_one_too() -> None:
+    backend = InprocBackend()
+    name = Address("inproc", "taken")
+    listener = await backend.listen(name, ignore)
+    with pytest.raises(OSError, match="inproc://taken: the name is taken"):
+        await backend.listen(name, ignore)
+    await listener.close()
+    with pytest.raises(ConnectionRefusedError, match="nobody in this process"):
+        await backend.connect(name)
+
+
+def test_the_name_of_a_closed_loop_is_free() -> None:
+    name = Address("inproc", "orphan")
+
+    async def listen() -> Listener:
+        return await InprocBackend().listen(name, ignore)
+
+    async def after() -> None:
+        with pytest.raises(ConnectionRefusedError):
+            await InprocBackend().connect(name)
+        heir = await listen()
+        # The first owner's late close must not take the name from its heir.
+        await orphan.close()
+        (await InprocBackend().connect(name)).abort()
+        await heir.close()
+
+    orphan = asyncio.run(listen())
+    asyncio.run(after())
+
+
+def test_a_link_to_a_loop_that_is_gone_ends() -> None:
+    where: list[Address] = []
+    connected, gone = threading.Event(), threading.Event()
+
+    async def other() -> None:
+        accepted: list[Link] = []
+        listener = await InprocBackend().listen(ANY, accepted.append)
+        where.append(listener.address)
+        connected.set()
+        await until(lambda: accepted)
+        await listener.close()
+
+    async def here() -> list[Exception | None]:
+        connected.wait(5)
+        link = await InprocBackend().connect(where[0])
+        ear = Ear()
+        link.start(ear)
+        gone.wait(5)
+        link.send(header(0))
+        link.flush()
+        await until(lambda: ear.closed)
+        return ear.closed
+
+    def run_other() -> None:
+        asyncio.run(other())
+        gone.set()
+
+    thread = threading.Thread(target=run_other)
+    thread.start()
+    closed = asyncio.run(here())
+    thread.join()
+    assert isinstance(closed[0], ConnectionLost)
+    assert "loop is closed" in str(closed[0])
+
+
+# --- the contract, where it is stricter than a stream can be --------------------------
+
+
+async def test_a_header_that_is_kept_is_noticed() -> None:
+    joined = await pair()
+    joined.send(1)
+    await until(lambda: joined.far.payloads)
+    with pytest.raises(ValueError, match="released memoryview"):
+        bytes(joined.far.kept or b"")
+    await joined.end()
+
+
+async def test_bulk_needs_a_token() -> None:
+    joined = await pair()
+    payload = memoryview(bytes(EAGER_BYTES_MAX + 1))
+    with pytest.raises(UsageError, match="65537 bytes needs a token"):
+        joined.left.send(header(0), payload)
+    assert joined.left.queued_bytes == 0
+    await joined.end()
+
+
+async def test_a_landing_of_another_length_ends_the_link() -> None:
+    joined = await pair()
+    joined.left.send(header(0), memoryview(bytes(LENGTH - 1)), 0)
+    joined.left.flush()
+    await until(lambda: joined.near.closed and joined.far.closed)
+    assert "1000 bytes for a payload of 999" in str(joined.far.closed[0])
+    assert isinstance(joined.near.closed[0], ConnectionLost)
+    await joined.end()
+
+
+# --- plans ----------------------------------------------------------------------------
+
+chances = st.floats(0, 1)
+plans = st.builds(
+    FaultPlan,
+    seed=st.integers(0, 2**64),
+    drop=chances,
+    delay=chances,
+    reorder=chances,
+    duplicate=chances,
+    corrupt=chances,
+    stall=chances,
+    kill=chances,
+    delay_s=st.floats(0, 10),
+    stall_after=st.integers(0, 10),
+    kill_after=st.integers(0, 10),
+    spare=st.integers(0, 10),
+)
+
+
+@given(plans)
+def test_a_printed_plan_is_the_plan(plan: FaultPlan) -> None:
+    call = ast.parse(repr(plan), mode="eval").body
+    assert isinstance(call, ast.Call)
+    said = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    assert FaultPlan(**said) == plan
+
+
+def test_a_plan_prints_what_it_changes() -> None:
+    assert repr(FaultPlan(seed=3, drop=0.5)) == "FaultPlan(seed=3, drop=0.5)"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"drop": 1.5},
+        {"kill": -0.1},
+        {"corrupt": float("nan")},
+        {"delay_s": -1},
+        {"spare": -1},
+        {"kill_after": -1},
+    ],
+    ids=str,
+)
+def test_an_impossible_plan_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"fault plan: {next(iter(wrong))}="):
+        FaultPlan(seed=0, **wrong)
+
+
+def fates(plan: FaultPlan, direction: str = "0", count: int = 50) -> list[Fault]:
+    schedule = Schedule(plan, direction)
+    return [next(schedule).faults for _ in range(count)]
+
+
+@given(plans)
+def test_a_schedule_follows_from_seed_and_direction(plan: FaultPlan) -> None:
+    assert fates(plan) == fates(plan)
+
+
+def test_a_schedule_is_the_same_in_every_process_and_version() -> None:
+    plan = FaultPlan(seed=1, drop=0.3, corrupt=0.3)
+    said = "".join(
+        " dc*"[(Fault.DROP in f) + 2 * (Fault.CORRUPT in f)] for f in fates(plan)
+    )
+    assert said == "  *c dd ccc  ddc dddcc*d* d   d *      d  d *   d*"
+
+
+def test_directions_differ() -> None:
+    plan = FaultPlan(seed=1, drop=0.5)
+    assert fates(plan, "0") != fates(plan, "1")
+
+
+def test_seeds_differ() -> None:
+    assert fates(FaultPlan(seed=1, drop=0.5)) != fates(FaultPlan(seed=2, drop=0.5))
+
+
+@given(st.integers(0, 1000), chances)
+def test_one_fault_does_not_move_another(seed: int, corrupt: float) -> None:
+    """Which frames are dropped does not depend on what else a plan says."""
+    alone = fates(FaultPlan(seed=seed, drop=0.3))
+    beside = fates(FaultPlan(seed=seed, drop=0.3, corrupt=corrupt, duplicate=0.5))
+    assert [Fault.DROP in fate for fate in alone] == [
+        Fault.DROP in fate for fate in beside
+    ]
+
+
+def test_chances_are_kept() -> None:
+    dropped = fates(FaultPlan(seed=5, drop=0.2), count=10_000).count(Fault.DROP)
+    assert 1900 < dropped < 2100
+
+
+def test_nothing_befalls_the_first_frames() -> None:
+    certain = dict.fromkeys(("drop", "delay", "reorder", "duplicate", "corrupt"), 1.0)
+    plan = FaultPlan(
+        seed=0, **certain, stall=1.0, kill=1.0, spare=2, stall_after=3, kill_after=4
+    )
+    ordinary = ~(Fault.STALL | Fault.KILL)
+    found = fates(plan, count=5)
+    assert [bool(fate & ordinary) for fate in found] == [False, False, True, True, True]
+    assert [Fault.STALL in fate for fate in found] == [False, False, False, True, True]
+    assert [Fault.KILL in fate for fate in found] == [False, False, False, False, True]
+
+
+# --- faults ---------------------------------------------------------------------------
+
+
+async def test_drop() -> None:
+    joined = await pair(FaultPlan(seed=0, drop=1.0, spare=2))
+    joined.send(5)
+    await until(lambda: len(joined.near.sent) == 5)
+    assert joined.far.numbers == [0, 1]
+    assert joined.left.queued_bytes == 0
+    await joined.end()
+
+
+async def test_duplicate() -> None:
+    joined = await pair(FaultPlan(seed=0, duplicate=1.0, spare=1))
+    joined.send(3)
+    await until(lambda: len(joined.near.sent) == 3)
+    assert joined.far.numbers == [0, 1, 1, 2, 2]
+    assert joined.near.sent == [0, 1, 2]
+    assert joined.left.queued_bytes == 0
+    await joined.end()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_corrupt(seed: int) -> None:
+    joined = await pair(FaultPlan(seed=seed, corrupt=1.0))
+    payload = memoryview(bytearray(LENGTH))
+    joined.left.send(bytes(HEADER_BYTES), as_fragments(payload), "t")
+    joined.left.flush()
+    await until(lambda: joined.far.payloads)
+    bits = int.from_bytes(joined.far.headers[0] + joined.far.payloads[0], "big")
+    assert bits.bit_count() == 1
+    assert bytes(payload) == bytes(LENGTH), "the sender's own memory was changed"
+    await joined.end()
+
+
+async def test_corrupt_hits_headers_and_payloads() -> None:
+    joined = await pair(FaultPlan(seed=0, corrupt=1.0))
+    joined.send(100)
+    await until(lambda: len(joined.far.payloads) == 100)
+    whole = {header(n) for n in range(100)}
+    hit = sum(h not in whole for h in joined.far.headers)
+    assert 30 < hit < 70
+    await joined.end()
+
+
+async def test_delay_keeps_order() -> None:
+    joined = await pair(FaultPlan(seed=3, delay=0.5, delay_s=0.001))
+    joined.send(20)
+    await until(lambda: len(joined.far.payloads) == 20)
+    assert joined.far.numbers == list(range(20))
+    await joined.end()
+
+
+async def test_delay_holds_everything_back() -> None:
+    joined = await pair(FaultPlan(seed=0, delay=1.0, delay_s=3600, spare=2))
+    joined.send(5)
+    await turns()
+    assert joined.far.numbers == [0, 1]
+    assert joined.left.queued_bytes == 3 * (HEADER_BYTES + LENGTH)
+    await joined.end()
+    assert len(joined.far.closed) == 1
+
+
+async def test_reorder_lets_others_overtake() -> None:
+    joined = await pair(FaultPlan(seed=3, reorder=0.5, delay_s=0.001))
+    joined.send(20)
+    await until(lambda: len(joined.near.sent) == 20)
+    assert joined.far.numbers != list(range(20))
+    assert sorted(joined.far.numbers) == list(range(20))
+    assert [payload[0] for payload in joined.far.payloads] == joined.far.numbers
+    assert joined.near.sent == joined.far.numbers
+    await joined.end()
+
+
+async def test_an_overtaken_frame_comes_before_the_end() -> None:
+    joined = await pair(FaultPlan(seed=0, reorder=1.0, delay_s=0.001))
+    joined.send(3)
+    joined.left.close()
+    await until(lambda: joined.far.closed and joined.near.closed)
+    assert joined.far.numbers == [0, 1, 2]
+    assert joined.far.closed == [None]
+    await joined.end()
+
+
+async def test_memory_is_lent_while_a_frame_is_held_back() -> None:
+    joined = await pair(FaultPlan(seed=0, reorder=1.0, duplicate=1.0, delay_s=0.001))
+    memory = [bytearray([n]) * LENGTH for n in range(4)]
+
+    def reuse(link: Link, token: object) -> None:
+        assert isinstance(token, int)
+        memory[token][:] = bytes([0xEE]) * LENGTH
+
+    joined.near.frame_sent = reuse  # type: ignore[method-assign]
+    for number, payload in enumerate(memory):
+        joined.left.send(header(number), memoryview(payload), number)
+    joined.left.flush()
+    await until(lambda: len(joined.far.payloads) == 8)
+    assert sorted(p[0] for p in joined.far.payloads) == [0, 0, 1, 1, 2, 2, 3, 3]
+    await joined.end()
+
+
+async def test_stall() -> None:
+    joined = await pair(FaultPlan(seed=0, stall=1.0, stall_after=2))
+    joined.send(5)
+    await until(lambda: len(joined.near.sent) == 2)
+    joined.left.close()
+    await turns()
+    assert joined.far.numbers == [0, 1]
+    assert joined.left.queued_bytes == 3 * (HEADER_BYTES + LENGTH)
+    # Neither a close nor an abort gets through; each side can still abort its own.
+    joined.left.abort()
+    await until(lambda: joined.near.closed)
+    assert not joined.far.closed
+    joined.right.abort()
+    await until(lambda: joined.far.closed)
+    await joined.end()
+
+
+async def test_a_stall_is_of_one_direction() -> None:
+    joined = await pair(FaultPlan(seed=0, stall=1.0))
+    joined.send(1)
+    joined.right.send(header(7), memoryview(bytes(LENGTH)), 7)
+    joined.right.flush()
+    await until(lambda: joined.near.payloads)
+    assert joined.near.numbers == [7]
+    assert not joined.far.headers
+    await joined.end()
+
+
+async def test_kill() -> None:
+    joined = await pair(FaultPlan(seed=0, kill=1.0, kill_after=3))
+    joined.send(5)
+    await until(lambda: joined.near.closed and joined.far.closed)
+    assert joined.far.numbers == [0, 1, 2]
+    for ear in (joined.near, joined.far):
+        assert isinstance(ear.closed[0], ConnectionLost)
+    assert joined.left.queued_bytes == 0
+    await joined.end()
+
+
+async def test_each_side_sends_by_its_own_plan() -> None:
+    joined = await pair(None, FaultPlan(seed=0, drop=1.0))
+    joined.send(1)
+    joined.right.send(header(7), memoryview(bytes(LENGTH)), 7)
+    joined.right.flush()
+    await until(lambda: joined.far.payloads and joined.far.sent)
+    assert joined.far.numbers == [0]
+    assert not joined.near.headers
+    await joined.end()
+
+
+async def test_the_same_plan_does_the_same_again() -> None:
+    plan = FaultPlan(seed=11, drop=0.2, duplicate=0.2, corrupt=0.2, kill=0.02)
+    seen = []
+    for _ in range(2):
+        joined = await pair(plan)
+        joined.send(60)
+        await until(lambda: joined.near.closed or len(joined.near.sent) == 60)  # noqa: B023
+        seen.append((joined.far.headers, joined.far.payloads))
+        await joined.end()
+    assert seen[0] == seen[1]
+
+
+# --- how a plan gets to a backend -----------------------------------------------------
+
+
+def test_a_plan_is_given_to_backends_made_inside() -> None:
+    outer, inner = FaultPlan(seed=1), FaultPlan(seed=2)
+    assert injected_plan() is None
+    with injected(outer) as given_plan:
+        assert given_plan is injected_plan() is outer
+        with injected(inner):
+            assert injected_plan() is inner
+        assert injected_plan() is outer
+    assert injected_plan() is None
+
+
+async def test_a_backend_keeps_the_plan_it_was_made_with() -> None:
+    with injected(FaultPlan(seed=0, drop=1.0)):
+        backend = InprocBackend()
+        own = InprocBackend(FaultPlan(seed=0))
+    accepted: list[Link] = []
+    listener = await InprocBackend().listen(ANY, accepted.append)
+    ears = []
+    for sender in (backend, own):
+        link = await sender.connect(listener.address)
+        await until(lambda: accepted)
+        joined = Pair(listener, link, accepted.pop())
+        joined.send(1)
+        await until(lambda: joined.near.sent)  # noqa: B023
+        ears.append(joined.far.numbers)
+        joined.left.abort()
+        joined.right.abort()
+    await listener.close()
+    await turns()
+    assert ears == [[], [0]]
