@@ -62,9 +62,18 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         self._owner = owner
         self._result: T | None = None
         self._error: KVWireError | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: tuple[asyncio.Future[None], ...] = ()
         # Of each task that was made of this request, its wait.
-        self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, T]] = {}
+        self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, T]] | None
+        self._drivers = None
+
+    @classmethod
+    def completed(cls, result: T) -> Request[T]:
+        """A request that was over at once."""
+        request = cls()
+        request.over = True
+        request._result = result
+        return request
 
     def __repr__(self) -> str:
         state = "pending"
@@ -121,32 +130,27 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._waiters.clear()
+        self._waiters = ()
 
     def __await__(self) -> Generator[Any, Any, T]:
-        owner = self._owner
         if not self.over:
+            owner = self._owner
             assert owner is not None
             if self.core is None:
                 owner.post_again(self)
-        # Posting it again may have completed it.
-        if not self.over:
-            assert owner is not None
-            yield from self._wait(owner)
+            # Posting it again may have completed it.
+            if not self.over:
+                loop = asyncio.get_running_loop()
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._waiters += (waiter,)
+                try:
+                    yield from waiter
+                except BaseException:
+                    self._stop_waiting(waiter, owner)
+                    raise
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
-
-    def _wait(self, owner: RequestOwner) -> Generator[Any, Any, None]:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            yield from waiter
-        except BaseException:
-            if not self.over:
-                self._waiters.remove(waiter)
-                self._neglect_if_alone(owner)
-            raise
 
     # --- what asyncio expects of a coroutine object -----------------------------------
 
@@ -165,7 +169,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         if isinstance(error, type):
             error = error()
         assert isinstance(error, BaseException)
-        if self._owner is not None and asyncio.current_task() not in self._drivers:
+        drivers = self._drivers or {}
+        if self._owner is not None and asyncio.current_task() not in drivers:
             # Cancelled before its first step: this task has never waited.
             self._neglect_if_alone(self._owner)
         raised = error.with_traceback(tb) if tb else error
@@ -173,6 +178,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
 
     def close(self) -> None:
         """Stop waiting; the request goes on."""
+        if self._drivers is None:
+            return
         waiting = self._drivers.pop(asyncio.current_task(), None)
         if waiting is not None:
             waiting.close()
@@ -180,14 +187,22 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     def _drive(self, step: Callable[[Generator[Any, Any, T]], Any]) -> Any:
         """Take one step of the current task's own wait for this request."""
         task = asyncio.current_task()
-        waiting = self._drivers.get(task)
+        if self._drivers is None:
+            self._drivers = {}
+        drivers = self._drivers
+        waiting = drivers.get(task)
         if waiting is None:
-            waiting = self._drivers[task] = self.__await__()
+            waiting = drivers[task] = self.__await__()
         try:
             return step(waiting)
         except BaseException:  # StopIteration with the result, mostly
-            del self._drivers[task]
+            del drivers[task]
             raise
+
+    def _stop_waiting(self, waiter: asyncio.Future[None], owner: RequestOwner) -> None:
+        if not self.over:
+            self._waiters = tuple(w for w in self._waiters if w is not waiter)
+            self._neglect_if_alone(owner)
 
     def _neglect_if_alone(self, owner: RequestOwner) -> None:
         if not self.over and not self._waiters:
