@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvwire.testing.conformance import check_backend
+    from kvwire.testing.pair import ConnectionPair
 
 _HOMES = {
+    "ConnectionPair": "kvwire.testing.pair",
     "check_backend": "kvwire.testing.conformance",
 }
 
-__all__ = ["check_backend"]
+__all__ = ["ConnectionPair", "check_backend"]
 
 
 def __getattr__(name: str) -> Any:

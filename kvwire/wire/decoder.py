@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvwire.errors import ProtocolError
 from kvwire.limits import HEADER_BYTES
 from kvwire.wire.header import Header, decode_header
 
@@ -34,10 +35,11 @@ class Decoder:
         self._pending = bytearray()
         self._header: Header | None = None
         self._raw_header = b""
+        self._broken: ProtocolError | None = None
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes still missing for the header or body being read; at least 1."""
+        """Bytes still missing for the header or body being read."""
         target = HEADER_BYTES if self._header is None else self._header.length
         return target - len(self._pending)
 
@@ -49,11 +51,16 @@ class Decoder:
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """Take the next bytes; yield the frames they complete.
 
+        They are taken as the iteration goes on, so iterate to its end.
+
         Raises:
-            ProtocolError: A header broke a rule; nothing after it can be read.
+            ProtocolError: A header broke a rule. Nothing after it can be read, so every
+                later call raises the same.
         """
+        if self._broken is not None:
+            raise self._broken
         view = memoryview(data)
-        while view or self._header_is_whole_frame():
+        while view or not self.wanted_bytes:
             taken = view[: self.wanted_bytes]
             self._pending += taken  # bounded: CHUNK_BYTES_MAX
             view = view[len(taken) :]
@@ -61,12 +68,16 @@ class Decoder:
                 return
             piece = bytes(self._pending)
             self._pending.clear()
-            if self._header is None:
-                self._raw_header = piece
-                self._header = decode_header(piece)
-            else:
-                yield Frame(self._header, self._raw_header, piece)
+            if self._header is not None:
+                frame = Frame(self._header, self._raw_header, piece)
                 self._header = None
+                yield frame
+            else:
+                self._header, self._raw_header = self._decode(piece), piece
 
-    def _header_is_whole_frame(self) -> bool:
-        return self._header is not None and self._header.length == 0
+    def _decode(self, raw: bytes) -> Header:
+        try:
+            return decode_header(raw)
+        except ProtocolError as exc:
+            self._broken = exc
+            raise

@@ -1,0 +1,166 @@
+"""Handshakes in memory: identities, both roles, and the frames between them.
+
+Nonces are fixed unless given, so the same call makes the same bytes each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.limits import CHUNK_BYTES_MIN, HEADER_BYTES, KIB
+from kvwire.proto.auth import key_id
+from kvwire.proto.handshake import (
+    ClientHandshake,
+    Handshake,
+    Identity,
+    ServerHandshake,
+)
+from kvwire.types import Role, TrustMode
+from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
+from kvwire.wire.hello import NONCE_BYTES, Terms
+
+Frame = tuple[bytes, bytes]
+"""A header and what follows it."""
+
+PSK: Final = bytes(range(32))
+NONCE_CLIENT: Final = bytes([0xC1]) * NONCE_BYTES
+NONCE_SERVER: Final = bytes([0x5E]) * NONCE_BYTES
+
+# As small as they may be, so that a few bytes show what megabytes would.
+SMALL: Final = Terms(
+    chunk_bytes=CHUNK_BYTES_MIN,
+    eager_bytes=64,
+    window_bytes=1 * KIB,
+    window_messages=8,
+)
+
+
+def identity(
+    name: str,
+    *,
+    trust: TrustMode = TrustMode.LOOPBACK,
+    terms: Terms = SMALL,
+    psk: bytes = PSK,
+    accepts: tuple[bytes, ...] = (),
+    profile: tuple[tuple[str, str], ...] = (),
+    versions: tuple[int, int] = (1, 1),
+) -> Identity:
+    """What one side brings.
+
+    Args:
+        name: Its name; its incarnation is made from it.
+        trust: In ``psk`` mode it connects with ``psk`` and accepts that key as well.
+        terms: Its limits.
+        psk: Its own key.
+        accepts: More keys it accepts.
+        profile: Facts that must agree.
+        versions: Lowest and highest protocol version.
+    """
+    in_psk = trust is TrustMode.PSK
+    return Identity(
+        name=name,
+        incarnation=name.encode()[:16].ljust(16, b"."),
+        trust=trust,
+        terms=terms,
+        psk=psk if in_psk else b"",
+        keys={key_id(key): key for key in (psk, *accepts)} if in_psk else {},
+        profile=profile,
+        versions=versions,
+    )
+
+
+@dataclass(slots=True)
+class Shaking:
+    """Two handshakes and the frames that have passed between them.
+
+    Attributes:
+        client: The side that connects.
+        server: The side that listens.
+        sent: (role of the sender, frame), in the order they were sent.
+    """
+
+    client: ClientHandshake
+    server: ServerHandshake
+    sent: list[tuple[Role, Frame]]
+
+    def of(self, role: Role) -> Handshake:
+        """The handshake of one side."""
+        return self.client if role is Role.CLIENT else self.server
+
+
+def begin(
+    client: Identity | None = None,
+    server: Identity | None = None,
+    *,
+    nonces: tuple[bytes, bytes] = (NONCE_CLIENT, NONCE_SERVER),
+    backends: tuple[str, ...] = ("memory",),
+) -> Shaking:
+    """Both sides before the first frame has arrived."""
+    mine = client or identity("client")
+    offer = Offer(
+        name=mine.name,
+        backends=tuple(BackendOffer(backend, 1) for backend in backends),
+        profile=mine.profile,
+    )
+    return Shaking(
+        ClientHandshake(mine, nonces[0], offer),
+        ServerHandshake(server or identity("server"), nonces[1]),
+        [],
+    )
+
+
+def choose_first(server: ServerHandshake) -> None:
+    """Answer the client's offer: its first transport is taken."""
+    assert server.offer is not None
+    verdicts = tuple(
+        Verdict(backend.name, place == 0, "first" if place == 0 else "not first")
+        for place, backend in enumerate(server.offer.backends)
+    )
+    server.choose(Choice(name="server", verdicts=verdicts, profile=()))
+
+
+def receive(handshake: Handshake, frame: Frame) -> None:
+    """Give a handshake one whole frame, and answer an offer that is complete."""
+    header, body = frame
+    length = handshake.header_received(header)
+    assert length == len(body), "a frame that is not whole"
+    handshake.body_received(body)
+    if isinstance(handshake, ServerHandshake) and handshake.offer is not None:
+        choose_first(handshake)
+
+
+def shake(
+    shaking: Shaking, change: Callable[[Role, Frame], Frame] | None = None
+) -> Shaking:
+    """Pass frames to and fro until nothing is left to send.
+
+    Args:
+        shaking: Both sides.
+        change: What happens to a frame on its way; for tests of damage.
+
+    Raises:
+        HandshakeError: As one side raises it. What that side has sent is in ``sent``.
+        ProtocolError: Likewise.
+    """
+    while True:
+        frames = _take(shaking, Role.CLIENT) + _take(shaking, Role.SERVER)
+        if not frames:
+            return shaking
+        for role, frame in frames:
+            receiver = shaking.of(role.other)
+            receive(receiver, change(role, frame) if change else frame)
+
+
+def _take(shaking: Shaking, role: Role) -> list[tuple[Role, Frame]]:
+    outgoing = shaking.of(role).outgoing
+    frames = [(role, frame) for frame in outgoing]
+    outgoing.clear()
+    shaking.sent += frames
+    return frames
+
+
+def split(data: bytes) -> Frame:
+    """A frame from its bytes."""
+    return data[:HEADER_BYTES], data[HEADER_BYTES:]

@@ -1,0 +1,317 @@
+"""One end of a connection in memory: a protocol core, its buffers, and a wire to it.
+
+It does for a core what a link and the asyncio front do together, without either: moves
+payload between byte buffers and frames, and answers the events that want an answer.
+What it is told to do wrong, it does: a wire can stall, a frame can be made by hand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvwire.errors import KVWireError, ProtocolError
+from kvwire.memory.checksum import checksum
+from kvwire.proto.connection import Connection
+from kvwire.proto.events import (
+    Ended,
+    Event,
+    MemoryWanted,
+    RequestDone,
+    SegmentMarked,
+)
+from kvwire.proto.flows import Arrival, Chunk, Place
+from kvwire.proto.framing import Framing
+from kvwire.proto.handshake import Agreement
+from kvwire.proto.holds import Holds
+from kvwire.proto.regions import Region, Regions
+from kvwire.proto.requests import Request
+from kvwire.proto.segments import Segment, Transfer
+from kvwire.testing.handshakes import Frame
+from kvwire.types import Access as Direction
+from kvwire.types import BufferId
+from kvwire.wire.control import Access
+from kvwire.wire.header import Flag
+from kvwire.wire.hello import Terms
+
+_CHECKED: Final = int(Flag.CHECKED)
+
+
+class Peer:
+    """One end of a :class:`~kvwire.testing.pair.ConnectionPair`.
+
+    Attributes:
+        core: Its protocol.
+        now: Its clock; the pair sets it.
+        wire: Frames on their way to the other end, oldest first.
+        events: Every event so far.
+        done: The one completion of each request that is over.
+        memory: Buffers that may be touched, by number.
+        freed: Buffers that have drained, as they were then.
+        transfers: What the core kept of each KV transfer that is over.
+        broken: The rule that the other end broke, if it did.
+        lost: The wire is gone.
+        stalled: The wire takes no payload; set it to False to go on.
+        slow: Chunks stay with the wire until :meth:`complete` is called.
+        place: Gives a marked segment its memory; None leaves it without.
+    """
+
+    def __init__(
+        self, agreement: Agreement, framing: Framing, *, terms: Terms, now: float
+    ) -> None:
+        self.now = now
+        self.core = Connection(
+            agreement,
+            framing,
+            Holds(),
+            terms=terms,
+            ping_interval_s=2.0,
+            ping_misses=3,
+            now=now,
+        )
+        self.wire: deque[Frame] = deque()
+        self.events: list[Event] = []
+        self.done: dict[Request, RequestDone] = {}
+        self.memory: dict[BufferId, bytearray] = {}
+        self.freed: dict[BufferId, bytes] = {}
+        self.transfers: dict[Request, Transfer] = {}
+        self.broken: ProtocolError | None = None
+        self.lost = False
+        self.stalled = False
+        self.slow = False
+        self.place: Callable[[Segment], None] | None = self._place
+        self._regions = Regions()
+        self._leaving: deque[Chunk] = deque()
+        self._held: dict[Request, bytes] = {}
+
+    # --- what an application does -----------------------------------------------------
+
+    def lend(self, data: bytes | int) -> BufferId:
+        """A new buffer with these bytes, or with so many zeros."""
+        buffer = self.core.holds.new()
+        self.memory[buffer] = bytearray(data)
+        return buffer
+
+    def content(self, buffer: BufferId) -> bytes:
+        """What is in a buffer, or was in it when it drained."""
+        return bytes(self.memory.get(buffer, self.freed.get(buffer, b"")))
+
+    def send(
+        self, tag: int, data: bytes, *, deadline: float | None = None
+    ) -> Request | None:
+        """Send a message; None if it travels at once and so is over."""
+        header = self.core.eager_header(tag, len(data), checksum(memoryview(data)))
+        request = None
+        if header is not None:
+            self.wire.append((header, data))
+        else:
+            request = self.core.send(tag, self.lend(data), len(data), deadline)
+        self.collect()
+        return request
+
+    def recv(
+        self, tag: int, nbytes: int | None = 4096, *, deadline: float | None = None
+    ) -> Request:
+        """Receive a message into a new buffer; without a size, into what it needs."""
+        buffer = None if nbytes is None else self.lend(nbytes)
+        limit = 2**20 if nbytes is None else nbytes
+        request = self.core.recv(tag, buffer, limit, deadline)
+        self.collect()
+        return request
+
+    def expose(
+        self, data: bytes | int, access: Direction = Direction.READWRITE
+    ) -> Region:
+        """Register a new buffer."""
+        buffer = self.lend(data)
+        return self._regions.register(buffer, len(self.memory[buffer]), access)
+
+    def grant(
+        self,
+        region: Region,
+        offset: int = 0,
+        nbytes: int | None = None,
+        access: Direction | None = None,
+    ) -> Access:
+        """Let the other end reach a range of a region; what it puts or gets with."""
+        size = region.nbytes - offset if nbytes is None else nbytes
+        row = self.core.grant(region, offset, size, access or region.access)
+        return Access(row.id, row.generation, row.token, 0, size)
+
+    def revoke(self, region: Region) -> None:
+        """End every grant of a region."""
+        self._regions.revoke(region)
+        self.core.region_revoked(region.id)
+        self.collect()
+
+    def close_region(self, region: Region) -> None:
+        """End a region; its memory drains when nothing touches it any more."""
+        self._regions.close(region)
+        self.core.region_revoked(region.id)
+        self.core.holds.retire(region.buffer)
+        self.collect()
+
+    def put(
+        self, data: bytes, target: Access, *, deadline: float | None = None
+    ) -> Request:
+        """Write into the other end's memory."""
+        request = self.core.put(self.lend(data), len(data), target, deadline)
+        self.collect()
+        return request
+
+    def get(self, source: Access, *, deadline: float | None = None) -> Request:
+        """Read the other end's memory into a new buffer."""
+        buffer = self.lend(source.nbytes)
+        request = self.core.get(buffer, source.nbytes, source, deadline)
+        self.collect()
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request."""
+        self.core.cancel(request)
+        self.collect()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Begin to close."""
+        self.core.close(self.now, timeout_s)
+        self.collect()
+
+    # --- results ----------------------------------------------------------------------
+
+    def error(self, request: Request) -> KVWireError | None:
+        """Why a request failed; None if it did not. KeyError if it is not over."""
+        return self.done[request].error
+
+    def received(self, request: Request) -> bytes:
+        """What a receive or a get that ended well has brought."""
+        done = self.done[request]
+        assert done.error is None, done.error
+        if request in self._held:
+            return self._held[request]
+        assert request.buffer is not None
+        return self.content(request.buffer)[: done.nbytes]
+
+    @property
+    def ended(self) -> Ended | None:
+        """The end of the connection, once it has come."""
+        return next((e for e in self.events if isinstance(e, Ended)), None)
+
+    # --- what a link does -------------------------------------------------------------
+
+    def receive(self, frame: Frame) -> None:
+        """A whole frame has come."""
+        header, body = frame
+        arrival = self.header(header)
+        if arrival is not None:
+            self.body(arrival, body)
+
+    def header(self, raw: bytes) -> Arrival | None:
+        """A header has come; None if it broke a rule."""
+        try:
+            return self.core.header_received(raw)
+        except ProtocolError as exc:
+            self._broke(exc)
+            return None
+
+    def body(self, arrival: Arrival, body: bytes) -> None:
+        """All that follows a header has come."""
+        assert len(body) == arrival.length, "a frame that is not whole"
+        header, intact = arrival.header, True
+        if arrival.place in (Place.BUFFER, Place.HOLD):
+            assert arrival.buffer is not None
+            if arrival.place is Place.HOLD:
+                self.memory[arrival.buffer] = bytearray(len(body))
+            memory = self.memory[arrival.buffer]
+            assert arrival.offset + len(body) <= len(memory), "beyond the buffer"
+            memory[arrival.offset : arrival.offset + len(body)] = body
+            intact = (
+                not header.flags & _CHECKED
+                or checksum(memoryview(body)) == header.payload_check
+            )
+        try:
+            self.core.body_received(arrival, self.now, body=body, intact=intact)
+        except ProtocolError as exc:
+            self._broke(exc)
+        self.collect()
+
+    def complete(self) -> None:
+        """The wire is through with the oldest chunk it still has."""
+        self.core.chunk_sent(self._leaving.popleft())
+        self.collect()
+
+    def lose(self) -> None:
+        """The wire is gone, and touches no memory any more."""
+        self.lost = True
+        self.wire.clear()
+        self._leaving.clear()
+        self.core.link_lost()
+        self.collect()
+
+    def tick(self) -> None:
+        """The clock has reached a time the core wants to look at."""
+        core = self.core
+        core.tick(self.now)
+        assert core.closed or core.next_tick > self.now, "a timer in the past"
+        self.collect()
+
+    def collect(self) -> None:
+        """Take what the core has to say: frames, then chunks, then events."""
+        core = self.core
+        while True:
+            self._take_frames()
+            chunk = None if self.stalled else core.next_chunk()
+            if chunk is not None:
+                self._send(chunk)
+            elif core.outbox.events:
+                events, core.outbox.events = core.outbox.events, []
+                for event in events:
+                    self._deal_with(event)
+            else:
+                break
+        for buffer in core.holds.drained:
+            self.freed[buffer] = bytes(self.memory.pop(buffer, b""))
+        core.holds.drained.clear()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _take_frames(self) -> None:
+        while self.core.outbox.frames:
+            self.wire.append(self.core.outbox.frames.popleft())
+
+    def _send(self, chunk: Chunk) -> None:
+        end = chunk.offset + chunk.length
+        body = bytes(self.memory[chunk.buffer][chunk.offset : end])
+        assert len(body) == chunk.length, "beyond the buffer"
+        header = self.core.chunk_header(chunk, checksum(memoryview(body)))
+        self.wire.append((header, body))
+        self._leaving.append(chunk)
+        if not self.slow:
+            self.core.chunk_sent(self._leaving.popleft())
+
+    def _deal_with(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, MemoryWanted):
+            self.core.provide(event.request, self.lend(event.nbytes))
+        elif isinstance(event, SegmentMarked) and self.place is not None:
+            self.place(event.segment)
+        elif isinstance(event, RequestDone):
+            self._note(event)
+
+    def _note(self, event: RequestDone) -> None:
+        request = event.request
+        assert request not in self.done, "a request with two completions"
+        self.done[request] = event
+        if event.held is not None:
+            self._held[request] = self.content(event.held)
+        if request.kind.name in ("OUTGOING", "INCOMING"):
+            self.transfers[request] = self.core.transfers.transfer(request)
+            self.core.transfers.forget(request)
+
+    def _place(self, segment: Segment) -> None:
+        self.core.transfers.place(segment, self.lend(segment.nbytes))
+
+    def _broke(self, error: ProtocolError) -> None:
+        self.broken = error
+        self.core.fail(error)
+        self.collect()

@@ -1,0 +1,98 @@
+"""Values for the fields of control bodies, made from the types of the fields.
+
+:func:`values` are all that a type allows, :func:`plain` is one of them, and
+:func:`beyond` are values one step off each of its bounds, or of another type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+from msgspec import inspect
+
+# What no field of a body takes.
+_NEVER: tuple[Any, ...] = (None, {"a": 1}, msgspec.Raw(b"\xc1"))
+
+
+def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
+    """Any value that a type allows; a type without bounds is an error."""
+    match kind:
+        case inspect.IntType(ge=int(low), le=int(high)):
+            return st.integers(low, high)
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.BytesType(min_length=low, max_length=int(high)):
+            return st.binary(min_size=low or 0, max_size=min(high, 300))
+        case inspect.StrType(max_length=int(high)):
+            return st.text(max_size=min(high, 60))
+        case inspect.VarTupleType(item_type=item, min_length=low, max_length=int(high)):
+            size = min(high, 5)
+            return st.lists(values(item), min_size=low or 0, max_size=size).map(tuple)
+        case inspect.TupleType(item_types=items):
+            return st.tuples(*map(values, items))
+        case inspect.StructType(cls=cls, fields=fields):
+            return st.builds(cls, *(values(field.type) for field in fields))
+    raise AssertionError(f"{kind} has no bound")
+
+
+def plain(kind: inspect.Type) -> Any:
+    """One value of a type as msgpack has it, with one item in every array."""
+    match kind:
+        case inspect.IntType(ge=low):
+            return low
+        case inspect.BoolType():
+            return True
+        case inspect.BytesType(min_length=low):
+            return b"x" * (low or 1)
+        case inspect.StrType():
+            return "x"
+        case inspect.VarTupleType(item_type=item):
+            return [plain(item)]
+        case inspect.TupleType(item_types=items):
+            return [plain(item) for item in items]
+        case inspect.StructType(fields=fields):
+            return [plain(field.type) for field in fields]
+    raise AssertionError(f"no value of {kind}")
+
+
+def beyond(kind: inspect.Type) -> Iterator[Any]:
+    """Values that a type does not allow, as msgpack has them."""
+    yield from _NEVER
+    match kind:
+        case inspect.IntType(ge=int(low), le=int(high)):
+            yield from (low - 1, high + 1, -(2**63), 2**64 - 1, 1.5, "1", b"1", [1])
+        case inspect.BoolType():
+            yield from (0, 1, "true")
+        case inspect.BytesType(min_length=low, max_length=int(high)):
+            yield from (b"x" * (high + 1), 7, [1])
+            yield from [b"x" * (low - 1)] if low else []
+        case inspect.StrType(max_length=int(high)):
+            yield from ("x" * (high + 1), 7, msgspec.Raw(b"\xa2\xff\xfe"))
+        case inspect.VarTupleType():
+            yield from _beyond_array(kind)
+        case inspect.TupleType(item_types=items):
+            yield from (plain(kind)[:-1], [*plain(kind), 0], 7)
+            yield from _with_one_wrong(items)
+        case inspect.StructType(fields=fields):
+            required = sum(field.required for field in fields)
+            yield from (plain(kind)[: required - 1], 7)
+            yield from _with_one_wrong(tuple(field.type for field in fields))
+
+
+def _beyond_array(kind: inspect.VarTupleType) -> Iterator[Any]:
+    assert kind.max_length is not None
+    yield [plain(kind.item_type)] * (kind.max_length + 1)
+    yield 7
+    if kind.min_length:
+        yield []
+    yield from ([wrong] for wrong in beyond(kind.item_type))
+
+
+def _with_one_wrong(kinds: tuple[inspect.Type, ...]) -> Iterator[Any]:
+    good = [plain(kind) for kind in kinds]
+    for place, kind in enumerate(kinds):
+        for wrong in beyond(kind):
+            yield [*good[:place], wrong, *good[place + 1 :]]
