@@ -32,7 +32,7 @@ from tests.backends.kvwire_tcp.recorder import (
     linked,
 )
 
-MORE_THAN_FITS = 64 * MIB
+MORE_THAN_FITS = 24 * MIB
 
 
 async def test_close_sends_what_is_queued_and_both_ends_are_clean() -> None:
