@@ -58,6 +58,7 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
         in_flight: Frames handed to the link that it still works on.
         arrived: Receiving: the chunks whose headers were seen.
         confirmed: The peer's DONE came before our link said that all was sent.
+        over: Whether it is done or has failed.
         context: The front's own object for it.
     """
 
@@ -74,15 +75,11 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
     in_flight: int = 0
     arrived: Seen | None = None
     confirmed: bool = False
+    over: bool = False
     context: object = None
 
     def __post_init__(self) -> None:
         self.state = FIRST_STATE[self.kind]
-
-    @property
-    def over(self) -> bool:
-        """Whether it is done or has failed."""
-        return self.state in TERMINAL
 
     def advance(self, event: Input) -> None:
         """Take one step of the table.
@@ -99,6 +96,7 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
                 f"{self.state.value}",
             )
         self.state = new
+        self.over = new in TERMINAL
 
 
 # When, a number that makes entries of one time comparable, and what.
