@@ -1,0 +1,124 @@
+"""Connecting: what fails, what is cancelled, what the backend says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvwire.backend import API_VERSION, Link
+from kvwire.types import Address, MemoryKind
+from kvwire_tcp import TcpBackend
+from kvwire_tcp import backend as backend_module
+
+
+def test_what_the_backend_says_of_itself() -> None:
+    assert TcpBackend.scheme == "tcp"
+    assert TcpBackend.api_version == API_VERSION
+    assert TcpBackend.capabilities.memory_kinds == {MemoryKind.HOST}
+    assert not TcpBackend.capabilities.same_host
+    assert TcpBackend.availability().available
+
+
+def test_a_platform_without_scatter_and_gather_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend_module, "_REQUIRED", ("sendmsg", "no_such_call"))
+    availability = TcpBackend.availability()
+    assert not availability.available
+    assert "no_such_call" in availability.reason
+    assert "sendmsg" not in availability.reason
+    assert "WSL" in availability.remedy
+
+
+async def test_nobody_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            await TcpBackend().connect(Address("tcp", "127.0.0.1", port))
+
+
+@pytest.mark.parametrize("host", ["", "no such host"])
+async def test_a_host_without_address(host: str) -> None:
+    with pytest.raises(OSError):  # noqa: PT011 - each has its own number and text
+        await TcpBackend().connect(Address("tcp", host, 1))
+
+
+async def test_a_name_stands_for_its_first_address() -> None:
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    by_name = Address("tcp", "localhost", 0)
+    listener = await TcpBackend().listen(by_name, accepted.set_result)
+    first = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0][4][0]
+    assert listener.address.host == first
+    link = await TcpBackend().connect(replace(by_name, port=listener.address.port))
+    assert link.remote_address == listener.address
+    link.abort()
+    (await accepted).abort()
+    await listener.close()
+
+
+async def test_a_link_is_never_connected_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = unused.getsockname()
+
+    class Bound(socket.socket):
+        """As if the kernel had chosen the very port that is asked for."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.bind(address)
+
+    monkeypatch.setattr(socket, "socket", Bound)
+    with pytest.raises(ConnectionRefusedError):
+        await TcpBackend().connect(Address("tcp", *address))
+
+
+async def test_a_cancelled_connect_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[socket.socket] = []
+
+    class Noted(socket.socket):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    # Nobody accepts, and the backlog is full: the kernel drops what comes.
+    with socket.socket() as server, socket.socket() as first, socket.socket() as second:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for filler in (first, second):
+            filler.setblocking(False)
+            filler.connect_ex(server.getsockname())
+        monkeypatch.setattr(socket, "socket", Noted)
+        address = Address("tcp", *server.getsockname())
+        connecting = asyncio.ensure_future(TcpBackend().connect(address))
+        await asyncio.sleep(0)
+        assert len(made) == 1
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+    assert [sock.fileno() for sock in made] == [-1]
+
+
+@pytest.mark.parametrize("method", ["connect", "listen"])
+async def test_cancelled_while_a_name_is_resolved(method: str) -> None:
+    backend, address = TcpBackend(), Address("tcp", "localhost", 0)
+    calls: dict[str, Callable[[], Any]] = {
+        "connect": lambda: backend.connect(address),
+        "listen": lambda: backend.listen(address, Link.abort),
+    }
+    task = asyncio.ensure_future(calls[method]())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await backend.aclose()

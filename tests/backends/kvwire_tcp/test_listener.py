@@ -1,0 +1,290 @@
+"""Listening: on one address and no other, through floods, shortages and bad callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvwire.backend import Link
+from kvwire.errors import ConnectionLost
+from kvwire.types import Address
+from kvwire_tcp import TcpBackend
+from kvwire_tcp import listener as listener_module
+from kvwire_tcp.listener import ACCEPTS_PER_WAKEUP, TcpListener
+from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder, header
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no ::1 on this machine")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+async def test_nothing_is_bound_but_the_address_asked_for(host: str) -> None:
+    before = listening()
+    listener = await TcpBackend().listen(Address("tcp", host, 0), Link.abort)
+    assert listener.address.host == host
+    assert listening() - before == {(host, listener.address.port)}
+    await listener.close()
+    assert listening() == before
+
+
+@needs_ipv6
+async def test_an_ipv6_address_is_not_bound_for_ipv4_as_well() -> None:
+    listener = await TcpBackend().listen(Address("tcp", "::1", 0), Link.abort)
+    assert isinstance(listener, TcpListener)
+    only = listener._sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    await listener.close()
+    assert only
+
+
+@needs_ipv6
+async def test_links_over_ipv6() -> None:
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    listener = await TcpBackend().listen(Address("tcp", "::1"), accepted.set_result)
+    near = await TcpBackend().connect(listener.address)
+    far = await accepted
+    assert near.remote_address == listener.address
+    at_near, at_far = Recorder(), Recorder()
+    near.start(at_near)
+    far.start(at_far)
+    near.send(header(2, 5), memoryview(b"v6"))
+    near.flush()
+    near.close()
+    assert await at_far.end() is None
+    assert at_far.frames == [(5, b"v6")]
+    assert await at_near.end() is None
+    await listener.close()
+
+
+async def test_an_address_in_use_is_refused() -> None:
+    listener = await TcpBackend().listen(ANYWHERE, Link.abort)
+    with pytest.raises(OSError, match="in use") as raised:
+        await TcpBackend().listen(listener.address, Link.abort)
+    assert raised.value.errno == errno.EADDRINUSE
+    await listener.close()
+
+
+@pytest.mark.parametrize("host", ["", "no such host", "203.0.113.1"])
+async def test_an_address_that_is_not_ours_is_refused(host: str) -> None:
+    with pytest.raises(OSError):  # noqa: PT011 - each has its own number and text
+        await TcpBackend().listen(Address("tcp", host, 0), Link.abort)
+
+
+async def test_a_port_can_be_listened_on_again_at_once() -> None:
+    backend, links = TcpBackend(), asyncio.Queue[Link]()
+    listener = await backend.listen(ANYWHERE, links.put_nowait)
+    address = listener.address
+    for _ in range(3):
+        link, accepted = await backend.connect(address), await links.get()
+        at_near, at_far = Recorder(), Recorder()
+        link.start(at_near)
+        accepted.start(at_far)
+        accepted.close()  # first, so that the port is what waits for stray segments
+        assert await at_near.end() is None
+        assert await at_far.end() is None
+        await listener.close()
+        listener = await backend.listen(address, links.put_nowait)
+    await listener.close()
+
+
+async def test_close_stops_accepting_and_leaves_links_alone() -> None:
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    backend = TcpBackend()
+    listener = await backend.listen(ANYWHERE, accepted.set_result)
+    near, far = await backend.connect(listener.address), await accepted
+    await listener.close()
+    await listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        await backend.connect(listener.address)
+    at_near, at_far = Recorder(), Recorder()
+    near.start(at_near)
+    far.start(at_far)
+    near.send(header(0, 1))
+    near.flush()
+    await at_far.received(1)
+    near.close()
+    assert await at_near.end() is None
+    assert await at_far.end() is None
+
+
+async def test_a_wakeup_accepts_a_share_of_a_flood() -> None:
+    accepted: list[Link] = []
+    listener = await TcpBackend().listen(ANYWHERE, accepted.append)
+    assert isinstance(listener, TcpListener)
+    where = (listener.address.host, listener.address.port)
+    count = 2 * ACCEPTS_PER_WAKEUP + 1
+    clients = [socket.create_connection(where) for _ in range(count)]
+    shares = []
+    while len(accepted) < count:
+        before = len(accepted)
+        listener._on_acceptable()
+        shares.append(len(accepted) - before)
+    assert shares == [ACCEPTS_PER_WAKEUP, ACCEPTS_PER_WAKEUP, 1]
+    await listener.close()
+    for link in accepted:
+        link.abort()
+    for client in clients:
+        client.close()
+
+
+async def test_an_accept_callback_may_close_the_listener() -> None:
+    accepted: list[Link] = []
+    listener = await TcpBackend().listen(ANYWHERE, accepted.append)
+    assert isinstance(listener, TcpListener)
+
+    def accept_one(link: Link) -> None:
+        accepted.append(link)
+        with contextlib.suppress(StopIteration):
+            listener.close().send(None)  # never waits
+
+    listener._accept = accept_one
+    where = (listener.address.host, listener.address.port)
+    with socket.create_connection(where), socket.create_connection(where):
+        listener._on_acceptable()
+    assert len(accepted) == 1
+    accepted[0].abort()
+
+
+async def test_a_callback_that_raises_costs_its_link_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    called, refused = asyncio.Queue[Link](), list[Link]()
+
+    def accept(link: Link) -> None:
+        called.put_nowait(link)
+        if not refused:
+            refused.append(link)
+            raise RuntimeError("a bug of the caller")
+
+    listener = await TcpBackend().listen(ANYWHERE, accept)
+    where = (listener.address.host, listener.address.port)
+    with socket.create_connection(where) as first, socket.create_connection(where):
+        assert await called.get() is refused[0]
+        with pytest.raises(ConnectionResetError):
+            first.recv(1)
+        (await called.get()).abort()
+    assert "a bug of the caller" in caplog.text
+    await listener.close()
+
+
+async def test_a_connection_reset_before_it_is_accepted_is_known_when_started() -> None:
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    listener = await TcpBackend().listen(ANYWHERE, accepted.set_result)
+    with socket.create_connection(
+        (listener.address.host, listener.address.port)
+    ) as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link, recorder = await accepted, Recorder()
+    link.start(recorder)
+    assert isinstance(await recorder.end(), ConnectionLost)
+    await listener.close()
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("few_descriptors")
+async def test_out_of_descriptors_waits_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "kvwire.tcp")
+    monkeypatch.setattr(listener_module, "BACKOFF_S", 0.001)
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+    listener = await TcpBackend().listen(ANYWHERE, accepted.set_result)
+    assert isinstance(listener, TcpListener)
+    resumed = noted_calls(listener)
+    client = socket.socket()
+    with all_descriptors_taken():
+        client.connect((listener.address.host, listener.address.port))
+        for _ in range(3):
+            await resumed.get()
+    link = await accepted
+    (message,) = caplog.messages
+    assert "Too many open files" in message
+    link.abort()
+    client.close()
+    await listener.close()
+
+
+async def test_close_while_out_of_descriptors_tries_no_more() -> None:
+    listener = await TcpBackend().listen(ANYWHERE, Link.abort)
+    assert isinstance(listener, TcpListener)
+    listener._back_off(OSError(errno.EMFILE, "out of them"))
+    retry = listener._retry
+    assert retry is not None
+    await listener.close()
+    assert retry.cancelled()
+    assert listener._sock.fileno() == -1
+
+
+def noted_calls(listener: TcpListener) -> asyncio.Queue[None]:
+    """Gets an item each time the listener resumes."""
+    calls = asyncio.Queue[None]()
+    resume = listener._resume
+
+    def noted() -> None:
+        calls.put_nowait(None)
+        resume()
+
+    listener._resume = noted  # type: ignore[method-assign]
+    return calls
+
+
+@contextlib.contextmanager
+def all_descriptors_taken() -> Iterator[None]:
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+
+
+def listening() -> set[tuple[str, int]]:
+    """Where this process listens, as the kernel tells it."""
+    ours = {entry.readlink().name for entry in own_descriptors()}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in ours:
+                host, port = fields[1].split(":")
+                # Words of 32 bits, each in the order of this machine.
+                words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
+                packed = struct.pack(f"={len(words)}I", *words)
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
+
+
+def own_descriptors() -> Iterator[Path]:
+    for entry in Path("/proc/self/fd").iterdir():
+        if entry.is_symlink():
+            yield entry
