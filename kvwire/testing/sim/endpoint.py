@@ -1,0 +1,239 @@
+"""One side of a connection: feeds a core, and carries out what it says.
+
+The same steps as in the front, without a loop: control frames first, then chunks while
+the wire has room, then events, then what has drained.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ConnectionLost, ProtocolError
+from kvwire.proto.connection import Connection
+from kvwire.proto.events import Ended, MemoryWanted, RequestDone
+from kvwire.proto.flows import Arrival, Chunk, Place
+from kvwire.testing.sim import inside
+from kvwire.testing.sim.ask import Ask, Known
+from kvwire.testing.sim.memory import Lease
+from kvwire.testing.sim.net import End, Frame, Landing
+from kvwire.testing.sim.violation import demand
+from kvwire.types import BufferId
+
+if TYPE_CHECKING:
+    from kvwire.testing.sim.node import Node
+    from kvwire.testing.sim.world import World
+
+
+class Held:
+    """Memory of a message that nobody had asked for when it came."""
+
+    __slots__ = ("lease", "serial", "whole")
+
+    def __init__(self, lease: Lease, serial: int) -> None:
+        self.lease = lease
+        self.serial = serial
+        self.whole = False
+
+
+class Endpoint:
+    """A core, its end of the wire, and what the application has asked of it.
+
+    Attributes:
+        name: For the trace.
+        node, end, core: The process, its end of the wire, the protocol.
+        peer: The other side, once it has agreed as well.
+        asks: Requests by the number they have on the wire.
+        open: Requests that have no completion yet.
+        grants: What the peer has granted.
+        held: Messages that wait to be asked for.
+        closing: The application has called ``close``.
+        ended: The core has said that it is over.
+        down: The wire has gone.
+    """
+
+    def __init__(self, world: World, node: Node, end: End, core: Connection) -> None:
+        self.name = f"{node.name}.{len(node.endpoints)}"
+        self.node = node
+        self.end = end
+        self.core = core
+        self.peer: Endpoint | None = None
+        self.asks: dict[int, Ask] = {}
+        self.open: dict[Ask, None] = {}
+        self.grants: list[Known] = []
+        self.held: dict[BufferId, Held] = {}
+        self.closing = False
+        self.ended: Ended | None = None
+        self.down = False
+        self._world = world
+        self._checked = world.plan.setup.checked
+        self._queue_bytes = world.plan.setup.queue_bytes
+        self._seen_bytes = end.received_bytes
+        self._timer_at = -1.0
+        node.endpoints.append(self)
+        self.set_timer()
+
+    # --- the wire ---------------------------------------------------------------------
+
+    def header_received(self, frame: Frame) -> Landing | None:
+        """See net.Handler."""
+        try:
+            arrival = self.core.header_received(frame.header)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return None
+        if arrival.place is Place.BUFFER:
+            assert arrival.buffer is not None
+            lease = self.node.lease(arrival.buffer)
+            self._world.judge.lands(self, frame, arrival)
+            return Landing(arrival, lease, arrival.offset)
+        if arrival.place is Place.HOLD:
+            assert arrival.buffer is not None
+            lease = self.node.memory.lend(frame.length, readable=False, writable=True)
+            self.held[arrival.buffer] = Held(lease, frame.serial)
+            return Landing(arrival, lease, 0)
+        return Landing(arrival, None, 0)
+
+    def body_received(
+        self, frame: Frame, landing: Landing, data: bytes, *, intact: bool
+    ) -> bool:
+        """See net.Handler."""
+        core, arrival = self.core, landing.arrival
+        assert isinstance(arrival, Arrival)
+        ignores = core.closed
+        self._world.judge.landed(self, frame, arrival, data, intact=intact)
+        try:
+            if arrival.place is Place.CONTROL:
+                core.body_received(arrival, self.node.clock, body=data)
+            else:
+                if arrival.place is Place.HOLD:
+                    self._held_landed(arrival, intact=intact)
+                core.body_received(arrival, self.node.clock, intact=intact)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return False
+        self.pump()
+        return not ignores
+
+    def _held_landed(self, arrival: Arrival, *, intact: bool) -> None:
+        assert arrival.buffer is not None
+        self.held[arrival.buffer].whole = True
+        if not intact:
+            # Whoever receives it gets an error; the bytes are of no use to anybody.
+            self.node.memory.free(self.held.pop(arrival.buffer).lease)
+
+    def frame_sent(self, chunk: Chunk) -> None:
+        """See net.Handler."""
+        self.core.chunk_sent(chunk)
+        self.pump()
+
+    def link_writable(self) -> None:
+        """See net.Handler."""
+        self.pump()
+
+    def link_closed(self, error: ConnectionLost | None) -> None:
+        """See net.Handler."""
+        self._world.note(self.name, "link closed", str(error or ""))
+        self.down = True
+        self.core.link_lost(error)
+        self.pump()
+        for buffer, held in list(self.held.items()):
+            if not held.whole:
+                self.node.memory.free(self.held.pop(buffer).lease)
+
+    def vanish(self) -> None:
+        """The process has crashed."""
+        self.end.vanish()
+
+    # --- carrying out -----------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Carry out everything the core has to say now."""
+        core, end, outbox = self.core, self.end, self.core.outbox
+        while True:
+            while outbox.frames:
+                demand(self.ended is None, "closed", "a frame after the end")
+                header, body = outbox.frames.popleft()
+                end.send(Frame(header, body))
+            while end.queued_bytes < self._queue_bytes:
+                chunk = core.next_chunk()
+                if chunk is None:
+                    demand(not core.sending, "progress", "sending, and has no chunk")
+                    break
+                self._send_chunk(chunk)
+            if not outbox.events:
+                break
+            events, outbox.events = outbox.events, []
+            for event in events:
+                self._deal_with(event)
+        self.node.collect()
+        inside.check(self)
+
+    def set_timer(self) -> None:
+        """Be woken when the core wants to look at the clock."""
+        if self.core.closed or self.down:
+            return
+        at = self.node.to_world(self.core.next_tick)
+        if self.node.timers_late_until > self._world.now:
+            at += self._world.lateness_s()
+        at = max(at, self._world.now)
+        if self._timer_at < 0 or at < self._timer_at:
+            self._timer_at = at
+            self.node.at(at, self._tick, at)
+
+    def _tick(self, woken_for: float) -> None:
+        if woken_for != self._timer_at or self.down:
+            return
+        self._timer_at = -1.0
+        core, now = self.core, self.node.clock
+        if self.end.received_bytes != self._seen_bytes:
+            self._seen_bytes = self.end.received_bytes
+            core.heard(now)
+        core.tick(now)
+        self.pump()
+        if not core.closed:
+            demand(core.next_tick > now, "timer", "the next tick is in the past")
+            self._world.judge.no_deadline_passed(self, now)
+        self.set_timer()
+
+    def _send_chunk(self, chunk: Chunk) -> None:
+        self._world.judge.leaves(self, chunk)
+        frame = Frame(
+            self.core.chunk_header(chunk, 0 if self._checked else None),
+            None,
+            lease=self.node.lease(chunk.buffer),
+            offset=chunk.offset,
+            length=chunk.length,
+            chunk=chunk,
+        )
+        self.end.send(frame)
+        demand(
+            self.end.queued_bytes < self._queue_bytes + chunk.length,
+            "in-flight",
+            "more payload was handed to the link than it had room for",
+        )
+
+    def _deal_with(self, event: object) -> None:
+        judge = self._world.judge
+        if isinstance(event, RequestDone):
+            judge.completed(self, event)
+        elif isinstance(event, MemoryWanted):
+            judge.wanted(self, event)
+            self._world.provide(self, event)
+        else:
+            assert isinstance(event, Ended), event
+            judge.ends(self, event)
+            self.ended = event
+            if event.graceful:
+                self.end.close()
+            else:
+                self.end.abort()
+
+    def _broken(self, error: ProtocolError) -> None:
+        self._world.note(self.name, "refuses a frame", str(error))
+        demand(
+            self.end.into.tampered,
+            "accused",
+            f"{self.name} accuses an honest peer: {error}",
+        )
+        self.core.fail(error)
+        self.pump()

@@ -1,0 +1,87 @@
+"""Faults of wires and processes, as the steps of a plan bring them about."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.testing.sim.forgery import forge
+from kvwire.testing.sim.net import End, Wire
+from kvwire.testing.sim.plan import TAMPERING, Dice, Step, Verb
+from kvwire.testing.sim.tamper import Tamper
+
+if TYPE_CHECKING:
+    from kvwire.testing.sim.world import World
+
+_STALLS_S = (0.1, 0.3, 1.0, 3.0, 9.0, 20.0)
+
+
+class Faults:
+    """Brings faults about, and takes them back."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def strike(self, step: Step) -> None:
+        """Let one fault happen."""
+        world, dice = self._world, Dice(step.dice)
+        node = world.nodes[step.node]
+        seconds = _STALLS_S[dice.below(len(_STALLS_S))]
+        world.note(node.name, step.verb.value, seconds)
+        match step.verb:
+            case Verb.CRASH:
+                self._crash(step.node)
+            case Verb.STALL:
+                node.was_late = True
+                until = min(world.now + seconds, world.plan.end)
+                node.stalled_until = max(node.stalled_until, until)
+            case Verb.CLOCK_JUMP:
+                node.was_late = True
+                node.jump(seconds)
+            case Verb.LATE_TIMERS:
+                node.was_late = True
+                node.timers_late_until = world.now + seconds
+            case _:
+                if wire := self._pick_wire(dice):
+                    self._strike_wire(step.verb, wire, dice, seconds)
+
+    def end(self) -> None:
+        """No more faults: what is blocked flows again."""
+        world = self._world
+        world.calm = True
+        for wire in world.wires:
+            for end in wire.ends:
+                end.out.armed.clear()
+                if not wire.disturbed:
+                    end.out.unblock()
+        for node in world.nodes:
+            node.timers_late_until = 0.0
+
+    def _strike_wire(
+        self, verb: Verb, wire: Wire, dice: Dice, seconds: float
+    ) -> None:
+        end: End = wire.ends[dice.below(2)]
+        if verb is Verb.CUT:
+            wire.cut()
+        elif verb is Verb.PARTITION:
+            end.out.block(self._world.now + seconds)
+        elif verb is Verb.FORGE:
+            forge(self._world, end, dice)
+        elif verb in TAMPERING:
+            end.out.armed.append(Tamper(self._world, verb, dice))
+
+    def _pick_wire(self, dice: Dice) -> Wire | None:
+        alive = [
+            wire
+            for wire in self._world.wires
+            if not any(end.closed or end.aborted for end in wire.ends)
+        ]
+        return alive[dice.below(len(alive))] if alive else None
+
+    def _crash(self, index: int) -> None:
+        """A process dies; another takes its place, and connects."""
+        world = self._world
+        world.nodes[index].crash()
+        incarnation = world.nodes[index].incarnation + 1
+        node = world.nodes[index] = world.start_node(index, incarnation)
+        other = world.nodes[index - 1]
+        node.after(4 * world.latency(), world.connect, node, other)

@@ -1,0 +1,42 @@
+"""Limits of the core made so small that a hundred steps reach them.
+
+The code under test is the same; only the numbers differ. Chunks of a few lines let one
+message cross many frames without moving megabytes, and tables of a few rows fill up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Final
+
+from kvwire.proto import flows, messages, regions, requests
+from kvwire.wire import hello
+
+SMALL_CHUNK_BYTES: Final = 64
+
+_Change = tuple[ModuleType, str, int]
+_ALWAYS: Final[tuple[_Change, ...]] = (
+    (hello, "CHUNK_BYTES_MIN", SMALL_CHUNK_BYTES),
+)
+_SMALL_TABLES: Final[tuple[_Change, ...]] = (
+    (requests, "REQUESTS_MAX", 6),
+    (messages, "REQUESTS_MAX", 6),
+    (flows, "REQUESTS_MAX", 6),
+    (regions, "GRANTS_MAX", 4),
+)
+
+
+@contextmanager
+def scaled(*, small_tables: bool) -> Iterator[None]:
+    """Run with small chunks, and with small tables if asked for."""
+    changes = _ALWAYS + (_SMALL_TABLES if small_tables else ())
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    for change in changes:
+        setattr(*change)
+    try:
+        yield
+    finally:
+        for change in before:
+            setattr(*change)
