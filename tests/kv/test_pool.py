@@ -113,7 +113,12 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.hash_of(block) == self.names.get(block)
 
     def _some(self) -> st.SearchStrategy[list[int]]:
-        return st.lists(st.sampled_from(sorted(self.held)), unique=True)
+        """Any blocks, and often only such as are held or have content."""
+        known = [b for b, count in self.held.items() if count or b in self.names]
+        every = st.lists(st.sampled_from(sorted(self.held)), unique=True)
+        if not known:
+            return every
+        return every | st.lists(st.sampled_from(known), unique=True, min_size=1)
 
     def _to_free_list(self, block: int) -> None:
         """Without content first, with content last."""
@@ -191,6 +196,19 @@ def test_the_second_block_of_one_content_stays_without_name() -> None:
     pool.cache([second], name)
     assert pool.lookup(name) == [first]
     assert pool.hash_of(second) is None
+
+
+def test_an_evicted_block_is_taken_next() -> None:
+    """Held or free: its content is not found again, and it keeps no place in line."""
+    pool = BlockPool(3, 4)
+    hashes = HashScheme(4).block_hashes(range(12))
+    blocks = pool.allocate(3)
+    pool.cache(blocks, hashes)
+    pool.free(blocks[:2])
+    pool.evict(blocks)
+    assert (pool.cached_blocks, pool.free_blocks) == (0, 2)
+    assert pool.lookup(hashes) == []
+    assert pool.allocate(2) == [blocks[1], blocks[0]]
 
 
 def test_wrong_calls_change_nothing() -> None:

@@ -288,7 +288,7 @@ def batches(draw: st.DrawFn) -> tuple[list[PrefillRequest[str]], list[Outcome]]:
 
 
 @given(batches())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_the_plan_is_right_when_carried_out(
     batch: tuple[list[PrefillRequest[str]], list[Outcome]],
 ) -> None:

@@ -1,0 +1,128 @@
+"""What a peer says of its share is checked before any number of it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvwire import limits
+from kvwire.errors import UsageError
+from kvwire.kv.geometry import Geometry, GroupGeometry, describe
+from kvwire.kv.layout import AXES
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
+
+SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
+
+
+def cache() -> PagedCache:
+    groups = {
+        name: (SPEC, [np.zeros((9, 2, 4, 1, 2), np.uint16) for _ in range(2)])
+        for name in ("full", "window")
+    }
+    return PagedCache.grouped(groups)
+
+
+def geometry(tokens: Any = None) -> Geometry:
+    here = cache()
+    return describe(here, here.block_lists({"full": [1, 2], "window": [3]}), tokens)
+
+
+def group(**fields: Any) -> GroupGeometry:
+    given: dict[str, Any] = {
+        "name": "kv",
+        "spec": SPEC,
+        "order": AXES,
+        "blocks": 2,
+    } | fields
+    return GroupGeometry(**given)
+
+
+def test_a_description_survives_the_wire() -> None:
+    """As a codec leaves it: lists for tuples."""
+
+    def listed(value: Any) -> Any:
+        return [listed(v) for v in value] if isinstance(value, tuple) else value
+
+    for tokens in (None, {"full": 7}):
+        sent = geometry(tokens)
+        assert Geometry.decode(listed(sent.encode())).encode() == sent.encode()
+
+
+def test_an_address_is_never_told() -> None:
+    """Nor a block id: what is told is text and small numbers."""
+    flat = repr(geometry().encode())
+    for number in cache().groups["full"].bases.ravel().tolist():
+        assert str(number) not in flat
+
+
+def test_valid_tokens() -> None:
+    """Of all groups, of some, or full blocks."""
+    assert [g.capacity for g in geometry().groups] == [8, 4]
+    assert [g.capacity for g in geometry({"full": 5}).groups] == [5, 4]
+    assert [g.tokens for g in geometry({"full": 5, "window": 1}).groups] == [5, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (5, "group 'window': tokens=5 is 2 blocks of 4 tokens, but the list has 1"),
+        ({"full": 4}, "group 'full': tokens=4 is 1 blocks"),
+        ({"full": -1}, "tokens=-1"),
+        ({"kv": 4}, "tokens: no group kv; there is full, window"),
+    ],
+    ids=str,
+)
+def test_tokens_that_do_not_fit(tokens: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        geometry(tokens)
+
+
+def test_counts_are_bounded() -> None:
+    with pytest.raises(UsageError, match=f"{limits.KV_BLOCKS_MAX + 1} blocks; 0 to"):
+        group(blocks=limits.KV_BLOCKS_MAX + 1)
+    with pytest.raises(UsageError, match="-1 blocks"):
+        group(blocks=-1)
+    with pytest.raises(UsageError, match=r"order .* is not one of"):
+        group(order=(*AXES[:-1], "head"))
+
+
+GOOD = ("kv", SPEC.to_pairs(), " ".join(AXES), 2, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (None, "not a list of groups"),
+        ((), "0 groups; 1 to 64"),
+        ((GOOD,) * 65, "65 groups; 1 to 64"),
+        (("kv",), "a group is .name, spec"),
+        ((GOOD[:4],), "a group is .name, spec"),
+        (((7, *GOOD[1:]),), "a group's name is not a short text"),
+        ((("", *GOOD[1:]),), "a group's name is not a short text"),
+        ((("x" * 999, *GOOD[1:]),), "a group's name is not a short text"),
+        (
+            ((*GOOD[:2], "x" * 999, *GOOD[3:]),),
+            "the order of group 'kv' is",
+        ),
+        (((*GOOD[:2], None, *GOOD[3:]),), "the order of group 'kv' is"),
+        (((*GOOD[:2], "block dim", *GOOD[3:]),), "is not one of"),
+        (((*GOOD[:3], 2.0, None),), "the counts of group 'kv' are not numbers"),
+        (((*GOOD[:3], True, None),), "the counts of group 'kv' are not numbers"),
+        (((*GOOD[:3], 2, "8"),), "the counts of group 'kv' are not numbers"),
+        (((*GOOD[:3], 2**70, None),), "blocks; 0 to"),
+        (((*GOOD[:3], 2, 2**70),), "tokens=1180591620717411303424"),
+        (((GOOD[0], (), *GOOD[2:]),), "the peer's layers is ''"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_r35_what_a_peer_says_is_checked(fields: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Geometry.decode(fields)
+
+
+def test_fields_of_a_newer_version_are_ignored() -> None:
+    (found,) = Geometry.decode([[*GOOD, "newer"]]).groups
+    assert (found.name, found.blocks, found.tokens) == ("kv", 2, None)

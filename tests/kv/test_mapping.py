@@ -1,0 +1,120 @@
+"""Where a map puts the parts of a walk; that the bytes are right is in test_plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvwire.kv.canonical import negotiate
+from kvwire.kv.geometry import describe
+from kvwire.kv.mapping import GroupMap
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
+
+SPEC = KVSpec(layers=3, kv_heads=2, head_dim=4, block_tokens=2)
+BLOCK_BYTES = SPEC.layer_block_bytes
+
+
+def map_of(
+    layout: str,
+    shape: tuple[int, ...],
+    ids: list[int],
+    wanted: list[bool] | None = None,
+) -> GroupMap:
+    """The map of a cross-layer tensor that is both ends of a transfer."""
+    cache = PagedCache(SPEC, np.zeros(shape, np.uint16), layout)
+    lists = cache.block_lists(ids)
+    here = describe(cache, lists)
+    (walk,) = negotiate(here, here)
+    bits = np.array(wanted or [True] * len(ids), np.bool_)
+    return GroupMap(walk, cache.groups["kv"], lists["kv"], bits)
+
+
+def offsets(group_map: GroupMap, layers: range, granules: slice) -> list[int]:
+    """Where each fragment begins, from the beginning of the tensor."""
+    found = group_map.fragments(layers, granules)
+    base = int(group_map.memory.bases.min())
+    return [address - base for address in found.addresses.tolist()]
+
+
+def blocks(*numbers: int) -> list[int]:
+    """The offset of each, counted in blocks of one layer."""
+    return [number * BLOCK_BYTES for number in numbers]
+
+
+CROSS = ("block layer kv token head dim", (9, 3, 2, 2, 2, 4))
+LAYERS = ("layer block kv token head dim", (3, 9, 2, 2, 2, 4))
+
+
+def test_whole_blocks() -> None:
+    found = map_of(*CROSS, ids=[4, 1])
+    assert offsets(found, range(3), slice(0, 2)) == blocks(12, 3)
+    assert found.merged_axes(range(3)) == ("layer", "kv", "token", "head", "dim")
+
+
+def test_a_part_of_the_layers_and_granules() -> None:
+    found = map_of(*CROSS, ids=[4, 1, 7])
+    assert offsets(found, range(1, 3), slice(1, 3)) == [
+        4 * BLOCK_BYTES,
+        22 * BLOCK_BYTES,
+    ]
+
+
+def test_what_is_not_wanted_is_left_out() -> None:
+    found = map_of(*LAYERS, ids=[4, 1, 7], wanted=[True, False, True])
+    assert found.moved(slice(1, 3)).tolist() == [2]
+    assert offsets(found, range(1), slice(0, 3)) == blocks(4, 7)
+    assert len(found.fragments(range(1), slice(1, 2))) == 0
+
+
+def test_consecutive_blocks_are_merged_as_an_axis() -> None:
+    found = map_of(*LAYERS, ids=[3, 4, 5])
+    assert found.merged_axes(range(1)) == (
+        "layer",
+        "block",
+        "kv",
+        "token",
+        "head",
+        "dim",
+    )
+    assert found.fragments(range(1), slice(0, 3)).lengths.tolist() == [3 * BLOCK_BYTES]
+
+
+@pytest.mark.parametrize("tensor", [CROSS, LAYERS])
+def test_the_last_answer_is_moved_only_where_it_fits(
+    tensor: tuple[str, tuple[int, ...]],
+) -> None:
+    """Asked in any order, each answer is that of a map that was never asked before."""
+    asked = [
+        (range(1), slice(0, 2)),
+        (range(2, 3), slice(0, 2)),
+        (range(2, 3), slice(0, 1)),
+        (range(2), slice(0, 1)),
+        (range(1, 3), slice(0, 1)),
+        (range(3), slice(0, 2)),
+        (range(1), slice(0, 2)),
+    ]
+    used = map_of(*tensor, ids=[4, 1])
+    base = int(used.memory.bases.min())
+    for layers, granules in asked:
+        fresh = map_of(*tensor, ids=[4, 1])
+        found = used.fragments(layers, granules)
+        expected = fresh.fragments(layers, granules)
+        assert offsets(used, layers, granules) == offsets(fresh, layers, granules)
+        assert found.lengths.tolist() == expected.lengths.tolist()
+        assert found.owner is used.memory.owners
+        assert int(found.addresses.min()) >= base
+
+
+def test_layers_that_are_not_equally_far_apart() -> None:
+    """Moving the last answer must not assume that one distance fits all layers."""
+    buffer = np.zeros((6, 9, 2, 2, 2, 4), np.uint16)
+    cache = PagedCache(SPEC, [buffer[0], buffer[1], buffer[5]])
+    lists = cache.block_lists([2])
+    here = describe(cache, lists)
+    (walk,) = negotiate(here, here)
+    found = GroupMap(walk, cache.groups["kv"], lists["kv"], np.ones(1, np.bool_))
+    step = 9 * BLOCK_BYTES
+    at = 2 * BLOCK_BYTES
+    assert offsets(found, range(2), slice(0, 1)) == [at, step + at]
+    assert offsets(found, range(1, 3), slice(0, 1)) == [step + at, 5 * step + at]
