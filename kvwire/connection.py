@@ -130,7 +130,9 @@ class Connection(Asking):
         nbytes = payload.nbytes
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
-        if nbytes <= EAGER_BYTES_MAX and isinstance(payload, memoryview):
+        at = absolute(deadline)
+        small = nbytes <= EAGER_BYTES_MAX and self._pump.has_room
+        if small and isinstance(payload, memoryview):
             check = checksum(payload) if self._check else None
             header = self.core.eager_header(tag, nbytes, check)
             if header is not None:
@@ -139,7 +141,6 @@ class Connection(Asking):
                 request.complete(nbytes, None)
                 return request
         _check_size(nbytes)
-        at = absolute(deadline)
         return self._begin(
             Request(
                 self,
@@ -427,9 +428,7 @@ class Connection(Asking):
             )
         _check_size(nbytes)
         if not nbytes:
-            request: Request[int] = Request()
-            request.complete(0, None)
-            return request
+            return Request.completed(0)
         where = AccessBody(
             grant.grant, grant.generation, grant.token, grant.offset, nbytes
         )
@@ -496,6 +495,8 @@ class Connection(Asking):
 
     def _request_done(self, event: RequestDone) -> None:
         core, request = event.request, event.request.context
+        # Each names the other; without this only the garbage collector would end both.
+        core.context = None
         held = None if event.held is None else self._buffers.take(event.held)
         if not isinstance(request, Request):
             return

@@ -38,6 +38,8 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         landed: Consumer, after a lost link: boxes that have landed before.
         hashes: A digest over the block hashes of the list, where they are given.
         plan: The digest of the answerer's plan; empty in an OPEN.
+        settled: Consumer, after a lost link: it has all it was sent, and only its last
+            word may be missing. Nothing is sent again.
         attempt: 0 for the first, counted up by each new link.
     """
 
@@ -60,6 +62,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ] = ()
     hashes: Annotated[bytes, Meta(max_length=32)] = b""
     plan: Annotated[bytes, Meta(max_length=16)] = b""
+    settled: bool = False
     attempt: U32 = 0
 
     def encode(self) -> bytes:

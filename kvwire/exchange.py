@@ -9,16 +9,24 @@ reason behind, so that a peer who asks too late gets an answer and not a wait.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvwire.description import Description
-from kvwire.errors import ConnectionLost, KVWireError, PeerError, UsageError, WireCode
-from kvwire.incoming import Incoming
+from kvwire.errors import (
+    ConnectionClosed,
+    ConnectionLost,
+    KVWireError,
+    PeerError,
+    UsageError,
+    WireCode,
+)
+from kvwire.incoming import Incoming, LastWord
 from kvwire.limits import TOMBSTONES_MAX
 from kvwire.outgoing import Outgoing
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.state import Kind
-from kvwire.transfer import Answer
+from kvwire.transfer import Answer, transfer_key
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -41,6 +49,7 @@ class Exchange:
         self.live: set[End] = set()
         self._waiting: dict[Key, End] = {}
         self._asked: dict[Key, list[tuple[Connection, TransferOpened]]] = {}
+        self._last_words: dict[bytes, LastWord] = {}
         self._tombstones: OrderedDict[Key, tuple[str, int]] = OrderedDict()
 
     # --- our side ---------------------------------------------------------------------
@@ -95,6 +104,10 @@ class Exchange:
         if request.over:
             connection.core.transfers.forget(request)
             return
+        word = self._last_words.get(event.id)
+        if word is not None and not key[1] and not word.asks:
+            word.meet(connection, request)
+            return
         end = self._waiting.get(key)
         answer = Answer.LATER if end is None else end.answer_to(connection)
         if end is not None and answer is Answer.YES:
@@ -102,8 +115,8 @@ class Exchange:
         elif answer is Answer.NO:
             error: KVWireError = PeerError("it has as many consumers as it is for")
             _refuse(connection, request, error, WireCode.OTHER)
-        elif end is None and key in self._tombstones:
-            error = PeerError(f"it has ended: {self._last_word(key)}")
+        elif end is None and (key in self._tombstones or _asks_again(event)):
+            error = PeerError(f"it has ended: {self._last_reason(key)}")
             _refuse(connection, request, error, WireCode.OTHER)
         else:
             # bounded: TRANSFERS_WAITING_MAX per connection, by the core
@@ -133,7 +146,9 @@ class Exchange:
 
     def interrupted(self, incarnation: bytes) -> bool:
         """Whether some transfer with a peer waits for another link."""
-        return any(end.interrupted(incarnation) for end in self.live)
+        return any(end.interrupted(incarnation) for end in self.live) or any(
+            word.incarnation == incarnation for word in self._last_words.values()
+        )
 
     def peer_restarted(self, incarnation: bytes) -> None:
         """The start of the peer that had our transfers is gone for good."""
@@ -141,6 +156,27 @@ class Exchange:
         for end in list(self.live):
             if end.interrupted(incarnation):
                 end.stop(error, WireCode.GOING_AWAY)
+
+    def end(self, id: str | bytes | int, reason: str) -> None:
+        """Abort whatever here has this name and waits for its peer."""
+        key = transfer_key(id)
+        for end in list(self.live):
+            if end.key == key:
+                end.abort(reason)
+
+    def unconfirmed(self, last_word: LastWord) -> None:
+        """A transfer is settled here, and its producer may not know.
+
+        Kept for as long as the producer would wait for another link.
+        """
+        self._last_words[last_word.key] = last_word
+        end = last_word.incoming
+        end.loop.call_later(end.lease_s, self.confirmed, last_word)
+
+    def confirmed(self, last_word: LastWord) -> None:
+        """Its producer knows, or has stopped waiting."""
+        if self._last_words.get(last_word.key) is last_word:
+            del self._last_words[last_word.key]
 
     def stop(self, error: KVWireError) -> None:
         """The communicator closes: every transfer ends."""
@@ -151,14 +187,21 @@ class Exchange:
         """There is a new link to a peer: ask again for what was ours to ask for."""
         for end in list(self.live):
             if end.asks(connection.peer.incarnation):
-                end.ask(connection)
+                # If this link is gone again, the next one is the same to it.
+                with suppress(ConnectionClosed):
+                    end.ask(connection)
+        for word in list(self._last_words.values()):
+            same_peer = word.incarnation == connection.peer.incarnation
+            if word.asks and same_peer and word.core is None:
+                with suppress(ConnectionClosed):
+                    word.ask(connection)
 
-    def _last_word(self, key: Key) -> str:
+    def _last_reason(self, key: Key) -> str:
         """Why a transfer ended that the peer asks for; said once to each who may ask.
 
         After that the id can be used anew, untainted by its last use.
         """
-        reason, answers = self._tombstones.pop(key)
+        reason, answers = self._tombstones.pop(key, ("nothing is known of it", 0))
         if answers > 1:
             self._tombstones[key] = (reason, answers - 1)  # bounded: TOMBSTONES_MAX
         return reason
@@ -174,6 +217,15 @@ class Exchange:
 
 def _key(end: End) -> Key:
     return end.key, isinstance(end, Outgoing)
+
+
+def _asks_again(event: TransferOpened) -> bool:
+    """Whether the peer goes on with what this side has known before."""
+    try:
+        description = Description.decode(event.description)
+    except KVWireError:
+        return False
+    return description.settled or description.attempt > 0
 
 
 def _refuse(

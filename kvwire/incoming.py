@@ -24,6 +24,7 @@ from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
     TransferCommitted,
+    TransferSettled,
 )
 from kvwire.proto.segments import Segment as CoreSegment
 from kvwire.transfer import Answer, Attempt, KVTransfer, TransferEvent, recoverable
@@ -60,6 +61,7 @@ class Incoming(KVTransfer):
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
         self._times = dict.fromkeys(("met", "agreed", "first", "last", "over"), 0.0)
         self._partial = ""
+        self._attempts = 0
 
     async def layer(self, layer: int, group: str | None = None) -> None:
         """Wait until a layer of every block has landed, and may be read.
@@ -116,8 +118,8 @@ class Incoming(KVTransfer):
 
     @property
     def unmet(self) -> int:
-        """1 if no producer has asked."""
-        return int(self.receipt is None)
+        """1 if its producer does not know how it ended, and may still ask."""
+        return int(self.receipt is None or self.receipt.suspended)
 
     def interrupted(self, incarnation: bytes) -> bool:
         """Whether it waits for another link to a peer."""
@@ -139,15 +141,21 @@ class Incoming(KVTransfer):
 
     def ask(self, connection: Connection) -> None:
         """Pull: ask the peer of a connection for it."""
-        receipt = self._new_receipt(connection)
+        before, receipt = self.receipt, self._new_receipt(connection)
         receipt.asked = True
-        connection.start_transfer(
-            receipt,
-            key=self.key,
-            priority=self.priority,
-            description=self._description(b"").encode(),
-            pull=True,
-        )
+        try:
+            connection.start_transfer(
+                receipt,
+                key=self.key,
+                priority=self.priority,
+                description=self.description(b"").encode(),
+                pull=True,
+            )
+        except KVWireError:
+            self.receipt = before
+            if before is not None:
+                self.start_lease()
+            raise
 
     def meet(self, connection: Connection, core: Any, description: Description) -> None:
         """Push: the peer of a connection offers it."""
@@ -162,7 +170,7 @@ class Incoming(KVTransfer):
             connection.core.transfers.forget(core)
             connection.run()
             return
-        answer = self._description(self.plan.digest)
+        answer = self.description(self.plan.digest)
         connection.core.transfers.agree(core, answer.encode())
         connection.run()
 
@@ -241,25 +249,35 @@ class Incoming(KVTransfer):
 
     def receipt_ended(self, error: KVWireError | None) -> None:
         """The request of the receipt is over."""
+        receipt = self.receipt
+        assert receipt is not None
         if self.outcome is not None:
-            return
-        if recoverable(error) and self.communicator.config.resume:
-            assert self.receipt is not None
-            self.receipt.suspended = True
+            receipt.forget()
+            if recoverable(error) and self.communicator.config.resume:
+                self.communicator.exchange.unconfirmed(
+                    LastWord(self, receipt.incarnation, asks=receipt.asked)
+                )
+        elif recoverable(error) and self.communicator.config.resume:
+            receipt.suspended = True
             self.start_lease()
-            return
-        reason = self._partial or "it was not marked ready by the producer"
-        self._end(reason if error is None else str(error))
+        else:
+            self._end(str(error))
+
+    def settled(self) -> None:
+        """All that the producer has marked is here."""
+        self._end(self._partial or "it was not marked ready by the producer")
 
     # --- inside -----------------------------------------------------------------------
 
     def _new_receipt(self, connection: Connection) -> Receipt:
         self.stop_lease()
         self._times["met"] = self._times["met"] or monotonic()
+        self._attempts += self.receipt is not None
         self.receipt = Receipt(self, connection)
         return self.receipt
 
-    def _description(self, plan: bytes) -> Description:
+    def description(self, plan: bytes) -> Description:
+        """This side's half; ``plan`` is the digest of its plan, in an answer."""
         return Description(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
             have=pack_have(self.have),
@@ -267,6 +285,8 @@ class Incoming(KVTransfer):
             landed=tuple(self.boxes[:LANDED_BOXES_MAX]),
             hashes=self.hashes,
             plan=plan,
+            settled=self.outcome is not None,
+            attempt=self._attempts,
         )
 
     def _chunk_bytes(self) -> int:
@@ -354,13 +374,16 @@ class Receipt(Attempt):
         elif isinstance(event, SegmentLanded):
             segment = self._segments[event.segment.number]
             self.incoming.segment_landed(event.segment, segment)
+        elif isinstance(event, TransferSettled):
+            self.incoming.settled()
         else:
             assert isinstance(event, TransferCommitted)
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""
         self.over = True
-        self._note_parts()
+        if self.incoming.outcome is None:
+            self._note_parts()
         self.incoming.receipt_ended(error)
 
     def chunk_bytes(self) -> int:
@@ -376,6 +399,56 @@ class Receipt(Attempt):
             if not segments[number].over:
                 missing = missing_chunks(segments[number], self.chunk_bytes())
                 self.parts.append((segment, missing))
+
+
+class LastWord(Attempt):
+    """Tells a producer over another link that its transfer was settled on the last one.
+
+    The consumer has its outcome and may be using the memory for something else, so
+    nothing may land any more: the producer is told that everything has.
+    """
+
+    def __init__(self, incoming: Incoming, incarnation: bytes, *, asks: bool) -> None:
+        self.incoming = incoming
+        self.key = incoming.key
+        self.incarnation = incarnation
+        self.asks = asks
+        self.core = None
+
+    def ask(self, connection: Connection) -> None:
+        """Pull again, to say it."""
+        self.connection = connection
+        connection.start_transfer(
+            self,
+            key=self.key,
+            priority=0,
+            description=self.incoming.description(b"").encode(),
+            pull=True,
+        )
+
+    def meet(self, connection: Connection, core: Any) -> None:
+        """The producer pushes again, not having heard it."""
+        self.connection = connection
+        self.core, core.context = core, self
+        answer = self.incoming.description(self.incoming.plan.digest)
+        connection.core.transfers.agree(core, answer.encode())
+        connection.run()
+
+    def agreed(self, description: Description) -> None:
+        """See Attempt."""
+
+    def event(self, event: TransferEvent) -> None:
+        """See Attempt."""
+        if isinstance(event, SegmentMarked):
+            raise ProtocolError(
+                "KVW-TR-10", "MARK in a transfer that the consumer has settled"
+            )
+
+    def ended(self, error: KVWireError | None) -> None:
+        """See Attempt."""
+        self.forget()
+        if not recoverable(error):
+            self.incoming.communicator.exchange.confirmed(self)
 
 
 def missing_chunks(core: CoreSegment, chunk_bytes: int) -> list[tuple[int, int]]:

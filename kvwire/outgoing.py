@@ -121,8 +121,8 @@ class Outgoing(KVTransfer):
 
     @property
     def unmet(self) -> int:
-        """How many consumers have not asked."""
-        return self.consumers - len(self.deliveries)
+        """How many consumers do not know how it ended, and may still ask."""
+        return self.consumers - sum(not d.suspended for d in self.deliveries)
 
     def interrupted(self, incarnation: bytes) -> bool:
         """Whether it waits for another link to a peer."""
@@ -146,13 +146,21 @@ class Outgoing(KVTransfer):
             attempt=delivery.attempts,
         )
         delivery.asked = True
-        connection.start_transfer(
-            delivery,
-            key=self.key,
-            priority=self.priority,
-            description=description.encode(),
-            pull=False,
-        )
+        try:
+            connection.start_transfer(
+                delivery,
+                key=self.key,
+                priority=self.priority,
+                description=description.encode(),
+                pull=False,
+            )
+        except KVWireError:
+            if delivery.attempts:
+                delivery.suspend()
+                self.start_lease()
+            else:
+                self.deliveries.remove(delivery)
+            raise
 
     def meet(self, connection: Connection, core: Any, description: Description) -> None:
         """Pull: the peer of a connection asks for it."""
@@ -268,6 +276,7 @@ class Delivery(Attempt):
         self._held: list[Mark] = []
         self._sent: dict[int, Segment] = {}
         self._skip: set[tuple[int, int, int, int, int]] = set()
+        self._settled = False
         self._committed = False
         self._grouped = 1
         self._times = dict.fromkeys(("agreed", "first", "last", "over"), 0.0)
@@ -319,7 +328,11 @@ class Delivery(Attempt):
             segment = Segment(*box)
             self.plan.check(segment)
             self.landed.mark(segment)
+        if description.settled:
+            for segment in self.plan.segments():
+                self.landed.mark(segment)
         self._skip = set(landed)
+        self._settled = description.settled
         self._times["agreed"] = self._times["agreed"] or monotonic()
 
     def send_marks(self) -> None:
@@ -417,7 +430,7 @@ class Delivery(Attempt):
             segment.granule,
             segment.granules,
         )
-        if not nbytes or box in self._skip:
+        if not nbytes or box in self._skip or self._settled:
             return
         assert self.core is not None
         self._times["first"] = self._times["first"] or monotonic()

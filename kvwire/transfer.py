@@ -35,6 +35,7 @@ from kvwire.proto.events import (
     SegmentMarked,
     SegmentsAcknowledged,
     TransferCommitted,
+    TransferSettled,
 )
 from kvwire.proto.requests import Request as CoreRequest
 from kvwire.types import BufferId
@@ -45,7 +46,13 @@ if TYPE_CHECKING:
     from kvwire.communicator import Communicator
     from kvwire.connection import Connection
 
-TransferEvent = SegmentMarked | SegmentLanded | SegmentsAcknowledged | TransferCommitted
+TransferEvent = (
+    SegmentMarked
+    | SegmentLanded
+    | SegmentsAcknowledged
+    | TransferCommitted
+    | TransferSettled
+)
 
 
 def transfer_key(id: str | bytes | int) -> bytes:
@@ -102,12 +109,18 @@ class Attempt:
             self.connection.core.refuse(self.core, error, code)
             self.connection.run()
 
-    def part_buffers(self) -> list[BufferId]:
-        """The buffers its segments were given."""
+    def retire(self) -> list[BufferId]:
+        """Let go of the memory of its segments; names the buffers."""
         if self.core is None:
             return []
-        segments = self.connection.core.transfers.transfer(self.core).segments
-        return [s.buffer for s in segments.values() if s.buffer is not None]
+        return self.connection.core.transfers.retire(self.core)
+
+    def forget(self) -> None:
+        """Leave its connection, if its request is over."""
+        if self.core is not None and self.core.over:
+            self.connection.core.transfers.forget(self.core)
+            self.core.context = None
+            self.core = None
 
 
 class KVTransfer:
@@ -228,17 +241,12 @@ class KVTransfer:
         self._one_free()
 
     def release(self, attempt: Attempt) -> None:
-        """Wait for the memory of one attempt that is over, and forget it."""
-        if attempt.core is None:
-            return
+        """Wait for the memory of one attempt, and forget it once it is over."""
         buffers = self.communicator.buffers
-        parts = attempt.part_buffers()
-        attempt.connection.core.transfers.forget(attempt.core)
-        attempt.core.context = None
-        attempt.core = None
-        for buffer in parts:
+        for buffer in attempt.retire():
             self._busy += 1
             buffers.on_drained(buffer, self._one_free)
+        attempt.forget()
         buffers.collect()
 
     def nothing(self, reason: str) -> Outcome:

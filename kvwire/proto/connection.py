@@ -90,6 +90,9 @@ _CONTROL = frozenset(
         FrameType.SETTLED,
     }
 )
+# Plain numbers: comparing an int with a member of an enum is several times as slow.
+_MESSAGE = int(FrameType.MESSAGE)
+_DATA = int(FrameType.DATA)
 # Those that speak of the connection and not of a request.
 _NO_REQUEST = frozenset(
     {FrameType.PING, FrameType.PONG, FrameType.CLOSE, FrameType.CREDIT}
@@ -168,10 +171,11 @@ class Connection:
         header = self.outbox.framing.accept_header(raw)
         if self.error is not None:
             return Arrival(Place.NOWHERE, header)
-        if header.type == FrameType.MESSAGE:
-            self._check_may_start(header)
+        if header.type == _MESSAGE:
+            if self.phase is not Phase.OPEN:
+                self._check_may_start(header)
             return self._messages.message_header(header)
-        if header.type == FrameType.DATA:
+        if header.type == _DATA:
             if header.segment:
                 return self.transfers.data_header(header)
             return self._flows.data_header(header)
@@ -206,11 +210,13 @@ class Connection:
         header = arrival.header
         if arrival.place is Place.NOWHERE:
             return
-        if header.type == FrameType.MESSAGE:
+        if header.type == _MESSAGE:
             self._messages.message_landed(arrival, intact=intact)
-        elif header.type == FrameType.DATA and header.segment:
+            if self.phase is Phase.OPEN:
+                return  # there is nothing to acknowledge, and nothing to end
+        elif header.type == _DATA and header.segment:
             self.transfers.data_landed(arrival, intact=intact)
-        elif header.type == FrameType.DATA:
+        elif header.type == _DATA:
             self._flows.data_landed(arrival, intact=intact)
         elif self.error is None:
             plain = self.outbox.framing.open(header, arrival.raw, body)
@@ -296,7 +302,8 @@ class Connection:
         Raises:
             ConnectionClosed: The connection is closing or closed.
         """
-        self._check_open()
+        if self.phase is not Phase.OPEN:
+            self._check_open()
         return self._messages.eager_header(tag, nbytes, check)
 
     def send(
@@ -447,9 +454,16 @@ class Connection:
                 self._check_may_start(header)
                 self._onesided.asked(header, narrowed(body, Access))
             case FrameType.DONE:
-                self._onesided.done_received(header, narrowed(body, Done))
+                self._done(header, narrowed(body, Done))
             case _:
                 self._failed(header, narrowed(body, Fail))
+
+    def _done(self, header: Header, body: Done) -> None:
+        request = self._requests.find(header.request)
+        if request is not None and request.kind is Kind.INCOMING:
+            self.transfers.confirmed(header)
+        else:
+            self._onesided.done_received(header, body)
 
     def _transfer_control(self, header: Header, body: Body) -> None:
         match header.type:

@@ -87,6 +87,12 @@ class SegmentsAcknowledged(msgspec.Struct, frozen=True, kw_only=True):
     numbers: tuple[int, ...]
 
 
+class TransferSettled(msgspec.Struct, frozen=True, kw_only=True):
+    """The consumer has all it will get; the request ends when the producer knows."""
+
+    request: Request
+
+
 class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
     """The producer marks nothing more; ``complete`` if it has marked everything."""
 
@@ -104,4 +110,5 @@ Event = (
     | SegmentLanded
     | SegmentsAcknowledged
     | TransferCommitted
+    | TransferSettled
 )

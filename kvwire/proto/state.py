@@ -16,7 +16,8 @@ A request is one movement of bytes, seen from one side:
 * SERVE_PUT and SERVE_GET are the same movements on the side that granted the memory.
 * OUTGOING and INCOMING are the two ends of a KV transfer. It waits until the
   applications on both sides have named it (GO), moves segment by segment
-  (kvwire.proto.transfers), and on the producer's side ends with the consumer's word.
+  (kvwire.proto.transfers), and ends on the producer's side with the consumer's word
+  that all is settled, on the consumer's with the word that this has been heard.
 
 States:
 
@@ -113,7 +114,8 @@ REQUEST_TRANSITIONS: Final[dict[tuple[Kind, State, Input], State]] = {
     (Kind.OUTGOING, State.MOVING, Input.MOVED): State.WAITING,
     (Kind.OUTGOING, State.WAITING, Input.CONFIRMED): State.DONE,
     (Kind.INCOMING, State.POSTED, Input.GO): State.MOVING,
-    (Kind.INCOMING, State.MOVING, Input.MOVED): State.DONE,
+    (Kind.INCOMING, State.MOVING, Input.MOVED): State.WAITING,
+    (Kind.INCOMING, State.WAITING, Input.CONFIRMED): State.DONE,
 } | {
     (kind, state, Input.FAIL): State.FAILED
     for kind in Kind

@@ -12,6 +12,7 @@
               <- LANDED   segments 1, 2
       COMMIT  so many segments      ->        refuses if one is missing
               <- SETTLED  segments that came damaged, if any
+      DONE                          ->        knows that the producer knows
 
 A *description* is what one side says of its cache and blocks; the core carries it and
 does not read it. A *box* is five numbers that name a part of the canonical byte order;
@@ -45,6 +46,7 @@ from kvwire.proto.events import (
     TransferAgreed,
     TransferCommitted,
     TransferOpened,
+    TransferSettled,
 )
 from kvwire.proto.flows import Arrival, Flows, Place
 from kvwire.proto.holds import Holds
@@ -222,6 +224,7 @@ class Transfers:
             self._end(transfer, segment)
         transfer.damaged = body.damaged
         request.confirmed = True
+        self._requests.tell_done(request)
         self.settle(request)
 
     def settle(self, request: Request) -> None:
@@ -299,6 +302,13 @@ class Transfers:
         self._outbox.report(TransferCommitted(request=request, complete=body.complete))
         self._finish_incoming(request, transfer)
 
+    def confirmed(self, header: Header) -> None:
+        """The producer has our last word."""
+        request = self._find(header, Kind.INCOMING)
+        if request is not None:
+            request.advance(Input.CONFIRMED)
+            self._requests.finish(request)
+
     def data_header(self, header: Header) -> Arrival:
         """Find the place of a chunk of a segment.
 
@@ -322,7 +332,7 @@ class Transfers:
         if segment.arrived[number]:
             raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
         segment.arrived[number] = 1
-        return self._flows.into_segment(header, segment)
+        return self._flows.land(header, segment.buffer, header.offset, segment=segment)
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
         """A chunk of a segment is in place."""
@@ -370,13 +380,19 @@ class Transfers:
     def forget(self, request: Request) -> None:
         """The front has read what it wants of a transfer that is over."""
         assert request.over
-        transfer = self._transfers.pop(request, None)
+        self.retire(request)
+        self._transfers.pop(request, None)
         self._unanswered.pop(request, None)
         self._to_acknowledge.pop(request, None)
-        if transfer is not None:
-            for segment in transfer.segments.values():
-                if segment.buffer is not None:
-                    self._holds.retire(segment.buffer)
+
+    def retire(self, request: Request) -> list[BufferId]:
+        """Nobody has more use for the memory of a transfer; names its buffers."""
+        transfer = self._transfers.get(request)
+        segments = transfer.segments.values() if transfer else ()
+        buffers = [s.buffer for s in segments if s.buffer is not None]
+        for buffer in buffers:
+            self._holds.retire(buffer)
+        return buffers
 
     def _keep(self, request: Request, transfer: Transfer) -> None:
         self._transfers[request] = transfer  # bounded: REQUESTS_MAX
@@ -422,4 +438,4 @@ class Transfers:
         self._outbox.send(FrameType.SETTLED, body, request=request.wire_id)
         request.nbytes = sum(s.nbytes for s in segments if not s.damaged)
         request.advance(Input.MOVED)
-        self._requests.finish(request)
+        self._outbox.report(TransferSettled(request=request))
