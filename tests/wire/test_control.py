@@ -26,6 +26,7 @@ from kvwire.wire.control import (
     narrowed,
 )
 from kvwire.wire.header import FIRST_PAYLOAD_TYPE, HANDSHAKE_TYPES, FrameType
+from tests.support.debug import needs_asserts
 from tests.wire.bodies import beyond, plain, values
 
 CONTROL_TYPES = sorted(_BODIES)
@@ -120,6 +121,7 @@ def test_the_ranges_are_those_of_the_document() -> None:
     assert access["token"] == inspect.BytesType(min_length=16, max_length=16)
 
 
+@needs_asserts
 def test_narrowed_is_for_our_own_mistakes() -> None:
     """The frame type has decided the class before."""
     assert narrowed(Ping(1), Ping) == Ping(1)

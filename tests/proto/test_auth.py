@@ -1,0 +1,124 @@
+"""Keys: RFC 5869 step by step, one for each purpose and direction, shown to nobody."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+
+import pytest
+
+from kvwire.errors import UsageError
+from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
+from kvwire.proto.auth import Keys, check_psk, key_id, same, transcript_hash
+from kvwire.types import Role
+
+PSK = bytes(range(32))
+NONCES = (b"c" * 32, b"s" * 32)
+
+
+def hkdf(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
+    """RFC 5869 with SHA-256, as its section 2 has it."""
+    extracted = hmac.new(salt, secret, hashlib.sha256).digest()
+    out, block = b"", b""
+    for counter in itertools.count(1):
+        if len(out) >= length:
+            return out[:length]
+        block = hmac.new(
+            extracted, block + info + bytes([counter]), hashlib.sha256
+        ).digest()
+        out += block
+    raise AssertionError
+
+
+def test_the_reference_is_rfc_5869() -> None:
+    """Its first test case (appendix A.1)."""
+    out = hkdf(b"\x0b" * 22, bytes(range(13)), bytes(range(0xF0, 0xFA)), 42)
+    assert out.hex() == (
+        "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b88718"
+        "5865"
+    )
+
+
+def all_keys(keys: Keys) -> list[bytes]:
+    return [keys.accept, keys.confirm, *keys.seal.values(), *keys.grant.values()]
+
+
+def test_keys_are_derived_as_documented() -> None:
+    """From the pre-shared key and both nonces, under a label for each purpose."""
+    keys = Keys.derive(PSK, *NONCES)
+    labels = [
+        "server proof",
+        "client proof",
+        *("seal client", "seal server", "grant client", "grant server"),
+    ]
+    assert all_keys(keys) == [
+        hkdf(PSK, b"".join(NONCES), f"kvwire {label}".encode(), 32) for label in labels
+    ]
+
+
+def test_no_two_keys_are_the_same() -> None:
+    """For another purpose, direction, key or nonce, all are others."""
+    made = [
+        Keys.derive(PSK, *NONCES),
+        Keys.derive(PSK, *reversed(NONCES)),
+        Keys.derive(b"", *NONCES),
+        Keys.derive(PSK[::-1], *NONCES),
+    ]
+    every = [key for keys in made for key in all_keys(keys)]
+    assert len(set(every)) == len(every) == 24
+
+
+def test_a_proof_is_for_one_side() -> None:
+    """So one that is sent back proves nothing."""
+    keys = Keys.derive(PSK, *NONCES)
+    transcript = transcript_hash(b"hello", b"accept")
+    assert keys.server_proof(transcript) != keys.client_proof(transcript)
+    assert keys.server_proof(transcript) != keys.server_proof(transcript[::-1])
+
+
+def test_a_transcript_is_a_digest_of_everything() -> None:
+    """In its order."""
+    assert transcript_hash(b"ab", b"c") == hashlib.sha256(b"abc").digest()
+    assert transcript_hash(b"c", b"ab") != transcript_hash(b"ab", b"c")
+
+
+def test_proofs_are_compared_whole() -> None:
+    """Every bit of them counts."""
+    assert same(PSK, bytes(PSK))
+    for bit in range(256):
+        other = bytearray(PSK)
+        other[bit // 8] ^= 1 << bit % 8
+        assert not same(PSK, bytes(other))
+    assert not same(PSK, PSK[:-1])
+
+
+def test_a_key_id_names_and_does_not_show() -> None:
+    """16 bytes, of one key only, and none of the key's."""
+    assert len(key_id(PSK)) == 16
+    assert key_id(PSK) == key_id(bytes(PSK)) != key_id(PSK[::-1])
+    assert key_id(PSK) not in PSK
+
+
+@pytest.mark.parametrize("length", [0, 1, PSK_BYTES_MIN - 1, PSK_BYTES_MAX + 1])
+def test_keys_that_could_be_guessed(length: int) -> None:
+    """Refused, with the way to make a good one."""
+    with pytest.raises(UsageError, match="kvwire keygen"):
+        check_psk(bytes(length))
+
+
+@pytest.mark.parametrize("length", [PSK_BYTES_MIN, PSK_BYTES_MAX])
+def test_keys_that_are_long_enough(length: int) -> None:
+    """Both ends of the range."""
+    check_psk(bytes(length))
+    assert key_id(bytes(length))
+
+
+def test_keys_have_no_repr() -> None:
+    """Goal S12: raw or in hexadecimal, no key gets into a log by accident."""
+    keys = Keys.derive(PSK, *NONCES)
+    shown = repr(keys)
+    for key in all_keys(keys):
+        assert key.hex() not in shown
+        assert repr(key)[2:-1] not in shown
+    assert set(keys.seal) == set(Role)

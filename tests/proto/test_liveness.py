@@ -1,0 +1,155 @@
+"""A dead peer is noticed in time, a healthy one never, whoever has stalled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvwire.errors import FlowControlViolation, UnexpectedFrame
+from kvwire.limits import (
+    PING_INTERVAL_S,
+    PING_MISSES,
+    PING_STRIKES_MAX,
+    PINGS_PER_SECOND_MAX,
+    STALL_TOLERANCE_S,
+)
+from kvwire.proto.liveness import Liveness, Verdict
+
+
+def watch(now: float = 100.0) -> Liveness:
+    return Liveness(interval_s=PING_INTERVAL_S, misses=PING_MISSES, now=now)
+
+
+def test_silence_is_asked_about_and_then_ended() -> None:
+    """A ping for each interval, and the verdict within 6.5 s (goal R13)."""
+    liveness = watch()
+    said: list[tuple[float, Verdict]] = []
+    while not said or said[-1][1] is not Verdict.DEAD:
+        now = liveness.due
+        said.append((now - 100.0, liveness.look(now)))
+    assert said == [(2.0, Verdict.PING), (4.0, Verdict.PING), (6.0, Verdict.DEAD)]
+    assert liveness.silence_s(106.0) == 6.0
+
+
+def test_nothing_is_said_before_it_is_due() -> None:
+    """A look in between changes nothing."""
+    liveness = watch()
+    assert liveness.look(101.0) is Verdict.FINE
+    assert liveness.due == 102.0
+
+
+def test_any_byte_is_a_sign_of_life() -> None:
+    """A peer that says something each interval is never asked."""
+    liveness = watch()
+    for step in range(1, 50):
+        now = 100.0 + step * PING_INTERVAL_S * 0.9
+        liveness.heard(now)
+        assert liveness.look(max(now, liveness.due)) is Verdict.FINE
+
+
+@pytest.mark.parametrize("stall_s", [0.3, 3.0, 60.0, 3600.0])
+def test_a_stall_of_ours_is_forgiven(stall_s: float) -> None:
+    """However long we were away, the peer gets its intervals again (goal R14)."""
+    liveness = watch()
+    now = liveness.due + stall_s
+    assert liveness.look(now) is Verdict.PING
+    assert liveness.silence_s(now) == pytest.approx(PING_INTERVAL_S)
+    assert liveness.due == pytest.approx(now + PING_INTERVAL_S)
+
+
+def test_a_late_timer_within_the_tolerance_is_not_a_stall() -> None:
+    """Otherwise a busy loop would never notice a dead peer."""
+    liveness = watch()
+    late_s = STALL_TOLERANCE_S
+    now = liveness.due + late_s
+    liveness.look(now)
+    assert liveness.silence_s(now) == pytest.approx(PING_INTERVAL_S + late_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stalls_delay_the_verdict_and_do_not_prevent_it(seed: int) -> None:
+    """A peer that is dead is found after as many looks, however late each one is."""
+    chance, liveness, looks = random.Random(seed), watch(), 0
+    while True:
+        looks += 1
+        now = liveness.due + chance.choice([0.0, 0.1, 0.3, 5.0])
+        if liveness.look(now) is Verdict.DEAD:
+            break
+    assert looks == PING_MISSES
+    assert liveness.due == now + PING_INTERVAL_S
+
+
+@pytest.mark.rule("KVW-LV-01", "keeps")
+def test_each_ping_is_answered_once_in_order() -> None:
+    """Numbers begin at 1, and wrap with their 32 bits."""
+    liveness = watch()
+    assert [liveness.ping(), liveness.ping()] == [1, 2]
+    liveness.pong_received(1)
+    liveness.pong_received(2)
+    liveness._sent = liveness._answered = 2**32 - 1
+    assert liveness.ping() == 0
+    liveness.pong_received(0)
+    assert liveness.ping() == 1
+
+
+@pytest.mark.rule("KVW-LV-01", "breaks")
+@pytest.mark.parametrize(
+    "answers", [[0], [2], [3], [1, 1], [1, 0], [1, 2, 3], [1, 2, 2], [2**32 - 1]]
+)
+def test_an_answer_to_no_ping(answers: list[int]) -> None:
+    """Never asked, asked later, or answered before."""
+    liveness = watch()
+    assert [liveness.ping(), liveness.ping()] == [1, 2]
+    *good, wrong = answers
+    for number in good:
+        liveness.pong_received(number)
+    with pytest.raises(UnexpectedFrame) as caught:
+        liveness.pong_received(wrong)
+    assert caught.value.rule == "KVW-LV-01"
+
+
+@pytest.mark.rule("KVW-LV-02", "keeps")
+def test_ten_pings_a_second_are_fine() -> None:
+    """For as long as anybody likes."""
+    liveness = watch()
+    for count in range(1000):
+        liveness.ping_received(100.0 + count // PINGS_PER_SECOND_MAX)
+    assert liveness._strikes == 0
+
+
+@pytest.mark.rule("KVW-LV-02", "breaks")
+def test_more_are_not() -> None:
+    """Two strikes are allowed, the third ends it."""
+    liveness = watch()
+    for _ in range(PINGS_PER_SECOND_MAX + PING_STRIKES_MAX):
+        liveness.ping_received(100.5)
+    with pytest.raises(FlowControlViolation) as caught:
+        liveness.ping_received(100.5)
+    assert caught.value.rule == "KVW-LV-02"
+
+
+@pytest.mark.rule("KVW-LV-02", "breaks")
+def test_strikes_of_seconds_in_a_row_add_up() -> None:
+    """One more than ten, three seconds long."""
+    liveness = watch()
+    for second in (100.0, 101.0):
+        for _ in range(PINGS_PER_SECOND_MAX + 1):
+            liveness.ping_received(second)
+    for _ in range(PINGS_PER_SECOND_MAX):
+        liveness.ping_received(102.0)
+    with pytest.raises(FlowControlViolation):
+        liveness.ping_received(102.0)
+
+
+@pytest.mark.rule("KVW-LV-02", "keeps")
+def test_a_good_second_clears_them() -> None:
+    """A peer that had a hiccup once a day is not punished for last year."""
+    liveness = watch()
+    for day in range(10):
+        now = 100.0 + 10 * day
+        for _ in range(PINGS_PER_SECOND_MAX + PING_STRIKES_MAX):
+            liveness.ping_received(now)
+        liveness.ping_received(now + 1.0)
+        liveness.ping_received(now + 2.0)
+        assert liveness._strikes == 0

@@ -1,0 +1,331 @@
+"""No access outside a grant: every edge of every number, in every state (goal S5)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, rule
+
+from kvwire.errors import AccessDenied, KVWireError, StaleRegion, UsageError
+from kvwire.limits import GRANTS_MAX, REGIONS_MAX
+from kvwire.proto import regions as module
+from kvwire.proto.regions import GrantRow, Grants, Region, Regions
+from kvwire.types import Access, BufferId
+
+KEY = b"g" * 32
+BUFFER = BufferId(1)
+SIZE, AT, LENGTH = 1000, 300, 200
+DIRECTIONS = (Access.READ, Access.WRITE, Access.READWRITE)
+
+
+def region_of(
+    regions: Regions, access: Access = Access.READWRITE, nbytes: int = SIZE
+) -> Region:
+    return regions.register(BUFFER, nbytes, access)
+
+
+def ask(
+    grants: Grants,
+    row: GrantRow,
+    offset: int = 0,
+    nbytes: int = 1,
+    access: Access = Access.READ,
+    **changed: Any,
+) -> GrantRow:
+    shown = {"grant": row.id, "generation": row.generation, "token": row.token}
+    return grants.check(
+        offset=offset, nbytes=nbytes, access=access, **{**shown, **changed}
+    )
+
+
+def edges(size: int) -> list[int]:
+    """0, 1, the size and its neighbours, and those of every power of two."""
+    powers = {2**n + d for n in range(65) for d in (-1, 0, 1)}
+    near = {size + d for d in (-2, -1, 0, 1, 2)}
+    return sorted(powers | near | {-(2**n) for n in range(65)} | {0, 1})
+
+
+@pytest.mark.rule("KVW-OS-03", "keeps")
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@pytest.mark.parametrize("size", [0, 1, 200])
+def test_every_edge_of_every_range(size: int) -> None:
+    """Offset and length over all edges up to 2**64 and below 0, against plain sums."""
+    grants = Grants(KEY)
+    row = grants.give(region_of(Regions()), AT, size, Access.READWRITE)
+    numbers = edges(size)
+    accepted = 0
+    for offset, nbytes in itertools.product(numbers, numbers):
+        inside = min(offset, nbytes) >= 0 and offset + nbytes <= size
+        try:
+            assert ask(grants, row, offset, nbytes) is row
+        except AccessDenied:
+            assert not inside, f"{offset}+{nbytes} of {size} was refused"
+        else:
+            assert inside, f"{offset}+{nbytes} of {size} was accepted"
+            accepted += 1
+    assert accepted > 0
+
+
+@pytest.mark.rule("KVW-OS-03", "keeps")
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@pytest.mark.rule("KVW-OS-04", "keeps")
+@pytest.mark.rule("KVW-OS-04", "breaks")
+@pytest.mark.parametrize("state", ["open", "revoked", "granted anew", "closed"])
+@pytest.mark.parametrize("granted", DIRECTIONS)
+@pytest.mark.parametrize("asked", DIRECTIONS)
+def test_every_direction_in_every_state(
+    state: str, granted: Access, asked: Access
+) -> None:
+    """A grant allows what it says, until its region is revoked or closed."""
+    regions, grants = Regions(), Grants(KEY)
+    region = region_of(regions)
+    row = grants.give(region, AT, LENGTH, granted)
+    match state:
+        case "revoked":
+            regions.revoke(region)
+        case "granted anew":
+            regions.revoke(region)
+            row = grants.give(region, AT, LENGTH, granted)
+        case "closed":
+            regions.close(region)
+    expected: type[KVWireError] | None = None
+    if state in ("revoked", "closed"):
+        expected = StaleRegion
+    if asked & ~granted:
+        expected = AccessDenied
+    if expected is None:
+        assert ask(grants, row, 0, LENGTH, asked) is row
+    else:
+        with pytest.raises(expected):
+            ask(grants, row, 0, LENGTH, asked)
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+def test_every_forged_field() -> None:
+    """Goal S11: each field of a grant changed alone, and each bit of its token."""
+    regions, grants = Regions(), Grants(KEY)
+    region, other = region_of(regions), region_of(regions)
+    row = grants.give(region, AT, LENGTH, Access.READ)
+    second = grants.give(other, 0, LENGTH, Access.READ)
+    for wrong in (second.id, 0, row.id + 2, 2**63 - 1):
+        with pytest.raises(AccessDenied, match="no such grant"):
+            ask(grants, row, grant=wrong)
+    for bit in range(8 * len(row.token)):
+        token = bytearray(row.token)
+        token[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(AccessDenied, match="no such grant"):
+            ask(grants, row, token=bytes(token))
+    for forged in (b"", bytes(16), row.token[:-1], second.token):
+        with pytest.raises(AccessDenied, match="no such grant"):
+            ask(grants, row, token=forged)
+    for generation in (0, row.generation + 1, 2**63 - 1):
+        with pytest.raises(StaleRegion):
+            ask(grants, row, generation=generation)
+    assert ask(grants, row) is row
+
+
+def test_missing_foreign_and_forged_are_not_told_apart() -> None:
+    """Goal S10: one class, one text."""
+    grants, theirs = Grants(KEY), Grants(b"h" * 32)
+    region = region_of(Regions())
+    row = grants.give(region, AT, LENGTH, Access.READ)
+    foreign = theirs.give(region, AT, LENGTH, Access.READ)
+    texts = set()
+    for wrong in ({"grant": 77}, {"token": bytes(16)}, {"token": foreign.token}):
+        with pytest.raises(AccessDenied) as caught:
+            ask(grants, row, **wrong)
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+def test_a_token_depends_on_everything_it_stands_for() -> None:
+    """Connection, number, region, generation, range and direction."""
+
+    def token(key: bytes = KEY, before: int = 0, **changed: Any) -> bytes:
+        regions, grants = Regions(), Grants(key)
+        for _ in range(changed.pop("regions", 0)):
+            region_of(regions)
+        region = region_of(regions)
+        if changed.pop("revoked", False):
+            regions.revoke(region)
+        for _ in range(before):
+            grants.give(region, 0, 1, Access.READ)
+        row = {"offset": AT, "nbytes": LENGTH, "access": Access.READ, **changed}
+        return grants.give(region, **row).token
+
+    tokens = [
+        token(),
+        token(key=b"h" * 32),
+        token(before=1),
+        token(regions=1),
+        token(revoked=True),
+        token(offset=AT + 1),
+        token(nbytes=LENGTH - 1),
+        token(access=Access.READWRITE),
+    ]
+    assert len(set(tokens)) == len(tokens)
+    assert token() == tokens[0]
+    assert {len(made) for made in tokens} == {16}
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [(-1, 1), (0, -1), (0, SIZE + 1), (1, SIZE), (SIZE + 1, 0), (2**64, 1)],
+)
+def test_no_grant_beyond_its_region(offset: int, nbytes: int) -> None:
+    """Our own user's mistake: an error that says the numbers."""
+    with pytest.raises(UsageError, match=f"{SIZE} bytes"):
+        Grants(KEY).give(region_of(Regions()), offset, nbytes, Access.READ)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, SIZE), (SIZE, 0), (SIZE - 1, 1)])
+def test_grants_up_to_the_edge(offset: int, nbytes: int) -> None:
+    """All of it, none of it, the last byte."""
+    row = Grants(KEY).give(region_of(Regions()), offset, nbytes, Access.READ)
+    assert (row.offset, row.nbytes) == (offset, nbytes)
+
+
+@pytest.mark.parametrize("wanted", DIRECTIONS)
+@pytest.mark.parametrize("registered", DIRECTIONS)
+def test_no_grant_of_more_than_was_registered(
+    registered: Access, wanted: Access
+) -> None:
+    """Read for read, write for write."""
+    grants, region = Grants(KEY), region_of(Regions(), registered)
+    if wanted & ~registered:
+        with pytest.raises(UsageError, match="registered for"):
+            grants.give(region, 0, 1, wanted)
+    else:
+        assert grants.give(region, 0, 1, wanted).access == wanted
+
+
+def test_no_grant_of_a_closed_region() -> None:
+    """It never opens again, and closing it twice is closing it once."""
+    regions, grants = Regions(), Grants(KEY)
+    region = region_of(regions)
+    regions.close(region)
+    generation = region.generation
+    with pytest.raises(UsageError, match="closed"):
+        grants.give(region, 0, 1, Access.READ)
+    assert len(regions) == 0
+    regions.close(region)
+    assert region.generation > generation
+
+
+def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one that fits, and the first that does not; dead grants make room."""
+    assert min(GRANTS_MAX, REGIONS_MAX) > 3
+    monkeypatch.setattr(module, "GRANTS_MAX", 3)
+    monkeypatch.setattr(module, "REGIONS_MAX", 2)
+    regions, grants = Regions(), Grants(KEY)
+    one, two = region_of(regions), region_of(regions)
+    with pytest.raises(UsageError, match="2 regions"):
+        region_of(regions)
+    rows = [grants.give(region, 0, 1, Access.READ) for region in (one, two, two)]
+    with pytest.raises(UsageError, match="3 grants"):
+        grants.give(one, 0, 1, Access.READ)
+    regions.revoke(two)
+    assert grants.give(one, 0, 1, Access.READ).id > rows[-1].id
+    assert len(grants) == 2
+    regions.close(one)
+    assert len(regions) == 1
+    assert region_of(regions).id not in (one.id, two.id)
+
+
+def test_a_token_is_shown_to_nobody() -> None:
+    """Goal S12: neither raw nor in hexadecimal in the repr of a grant's row."""
+    row = Grants(KEY).give(region_of(Regions()), 0, 1, Access.READ)
+    assert row.token.hex() not in repr(row)
+    assert repr(row.token) not in repr(row)
+    assert {field.name for field in fields(row) if not field.repr} == {"token"}
+
+
+class GrantsMachine(RuleBasedStateMachine):
+    """Two connections, many regions, any calls: what is accepted was granted."""
+
+    regions_made = Bundle("regions")
+    rows_made = Bundle("rows")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions = Regions()
+        self.grants = [Grants(KEY), Grants(b"h" * 32)]
+
+    @rule(target=regions_made, access=st.sampled_from(DIRECTIONS))
+    def register(self, access: Access) -> Region:
+        return region_of(self.regions, access)
+
+    @rule(region=regions_made)
+    def revoke(self, region: Region) -> None:
+        self.regions.revoke(region)
+
+    @rule(region=regions_made)
+    def close(self, region: Region) -> None:
+        self.regions.close(region)
+
+    @rule(
+        target=rows_made,
+        region=regions_made,
+        whose=st.integers(0, 1),
+        offset=st.integers(0, SIZE),
+        nbytes=st.integers(0, SIZE),
+    )
+    def give(
+        self, region: Region, whose: int, offset: int, nbytes: int
+    ) -> tuple[int, GrantRow | None]:
+        try:
+            row = self.grants[whose].give(region, offset, nbytes, region.access)
+        except UsageError:
+            return whose, None
+        assert offset + nbytes <= SIZE
+        return whose, row
+
+    @rule(
+        made=rows_made,
+        whose=st.integers(0, 1),
+        offset=st.integers(0, SIZE),
+        nbytes=st.integers(0, SIZE),
+        access=st.sampled_from(DIRECTIONS),
+        generation=st.integers(-1, 1),
+    )
+    def use(
+        self,
+        made: tuple[int, GrantRow | None],
+        whose: int,
+        offset: int,
+        nbytes: int,
+        access: Access,
+        generation: int,
+    ) -> None:
+        owner, row = made
+        if row is None:
+            return
+        shown = replace(row)
+        good = (
+            owner == whose
+            and offset + nbytes <= row.nbytes
+            and not access & ~row.access
+            and generation == 0
+            and row.region.open
+            and row.generation == row.region.generation
+        )
+        try:
+            ask(
+                self.grants[whose],
+                shown,
+                offset,
+                nbytes,
+                access,
+                generation=row.generation + generation,
+            )
+        except (AccessDenied, StaleRegion):
+            assert not good
+        else:
+            assert good
+
+
+TestGrants = GrantsMachine.TestCase

@@ -1,0 +1,42 @@
+"""Seen is a set of numbers that forgets none and costs nothing in order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.proto.seen import Seen
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_it_is_a_set(numbers: list[int]) -> None:
+    """In any order, with any repetitions, from any start."""
+    seen, model = Seen(), set[int]()
+    for number in numbers:
+        assert seen.add(number) is (number not in model)
+        model.add(number)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_order_ends_the_same(seed: int) -> None:
+    """Each number is new once, and old in every later round."""
+    numbers = list(range(200))
+    random.Random(seed).shuffle(numbers)
+    seen = Seen()
+    assert all(seen.add(number) for number in numbers)
+    assert not any(seen.add(number) for number in numbers)
+
+
+def test_no_memory_in_order() -> None:
+    """A size that the peer announces costs nothing; what came out of order is kept."""
+    seen = Seen()
+    assert all(seen.add(number) for number in range(1000))
+    assert not seen._beyond
+    assert seen.add(10**12)
+    assert seen._beyond == {10**12}
+    assert seen.add(1001)
+    assert seen.add(1000)
+    assert seen._beyond == {10**12}
