@@ -7,7 +7,9 @@ Pings are numbered from 1, and each is answered once, in their order.
 
 Our own stalls are forgiven: if our timer fires late by more than a tolerance, we were
 the ones who did not listen, and the peer's silence is counted from that much later. A
-loop blocked for seconds by a GPU synchronisation must not kill healthy peers.
+loop blocked for seconds by a GPU synchronisation must not kill healthy peers. What they
+sent meanwhile may not have been read yet, so a late look never calls a peer dead: the
+next one does, an interval later.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Liveness:
         "_answered",
         "_heard",
         "_interval_s",
+        "_last_look",
         "_misses",
         "_pings",
         "_pings_since",
@@ -52,6 +55,7 @@ class Liveness:
         self._interval_s = interval_s
         self._misses = misses
         self._heard = now
+        self._last_look = False
         self._pings = 0
         self._pings_since = now
         self._strikes = 0
@@ -72,15 +76,20 @@ class Liveness:
         if now < self.due:
             return Verdict.FINE
         late_s = now - self.due
-        if late_s > STALL_TOLERANCE_S:
+        stalled = late_s > STALL_TOLERANCE_S
+        if stalled:
             self._heard = min(now, self._heard + late_s)
         silence_s = now - self._heard
         missed = int(silence_s / self._interval_s + 1e-6)
-        if missed >= self._misses:
-            self.due = now + self._interval_s
-            return Verdict.DEAD
-        self.due = self._heard + (missed + 1) * self._interval_s
-        return Verdict.PING if missed else Verdict.FINE
+        if missed < self._misses:
+            self._last_look = False
+            self.due = self._heard + (missed + 1) * self._interval_s
+            return Verdict.PING if missed else Verdict.FINE
+        self.due = now + self._interval_s
+        if stalled and not self._last_look:
+            self._last_look = True
+            return Verdict.PING
+        return Verdict.DEAD
 
     def ping(self) -> int:
         """The number of the next PING of ours."""
