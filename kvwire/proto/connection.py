@@ -236,7 +236,6 @@ class Connection:
         """The link has ended and touches no memory any more; the last call."""
         self._flows.link_gone()
         self._messages.link_gone()
-        self._messages.peer_closed()
         if not self.closed:
             self._end(error or ConnectionLost("the peer closed the connection"))
         self._turn(Turn.LOST)
@@ -250,7 +249,7 @@ class Connection:
     @property
     def sending(self) -> bool:
         """Whether ``next_chunk`` may have something."""
-        return self._flows.sending
+        return self.error is None and self._flows.sending
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """The header to send a chunk under; frames are numbered in this order."""
@@ -524,6 +523,7 @@ class Connection:
         self.phase = Phase.CLOSED
         self.error = error
         self.outbox.shut = True
+        self._messages.peer_closed()
         for request in self._requests:
             self._abandon(request, error, None)
         self.outbox.report(Ended(error=error, graceful=graceful))
@@ -566,7 +566,7 @@ class Connection:
             raise ClosedOK("the connection is closing")
 
     def _check_waiting(self, tag: int) -> None:
-        if not self._messages.waits(tag):
+        if not self._messages.waits(tag, whole=self.closed):
             self._check_open()
 
     def _check_may_start(self, header: Header) -> None:

@@ -241,9 +241,10 @@ class Messages:
             self._holds.retire(waiting.buffer)
         self._arriving.clear()
 
-    def waits(self, tag: int) -> bool:
-        """Whether a message of this tag is here and nobody has taken it."""
-        return tag in self._waiting
+    def waits(self, tag: int, *, whole: bool) -> bool:
+        """Whether a message of this tag waits to be taken; ``whole``: is all here."""
+        queue = self._waiting.get(tag)
+        return queue is not None and (queue[0].whole or not whole)
 
     # --- matching ---------------------------------------------------------------------
 
