@@ -39,12 +39,6 @@ class BufferTable:
         self._payloads[buffer] = payload
         return buffer
 
-    def hold(self, buffer: BufferId, nbytes: int) -> memoryview:
-        """Make the memory of a message nobody asked for, under the core's number."""
-        view = memoryview(bytearray(nbytes))
-        self._payloads[buffer] = view
-        return view
-
     def part(self, buffer: BufferId, offset: int, nbytes: int) -> Payload:
         """A byte range of a buffer."""
         payload = self._payloads[buffer]
@@ -53,7 +47,7 @@ class BufferTable:
         return slice_payload(payload, offset, nbytes)
 
     def take(self, buffer: BufferId) -> Payload:
-        """The whole of a held message, which the table then forgets."""
+        """The whole of a buffer that nobody else uses; the table forgets it."""
         return self._payloads.pop(buffer)
 
     def on_drained(self, buffer: BufferId, call: Callable[[], None]) -> None:

@@ -497,7 +497,7 @@ class Connection(Asking):
         core, request = event.request, event.request.context
         # Each names the other; without this only the garbage collector would end both.
         core.context = None
-        held = None if event.held is None else self._buffers.take(event.held)
+        held = None if event.held is None else self._pump.held.pop(event.held)
         if not isinstance(request, Request):
             return
         if event.error is not None:

@@ -22,6 +22,7 @@ from kvwire.opening import Opening
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import Ended, Event
 from kvwire.proto.flows import Arrival, Chunk, Place
+from kvwire.types import BufferId
 from kvwire.wire.header import Flag
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Pump(LinkHandler):
     Attributes:
         link: The link.
         core: The protocol of the connection, once the handshake is over.
+        held: Messages that nobody has asked for yet, by the core's numbers.
         ended: Set when the link has closed: nothing touches memory any more.
     """
 
@@ -60,6 +62,8 @@ class Pump(LinkHandler):
     ) -> None:
         self.link = link
         self.core: Core | None = None
+        # bounded: EAGER_WINDOW_BYTES, by the credit that the core gives
+        self.held: dict[BufferId, memoryview] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
         self._opening: Opening | None = None
         self._buffers = buffers
@@ -121,6 +125,10 @@ class Pump(LinkHandler):
                     or payload is None
                     or checksum(payload) == header.payload_check
                 )
+                if arrival.place is Place.HOLD and intact:
+                    assert arrival.buffer is not None
+                    assert isinstance(payload, memoryview)
+                    self.held[arrival.buffer] = payload
                 core.body_received(arrival, self._loop.time(), intact=intact)
         except ProtocolError as exc:
             self._broken(exc)
@@ -230,7 +238,7 @@ class Pump(LinkHandler):
             landing.payload = self._buffers.part(arrival.buffer, arrival.offset, length)
         elif arrival.place is Place.HOLD:
             assert arrival.buffer is not None
-            landing.payload = self._buffers.hold(arrival.buffer, length)
+            landing.payload = memoryview(bytearray(length))
         elif arrival.place is Place.CONTROL:
             landing.payload = memoryview(bytearray(length))
         return landing

@@ -24,8 +24,8 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
         request: Which one.
         error: Why it failed, or None.
         nbytes: Bytes moved, if it did not fail.
-        held: For a RECV whose message had to be held: the buffer the message is in.
-            The front copies or hands it out, and forgets the buffer.
+        held: For a RECV whose message had to be held: the buffer the message is in. It
+            has drained, and the front kept its memory for this moment.
     """
 
     request: Request

@@ -170,7 +170,9 @@ class Messages:
                 request.nbytes = header.length
                 request.advance(Input.GO)
                 return self._flows.into_buffer(header, request, request.base)
-        waiting = Waiting(nbytes=header.length, buffer=self._holds.new(), whole=False)
+        buffer = self._holds.new()
+        self._holds.take(buffer)
+        waiting = Waiting(nbytes=header.length, buffer=buffer, whole=False)
         self._queue(tag, waiting)
         arrival = Arrival(Place.HOLD, header, buffer=waiting.buffer)
         self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
@@ -182,6 +184,7 @@ class Messages:
         if arrival.place is Place.HOLD:
             waiting = self._arriving.pop(arrival)
             waiting.whole, waiting.error = True, error
+            self._let_go(waiting)
             self._meet(arrival.header.offset)
             return
         request = arrival.request
@@ -237,8 +240,7 @@ class Messages:
             tag = arrival.header.offset
             self._waiting[tag].remove(waiting)
             self._trim(tag)
-            assert waiting.buffer is not None
-            self._holds.retire(waiting.buffer)
+            self._let_go(waiting)
         self._arriving.clear()
 
     def waits(self, tag: int, *, whole: bool) -> bool:
@@ -281,8 +283,6 @@ class Messages:
             else:
                 self._receive(request)
             return
-        assert waiting.buffer is not None
-        self._holds.retire(waiting.buffer)
         self._taken(waiting.nbytes)
         if waiting.error:
             self._requests.fail(request, waiting.error, tell=None)
@@ -306,6 +306,12 @@ class Messages:
         """An announced message of 0 bytes is over as soon as both sides know of it."""
         request.advance(Input.MOVED)
         self._requests.finish(request)
+
+    def _let_go(self, waiting: Waiting) -> None:
+        """The link is through with the memory of a message that was held."""
+        assert waiting.buffer is not None
+        self._holds.retire(waiting.buffer)
+        self._holds.drop(waiting.buffer)
 
     def _taken(self, nbytes: int) -> None:
         if self._credit.taken(nbytes):
