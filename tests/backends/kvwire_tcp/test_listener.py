@@ -22,6 +22,7 @@ from kvwire.types import Address
 from kvwire_tcp import TcpBackend
 from kvwire_tcp import listener as listener_module
 from kvwire_tcp.listener import ACCEPTS_PER_WAKEUP, TcpListener
+from kvwire_tcp.options import tune
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder, header
 
 
@@ -187,6 +188,29 @@ async def test_a_callback_that_raises_costs_its_link_only(
     await listener.close()
 
 
+async def test_a_connection_that_broke_in_the_backlog_does_not_stop_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux hands such an error to accept(2); macOS refuses the options."""
+    accepted: list[Link] = []
+    listener = await TcpBackend().listen(ANYWHERE, accepted.append)
+    assert isinstance(listener, TcpListener)
+    broken = [OSError(errno.ECONNABORTED, "gone"), OSError(errno.EPROTO, "gone")]
+    take, listener._sock = listener._sock, Broken(listener._sock, broken)
+    where = (listener.address.host, listener.address.port)
+    with socket.create_connection(where) as first, socket.create_connection(where):
+        monkeypatch.setattr(
+            listener_module, "tune", Once(OSError(errno.EINVAL, "gone"))
+        )
+        listener._on_acceptable()
+        assert first.recv(1) == b""
+    assert broken == []
+    assert len(accepted) == 1
+    accepted[0].abort()
+    listener._sock = take
+    await listener.close()
+
+
 async def test_a_connection_reset_before_it_is_accepted_is_known_when_started() -> None:
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     listener = await TcpBackend().listen(ANYWHERE, accepted.set_result)
@@ -240,6 +264,30 @@ async def test_close_while_out_of_descriptors_tries_no_more() -> None:
     await listener.close()
     assert retry.cancelled()
     assert listener._sock.fileno() == -1
+
+
+class Broken(socket.socket):
+    """Accepts like the socket it is made of, after some errors."""
+
+    def __init__(self, sock: socket.socket, errors: list[OSError]) -> None:
+        self._of, self._errors = sock, errors
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if self._errors:
+            raise self._errors.pop()
+        return self._of.accept()
+
+
+class Once:
+    """Raises at the first call, and tunes at the others."""
+
+    def __init__(self, error: OSError) -> None:
+        self._errors = [error]
+
+    def __call__(self, sock: socket.socket) -> None:
+        if self._errors:
+            raise self._errors.pop()
+        tune(sock)
 
 
 def noted_calls(listener: TcpListener) -> asyncio.Queue[None]:

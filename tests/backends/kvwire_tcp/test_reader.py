@@ -187,9 +187,10 @@ def test_position_says_where_the_stream_stands() -> None:
         assert wire.reader.position == ""
 
 
+@pytest.mark.parametrize("first", [b"abc", bytes(2 * SCRATCH_BYTES)])
 @pytest.mark.parametrize("callback", ["header_received", "body_received"])
 def test_nothing_is_delivered_after_a_callback_stopped_the_reader(
-    callback: str, monkeypatch: pytest.MonkeyPatch
+    callback: str, first: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Wire() as wire:
         told = getattr(wire.recorder, callback)
@@ -199,6 +200,6 @@ def test_nothing_is_delivered_after_a_callback_stopped_the_reader(
             return told(link, argument)
 
         monkeypatch.setattr(wire.recorder, callback, stop)
-        wire.pass_on(transcript(SMALL[1:]))
+        wire.pass_on(transcript([(VIEW, first), *SMALL]))
         assert wire.recorder.headers == 1
         assert len(wire.recorder.frames) == (callback == "body_received")
