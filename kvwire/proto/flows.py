@@ -193,7 +193,8 @@ class Flows:
             )
         if not request.arrived.add(self.chunk_number(header, request.nbytes)):
             raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
-        return self.into_buffer(header, request, request.base + header.offset)
+        assert request.buffer is not None
+        return self.land(header, request.buffer, request.base + header.offset, request)
 
     def chunk_number(self, header: Header, nbytes: int) -> int:
         """Which chunk of a movement of ``nbytes`` a header announces.
@@ -211,30 +212,20 @@ class Flows:
             )
         return number
 
-    def into_buffer(self, header: Header, request: Request, offset: int) -> Arrival:
-        """Let a body land in a request's memory, which is held until it has."""
-        assert request.buffer is not None
-        return self._land(
-            Arrival(
-                Place.BUFFER,
-                header,
-                buffer=request.buffer,
-                offset=offset,
-                request=request,
-            )
-        )
-
-    def into_segment(self, header: Header, segment: Segment) -> Arrival:
-        """Let a chunk land in a segment's memory, which is held until it has."""
-        return self._land(
-            Arrival(
-                Place.BUFFER,
-                header,
-                buffer=segment.buffer,
-                offset=header.offset,
-                segment=segment,
-            )
-        )
+    def land(
+        self,
+        header: Header,
+        buffer: BufferId,
+        offset: int,
+        request: Request | None = None,
+        segment: Segment | None = None,
+    ) -> Arrival:
+        """Let a body land in a buffer, which is held until it has."""
+        self._holds.take(buffer)
+        arrival = Arrival(Place.BUFFER, header, buffer, offset, request, segment)
+        # One for each link, since a link names one payload's place at a time.
+        self._landing[arrival] = None  # bounded: LINK_QUEUE_BYTES
+        return arrival
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
         """A chunk is in place, and its checksum did or did not match."""
@@ -306,10 +297,3 @@ class Flows:
         self._holds.take(chunk.buffer)
         self._leaving[chunk] = None  # bounded: LINK_QUEUE_BYTES
         return chunk
-
-    def _land(self, arrival: Arrival) -> Arrival:
-        assert arrival.buffer is not None
-        self._holds.take(arrival.buffer)
-        # One for each link, since a link names one payload's place at a time.
-        self._landing[arrival] = None  # bounded: LINK_QUEUE_BYTES
-        return arrival

@@ -53,14 +53,15 @@ class Holds:
         assert left >= 0, "a hold was dropped twice"
         self._counts[buffer] = left  # bounded: REQUESTS_MAX, REGIONS_MAX
         if not left and buffer in self._retired:
+            self._retired.remove(buffer)
             self._drain(buffer)
 
     def retire(self, buffer: BufferId) -> None:
         """Its owner has no more use for the buffer; it drains with the last hold."""
-        if buffer in self._retired or buffer not in self._counts:
-            return
-        self._retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
-        if not self._counts[buffer]:
+        held = self._counts.get(buffer)
+        if held:
+            self._retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
+        elif held is not None:
             self._drain(buffer)
 
     @property
@@ -73,6 +74,5 @@ class Holds:
         return self._counts.get(buffer, 0) > 0
 
     def _drain(self, buffer: BufferId) -> None:
-        self._retired.discard(buffer)
         del self._counts[buffer]
         self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX

@@ -169,7 +169,7 @@ class Messages:
                 self._unpost(tag)
                 request.nbytes = header.length
                 request.advance(Input.GO)
-                return self._flows.into_buffer(header, request, request.base)
+                return self._flows.land(header, request.buffer, request.base, request)
         buffer = self._holds.new()
         self._holds.take(buffer)
         waiting = Waiting(nbytes=header.length, buffer=buffer, whole=False)
@@ -190,7 +190,7 @@ class Messages:
         request = arrival.request
         assert request is not None
         self._flows.release(arrival)
-        self._taken(arrival.length)
+        self._taken(arrival.header.length)
         if request.over:
             return
         if error:
