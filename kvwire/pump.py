@@ -183,6 +183,11 @@ class Pump(LinkHandler):
         if self._buffers.holds.drained:
             self._buffers.collect()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether more can be handed to the link now, rather than when it asks."""
+        return self.link.queued_bytes < LINK_QUEUE_BYTES
+
     def send_eager(self, header: bytes, payload: memoryview | None) -> None:
         """Send a message whose header the core has just given; its memory is free."""
         self.link.send(header, payload)
@@ -198,31 +203,50 @@ class Pump(LinkHandler):
                 return
             self._timer.cancel()
         self._timer_at = at
-        self._timer = self._loop.call_at(at, self._tick)
+        self._timer = self._loop.call_at(at, self._safely, self._tick)
 
     def _send(self, core: Core) -> None:
+        """Hand over frames and chunks until the link is full or nothing is left."""
         link, frames = self.link, core.outbox.frames
         if not frames and not core.sending:
             return
-        budget = WAKEUP_BYTES
+        moved_bytes = 0
         while True:
-            while frames:
-                header, body = frames.popleft()
-                link.send(header, memoryview(body))
-            while link.queued_bytes < LINK_QUEUE_BYTES:
-                chunk = core.next_chunk()
-                if chunk is None:
-                    break
-                budget -= chunk.length
-                self._send_chunk(core, chunk)
+            queued_bytes = self._queue(core)
             link.flush()
-            if not frames and (link.queued_bytes or not core.sending):
+            moved_bytes += queued_bytes
+            if frames:
+                continue
+            if link.queued_bytes or not queued_bytes:
                 break
-            if budget <= 0:
+            if moved_bytes >= WAKEUP_BYTES:
                 # Other connections get their turn; this one goes on right after.
-                self._again = self._loop.call_soon(self.run)
+                self._run_again()
                 break
         self._check_slow_peer()
+
+    def _run_again(self) -> None:
+        if self._again is None:
+            self._again = self._loop.call_soon(self._safely, self._next_run)
+
+    def _next_run(self) -> None:
+        self._again = None
+        self.run()
+
+    def _queue(self, core: Core) -> int:
+        """Queue every frame, and chunks while there is room; the payload's bytes."""
+        link, frames = self.link, core.outbox.frames
+        while frames:
+            header, body = frames.popleft()
+            link.send(header, memoryview(body))
+        queued_bytes = 0
+        while link.queued_bytes < LINK_QUEUE_BYTES:
+            chunk = core.next_chunk()
+            if chunk is None:
+                break
+            queued_bytes += chunk.length
+            self._send_chunk(core, chunk)
+        return queued_bytes
 
     def _send_chunk(self, core: Core, chunk: Chunk) -> None:
         payload = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
@@ -269,6 +293,16 @@ class Pump(LinkHandler):
         logger.warning("peer %s: %s", self.core.agreement.peer, error)
         self.core.fail(error)
         self.run()
+        # Also where the connection had ended before, and only its link was closing.
+        self.link.abort()
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """Take a step that nobody called: a bug in it ends this connection only."""
+        try:
+            step()
+        except Exception:
+            logger.exception("a bug of kvwire; its connection is aborted")
+            self.link.abort()
 
     def _check_slow_peer(self) -> None:
         if self.link.queued_bytes > LINK_QUEUE_BYTES + CONTROL_QUEUE_BYTES_MAX:
@@ -278,7 +312,7 @@ class Pump(LinkHandler):
                     f"the peer does not read: {self.link.queued_bytes} bytes are queued"
                 )
             )
-            self._again = self._loop.call_soon(self.run)
+            self.run()
 
 
 def _as_closed(error: Exception | None) -> ConnectionClosed | None:

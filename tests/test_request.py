@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvwire import DeadlineExceeded, PeerCancelled, Request, RequestCancelled
-from tests.support.pairs import SCHEMES, Pair, connected
+from tests.support.pairs import SCHEMES, Pair, connected, until
 
 LARGE = bytes(range(256)) * 1024
 
@@ -151,8 +151,7 @@ async def test_a_receive_under_way_goes_on_without_its_waiter(pair: Pair) -> Non
     into = bytearray(len(LARGE))
     sent = pair.left.send(1, LARGE)
     task = asyncio.create_task(pair.right.recv(1, into))
-    while not sent.done():
-        await asyncio.sleep(0)
+    await until(sent.done)
     task.cancel()
     request = pair.right.recv(1)
     await pair.left.send(1, b"second")
@@ -227,8 +226,7 @@ async def test_cancel_tells_the_other_side(pair: Pair) -> None:
     whole = bytes(64 << 20)
     sending = pair.left.send(1, whole)
     receiving = pair.right.recv(1, bytearray(len(whole)))
-    while not pair.left.core.sending:
-        await asyncio.sleep(0)
+    await until(lambda: pair.left.core.sending)
     receiving.cancel()
     with pytest.raises(RequestCancelled):
         await receiving

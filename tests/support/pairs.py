@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -45,7 +46,7 @@ def anywhere(scheme: str) -> str:
 async def communicators(
     **config: Any,
 ) -> AsyncIterator[tuple[Communicator, Communicator]]:
-    """Two communicators; both are closed, and have given all memory back, at the end."""
+    """Two communicators with the same configuration; both are closed at the end."""
     async with (
         kvwire.open(**{"name": "near", **config}) as near,
         kvwire.open(**{"name": "far", **config}) as far,
@@ -61,3 +62,9 @@ async def connected(scheme: str = "tcp", **config: Any) -> AsyncIterator[Pair]:
         left = await near.connect(address)
         right = await anext(far.connections())
         yield Pair(near, far, left, right, address)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Give the loop turns until a condition holds; the test's timeout ends the wait."""
+    while not condition():  # noqa: ASYNC110 - no event announces it
+        await asyncio.sleep(0)

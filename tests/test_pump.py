@@ -1,0 +1,149 @@
+"""The pump: what it hands to a link, when it stops, and what its mistakes end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvwire import ConnectionLost
+from kvwire.limits import (
+    CONTROL_QUEUE_BYTES_MAX,
+    HEADER_BYTES,
+    LINK_QUEUE_BYTES,
+    WAKEUP_BYTES,
+)
+from tests.support.pairs import Pair, connected, until
+
+LARGE = bytes(16 << 20)
+_CONFIG: dict[str, Any] = {"window_bytes": 64 << 20, "window_messages": 1 << 20}
+
+
+class FakeRoom:
+    """A link that loses all chunks, and whose queue is as full as the test says.
+
+    Attributes:
+        stuck_bytes: What a flush leaves in the queue.
+        queued_bytes: What is in the queue.
+        sent: Payload bytes of each chunk.
+    """
+
+    def __init__(self, pair: Pair, stuck_bytes: int) -> None:
+        self._link = pair.left._pump.link
+        self.queued_bytes = self.stuck_bytes = stuck_bytes
+        self.sent: list[int] = []
+        pair.left._pump.link = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def send(
+        self, header: bytes, payload: memoryview | None = None, token: Any = None
+    ) -> None:
+        if token is None:
+            self._link.send(header, payload)
+        elif payload is not None:
+            self.sent.append(payload.nbytes)
+            self.queued_bytes += payload.nbytes
+
+    def flush(self) -> None:
+        self._link.flush()
+        self.queued_bytes = self.stuck_bytes
+
+
+async def moving(pair: Pair) -> None:
+    """Begin a large message, and wait until chunks of it may leave."""
+    pair.left.send(1, LARGE)
+    pair.right.recv(1, bytearray(len(LARGE)))
+    await until(lambda: pair.left.core.sending)
+
+
+async def test_a_wake_up_is_spent_and_the_rest_comes_in_the_next() -> None:
+    async with connected() as pair:
+        link = FakeRoom(pair, 0)
+        await moving(pair)
+        assert sum(link.sent) - len(LARGE) < 0
+        before = sum(link.sent)
+        await asyncio.sleep(0)
+        assert 0 < sum(link.sent) - before <= WAKEUP_BYTES + LINK_QUEUE_BYTES
+        pair.left.abort()
+
+
+async def test_the_end_stops_a_pump_with_chunks_left_and_room_for_them() -> None:
+    """It once span for ever: chunks were left, and the ended core gave none."""
+    async with connected() as pair:
+        FakeRoom(pair, 0)
+        await moving(pair)
+        pair.left.abort()
+        assert pair.left.closed
+        assert not pair.left.core.sending
+
+
+async def test_no_chunk_goes_to_a_full_link() -> None:
+    async with connected() as pair:
+        link = FakeRoom(pair, LINK_QUEUE_BYTES)
+        await moving(pair)
+        assert sum(link.sent) == 0
+        link.queued_bytes = link.stuck_bytes = 0
+        pair.left._pump.link_writable(link)  # type: ignore[arg-type]
+        assert sum(link.sent) > 0
+        pair.left.abort()
+
+
+async def test_small_messages_are_announced_while_the_link_is_full() -> None:
+    """However wide the peer's window is, what waits here stays small."""
+    async with connected(**_CONFIG) as pair:
+        FakeRoom(pair, LINK_QUEUE_BYTES)
+        request = pair.left.send(1, b"small")
+        assert not request.done()
+        pair.left.abort()
+        with pytest.raises(ConnectionLost):
+            await request
+
+
+async def test_a_burst_of_small_messages_arrives_in_order() -> None:
+    """64 MiB of them in one go, from a caller that does not wait."""
+    async with connected(**_CONFIG) as pair:
+        body = bytes(16 << 10)
+        count = (LINK_QUEUE_BYTES + CONTROL_QUEUE_BYTES_MAX) // len(body) + 512
+        sent = [
+            pair.left.send(1, number.to_bytes(8, "little") + body[8:])
+            for number in range(count)
+        ]
+        for number in range(count):
+            message = await pair.right.recv(1)
+            assert int.from_bytes(message[:8], "little") == number
+        assert await asyncio.gather(*sent) == [len(body)] * count
+
+
+async def test_a_peer_that_does_not_read_is_given_up() -> None:
+    async with connected() as pair:
+        FakeRoom(pair, LINK_QUEUE_BYTES + CONTROL_QUEUE_BYTES_MAX + HEADER_BYTES)
+        request = pair.left.send(1, LARGE)
+        with pytest.raises(ConnectionLost, match="does not read"):
+            await request
+        await pair.left.wait_closed()
+        await request.released()
+
+
+@pytest.mark.parametrize("where", ["tick", "next_chunk"])
+async def test_a_bug_ends_its_own_connection_only(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a timer and in a turn of its own nobody else would catch it."""
+    async with connected(ping_interval_s=0.05) as pair:
+        other = await pair.near.connect(pair.address)
+        FakeRoom(pair, 0)
+        await moving(pair)
+
+        def bug(*_: Any) -> None:
+            raise ZeroDivisionError("planted")
+
+        monkeypatch.setattr(pair.left.core, where, bug)
+        await pair.left.wait_closed()
+        assert pair.left.closed
+        assert "a bug of kvwire" in caplog.text
+        await other.send(1, b"alive")
+        other_end = await anext(pair.far.connections())
+        assert await other_end.recv(1) == b"alive"
