@@ -122,6 +122,16 @@ def test_the_first_in_order_owns() -> None:
     assert second.waits == {"short": "long"}
 
 
+def test_an_owner_may_stop_inside_a_block() -> None:
+    """The longer prompt goes on from there, in the same block."""
+    found = plan_prefill(
+        [request("a", [1, 2], tokens=6), request("b", [1, 2, 3])],
+        [outcome([1, 2, 3], {2, 3})],
+    )
+    assert found.prefill == {"a": ((4, 6),), "b": ((6, 12),)}
+    assert found.waits == {"b": "a"}
+
+
 def test_waiting_is_a_chain() -> None:
     """c shares the next block with b, and all of a's with both."""
     found = plan_prefill(
