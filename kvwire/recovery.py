@@ -28,6 +28,8 @@ class Recovery:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._tasks: set[asyncio.Task[None]] = set()
+        # One redial for each peer, however many of its connections were lost.
+        self._redialling: set[bytes] = set()
 
     def lost(self, connection: Connection) -> None:
         """A connection has ended without having been closed."""
@@ -65,12 +67,23 @@ class Recovery:
         for other in communicator.live_connections:
             if other.peer.incarnation == incarnation:
                 exchange.reattach(other)
-        delay_s = REDIAL_S
-        while connection.dialled and exchange.interrupted(incarnation):
+                return
+        if connection.dialled and incarnation not in self._redialling:
+            self._redialling.add(incarnation)
             try:
-                new = await communicator.redial(connection)
+                await self._redial(connection)
+            finally:
+                self._redialling.discard(incarnation)
+
+    async def _redial(self, lost: Connection) -> None:
+        """Try again until it works or nothing waits for it; leases end the waiting."""
+        exchange, incarnation = self._communicator.exchange, lost.peer.incarnation
+        delay_s = REDIAL_S
+        while exchange.interrupted(incarnation):
+            try:
+                new = await self._communicator.redial(lost)
             except (OSError, KVWireError) as exc:
-                logger.info("redialling %s: %s", connection.peer, exc)
+                logger.info("redialling %s: %s", lost.peer, exc)
             else:
                 if new.peer.incarnation != incarnation:
                     exchange.peer_restarted(incarnation)
