@@ -27,12 +27,12 @@ def absolute(deadline: float | timedelta | None) -> float | None:
         return None
     now = asyncio.get_running_loop().time()
     if isinstance(deadline, timedelta):
-        deadline, from_now = deadline.total_seconds(), True
+        seconds, from_now = deadline.total_seconds(), True
     else:
-        from_now = deadline < _STARTED
-    if math.isnan(deadline) or deadline < 0:
+        seconds, from_now = float(deadline), deadline < _STARTED
+    if not math.isfinite(seconds) or seconds < 0:
         raise UsageError(
             f"deadline={deadline!r}: pass a time of the loop's clock "
             f"(loop.time() + 2), or a timedelta from now"
         )
-    return now + deadline if from_now else float(deadline)
+    return now + seconds if from_now else seconds

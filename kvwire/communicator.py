@@ -11,7 +11,6 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Generator, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
@@ -24,10 +23,12 @@ from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
     ConnectionClosed,
+    ConnectionLost,
     KVWireError,
     UsageError,
 )
 from kvwire.exchange import Exchange
+from kvwire.inbound import Inbound
 from kvwire.incoming import Incoming
 from kvwire.limits import PENDING_HANDSHAKES_MAX
 from kvwire.memory.buffers import as_payload
@@ -134,8 +135,9 @@ class Communicator(Offering):
         self._listeners: list[Listener] = []
         self._pumps: set[Pump] = set()
         self._connections: set[Connection] = set()
-        self._inbound: asyncio.Queue[Connection | None] = asyncio.Queue()
-        self._inbound_count = 0
+        # Of inbound links those that have not become a connection, oldest first.
+        self._pending: dict[Pump, None] = {}
+        self._inbound = Inbound()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -180,7 +182,7 @@ class Communicator(Offering):
             where = await resolve(where, self._identity.trust)
 
         def accept(link: Link) -> None:
-            self._accept(link, where.scheme)
+            self._accept(link, backend)
 
         listener = await backend.listen(where, accept)
         if self._closed:
@@ -252,11 +254,16 @@ class Communicator(Offering):
         )
         opening = Opening(handshake, config, where.scheme, self.loop)
         try:
-            async with asyncio.timeout(timeout_s):
-                link = await backend.connect(where)
-                connection = await self._shake_hands(link, opening)
+            async with asyncio.timeout(timeout_s) as limit:
+                pump = self._open(await backend.connect(where), opening)
+                connection = await _hands_shaken(pump, opening)
         except TimeoutError:
+            if not limit.expired():
+                raise  # the system's own: ETIMEDOUT is an OSError
             raise opening.timed_out(timeout_s) from None
+        except ConnectionLost:
+            self._check_open()
+            raise
         connection.dialled = (where, transport)
         return connection
 
@@ -265,16 +272,15 @@ class Communicator(Offering):
         """The connections that have not ended; a snapshot."""
         return tuple(self._connections)
 
-    async def connections(self) -> AsyncIterator[Connection]:
+    def connections(self) -> AsyncIterator[Connection]:
         """Inbound connections, in the order their handshakes ended.
 
-        Ends when the communicator is closed.
+        Ends when the communicator is closed. Several tasks may iterate; each
+        connection goes to one of them.
 
-        Cancel safety: safe, no connection is lost.
+        Cancel safety: safe, no connection is lost, and the iterator can be used again.
         """
-        with suppress(ClosedOK):
-            while True:
-                yield await self.accept()
+        return self._inbound
 
     async def accept(self) -> Connection:
         """The next inbound connection.
@@ -284,14 +290,7 @@ class Communicator(Offering):
 
         Cancel safety: safe, no connection is lost.
         """
-        connection = None
-        if not self._closed or not self._inbound.empty():
-            connection = await self._inbound.get()
-        if connection is None:
-            # For whoever else waits.
-            self._inbound.put_nowait(None)
-            raise ClosedOK("the communicator is closed")
-        return connection
+        return await self._inbound.take()
 
     # --- memory -----------------------------------------------------------------------
 
@@ -369,13 +368,12 @@ class Communicator(Offering):
             await listener.close()
         self.exchange.stop(ClosedOK("the communicator was closed"))
         await asyncio.gather(*(c.close() for c in list(self._connections)))
-        for pump in list(self._pumps):
+        for pump in self._pumps:
             pump.link.abort()
+        for pump in list(self._pumps):
             await asyncio.shield(pump.ended)
-        for task in list(self._tasks):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         for backend in self._backends.values():
             await backend.aclose()
 
@@ -408,7 +406,7 @@ class Communicator(Offering):
     def _stop(self) -> None:
         if not self._closed:
             self._closed = True
-            self._inbound.put_nowait(None)
+            self._inbound.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -422,44 +420,61 @@ class Communicator(Offering):
             self._backends[scheme] = registry.load(scheme)()
         return self._backends[scheme]
 
-    def _accept(self, link: Link, scheme: str) -> None:
-        """A link came in: shake hands with it in a task of its own."""
-        remote = link.remote_address
-        strangers_ok = self._identity.trust is not TrustMode.LOOPBACK
-        outside = (
-            remote is not None and scheme == "tcp" and not is_loopback(remote.host)
-        )
-        full = (
-            len(self._tasks) >= PENDING_HANDSHAKES_MAX
-            or len(self._connections) >= self.config.connections_max
-        )
-        if self._closed or full or (outside and not strangers_ok):
+    def _accept(self, link: Link, backend: Backend) -> None:
+        """A link came in: shake hands with it, in a task of its own."""
+        reason = self._why_not(link, backend)
+        if reason:
+            logger.info("%s: not accepted: %s", link.remote_address, reason)
             link.abort()
             return
-        task = self.loop.create_task(self._welcome(link, scheme))
+        if len(self._pending) >= PENDING_HANDSHAKES_MAX:
+            # An honest handshake takes milliseconds: the oldest is the most suspect.
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            oldest.link.abort()
+        handshake = ServerHandshake(self._identity, secrets.token_bytes(NONCE_BYTES))
+        opening = Opening(handshake, self.config, backend.scheme, self.loop)
+        pump = self._open(link, opening)
+        self._pending[pump] = None  # bounded: PENDING_HANDSHAKES_MAX
+        pump.ended.add_done_callback(lambda _: self._pending.pop(pump, None))
+        task = self.loop.create_task(self._welcome(pump, opening))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _welcome(self, link: Link, scheme: str) -> None:
-        handshake = ServerHandshake(self._identity, secrets.token_bytes(NONCE_BYTES))
-        opening = Opening(handshake, self.config, scheme, self.loop)
+    def _why_not(self, link: Link, backend: Backend) -> str:
+        """Why a link is not even asked who it is; "" if it is."""
+        remote, limit = link.remote_address, self.config.connections_max
+        if self._closed:
+            return "the communicator is closed"
+        if max(len(self._connections), len(self._inbound)) >= limit:
+            return f"connections_max={limit} are open, or wait to be taken"
+        proves_nothing = self._identity.trust is TrustMode.LOOPBACK
+        if remote is None or not proves_nothing or not _crosses_hosts(backend):
+            return ""
+        if not is_loopback(remote.host):
+            return 'it is on another host, and trust is "loopback"'
+        return ""
+
+    async def _welcome(self, pump: Pump, opening: Opening) -> None:
         timeout_s = self.config.handshake_timeout_s
+        remote = pump.link.remote_address
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._shake_hands(link, opening)
+                connection = await _hands_shaken(pump, opening)
         except TimeoutError:
-            logger.info("%s: %s", link.remote_address, opening.timed_out(timeout_s))
+            logger.info("%s: %s", remote, opening.timed_out(timeout_s))
         except KVWireError as exc:
-            logger.info("%s: refused: %s", link.remote_address, exc)
+            logger.info("%s: refused: %s", remote, exc)
         else:
             resumes = connection.core.agreement.offer.resumes
             if resumes:
                 await self._recovery.taken_over(connection, resumes)
             else:
                 self.exchange.reattach(connection)
-                self._inbound.put_nowait(connection)
+                self._inbound.put(connection)
 
-    async def _shake_hands(self, link: Link, opening: Opening) -> Connection:
+    def _open(self, link: Link, opening: Opening) -> Pump:
+        """Start a link; when the handshake on it has ended, it has a connection."""
         pump = Pump(
             link,
             self.buffers,
@@ -473,15 +488,9 @@ class Communicator(Offering):
             return self._begin(pump, opening, agreement)
 
         pump.open(opening, agreed)
-        try:
-            return await asyncio.shield(opening.done)
-        except KVWireError:
-            # The last word is on its way; the link ends after it.
-            raise
-        except BaseException:
+        if self._closed:
             link.abort()
-            opening.done.cancel()
-            raise
+        return pump
 
     def _begin(self, pump: Pump, opening: Opening, agreement: Agreement) -> Connection:
         core = Core(
@@ -500,8 +509,22 @@ class Communicator(Offering):
             peer=replace(agreement.peer, address=pump.link.remote_address),
             report=report_of(agreement.choice),
         )
+        self._pending.pop(pump, None)
         self._connections.add(connection)
         return connection
+
+
+async def _hands_shaken(pump: Pump, opening: Opening) -> Connection:
+    """The connection, once there is one; without anybody to wait there is none."""
+    try:
+        return await asyncio.shield(opening.done)
+    except KVWireError:
+        # The last word is on its way; the link ends after it.
+        raise
+    except BaseException:
+        pump.link.abort()
+        opening.done.cancel()
+        raise
 
 
 def _crosses_hosts(backend: Backend) -> bool:

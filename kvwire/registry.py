@@ -7,7 +7,9 @@ path would otherwise win silently.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
+from functools import lru_cache
 from importlib import metadata
 
 from kvwire.backend import API_VERSION, Availability, Backend
@@ -60,6 +62,15 @@ def availability(name: str) -> Availability:
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
     """Every offer, by name; one for each distribution, however it is installed."""
+    return _installed(tuple(sys.path))
+
+
+@lru_cache(maxsize=1)
+def _installed(_path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
+    """Read once for a path: it opens a file of each distribution, every handshake asks.
+
+    A backend that is installed into a running process is found by the next one.
+    """
     found: dict[str, dict[str, metadata.EntryPoint]] = defaultdict(dict)
     for point in metadata.entry_points(group=GROUP):
         found[point.name][f"{_owner(point)}: {point.value}"] = point

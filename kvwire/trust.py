@@ -63,7 +63,10 @@ def read_key_file(path: str) -> bytes:
         raise UsageError(
             f"psk_file {path} holds no hexadecimal key; make one with `kvwire keygen`"
         ) from None
-    check_psk(key)
+    try:
+        check_psk(key)
+    except UsageError as exc:
+        raise UsageError(f"psk_file {path}: {exc}") from None
     return key
 
 
@@ -94,12 +97,7 @@ async def resolve(address: Address, trust: TrustMode) -> Address:
             f"address {str(address)!r} names no host; write 127.0.0.1 for this host, "
             f"or 0.0.0.0 for every interface (with a key)"
         )
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:
-        raise UsageError(f"address {str(address)!r}: {exc}") from None
-    numeric = [str(sockaddr[0]) for *_, sockaddr in found]
+    numeric = await _numeric(address)
     reachable = [text for text in numeric if not is_loopback(text)]
     if trust is TrustMode.LOOPBACK and reachable:
         raise UsageError(
@@ -108,6 +106,22 @@ async def resolve(address: Address, trust: TrustMode) -> Address:
             f"(`kvwire keygen FILE`) on both sides"
         )
     return Address(address.scheme, numeric[0], address.port)
+
+
+async def _numeric(address: Address) -> list[str]:
+    """Every address of a host; one that is numeric already needs no thread."""
+    try:
+        return [str(ipaddress.ip_address(address.host))]
+    except ValueError:
+        pass
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )
+    except (OSError, UnicodeError) as exc:
+        raise UsageError(f"address {str(address)!r}: {exc}") from None
+    return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
 def is_loopback(host: str) -> bool:
