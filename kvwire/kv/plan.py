@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -364,12 +365,10 @@ def _layer_range(layers: int | slice | None, spec: KVSpec, group: str) -> range:
     """The layers that a mark names, by the model's index, inside this side's own."""
     held = spec.layer_indices
     where = f"layers of group {group!r}"
-    if not isinstance(layers, int):
+    if layers is None or isinstance(layers, slice):
         named = _index_range(layers, held.stop, where)
         return range(max(named.start, held.start), named.stop)
-    if layers not in held:
-        raise UsageError(f"{where}: {layers} is not one of {_span(held)}")
-    return range(layers, layers + 1)
+    return _one_of(held, layers, where)
 
 
 def _index_range(which: int | slice | None, size: int, where: str) -> range:
@@ -380,9 +379,19 @@ def _index_range(which: int | slice | None, size: int, where: str) -> range:
         if found.step != 1:
             raise UsageError(f"{where}: a slice with step {found.step}; use step 1")
         return found
-    if not 0 <= which < size:
-        raise UsageError(f"{where}: {which} is not one of 0 to {size - 1}")
-    return range(which, which + 1)
+    return _one_of(range(size), which, where)
+
+
+def _one_of(numbers: range, which: int, where: str) -> range:
+    try:
+        number = operator.index(which)
+    except TypeError:
+        raise UsageError(
+            f"{where}: {which!r} is neither a number nor a slice"
+        ) from None
+    if number not in numbers:
+        raise UsageError(f"{where}: {number} is not one of {_span(numbers)}")
+    return range(number, number + 1)
 
 
 def _span(numbers: range) -> str:

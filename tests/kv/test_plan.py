@@ -308,6 +308,14 @@ def test_marks_out_of_range_are_refused() -> None:
         plan.segments(layers=-1)
     with pytest.raises(UsageError, match="a slice with step 2"):
         plan.segments(blocks=slice(0, 3, 2))
+    wrong: Any = "1"
+    with pytest.raises(UsageError, match=r"layers of .*: '1' is neither a number nor"):
+        plan.segments(layers=wrong)
+    with pytest.raises(UsageError, match=r"blocks of .*: '1' is neither a number nor"):
+        plan.segments(blocks=wrong)
+    (segment,) = plan.segments(layers=1, blocks=0)
+    number: Any = np.int64(1)
+    assert repr(plan.segments(layers=number, blocks=0)) == repr((segment,))
     assert plan.segments(blocks=slice(3, 3)) == ()
     assert plan.segments(blocks=slice(1, 99)) == plan.segments(blocks=slice(1, 3))
 
