@@ -39,6 +39,11 @@ class BufferTable:
         self._payloads[buffer] = payload
         return buffer
 
+    def take_back(self, buffer: BufferId) -> None:
+        """Forget memory that was lent for nothing."""
+        self.holds.retire(buffer)
+        self.collect()
+
     def part(self, buffer: BufferId, offset: int, nbytes: int) -> Payload:
         """A byte range of a buffer."""
         payload = self._payloads[buffer]

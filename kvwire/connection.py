@@ -184,20 +184,15 @@ class Connection(Asking):
         """
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
-        at, core, limit = absolute(deadline), self.core, self._message_bytes
+        at = None if deadline is None else absolute(deadline)
         if into is None:
+            core, limit = self.core, self._message_bytes
             return self._begin(
                 Request(self, post=lambda: core.recv(tag, None, limit, at))
             )
         payload = as_payload(into, writable=True, what="into")
         return self._begin(
-            Request(
-                self,
-                into=payload,
-                post=lambda: self._lend(
-                    payload, lambda lent: core.recv(tag, lent, payload.nbytes, at)
-                ),
-            )
+            Request(self, into=payload, post=lambda: self._post(tag, payload, at))
         )
 
     # --- one-sided --------------------------------------------------------------------
@@ -403,8 +398,18 @@ class Connection(Asking):
         try:
             return start(lent)
         except KVWireError:
-            self._buffers.holds.retire(lent)
-            self._buffers.collect()
+            self._buffers.take_back(lent)
+            raise
+
+    def _post(
+        self, tag: int, payload: memoryview | Fragments, at: float | None
+    ) -> CoreRequest:
+        """Post a receive, of which there are many; otherwise as :meth:`_lend`."""
+        lent = self._buffers.lend(payload)
+        try:
+            return self.core.recv(tag, lent, payload.nbytes, at)
+        except KVWireError:
+            self._buffers.take_back(lent)
             raise
 
     def _one_sided(

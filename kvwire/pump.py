@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvwire.backend import Landing, Link, LinkHandler
+from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.buffer_table import BufferTable
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
@@ -23,7 +23,7 @@ from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import Ended, Event
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.types import BufferId
-from kvwire.wire.header import Flag
+from kvwire.wire.header import Flag, Header
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -37,9 +37,10 @@ _CHECKED = int(Flag.CHECKED)
 class _Landing(Landing):
     __slots__ = ("arrival",)
 
-    def __init__(self, length: int, payload: memoryview | None) -> None:
-        super().__init__(length, payload)
-        self.arrival: Arrival | None = None
+    def __init__(self, arrival: Arrival, payload: Payload | None) -> None:
+        self.length = arrival.header.length
+        self.payload = payload
+        self.arrival = arrival
 
 
 class Pump(LinkHandler):
@@ -51,6 +52,8 @@ class Pump(LinkHandler):
         held: Messages that nobody has asked for yet, by the core's numbers.
         ended: Set when the link has closed: nothing touches memory any more.
     """
+
+    _on_event: Callable[[Event], None]
 
     def __init__(
         self,
@@ -69,7 +72,6 @@ class Pump(LinkHandler):
         self._buffers = buffers
         self._loop = loop
         self._check = check_payload
-        self._on_event: Callable[[Event], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._seen_bytes = 0
@@ -102,7 +104,7 @@ class Pump(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
-        return self._landing(arrival)
+        return _Landing(arrival, self._destination(arrival))
 
     def body_received(self, link: Link, landing: Landing) -> None:
         """See LinkHandler."""
@@ -113,23 +115,18 @@ class Pump(LinkHandler):
             return
         assert isinstance(landing, _Landing)
         arrival, payload = landing.arrival, landing.payload
-        assert arrival is not None
+        now = self._loop.time()
         try:
             if arrival.place is Place.CONTROL:
                 assert isinstance(payload, memoryview)
-                core.body_received(arrival, self._loop.time(), body=bytes(payload))
+                core.body_received(arrival, now, body=bytes(payload))
             else:
-                header = arrival.header
-                intact = (
-                    not header.flags & _CHECKED
-                    or payload is None
-                    or checksum(payload) == header.payload_check
-                )
+                intact = _matches(payload, arrival.header)
                 if arrival.place is Place.HOLD and intact:
                     assert arrival.buffer is not None
                     assert isinstance(payload, memoryview)
                     self.held[arrival.buffer] = payload
-                core.body_received(arrival, self._loop.time(), intact=intact)
+                core.body_received(arrival, now, intact=intact)
         except ProtocolError as exc:
             self._broken(exc)
             return
@@ -170,14 +167,19 @@ class Pump(LinkHandler):
         assert core is not None
         if self._running:
             return  # called from inside a run, which goes on until nothing is left
+        outbox = core.outbox
         self._running = True
         try:
-            self._send(core)
-            while core.outbox.events:
-                events, core.outbox.events = core.outbox.events, []
+            while True:
+                if outbox.frames or core.sending:
+                    self._send(core)
+                if not outbox.events:
+                    break
+                events, outbox.events = outbox.events, []
                 for event in events:
-                    self._deal_with(event)
-                self._send(core)
+                    if isinstance(event, Ended):
+                        self._end_link(graceful=event.graceful)
+                    self._on_event(event)
         finally:
             self._running = False
         if self._buffers.holds.drained:
@@ -189,10 +191,12 @@ class Pump(LinkHandler):
         return self.link.queued_bytes < LINK_QUEUE_BYTES
 
     def send_eager(self, header: bytes, payload: memoryview | None) -> None:
-        """Send a message whose header the core has just given; its memory is free."""
+        """Send a message whose header the core has just given; its memory is free.
+
+        Only while there is room: then no message makes the queue too long.
+        """
         self.link.send(header, payload)
         self.link.flush()
-        self._check_slow_peer()
 
     def set_timer(self) -> None:
         """Be woken when the core wants to look at the clock."""
@@ -208,8 +212,6 @@ class Pump(LinkHandler):
     def _send(self, core: Core) -> None:
         """Hand over frames and chunks until the link is full or nothing is left."""
         link, frames = self.link, core.outbox.frames
-        if not frames and not core.sending:
-            return
         moved_bytes = 0
         while True:
             queued_bytes = self._queue(core)
@@ -253,28 +255,18 @@ class Pump(LinkHandler):
         check = checksum(payload) if self._check else None
         self.link.send(core.chunk_header(chunk, check), payload, chunk)
 
-    def _landing(self, arrival: Arrival) -> Landing:
-        length = arrival.length
-        landing = _Landing(length, None)
-        landing.arrival = arrival
-        if arrival.place is Place.BUFFER:
+    def _destination(self, arrival: Arrival) -> Payload | None:
+        place, length = arrival.place, arrival.header.length
+        if place is Place.BUFFER:
             assert arrival.buffer is not None
-            landing.payload = self._buffers.part(arrival.buffer, arrival.offset, length)
-        elif arrival.place is Place.HOLD:
-            assert arrival.buffer is not None
-            landing.payload = memoryview(bytearray(length))
-        elif arrival.place is Place.CONTROL:
-            landing.payload = memoryview(bytearray(length))
-        return landing
+            return self._buffers.part(arrival.buffer, arrival.offset, length)
+        return None if place is Place.NOWHERE else memoryview(bytearray(length))
 
-    def _deal_with(self, event: Event) -> None:
-        if isinstance(event, Ended):
-            if event.graceful:
-                self.link.close()
-            else:
-                self.link.abort()
-        assert self._on_event is not None
-        self._on_event(event)
+    def _end_link(self, *, graceful: bool) -> None:
+        if graceful:
+            self.link.close()
+        else:
+            self.link.abort()
 
     def _tick(self) -> None:
         self._timer = None
@@ -313,6 +305,15 @@ class Pump(LinkHandler):
                 )
             )
             self.run()
+
+
+def _matches(payload: Payload | None, header: Header) -> bool:
+    """Whether a payload is the one that was sent, as far as anybody can tell."""
+    return (
+        not header.flags & _CHECKED
+        or payload is None
+        or checksum(payload) == header.payload_check
+    )
 
 
 def _as_closed(error: Exception | None) -> ConnectionClosed | None:

@@ -323,7 +323,15 @@ class Connection:
         """
         if self.phase is not Phase.OPEN:
             self._check_waiting(tag)
-        request = self._new(Kind.RECV, buffer, nbytes, deadline, tag=tag, check=False)
+        self._requests.check_room()
+        request = Request(
+            kind=Kind.RECV,
+            wire_id=None,
+            buffer=buffer,
+            nbytes=nbytes,
+            tag=tag,
+            deadline=deadline,
+        )
         self._messages.post(request)
         return request
 
@@ -545,10 +553,8 @@ class Connection:
         deadline: float | None,
         *,
         tag: int = 0,
-        check: bool = True,
     ) -> Request:
-        if check:
-            self._check_open()
+        self._check_open()
         self._requests.check_room()
         return Request(
             kind=kind,
