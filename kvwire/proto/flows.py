@@ -191,7 +191,7 @@ class Flows:
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",
             )
-        if not request.arrived.add(self.chunk_number(header, request.nbytes)):
+        if not request.arrived.note(self.chunk_number(header, request.nbytes)):
             raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
         assert request.buffer is not None
         return self.land(header, request.buffer, request.base + header.offset, request)
@@ -228,9 +228,7 @@ class Flows:
         return arrival
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
-        """A chunk is in place, and its checksum did or did not match."""
-        if arrival.place is Place.NOWHERE:
-            return
+        """A chunk is in place, and its checksum did or did not match (KVW-DT-04)."""
         request = arrival.request
         assert request is not None
         self.release(arrival)

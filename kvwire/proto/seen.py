@@ -17,7 +17,7 @@ class Seen:
         self._next = 0
         self._beyond: set[int] = set()
 
-    def add(self, number: int) -> bool:
+    def note(self, number: int) -> bool:
         """Note a chunk; False if it had come before."""
         if number < self._next or number in self._beyond:
             return False

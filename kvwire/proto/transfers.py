@@ -336,8 +336,6 @@ class Transfers:
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
         """A chunk of a segment is in place."""
-        if arrival.place is Place.NOWHERE:
-            return
         segment = arrival.segment
         assert segment is not None
         self._flows.release(arrival)

@@ -26,7 +26,7 @@ from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Agreement
 from kvwire.proto.holds import Holds
 from kvwire.proto.regions import Region, Regions
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import Request as CoreRequest
 from kvwire.proto.segments import Segment, Transfer
 from kvwire.testing.handshakes import Frame
 from kvwire.types import Access as Direction
@@ -72,10 +72,10 @@ class Peer:
         )
         self.wire: deque[Frame] = deque()
         self.events: list[Event] = []
-        self.done: dict[Request, RequestDone] = {}
+        self.done: dict[CoreRequest, RequestDone] = {}
         self.memory: dict[BufferId, bytearray] = {}
         self.freed: dict[BufferId, bytes] = {}
-        self.transfers: dict[Request, Transfer] = {}
+        self.transfers: dict[CoreRequest, Transfer] = {}
         self.broken: ProtocolError | None = None
         self.lost = False
         self.stalled = False
@@ -83,7 +83,7 @@ class Peer:
         self.place: Callable[[Segment], None] | None = self._place
         self._regions = Regions()
         self._leaving: deque[Chunk] = deque()
-        self._held: dict[Request, bytes] = {}
+        self._held: dict[CoreRequest, bytes] = {}
 
     # --- what an application does -----------------------------------------------------
 
@@ -99,7 +99,7 @@ class Peer:
 
     def send(
         self, tag: int, data: bytes, *, deadline: float | None = None
-    ) -> Request | None:
+    ) -> CoreRequest | None:
         """Send a message; None if it travels at once and so is over."""
         header = self.core.eager_header(tag, len(data), checksum(memoryview(data)))
         request = None
@@ -112,7 +112,7 @@ class Peer:
 
     def recv(
         self, tag: int, nbytes: int | None = 4096, *, deadline: float | None = None
-    ) -> Request:
+    ) -> CoreRequest:
         """Receive a message into a new buffer; without a size, into what it needs."""
         buffer = None if nbytes is None else self.lend(nbytes)
         limit = 2**20 if nbytes is None else nbytes
@@ -154,20 +154,20 @@ class Peer:
 
     def put(
         self, data: bytes, target: Access, *, deadline: float | None = None
-    ) -> Request:
+    ) -> CoreRequest:
         """Write into the other end's memory."""
         request = self.core.put(self.lend(data), len(data), target, deadline)
         self.collect()
         return request
 
-    def get(self, source: Access, *, deadline: float | None = None) -> Request:
+    def get(self, source: Access, *, deadline: float | None = None) -> CoreRequest:
         """Read the other end's memory into a new buffer."""
         buffer = self.lend(source.nbytes)
         request = self.core.get(buffer, source.nbytes, source, deadline)
         self.collect()
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: CoreRequest) -> None:
         """End a request."""
         self.core.cancel(request)
         self.collect()
@@ -179,11 +179,11 @@ class Peer:
 
     # --- results ----------------------------------------------------------------------
 
-    def error(self, request: Request) -> KVWireError | None:
+    def error(self, request: CoreRequest) -> KVWireError | None:
         """Why a request failed; None if it did not. KeyError if it is not over."""
         return self.done[request].error
 
-    def received(self, request: Request) -> bytes:
+    def received(self, request: CoreRequest) -> bytes:
         """What a receive or a get that ended well has brought."""
         done = self.done[request]
         assert done.error is None, done.error

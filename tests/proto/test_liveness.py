@@ -69,14 +69,17 @@ def test_a_late_timer_within_the_tolerance_is_not_a_stall() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_stalls_delay_the_verdict_and_do_not_prevent_it(seed: int) -> None:
-    """A peer that is dead is found after as many looks, however late each one is."""
+    """A peer that is dead is found, however late each look is, one look later at most.
+
+    The last look, if it is late, asks once more before it judges.
+    """
     chance, liveness, looks = random.Random(seed), watch(), 0
     while True:
         looks += 1
         now = liveness.due + chance.choice([0.0, 0.1, 0.3, 5.0])
         if liveness.look(now) is Verdict.DEAD:
             break
-    assert looks == PING_MISSES
+    assert PING_MISSES <= looks <= PING_MISSES + 1
     assert liveness.due == now + PING_INTERVAL_S
 
 

@@ -16,7 +16,7 @@ def test_it_is_a_set(numbers: list[int]) -> None:
     """In any order, with any repetitions, from any start."""
     seen, model = Seen(), set[int]()
     for number in numbers:
-        assert seen.add(number) is (number not in model)
+        assert seen.note(number) is (number not in model)
         model.add(number)
 
 
@@ -26,17 +26,17 @@ def test_every_order_ends_the_same(seed: int) -> None:
     numbers = list(range(200))
     random.Random(seed).shuffle(numbers)
     seen = Seen()
-    assert all(seen.add(number) for number in numbers)
-    assert not any(seen.add(number) for number in numbers)
+    assert all(seen.note(number) for number in numbers)
+    assert not any(seen.note(number) for number in numbers)
 
 
 def test_no_memory_in_order() -> None:
     """A size that the peer announces costs nothing; what came out of order is kept."""
     seen = Seen()
-    assert all(seen.add(number) for number in range(1000))
+    assert all(seen.note(number) for number in range(1000))
     assert not seen._beyond
-    assert seen.add(10**12)
+    assert seen.note(10**12)
     assert seen._beyond == {10**12}
-    assert seen.add(1001)
-    assert seen.add(1000)
+    assert seen.note(1001)
+    assert seen.note(1000)
     assert seen._beyond == {10**12}

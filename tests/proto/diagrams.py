@@ -1,0 +1,102 @@
+"""The state diagrams of docs/topics/protocol.md, made from the tables of the code.
+
+``python -m tests.proto.diagrams`` writes them into the page; a test fails when the page
+says something else than the tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from kvwire.proto.handshake import TRANSITIONS, HandshakeState
+from kvwire.proto.state import (
+    FIRST_STATE,
+    PHASE_TRANSITIONS,
+    REQUEST_TRANSITIONS,
+    TERMINAL,
+    Input,
+    Kind,
+    Phase,
+    State,
+)
+from kvwire.types import Role
+from tests.support.tree import ROOT
+
+PAGE = ROOT / "docs" / "topics" / "protocol.md"
+_BLOCK = re.compile(r"(<!-- diagram: ([\w, ]+) -->\n```mermaid\n).*?(```\n)", re.DOTALL)
+
+Edge = tuple[str, str, str]
+"""From, what happens, to; the start and the end are "[*]"."""
+
+
+def diagrams() -> dict[str, str]:
+    """Every diagram by its name; kinds of request that go the same way share one."""
+    drawn = {
+        f"handshake {role.name.lower()}": _drawn(_handshake(role)) for role in Role
+    }
+    alike: dict[str, list[str]] = {}
+    for kind in Kind:
+        alike.setdefault(_drawn(_request(kind)), []).append(kind.value)
+    drawn |= {", ".join(kinds): drawing for drawing, kinds in alike.items()}
+    drawn["connection"] = _drawn(_connection())
+    return drawn
+
+
+def updated(page: str) -> str:
+    """The page with its diagrams drawn anew.
+
+    Raises:
+        KeyError: It wants a diagram that there is not.
+    """
+    drawn = diagrams()
+    return _BLOCK.sub(lambda block: block[1] + drawn[block[2]] + block[3], page)
+
+
+def named(page: str) -> list[str]:
+    """The names of the diagrams of a page."""
+    return [block[2] for block in _BLOCK.finditer(page)]
+
+
+def _drawn(edges: Iterable[Edge]) -> str:
+    lines = (f"    {a} --> {b}" + (f": {what}" if what else "") for a, what, b in edges)
+    return "\n".join(["stateDiagram-v2", *lines, ""])
+
+
+def _handshake(role: Role) -> Iterator[Edge]:
+    steps = {old: new for (whose, old), new in TRANSITIONS.items() if whose is role}
+    first = next(old for old in steps if old not in steps.values())
+    yield "[*]", "", first.name
+    for old, new in steps.items():
+        # A state that waits for a frame is named after it; the last one is the front's.
+        decided = old is HandshakeState.DECISION
+        yield old.name, "decided" if decided else f"{old.name} received", new.name
+        yield old.name, "disagrees, or REFUSE", HandshakeState.FAILED.name
+    yield HandshakeState.DONE.name, "", "[*]"
+    yield HandshakeState.FAILED.name, "", "[*]"
+
+
+def _request(kind: Kind) -> Iterator[Edge]:
+    steps = [step for step in REQUEST_TRANSITIONS.items() if step[0][0] is kind]
+    good = [step for step in steps if step[0][2] is not Input.FAIL]
+    reached = {FIRST_STATE[kind], *(new for _, new in good)}
+    failing = [step for step in steps if step not in good and step[0][1] in reached]
+    yield "[*]", "", FIRST_STATE[kind].name
+    for (_, old, what), new in good + failing:
+        yield old.name, what.value, new.name
+    for state in State:
+        if state in TERMINAL:
+            yield state.name, "", "[*]"
+
+
+def _connection() -> Iterator[Edge]:
+    yield "[*]", "", Phase.OPEN.name
+    for (old, what), new in PHASE_TRANSITIONS.items():
+        # Asking again, and a link that ends after everything, change nothing.
+        if old is not new:
+            yield old.name, what.value, new.name
+    yield Phase.CLOSED.name, "", "[*]"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))

@@ -1,0 +1,382 @@
+"""Chunks: each of them once, wherever it comes from; memory is held exactly so long."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import (
+    ConnectionLost,
+    IntegrityError,
+    MalformedFrame,
+    UnexpectedFrame,
+)
+from kvwire.limits import REQUESTS_MAX
+from kvwire.proto.events import RequestDone
+from kvwire.proto.flows import Arrival, Chunk, Flows, Place
+from kvwire.proto.framing import Framing
+from kvwire.proto.holds import Holds
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.requests import Request, Requests
+from kvwire.proto.segments import Segment
+from kvwire.proto.state import Input, Kind, State
+from kvwire.types import Role
+from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
+
+CHUNK = 10
+
+
+@dataclass
+class Side:
+    """The flows of one side, with chunks of ten bytes."""
+
+    outbox: Outbox = field(default_factory=lambda: Outbox(Framing()))
+    holds: Holds = field(default_factory=Holds)
+    requests: Requests = field(init=False)
+    flows: Flows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.requests = Requests(Role.CLIENT, self.outbox, self.holds)
+        self.flows = Flows(self.requests, self.holds, CHUNK)
+
+    def request(self, kind: Kind, nbytes: int, base: int = 0) -> Request:
+        request = Request(
+            kind=kind,
+            wire_id=None,
+            buffer=self.holds.new(),
+            nbytes=nbytes,
+            base=base,
+        )
+        self.requests.start(request)
+        return request
+
+    def put(self, nbytes: int, base: int = 0) -> Request:
+        request = self.request(Kind.PUT, nbytes, base)
+        self.flows.begin_send(request)
+        return request
+
+    def get(self, nbytes: int, base: int = 0, kind: Kind = Kind.GET) -> Request:
+        request = self.request(kind, nbytes, base)
+        self.flows.begin_receive(request)
+        return request
+
+    def segment(self, nbytes: int, priority: int, number: int = 1) -> Segment:
+        request = self.request(Kind.OUTGOING, 0)
+        request.advance(Input.GO)
+        segment = Segment(
+            request=request,
+            number=number,
+            box=(0, 0, 1, 0, 1),
+            nbytes=nbytes,
+            buffer=self.holds.new(),
+        )
+        self.flows.begin_segment(segment, priority)
+        return segment
+
+    def chunk(self) -> Chunk:
+        chunk = self.flows.next_chunk()
+        assert chunk is not None
+        return chunk
+
+    def done(self) -> list[RequestDone]:
+        events, self.outbox.events = self.outbox.events, []
+        return [event for event in events if isinstance(event, RequestDone)]
+
+
+def data(wire_id: int | None, offset: int, length: int) -> Header:
+    raw = encode_header(
+        FrameType.DATA, Flag.CHECKED, 0, length, wire_id or 0, offset=offset
+    )
+    return decode_header(raw)
+
+
+def pieces(nbytes: int) -> list[tuple[int, int]]:
+    return [(at, min(CHUNK, nbytes - at)) for at in range(0, nbytes, CHUNK)]
+
+
+# --- sending
+
+
+@given(st.integers(1, 95), st.integers(0, 50))
+def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
+    """Each byte once; position in the request, offset in the buffer."""
+    side = Side()
+    request = side.put(nbytes, base)
+    chunks = []
+    while (chunk := side.flows.next_chunk()) is not None:
+        assert chunk.buffer == request.buffer
+        assert chunk.request_and_segment == (request, 0)
+        assert chunk.offset == base + chunk.position
+        chunks.append(chunk)
+    assert [(c.position, c.length) for c in chunks] == pieces(nbytes)
+    assert not side.flows.sending
+    for chunk in chunks:
+        assert request.state is State.MOVING
+        side.flows.chunk_sent(chunk)
+    assert request.state is State.WAITING
+
+
+def test_requests_take_turns() -> None:
+    """One chunk each, so a short one does not wait for a long one."""
+    side = Side()
+    long, short = side.put(50), side.put(20)
+    order = [side.chunk().mover for _ in range(7)]
+    assert order == [long, short, long, short, long, long, long]
+
+
+def test_a_higher_priority_goes_first() -> None:
+    """And the lower one goes on when there is nothing else."""
+    side = Side()
+    low = side.segment(25, priority=1)
+    assert side.chunk().mover is low
+    high, plain = side.segment(15, priority=200), side.put(5)
+    order = [side.chunk().mover for _ in range(5)]
+    assert order == [high, high, low, low, plain]
+    assert side.flows.next_chunk() is None
+
+
+def test_a_chunk_of_a_segment_names_it() -> None:
+    """Its request and its number."""
+    side = Side()
+    segment = side.segment(5, priority=0, number=7)
+    assert side.chunk().request_and_segment == (segment.request, 7)
+
+
+def test_a_segment_is_sent_when_its_last_chunk_is() -> None:
+    """Not when the link still works on one, and once."""
+    side, sent = Side(), list[Segment]()
+    side.flows.on_segment_sent(sent.append)
+    segment = side.segment(25, priority=3)
+    first, second, third = (side.chunk() for _ in range(3))
+    side.flows.chunk_sent(third)
+    side.flows.chunk_sent(first)
+    assert sent == []
+    side.flows.chunk_sent(second)
+    assert sent == [segment]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_completions_in_any_order(order: tuple[int, ...]) -> None:
+    """A link may be through with its frames as it likes."""
+    side = Side()
+    request = side.put(25)
+    chunks = [side.chunk() for _ in range(3)]
+    for number in order:
+        assert request.state is State.MOVING
+        side.flows.chunk_sent(chunks[number])
+    assert request.state is State.WAITING
+    assert side.holds.drained == []
+
+
+def test_confirmed_before_the_link_was_through() -> None:
+    """The peer's DONE may be quicker than our link's word."""
+    side = Side()
+    request = side.put(5)
+    chunk = side.chunk()
+    request.confirmed = True
+    assert side.done() == []
+    side.flows.chunk_sent(chunk)
+    (done,) = side.done()
+    assert (done.request, done.error) == (request, None)
+    assert side.holds.drained == [request.buffer]
+
+
+def test_memory_is_held_while_the_link_sends() -> None:
+    """A request that fails has its memory back when the link is through, not before."""
+    side = Side()
+    request = side.put(25)
+    chunks = [side.chunk(), side.chunk()]
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.flows.next_chunk() is None
+    for chunk in chunks:
+        assert side.holds.drained == []
+        side.flows.chunk_sent(chunk)
+    assert side.holds.drained == [request.buffer]
+    assert len(side.done()) == 1
+
+
+def test_a_request_that_is_over_gives_up_its_turn() -> None:
+    """In the middle of the others, and when it is the only one."""
+    side = Side()
+    first, second = side.put(15), side.put(15)
+    side.requests.fail(first, ConnectionLost("x"), tell=None)
+    assert [side.chunk().mover, side.chunk().mover] == [second, second]
+    third = side.put(15)
+    side.requests.fail(third, ConnectionLost("x"), tell=None)
+    assert side.flows.sending
+    assert side.flows.next_chunk() is None
+    assert not side.flows.sending
+
+
+def test_asking_and_cancelling_without_end() -> None:
+    """While the link takes nothing, requests that are over do not pile up."""
+    side = Side()
+    kept = [side.put(5), side.segment(5, priority=9)]
+    for _ in range(3 * REQUESTS_MAX):
+        request = side.put(5)
+        side.requests.fail(request, ConnectionLost("x"), tell=None)
+        side.done()
+        assert sum(map(len, side.flows._turns.values())) <= REQUESTS_MAX
+    assert [side.chunk().mover, side.chunk().mover] == kept[::-1]
+
+
+def test_the_count_of_the_queued_is_right() -> None:
+    """After any mixture of sending, ending and asking."""
+    chance, side = random.Random(3), Side()
+    side.flows._queued_max = 8
+    open_requests: list[Request] = []
+    for _ in range(2000):
+        match chance.randrange(3):
+            case 0:
+                open_requests.append(side.put(chance.randrange(1, 40)))
+            case 1 if open_requests:
+                ended = open_requests.pop(chance.randrange(len(open_requests)))
+                side.requests.fail(ended, ConnectionLost("x"), tell=None)
+            case _:
+                chunk = side.flows.next_chunk()
+                if chunk is not None:
+                    side.flows.chunk_sent(chunk)
+        assert side.flows._queued == sum(map(len, side.flows._turns.values()))
+        assert all(side.flows._turns.values())
+
+
+# --- receiving
+
+
+@pytest.mark.rule("KVW-DT-01", "keeps")
+@pytest.mark.rule("KVW-DT-02", "keeps")
+@pytest.mark.rule("KVW-DT-03", "keeps")
+@pytest.mark.rule("KVW-DT-04", "keeps")
+@pytest.mark.parametrize("kind", [Kind.GET, Kind.SERVE_PUT])
+@pytest.mark.parametrize("nbytes", [1, 9, 10, 11, 20, 95])
+def test_chunks_in_any_order(kind: Kind, nbytes: int) -> None:
+    """Each lands at its own place, and the last one ends it."""
+    side = Side()
+    request = side.get(nbytes, base=100, kind=kind)
+    order = pieces(nbytes)
+    random.Random(nbytes).shuffle(order)
+    for offset, length in order:
+        assert side.done() == []
+        arrival = side.flows.data_header(data(request.wire_id, offset, length))
+        assert (arrival.place, arrival.buffer) == (Place.BUFFER, request.buffer)
+        assert (arrival.offset, arrival.length) == (100 + offset, length)
+        side.flows.data_landed(arrival, intact=True)
+    (done,) = side.done()
+    assert (done.error, done.nbytes) == (None, nbytes)
+    said = [decode_header(header).type for header, _ in side.outbox.frames]
+    assert said == ([FrameType.DONE] if kind is Kind.SERVE_PUT else [])
+    # A region's memory is not the request's to give back.
+    drained = [] if kind is Kind.SERVE_PUT else [request.buffer]
+    assert side.holds.drained == drained
+
+
+@pytest.mark.rule("KVW-DT-01", "breaks")
+def test_payload_for_what_does_not_receive() -> None:
+    """A put of ours, and a receive that has no memory yet."""
+    side = Side()
+    put, receive = side.put(5), side.request(Kind.RECV, 5)
+    for request in (put, receive):
+        with pytest.raises(UnexpectedFrame, match=request.state.value) as caught:
+            side.flows.data_header(data(request.wire_id, 0, 5))
+        assert caught.value.rule == "KVW-DT-01"
+
+
+@pytest.mark.rule("KVW-DT-02", "breaks")
+def test_chunks_that_are_none() -> None:
+    """Every offset and length around the edges of 25 bytes, but for the three."""
+    side = Side()
+    request = side.get(25)
+    offsets = [*range(31), 40, 2**32, 2**63, 2**64 - 1, 2**64 - 10]
+    good = set(pieces(25))
+    for offset, length in itertools.product(offsets, range(1, 31)):
+        if (offset, length) in good:
+            continue
+        with pytest.raises(MalformedFrame) as caught:
+            side.flows.data_header(data(request.wire_id, offset, length))
+        assert caught.value.rule == "KVW-DT-02"
+    assert side.holds.drained == []
+
+
+@pytest.mark.rule("KVW-DT-03", "breaks")
+@pytest.mark.parametrize("order", [[0, 0], [2, 2], [0, 1, 0], [1, 0, 1], [2, 1, 2]])
+def test_a_chunk_that_comes_again(order: list[int]) -> None:
+    """Landed before, or still landing."""
+    side = Side()
+    request = side.get(25)
+    headers = [data(request.wire_id, at, length) for at, length in pieces(25)]
+    *good, again = order
+    for number in good:
+        side.flows.data_header(headers[number])
+    with pytest.raises(UnexpectedFrame) as caught:
+        side.flows.data_header(headers[again])
+    assert caught.value.rule == "KVW-DT-03"
+
+
+def test_payload_for_a_request_of_the_past_goes_nowhere() -> None:
+    """It was on its way when the request ended."""
+    side = Side()
+    request = side.get(25)
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    arrival = side.flows.data_header(data(request.wire_id, 0, 10))
+    assert (arrival.place, arrival.buffer) == (Place.NOWHERE, None)
+
+
+@pytest.mark.rule("KVW-DT-04", "breaks")
+def test_damage_fails_the_request_and_nothing_else() -> None:
+    """The peer is told, and a chunk that is right does not repair it."""
+    side = Side()
+    damaged, other = side.get(25), side.get(5)
+    first = side.flows.data_header(data(damaged.wire_id, 0, 10))
+    side.flows.data_landed(first, intact=False)
+    (done,) = side.done()
+    assert isinstance(done.error, IntegrityError)
+    assert [decode_header(h).type for h, _ in side.outbox.frames] == [FrameType.FAIL]
+    late = side.flows.data_header(data(damaged.wire_id, 10, 10))
+    assert late.place is Place.NOWHERE
+    arrival = side.flows.data_header(data(other.wire_id, 0, 5))
+    side.flows.data_landed(arrival, intact=True)
+    assert [event.error for event in side.done()] == [None]
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_memory_is_held_while_the_link_writes(intact: bool) -> None:
+    """A request that ends meanwhile has its memory back when the bytes are in."""
+    side = Side()
+    request = side.get(25)
+    arrival = side.flows.data_header(data(request.wire_id, 0, 10))
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == []
+    side.flows.data_landed(arrival, intact=intact)
+    assert side.holds.drained == [request.buffer]
+    assert len(side.done()) == 1
+
+
+# --- the end
+
+
+def test_a_link_that_is_gone_holds_nothing() -> None:
+    """What left, what landed, and what waited for its turn."""
+    side = Side()
+    put, get, waiting = side.put(25), side.get(25), side.put(25)
+    leaving = side.chunk()
+    side.flows.data_header(data(get.wire_id, 0, 10))
+    for request in (put, get, waiting):
+        side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == [waiting.buffer]
+    side.flows.link_gone()
+    assert set(side.holds.drained) == {put.buffer, get.buffer, waiting.buffer}
+    assert leaving.mover.in_flight == 0
+    assert not side.flows.sending
+    assert len(side.holds) == 0
+    side.flows.link_gone()
+
+
+def test_arrivals_are_told_apart_by_identity() -> None:
+    """Two of the same content are two."""
+    header = data(1, 0, 10)
+    assert Arrival(Place.NOWHERE, header) != Arrival(Place.NOWHERE, header)

@@ -1,0 +1,123 @@
+"""The tables: every state with every input, and the pictures drawn from them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvwire.errors import UnexpectedFrame
+from kvwire.proto.requests import Request
+from kvwire.proto.state import (
+    FIRST_STATE,
+    PHASE_TRANSITIONS,
+    REQUEST_TRANSITIONS,
+    TERMINAL,
+    Input,
+    Kind,
+    Phase,
+    State,
+    Turn,
+)
+from kvwire.types import RequestId
+from tests.proto.diagrams import PAGE, diagrams, named, updated
+
+# The table once more, as the document has it: the way each kind goes when all is well.
+WAYS = {
+    Kind.SEND: [Input.GO, Input.MOVED],
+    Kind.RECV: [Input.GO, Input.MOVED],
+    Kind.PUT: [Input.MOVED, Input.CONFIRMED],
+    Kind.GET: [Input.MOVED],
+    Kind.SERVE_PUT: [Input.MOVED],
+    Kind.SERVE_GET: [Input.MOVED],
+    Kind.OUTGOING: [Input.GO, Input.MOVED, Input.CONFIRMED],
+    Kind.INCOMING: [Input.GO, Input.MOVED, Input.CONFIRMED],
+}
+
+
+def request(kind: Kind, state: State | None = None) -> Request:
+    made = Request(kind=kind, wire_id=RequestId(1), buffer=None, nbytes=1)
+    if state is not None:
+        made.state = state
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "event"), list(itertools.product(Kind, State, Input))
+)
+def test_every_state_with_every_input(kind: Kind, state: State, event: Input) -> None:
+    """A step of the table, or an error that changes nothing; from an end, no step."""
+    made = request(kind, state)
+    target = REQUEST_TRANSITIONS.get((kind, state, event))
+    if target is None:
+        with pytest.raises(UnexpectedFrame):
+            made.advance(event)
+        assert made.state is state
+        return
+    assert state not in TERMINAL
+    made.advance(event)
+    assert made.state is target
+    assert (event is Input.FAIL) == (target is State.FAILED)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_the_good_way_of_each_kind(kind: Kind) -> None:
+    """And failing is possible before each of its steps."""
+    made = request(kind)
+    for event in WAYS[kind]:
+        failing = request(kind, made.state)
+        failing.advance(Input.FAIL)
+        assert failing.state is State.FAILED
+        made.advance(event)
+    assert made.state is State.DONE
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_no_other_step_leads_anywhere(kind: Kind) -> None:
+    """Each kind has the steps of its way and failures, and no detour."""
+    steps = [key for key in REQUEST_TRANSITIONS if key[0] is kind]
+    good = [what for _, _, what in steps if what is not Input.FAIL]
+    assert sorted(good, key=str) == sorted(WAYS[kind], key=str)
+    assert FIRST_STATE[kind] not in TERMINAL
+
+
+def test_every_phase_with_every_turn() -> None:
+    """What is missing from the table cannot be caused; the rest stays in it."""
+    missing = set(itertools.product(Phase, Turn)) - PHASE_TRANSITIONS.keys()
+    assert missing == {
+        (Phase.OPEN, Turn.IDLE),  # nobody has asked to close
+        (Phase.SAID, Turn.IDLE),  # it has been said
+        (Phase.ANSWERING, Turn.PEER_CLOSED),  # a second CLOSE breaks a rule
+        (Phase.CLOSED, Turn.PEER_CLOSED),
+        (Phase.CLOSED, Turn.IDLE),
+    }
+    assert set(PHASE_TRANSITIONS.values()) == set(Phase) - {Phase.OPEN}
+
+
+def test_closed_is_closed() -> None:
+    """No way leads out, and one leads there from everywhere."""
+    for (phase, turn), target in PHASE_TRANSITIONS.items():
+        if phase is Phase.CLOSED:
+            assert target is Phase.CLOSED
+        if turn is Turn.LOST:
+            assert target is Phase.CLOSED
+
+
+def test_the_pictures_are_drawn_from_the_tables() -> None:
+    """Draw them anew with ``python -m tests.proto.diagrams``."""
+    page = PAGE.read_text()
+    assert updated(page) == page, "docs/topics/protocol.md has drifted from the tables"
+
+
+def test_every_picture_is_in_the_page_once() -> None:
+    """Each kind of request, both handshakes, the connection."""
+    assert sorted(named(PAGE.read_text())) == sorted(diagrams())
+
+
+def test_a_changed_picture_is_noticed() -> None:
+    """Any line of one, and one that does not exist."""
+    page = PAGE.read_text()
+    assert updated(page.replace("MOVING --> DONE: moved", "MOVING --> DONE", 1)) == page
+    unknown = "<!-- diagram: request walk -->\n```mermaid\n```\n"
+    with pytest.raises(KeyError, match="request walk"):
+        updated(unknown)
