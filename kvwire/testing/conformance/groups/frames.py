@@ -185,11 +185,11 @@ async def _(rig: Rig) -> None:
     await rig.given_back(left)
 
 
-@group.check("large-fragments", "Fragments of 1 MiB and of 7 MiB together")
+@group.check("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
 async def _(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, lambda total: [total - MIB, MIB])
-    left.send(8 * MIB, lambda total: [MIB] * (total // MIB))
+    left.send(4 * MIB, lambda total: [MIB] * (total // MIB))
     await rig.arrives(right, 1)
     await rig.given_back(left)
 
