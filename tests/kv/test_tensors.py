@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from kvwire.errors import UsageError
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import tensor_view
 from kvwire.types import MemoryKind
 from tests.kv.tensors import FakeTensor
@@ -74,7 +76,10 @@ def test_what_is_no_tensor_is_refused(other: Any) -> None:
     ids=str,
 )
 def test_dtypes_that_stand_for_another(stored: Any, dtype: str) -> None:
-    tensor_view(np.zeros(3, stored), "t").require_dtype(dtype, "t")
+    spec = KVSpec(layers=1, kv_heads=1, head_dim=3, block_tokens=1, dtype=dtype)
+    array = np.zeros((2, 2, 1, 1, 3), stored)
+    (group,) = PagedCache(spec, array).groups.values()
+    assert group.bases[0, 0] == array.ctypes.data
 
 
 @pytest.mark.parametrize(
