@@ -16,6 +16,9 @@ class Markable(Protocol):
     def ready(self, *, layers: int, blocks: slice) -> None:
         """Mark block positions of one layer as immutable; from any thread."""
 
+    def finish(self) -> None:
+        """Commit: there will be no more marks; from any thread."""
+
 
 class LayerMarks:
     """Marks blocks of an outgoing transfer as prefill fills them, layer by layer.
@@ -29,14 +32,24 @@ class LayerMarks:
         out: The transfer, as ``comm.publish`` or ``conn.push`` gave it.
         num_tokens: Tokens that the transfer carries; later ones are not marked.
         block_tokens: Tokens of a block.
+        last_layer: The layer that is computed last. With it the transfer is finished
+            together with its last mark, while the rest of the forward pass is still
+            being computed; without it the caller calls ``finish``.
 
     Raises:
         UsageError: ``num_tokens`` or ``block_tokens`` is not positive.
     """
 
-    __slots__ = ("_block_tokens", "_num_tokens", "_out")
+    __slots__ = ("_block_tokens", "_last_layer", "_num_tokens", "_out")
 
-    def __init__(self, out: Markable, num_tokens: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        out: Markable,
+        num_tokens: int,
+        block_tokens: int,
+        *,
+        last_layer: int | None = None,
+    ) -> None:
         if num_tokens < 1 or block_tokens < 1:
             raise UsageError(
                 f"LayerMarks: num_tokens={num_tokens}, block_tokens={block_tokens}: "
@@ -45,6 +58,7 @@ class LayerMarks:
         self._out = out
         self._num_tokens = num_tokens
         self._block_tokens = block_tokens
+        self._last_layer = last_layer
 
     def __call__(self, layer: int, start: int, stop: int) -> None:
         """Tokens ``start`` to before ``stop`` of a layer have been written."""
@@ -57,3 +71,5 @@ class LayerMarks:
         first = start // size
         if first < end:
             self._out.ready(layers=layer, blocks=slice(first, end))
+        if last and layer == self._last_layer:
+            self._out.finish()

@@ -20,6 +20,7 @@ class Recorder:
         self.block_tokens = block_tokens
         self.written = np.zeros((layers, num_tokens), np.bool_)
         self.marked = np.zeros((layers, -(-num_tokens // block_tokens)), np.int64)
+        self.finished = 0
 
     def ready(self, *, layers: int, blocks: slice) -> None:
         """Count the mark; every token of a marked block has been written."""
@@ -28,26 +29,37 @@ class Recorder:
         tokens = self.written[layers, blocks.start * size : blocks.stop * size]
         assert tokens.size
         assert tokens.all(), f"layer {layers}, blocks {blocks}: marked too early"
+        assert not self.finished
+
+    def finish(self) -> None:
+        """Count it; there is nothing left to mark."""
+        self.finished += 1
+        assert (self.marked == 1).all()
 
 
 @given(
     chunks=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     block_tokens=st.integers(1, 17),
     beyond=st.integers(0, 20),
+    last_layer=st.sampled_from([None, 1]),
 )
 def test_each_block_is_marked_once_when_it_is_written(
-    chunks: list[int], block_tokens: int, beyond: int
+    chunks: list[int], block_tokens: int, beyond: int, last_layer: int | None
 ) -> None:
-    """However a prompt is cut into chunks, also where they go on behind its end."""
+    """However a prompt is cut into chunks, also where they go on behind its end.
+
+    With a last layer named, the last mark finishes as well.
+    """
     num_tokens = max(1, sum(chunks) - beyond)
     out = Recorder(num_tokens, block_tokens, layers=2)
-    marks = LayerMarks(out, num_tokens, block_tokens)
+    marks = LayerMarks(out, num_tokens, block_tokens, last_layer=last_layer)
     ends = list(itertools.accumulate(chunks, initial=0))
     for start, stop in itertools.pairwise(ends):
         for layer in range(2):
             out.written[layer, start:stop] = True
             marks(layer, start, stop)
     assert (out.marked == 1).all()
+    assert out.finished == (last_layer is not None)
 
 
 @pytest.mark.parametrize(("num_tokens", "block_tokens"), [(0, 16), (16, 0), (-1, 16)])

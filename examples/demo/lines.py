@@ -1,0 +1,164 @@
+"""What the demo's processes tell each other: one JSON object a line.
+
+The demo's own process starts the others, gives them requests on their standard input
+and reads from their standard output what happened and when. No KV passes here; that
+goes from process to process through kvwire.
+
+Times are seconds of the system's monotonic clock, which is one for all processes of a
+machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+
+
+class Prefill(msgspec.Struct, tag=True):
+    """Order: compute the KV of a prompt and publish it, but the blocks in ``lose``."""
+
+    request: str
+    tokens: list[int]
+    lose: tuple[int, int]
+
+
+class Decode(msgspec.Struct, tag=True):
+    """Order: fetch the KV of a prompt, and generate ``new`` tokens."""
+
+    request: str
+    tokens: list[int]
+    new: int
+
+
+Order = Prefill | Decode
+
+
+class Up(msgspec.Struct, tag=True):
+    """The model is loaded; prefill says where it listens."""
+
+    role: str
+    address: str = ""
+
+
+class LayerSpan(msgspec.Struct, array_like=True):
+    """When a layer of a forward pass was computed, over ``tokens`` tokens."""
+
+    layer: int
+    tokens: int
+    start: float
+    stop: float
+
+
+class Prefilled(msgspec.Struct, tag=True):
+    """The prefill process is done with a prompt.
+
+    Attributes:
+        spans: Compute, layer by layer.
+        marked: For each layer when its last block was marked ready.
+    """
+
+    request: str
+    spans: list[LayerSpan]
+    marked: list[float]
+
+
+class Landed(msgspec.Struct, tag=True):
+    """A layer of every block is in the decode process."""
+
+    request: str
+    layer: int
+    at: float
+
+
+class Arrived(msgspec.Struct, tag=True):
+    """The transfer has ended.
+
+    Attributes:
+        blocks: Blocks it was to bring.
+        missing: Positions of those that it did not bring.
+        why: The reason, of the first of them.
+        tokens: Tokens it was to bring.
+        usable_tokens: Leading tokens that need not be computed again.
+        to_prefill: The token ranges that the plan gives to this process.
+        nbytes: Payload bytes that landed.
+        wire_s: From the first to the last of them.
+        layers_grouped: Layers that moved together.
+        transport: What carried them.
+    """
+
+    request: str
+    at: float
+    blocks: int
+    missing: list[int]
+    why: str
+    tokens: int
+    usable_tokens: int
+    to_prefill: list[tuple[int, int]]
+    nbytes: int
+    wire_s: float
+    layers_grouped: int
+    transport: str
+
+
+class Recomputed(msgspec.Struct, tag=True):
+    """The decode process has prefilled what did not arrive."""
+
+    request: str
+    spans: list[LayerSpan]
+
+
+class Token(msgspec.Struct, tag=True):
+    """One more token of the continuation."""
+
+    request: str
+    token: int
+    start: float
+    stop: float
+
+
+class Single(msgspec.Struct, tag=True):
+    """What one process alone generates, with nothing of kvwire in it."""
+
+    request: str
+    tokens: list[int]
+
+
+Event = Up | Prefilled | Landed | Arrived | Recomputed | Token | Single
+
+
+def say(event: Event) -> None:
+    """Write one line to standard output."""
+    sys.stdout.buffer.write(_ENCODER.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def orders() -> AsyncIterator[Order]:
+    """Read orders from standard input until it is closed."""
+    reader = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    async for line in reader:
+        yield _ORDERS.decode(line)
+
+
+async def events(reader: asyncio.StreamReader) -> AsyncIterator[Event]:
+    """Read what a process says until it ends."""
+    async for line in reader:
+        yield _EVENTS.decode(line)
+
+
+def encode(order: Order) -> bytes:
+    """The line of an order."""
+    return _ENCODER.encode(order) + b"\n"
+
+
+# A prompt of 500 tokens is 3 kB as JSON.
+_LINE_BYTES_MAX: Final = 1 << 20
+_ENCODER: Final = msgspec.json.Encoder()
+_ORDERS: Final = msgspec.json.Decoder(Order)
+_EVENTS: Final = msgspec.json.Decoder(Event)

@@ -1,0 +1,111 @@
+"""The prefill process: computes prompts, and publishes their KV while it computes.
+
+The library's side of it is :func:`serve`. Publishing takes the blocks; prefill runs in
+a thread and marks each layer as soon as it is written; finishing commits; the blocks
+are free again once the transfer has drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import kvwire
+from examples.demo.blocks import FreeList, blocks_for
+from examples.demo.lines import LayerSpan, Prefill, Prefilled, Up, orders, say
+from examples.demo.llama import Llama
+from examples.demo.settings import BLOCK_TOKENS
+from kvwire.integrations.transformers import LayerMarks, PagedSequence, TensorPool
+
+NUM_BLOCKS = 256
+
+
+async def main() -> None:
+    """Take orders until standard input closes."""
+    llama = Llama()
+    llama.warm_up()
+    pool = llama.pool(NUM_BLOCKS)
+    free = FreeList(NUM_BLOCKS, seed=1)
+    # One prompt at a time: two at once on one core would only make both late.
+    with ThreadPoolExecutor(1) as compute:
+        async with kvwire.open(name="prefill") as comm, asyncio.TaskGroup() as tasks:
+            say(Up("prefill", str(await comm.listen("127.0.0.1:0"))))
+            async for order in orders():
+                assert isinstance(order, Prefill)
+                tasks.create_task(serve(order, comm, llama, pool, free, compute))
+
+
+async def serve(
+    order: Prefill,
+    comm: kvwire.Communicator,
+    llama: Llama,
+    pool: TensorPool,
+    free: FreeList,
+    compute: ThreadPoolExecutor,
+) -> None:
+    """One prompt: publish, compute, commit, and wait until the blocks are free."""
+    # The last token of a prompt is the first that decode computes.
+    tokens = order.tokens[:-1]
+    blocks = free.take(blocks_for(len(tokens)))
+    # A layer of this small model is below the size at which layers travel alone.
+    out = comm.publish(
+        order.request, pool.cache, blocks, tokens=len(tokens), group_bytes=1
+    )
+    marks = TimedMarks(out, order.lose)
+    loop = asyncio.get_running_loop()
+    spans = await loop.run_in_executor(
+        compute, prefill, llama, tokens, PagedSequence(pool, blocks), marks
+    )
+    say(Prefilled(order.request, spans, marks.at))
+    await out
+    await out.drained()
+    free.give_back(blocks)
+
+
+def prefill(
+    llama: Llama, tokens: list[int], sequence: PagedSequence, marks: TimedMarks
+) -> list[LayerSpan]:
+    """Runs in the compute thread; the layers flow while it does."""
+    sequence.on_written = LayerMarks(
+        marks, len(tokens), BLOCK_TOKENS, last_layer=marks.last_layer
+    )
+    return llama.forward(tokens, sequence).spans
+
+
+class TimedMarks:
+    """Passes marks on, notes when, and keeps some blocks back on purpose.
+
+    Args:
+        out: The transfer.
+        lose: Positions, first to before last, that are never marked.
+
+    Attributes:
+        at: For each layer when it was marked.
+        last_layer: With it the transfer is over.
+    """
+
+    def __init__(self, out: kvwire.Outgoing, lose: tuple[int, int]) -> None:
+        self._out = out
+        self._lose = range(*lose)
+        self.last_layer = out.cache.spec.layer_indices[-1]
+        self.at: list[float] = []
+
+    def ready(self, *, layers: int, blocks: slice) -> None:
+        """As Outgoing.ready, without the blocks that are to be lost."""
+        lose = self._lose
+        for part in (
+            slice(blocks.start, min(blocks.stop, lose.start)),
+            slice(max(blocks.start, lose.stop), blocks.stop),
+        ):
+            if part.start < part.stop:
+                self._out.ready(layers=layers, blocks=part)
+        self.at.append(time.monotonic())
+
+    def finish(self) -> None:
+        """As Outgoing.finish; with gaps where blocks are to be lost."""
+        self._out.finish(partial=len(self._lose) > 0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,103 @@
+"""What happened to each request, gathered from what the processes say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from examples.demo.lines import (
+    Arrived,
+    Event,
+    Landed,
+    LayerSpan,
+    Prefilled,
+    Recomputed,
+    Single,
+    Token,
+    Up,
+)
+
+
+@dataclass(slots=True)
+class Record:
+    """One request.
+
+    Attributes:
+        request: Its name.
+        spans: Compute in the prefill process, layer by layer.
+        marked: When each layer was marked ready.
+        landed: When each layer was in the decode process; empty if blocks were lost.
+        recomputed: Compute of what did not arrive, in the decode process.
+        tokens: What was generated, and when.
+        single: What one process alone generates.
+    """
+
+    request: str
+    spans: list[LayerSpan] = field(default_factory=list)
+    marked: list[float] = field(default_factory=list)
+    landed: dict[int, float] = field(default_factory=dict)
+    recomputed: list[LayerSpan] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    single: list[int] = field(default_factory=list)
+    _arrived: Arrived | None = None
+
+    @property
+    def arrived(self) -> Arrived:
+        """How the transfer ended."""
+        assert self._arrived is not None, f"{self.request}: not over yet"
+        return self._arrived
+
+    def note(self, event: Event) -> None:
+        """Take in what a process said about this request."""
+        match event:
+            case Prefilled(spans=spans, marked=marked):
+                self.spans, self.marked = spans, marked
+            case Landed(layer=layer, at=at):
+                self.landed[layer] = at
+            case Arrived():
+                self._arrived = event
+            case Recomputed(spans=spans):
+                self.recomputed += spans
+            case Token():
+                self.tokens.append(event)
+            case Single(tokens=tokens):
+                self.single = tokens
+            case Up():
+                raise AssertionError("not about a request")
+
+    @property
+    def began(self) -> float:
+        """When prefill began."""
+        return self.spans[0].start
+
+    @property
+    def exposed_s(self) -> float:
+        """From the last layer's mark until decode knew the outcome."""
+        return max(0.0, self.arrived.at - self.marked[-1])
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """Prefill up to the last mark, over the same plus what was exposed after it."""
+        compute_s = self.marked[-1] - self.began
+        return compute_s / (compute_s + self.exposed_s)
+
+    @property
+    def equal(self) -> bool:
+        """Whether decode said what one process alone says."""
+        return [token.token for token in self.tokens] == self.single
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that the decode process prefilled."""
+        return sum(span.tokens for span in self.recomputed if span.layer == 0)
+
+    def faults(self) -> Iterable[str]:
+        """What is not as it has to be; nothing, usually."""
+        if not self.equal:
+            yield f"{self.request}: the tokens differ from those of a single process"
+        lacked = self.arrived.tokens - self.arrived.usable_tokens
+        if self.recomputed_tokens != lacked:
+            yield (
+                f"{self.request}: {lacked} tokens did not arrive, and "
+                f"{self.recomputed_tokens} were prefilled again"
+            )

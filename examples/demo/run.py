@@ -1,0 +1,158 @@
+"""Start the three processes, hand out the requests, and gather what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from examples.demo.lines import (
+    Decode,
+    Event,
+    Order,
+    Prefill,
+    Single,
+    Token,
+    Up,
+    encode,
+    events,
+)
+from examples.demo.record import Record
+
+ROOT = Path(__file__).parents[2]
+Said = TypeVar("Said", Up, Token, Single)
+# A process that has lost its standard input ends by itself; this is for one that hangs.
+_END_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to continue.
+
+    Attributes:
+        name: For people, and the id of its transfer.
+        tokens: The prompt.
+        new: How many tokens to generate.
+        lose: Block positions, first to before last, that prefill keeps back.
+    """
+
+    name: str
+    tokens: list[int]
+    new: int
+    lose: tuple[int, int] = (0, 0)
+
+
+class RoleFailed(Exception):
+    """A process ended before its work was done. Its own words are on standard error."""
+
+
+async def run(
+    requests: list[Request], on_event: Callable[[Event], None]
+) -> list[Record]:
+    """Prefill in one process, decode in another, and compare with a third.
+
+    Args:
+        requests: Served all at once.
+        on_event: Called with everything the processes say, as it happens.
+
+    Raises:
+        RoleFailed: A process ended early.
+    """
+    records = {request.name: Record(request.name) for request in requests}
+
+    def note(event: Event) -> None:
+        if not isinstance(event, Up):
+            records[event.request].note(event)
+        on_event(event)
+
+    async with role("single") as single:
+        async with role("prefill") as prefill:
+            up = await prefill.until(Up, 1, note)
+            async with role("decode", "--prefill", up.address) as decode:
+                await decode.until(Up, 1, note)
+                await _disaggregated(requests, prefill, decode, note)
+        # Alone on the machine, after everything that is timed.
+        await single.until(Up, 1, note)
+        single.give(Decode(r.name, r.tokens, r.new) for r in requests)
+        await single.until(Single, len(requests), note)
+    return list(records.values())
+
+
+async def _disaggregated(
+    requests: list[Request], prefill: Role, decode: Role, note: Callable[[Event], None]
+) -> None:
+    prefill.give(Prefill(r.name, r.tokens, r.lose) for r in requests)
+    decode.give(Decode(r.name, r.tokens, r.new) for r in requests)
+    tokens = sum(request.new for request in requests)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(prefill.until_end(note))
+        await decode.until(Token, tokens, note)
+        prefill.no_more()
+
+
+class Role:
+    """One of the processes."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._name = name
+        self._process = process
+        self._orders = process.stdin
+        self._events = events(process.stdout)
+
+    def give(self, orders: Iterable[Order]) -> None:
+        """Send it orders."""
+        for order in orders:
+            self._orders.write(encode(order))
+
+    def no_more(self) -> None:
+        """Let it end when it has done what it was given."""
+        self._orders.close()
+
+    async def until(
+        self, kind: type[Said], count: int, note: Callable[[Event], None]
+    ) -> Said:
+        """Note what it says until it has said ``count`` of a kind; the last of them."""
+        async for event in self._events:
+            note(event)
+            if isinstance(event, kind):
+                count -= 1
+                if not count:
+                    return event
+        code = await self._process.wait()
+        raise RoleFailed(f"the {self._name} process ended with exit status {code}")
+
+    async def until_end(self, note: Callable[[Event], None]) -> None:
+        """Note what it says until it ends."""
+        async for event in self._events:
+            note(event)
+
+
+@contextlib.asynccontextmanager
+async def role(name: str, *arguments: str) -> AsyncIterator[Role]:
+    """Run ``examples/demo/<name>.py`` for as long as the context is open."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", f"examples.demo.{name}", *arguments),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        limit=1 << 20,
+    )
+    try:
+        yield Role(name, process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,59 @@
+"""Pull: decode asks for the KV of a prompt, and gets each layer as it is computed.
+
+    python -m examples.prefill_decode_pull
+
+Both roles run in this one process; in two, or on two hosts, they are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import kvwire
+from examples.toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
+
+PROMPT = tokens_of(
+    "one block after the other, said the mouse, and none of them twice. "
+)
+NEW = 40
+
+
+async def prefill(comm: kvwire.Communicator, model: ToyModel) -> None:
+    # Decode computes the last token of the prompt, because it needs what follows it.
+    tokens, pool = PROMPT[:-1], Pool()
+    blocks = blocks_for(len(tokens), first=20)
+    async with comm.publish("r1", pool.cache, blocks, tokens=len(tokens)) as out:
+        await asyncio.to_thread(
+            model.forward,
+            *(tokens, pool, blocks),
+            on_written=lambda layer, start, stop: out.ready(layers=layer),
+        )
+    await out
+    await out.drained()  # from here the blocks are free
+
+
+async def decode(conn: kvwire.Connection, model: ToyModel) -> list[int]:
+    tokens, pool = len(PROMPT) - 1, Pool()
+    blocks = blocks_for(len(PROMPT) + NEW)
+    filled = blocks[: len(blocks_for(tokens))]
+    inc = conn.pull("r1", pool.cache, filled, tokens=tokens)
+    for layer in SPEC.layer_indices:
+        await inc.layer(layer)
+        print(f"layer {layer} is here")
+    outcome = await inc
+    assert outcome.complete
+    await inc.drained()  # from here the blocks may also be written to
+    return await asyncio.to_thread(model.decode, PROMPT, pool, blocks, NEW)
+
+
+async def main() -> None:
+    model = ToyModel()
+    async with kvwire.open(name="prefill") as p, kvwire.open(name="decode") as d:
+        conn = await d.connect(await p.listen("127.0.0.1:0"))
+        _, new = await asyncio.gather(prefill(p, model), decode(conn, model))
+    assert new == model.alone(PROMPT, NEW)
+    print(f"decode says {text_of(new)!r}, as one process alone does")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

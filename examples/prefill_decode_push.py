@@ -1,0 +1,57 @@
+"""Push: prefill knows who will decode, and sends each layer as it is computed.
+
+    python -m examples.prefill_decode_push
+
+Here decode listens and prefill connects. Decode says which blocks it has for a request
+by expecting it; whichever side comes first waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import kvwire
+from examples.toy_model import Pool, ToyModel, blocks_for, text_of, tokens_of
+
+PROMPT = tokens_of(
+    "one block after the other, said the mouse, and none of them twice. "
+)
+NEW = 40
+
+
+async def prefill(conn: kvwire.Connection, model: ToyModel) -> None:
+    tokens, pool = PROMPT[:-1], Pool()
+    blocks = blocks_for(len(tokens), first=20)
+    async with conn.push("r1", pool.cache, blocks, tokens=len(tokens)) as out:
+        await asyncio.to_thread(
+            model.forward,
+            *(tokens, pool, blocks),
+            on_written=lambda layer, start, stop: out.ready(layers=layer),
+        )
+    outcome = await out
+    print(f"prefill: {outcome.nbytes} bytes are at the other side")
+    await out.drained()  # from here the blocks are free
+
+
+async def decode(comm: kvwire.Communicator, model: ToyModel) -> list[int]:
+    tokens, pool = len(PROMPT) - 1, Pool()
+    blocks = blocks_for(len(PROMPT) + NEW)
+    filled = blocks[: len(blocks_for(tokens))]
+    inc = comm.expect("r1", pool.cache, filled, tokens=tokens)
+    outcome = await inc
+    assert outcome.complete
+    await inc.drained()  # from here the blocks may also be written to
+    return await asyncio.to_thread(model.decode, PROMPT, pool, blocks, NEW)
+
+
+async def main() -> None:
+    model = ToyModel()
+    async with kvwire.open(name="prefill") as p, kvwire.open(name="decode") as d:
+        conn = await p.connect(await d.listen("127.0.0.1:0"))
+        _, new = await asyncio.gather(prefill(conn, model), decode(d, model))
+    assert new == model.alone(PROMPT, NEW)
+    print(f"decode says {text_of(new)!r}, as one process alone does")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
