@@ -75,7 +75,8 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         **arguments: Any,
     ) -> None:
         if isinstance(config, Config):
-            self._config = config.replace(**arguments) if arguments else config
+            # Checked here, since a Config that was made by hand has not been.
+            self._config = config.replace(**arguments)
         else:
             self._config = Config.load(config, **arguments)
         self._communicator: Communicator | None = None

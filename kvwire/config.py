@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import reprlib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,8 +22,10 @@ from kvwire import limits
 from kvwire.errors import UsageError
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
+_ARGUMENTS = "arguments"
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+ProfileText = Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)]
 Names = tuple[Annotated[str, Meta(min_length=1, max_length=32)], ...]
 
 
@@ -65,7 +69,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefer: Names = ()
     require: Names = ()
     forbid: Names = ()
-    profile: dict[str, str] = {}
+    profile: Annotated[
+        dict[ProfileText, ProfileText], Meta(max_length=limits.PROFILE_FIELDS_MAX)
+    ] = {}
     checksum: Literal["on", "off"] = "on"
     chunk_bytes: Annotated[
         int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)
@@ -108,12 +114,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             UsageError: The file cannot be read, a key is unknown, or a value is not
                 allowed; the message names the key and where it came from.
         """
-        layers: dict[str, Any] = {}
-        if path is not None:
-            layers |= _checked_keys(_read_toml(Path(path)), f"{path}")
-        layers |= _from_environment(os.environ if environment is None else environment)
-        layers |= _checked_keys(arguments, "arguments")
-        return _build(layers)
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        for origin, layer in _layers(path, environment, arguments):
+            values |= layer
+            origins |= dict.fromkeys(layer, origin)
+        return _build(values, origins)
 
     def replace(self, **arguments: Any) -> Config:
         """The same with some keys changed.
@@ -121,41 +127,64 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             UsageError: As :meth:`load`.
         """
-        changed = _checked_keys(arguments, "arguments")
-        return _build(msgspec.structs.asdict(self) | changed)
+        changed = _checked_keys(arguments, _ARGUMENTS)
+        origins = dict.fromkeys(changed, _ARGUMENTS)
+        return _build(msgspec.structs.asdict(self) | changed, origins)
 
     def __post_init__(self) -> None:
         if self.trust == "psk" and not self.psk_file:
-            raise ValueError(
+            raise UsageError(
                 'trust="psk" needs psk_file; `kvwire keygen FILE` makes one'
             )
         if self.trust != "psk" and (self.psk_file or self.psk_accept_files):
-            raise ValueError('a psk_file is given, so trust must be "psk"')
+            raise UsageError('a psk_file is given, so trust must be "psk"')
         both = set(self.require) & set(self.forbid)
         if both:
-            raise ValueError(f"{sorted(both)} are both in require and in forbid")
+            raise UsageError(f"{sorted(both)} are both in require and in forbid")
+        # It travels in one frame, with the offer of transports.
+        profile_bytes = sum(len(f"{k}{v}".encode()) for k, v in self.profile.items())
+        if profile_bytes > limits.CONTROL_BODY_BYTES_MAX // 2:
+            raise UsageError(
+                f"profile: {profile_bytes} bytes of text; "
+                f"{limits.CONTROL_BODY_BYTES_MAX // 2} are allowed"
+            )
 
 
 FIELDS = frozenset(Config.__struct_fields__)
+# How msgspec says which value it does not like.
+_PLACE = re.compile(r" - at `\$\.(\w+).*`$")
+
+
+def _layers(
+    path: str | os.PathLike[str] | None,
+    environment: Mapping[str, str] | None,
+    arguments: Mapping[str, Any],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where values come from, the strongest last; and what they are."""
+    if path is not None:
+        origin = f"config file {path}"
+        yield origin, _checked_keys(_read_toml(Path(path)), origin)
+    yield from _from_environment(os.environ if environment is None else environment)
+    yield _ARGUMENTS, _checked_keys(arguments, _ARGUMENTS)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as exc:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise UsageError(f"config file {path}: {exc}") from None
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _from_environment(
+    environment: Mapping[str, str],
+) -> Iterator[tuple[str, dict[str, Any]]]:
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
+        origin = f"environment variable {variable}"
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        _check_key(key, f"environment variable {variable}")
-        found[key] = _from_text(key, text)
-    return found
+        yield origin, _checked_keys({key: _from_text(key, text)}, origin)
 
 
 def _from_text(key: str, text: str) -> Any:
@@ -168,27 +197,27 @@ def _from_text(key: str, text: str) -> Any:
     return text
 
 
-def _checked_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _checked_keys(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for key in values:
-        _check_key(key, where)
+        if key not in FIELDS:
+            near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
+            known = f"keys are {', '.join(sorted(FIELDS))}"
+            hint = f"did you mean {near[0]!r}?" if near else known
+            raise UsageError(f"{origin}: there is no key {key!r}; {hint}")
     return dict(values)
 
 
-def _check_key(key: str, where: str) -> None:
-    if key in FIELDS:
-        return
-    near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; keys are {_listed(FIELDS)}"
-    raise UsageError(f"{where}: there is no key {key!r}{hint}")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _build(values: Mapping[str, Any]) -> Config:
+def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     try:
         # strict=False reads numbers from the text that an environment variable is.
         return msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:
-        raise UsageError(f"config: {exc}") from None
+        found = _PLACE.search(str(exc))
+        if found is None:
+            raise UsageError(f"config: {exc}") from None
+        key = found[1]
+        said = str(exc).removesuffix(found[0])
+        origin = origins.get(key, "config")
+        raise UsageError(
+            f"{origin}: {key}={reprlib.repr(values[key])}: {said}"
+        ) from None

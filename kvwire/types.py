@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NewType
 from urllib.parse import urlsplit
@@ -165,7 +166,7 @@ class TransportReport:
         """The name of the transport that was taken."""
         return next((c.name for c in self.candidates if c.taken), "")
 
-    def __iter__(self) -> object:
+    def __iter__(self) -> Iterator[Candidate]:
         return iter(self.candidates)
 
     def __str__(self) -> str:

@@ -1,0 +1,48 @@
+"""Deadlines: an instant, or seconds from now."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from datetime import timedelta
+
+import pytest
+
+from kvwire import UsageError, clock
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def test_none_is_no_deadline() -> None:
+    assert clock.absolute(None) is None
+
+
+async def test_an_instant_of_the_loop_stays_what_it_is() -> None:
+    at = now() + 2
+    assert clock.absolute(at) == at
+
+
+@pytest.mark.parametrize("deadline", [0, 0.25, 2, timedelta(seconds=2)])
+async def test_a_small_number_counts_from_now(deadline: float | timedelta) -> None:
+    seconds = deadline.total_seconds() if isinstance(deadline, timedelta) else deadline
+    before = now()
+    found = clock.absolute(deadline)
+    assert found is not None
+    assert before + seconds <= found <= now() + seconds
+
+
+async def test_a_long_timedelta_counts_from_now_too() -> None:
+    found = clock.absolute(timedelta(days=4000))
+    assert found is not None
+    assert found > time.monotonic() + 3999 * 86_400
+
+
+@pytest.mark.parametrize(
+    "deadline", [-1.0, math.nan, math.inf, -math.inf, timedelta(seconds=-1)]
+)
+async def test_what_is_no_time_is_refused(deadline: float | timedelta) -> None:
+    with pytest.raises(UsageError, match="deadline="):
+        clock.absolute(deadline)

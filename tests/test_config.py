@@ -1,0 +1,153 @@
+"""Configuration: where a value comes from, and errors that say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvwire
+from kvwire import Config, UsageError, limits
+from kvwire.config import FIELDS
+
+_NO_ENVIRONMENT: dict[str, str] = {}
+
+
+def load(**arguments: Any) -> Config:
+    return Config.load(environment=_NO_ENVIRONMENT, **arguments)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "kvwire.toml"
+    path.write_text(text)
+    return path
+
+
+# --- layers ---------------------------------------------------------------------------
+
+
+def test_every_key_has_a_default_that_can_be_used() -> None:
+    config = load()
+    assert config.trust == "loopback"
+    assert config.handshake_timeout_s == limits.HANDSHAKE_TIMEOUT_S
+    assert config.ping_interval_s * config.ping_misses <= 6.5
+
+
+def test_file_then_environment_then_arguments(tmp_path: Path) -> None:
+    path = written(tmp_path, 'name = "file"\nping_misses = 4\nlease_s = 7.5\n')
+    environment = {"KVWIRE_NAME": "environment", "KVWIRE_PING_MISSES": "5", "HOME": "/"}
+    config = Config.load(path, environment=environment, name="argument")
+    assert (config.name, config.ping_misses, config.lease_s) == ("argument", 5, 7.5)
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVWIRE_NAME", "from outside")
+    assert Config.load().name == "from outside"
+
+
+def test_lists_and_tables_in_the_environment() -> None:
+    environment = {
+        "KVWIRE_PREFER": "local, tcp",
+        "KVWIRE_FORBID": "",
+        "KVWIRE_PROFILE": "model=llama, revision = a=b",
+        "KVWIRE_CLOSE_TIMEOUT_S": "0.5",
+    }
+    config = Config.load(environment=environment)
+    assert config.prefer == ("local", "tcp")
+    assert config.forbid == ()
+    assert config.profile == {"model": "llama", "revision": "a=b"}
+    assert config.close_timeout_s == 0.5
+
+
+def test_replace_changes_some_keys_and_checks_them() -> None:
+    config = load(name="one")
+    assert config.replace(ping_misses=9) == load(name="one", ping_misses=9)
+    with pytest.raises(UsageError, match="ping_misses=0"):
+        config.replace(ping_misses=0)
+    assert config == load(name="one")
+
+
+# --- errors that teach ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        (
+            {},
+            {"ping_mises": 3},
+            "arguments: there is no key 'ping_mises'; did you mean",
+        ),
+        ({"KVWIRE_TRUSST": "psk"}, {}, "variable KVWIRE_TRUSST: there is no key"),
+        ({}, {"xyzzy": 1}, "no key 'xyzzy'; keys are checksum, chunk_bytes"),
+        ({"KVWIRE_PING_MISSES": "soon"}, {}, "KVWIRE_PING_MISSES: ping_misses='soon'"),
+        ({}, {"chunk_bytes": 1}, "arguments: chunk_bytes=1: Expected `int` >= 65536"),
+        ({}, {"ping_interval_s": -1.0}, "ping_interval_s=-1.0: Expected `float` > 0"),
+        ({}, {"trust": "hope"}, "trust='hope'"),
+        ({}, {"name": "x" * 200}, "`str` of length <= 128"),
+        ({}, {"require": [""]}, "require=.*`str` of length >= 1"),
+        ({}, {"profile": {"model": "x" * 200}}, "profile=.*`str` of length <= 128"),
+        ({}, {"require": ["tcp"], "forbid": ["tcp"]}, "both in require and in forbid"),
+        ({}, {"trust": "psk"}, 'trust="psk" needs psk_file'),
+        ({}, {"psk_file": "key"}, 'trust must be "psk"'),
+        ({}, {"psk_accept_files": ["key"]}, 'trust must be "psk"'),
+    ],
+)
+def test_a_wrong_value_names_itself_and_its_origin(
+    environment: dict[str, str], arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        Config.load(environment=environment, **arguments)
+
+
+def test_a_profile_must_fit_one_frame() -> None:
+    wide = {f"{n:0128d}": "é" * 128 for n in range(limits.PROFILE_FIELDS_MAX)}
+    with pytest.raises(UsageError, match="bytes of text"):
+        load(profile=wide)
+    with pytest.raises(UsageError, match="profile"):
+        load(profile={str(n): "" for n in range(limits.PROFILE_FIELDS_MAX + 1)})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name = ", "Invalid value"),
+        ('nmae = "x"', "did you mean 'name'"),
+        ("name = 5", r"kvwire.toml: name=5: Expected `str`, got `int`"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        Config.load(written(tmp_path, text), environment=_NO_ENVIRONMENT)
+    assert "kvwire.toml" in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        Config.load(tmp_path / "none.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match=r"binary\.toml"):
+        Config.load(binary)
+
+
+async def test_a_config_made_by_hand_is_checked_when_it_is_used() -> None:
+    with pytest.raises(UsageError, match="ping_misses=0"):
+        await kvwire.open(Config(ping_misses=0))
+    with pytest.raises(UsageError, match="psk_file"):
+        Config(trust="psk")
+
+
+@given(key=st.sampled_from(sorted(FIELDS)), value=st.text(max_size=20))
+def test_any_text_is_taken_or_refused_by_name(key: str, value: str) -> None:
+    """From the environment nothing but a Config or a UsageError can come."""
+    found = None
+    refused = ""
+    try:
+        found = Config.load(environment={f"KVWIRE_{key.upper()}": value})
+    except UsageError as exc:
+        refused = str(exc)
+    assert (found is None) == (key in refused or "psk" in refused)
