@@ -278,7 +278,7 @@ class TcpLink(Link):
         self._loop.call_soon(self._receive_last, error)
 
     def _receive_last(self, error: OSError) -> None:
-        if self._receive() and not self._ended:
+        if not self._ended and self._receive():
             self._loop.call_soon(self._receive_last, error)
         else:
             self._end(self._broken(error))
@@ -326,7 +326,8 @@ class TcpLink(Link):
 
     def _broken(self, error: OSError) -> ConnectionLost:
         lost = ConnectionLost(f"connection to {self._remote} broke: {error}")
-        lost.__cause__ = error
+        # Its traceback would keep the payload alive that was being moved.
+        lost.__cause__ = error.with_traceback(None)
         return lost
 
     def _end(self, error: Exception | None) -> None:

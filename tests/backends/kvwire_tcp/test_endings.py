@@ -125,14 +125,19 @@ async def test_abort_drops_the_queue_and_resets_the_peer() -> None:
         assert pair.at_far.frames == []
 
 
+@pytest.mark.parametrize("by_peer", [False, True])
 @pytest.mark.parametrize("kind", [VIEW, PIECES])
 async def test_a_destination_is_let_go_when_the_link_ends_in_mid_frame(
-    kind: int,
+    kind: int, by_peer: bool
 ) -> None:
     async with against_a_socket() as (link, recorder, peer):
         peer.sendall(header(MIB, 1, kind) + bytes(9))
         await recorder.until(lambda: recorder.landings)
-        link.abort()
+        if by_peer:
+            reset(peer)
+            await recorder.end()  # the recorder keeps the error, and what that keeps
+        else:
+            link.abort()
         landing = recorder.landings[0]
         landing.payload = None
         landing.arena.clear()  # refused while there is a view of it
