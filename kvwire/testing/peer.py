@@ -31,7 +31,7 @@ from kvwire.proto.segments import Segment, Transfer
 from kvwire.testing.handshakes import Frame
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId
-from kvwire.wire.control import Access
+from kvwire.wire.control import Access, Body, encode_body
 from kvwire.wire.header import Flag
 from kvwire.wire.hello import Terms
 
@@ -176,6 +176,33 @@ class Peer:
         """Begin to close."""
         self.core.close(self.now, timeout_s)
         self.collect()
+
+    def forge(self, frame_type: int, body: Body, *, request: int = 0) -> None:
+        """Send a control frame that this side's core knows nothing of."""
+        framing = self.core.outbox.framing
+        self.wire.append(
+            framing.control(frame_type, encode_body(body), request=request)
+        )
+
+    def forge_payload(
+        self,
+        frame_type: int,
+        data: bytes,
+        *,
+        request: int = 0,
+        segment: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """Send payload that this side's core knows nothing of, with a right check."""
+        header = self.core.outbox.framing.payload(
+            frame_type,
+            len(data),
+            request=request,
+            segment=segment,
+            offset=offset,
+            check=checksum(memoryview(data)),
+        )
+        self.wire.append((header, data))
 
     # --- results ----------------------------------------------------------------------
 

@@ -1,0 +1,532 @@
+"""Messages: in order for each tag, whole or not at all, lost by nobody's mistake."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import (
+    IntegrityError,
+    MessageTooLarge,
+    PeerCancelled,
+    RequestCancelled,
+)
+from kvwire.limits import REQUESTS_MAX
+from kvwire.proto import messages as module
+from kvwire.proto.requests import Request
+from kvwire.testing.pair import ConnectionPair
+from kvwire.testing.peer import Peer
+from kvwire.wire.control import Announce, Credit, Ready
+from kvwire.wire.header import FrameType
+from tests.proto.expect import (
+    expect_broken,
+    expect_error,
+    expect_fine,
+    on_the_wire,
+)
+
+TAG = 7
+SMALL, LARGE = b"small", b"large" * 30_000  # 64 bytes travel at once
+
+
+def tag8(tag: int) -> bytes:
+    return tag.to_bytes(8, "little")
+
+
+def use_up_credit(pair: ConnectionPair, tag: int = 99) -> None:
+    """Send as many messages as the server holds; it holds eight."""
+    for _ in range(8):
+        assert pair.client.send(tag, b"") is None
+    pair.run()
+
+
+@pytest.mark.rule("KVW-MS-01", "keeps")
+@pytest.mark.rule("KVW-MS-02", "keeps")
+@pytest.mark.parametrize("data", [b"", SMALL, b"x" * 64, b"x" * 65, LARGE])
+@pytest.mark.parametrize("first", ["send", "recv"])
+@pytest.mark.parametrize("room", [None, 0, 7])
+def test_a_message_arrives(data: bytes, first: str, room: int | None) -> None:
+    """Of any size, whoever is first, into memory that fits, is larger, or is none."""
+    pair = ConnectionPair()
+    size = None if room is None else len(data) + room
+    received: Request | None = None
+    if first == "recv":
+        received = pair.server.recv(TAG, size)
+    sent = pair.client.send(TAG, data)
+    pair.run()
+    if received is None:
+        received = pair.server.recv(TAG, size)
+    expect_fine(pair)
+    assert pair.server.received(received) == data
+    if sent is not None:
+        assert pair.client.error(sent) is None
+        assert sent.buffer in pair.client.freed
+    assert not pair.server.memory
+    assert not pair.client.memory
+
+
+def test_what_travels_at_once() -> None:
+    """Up to the agreed size, without a request and with the tag as its offset."""
+    pair = ConnectionPair()
+    assert pair.client.send(2**64 - 1, b"x" * 64) is None
+    assert pair.client.send(0, b"x" * 65) is not None
+    first, second = on_the_wire(pair.client)
+    assert (first.header.type, first.header.request) == (FrameType.MESSAGE, 0)
+    assert first.header.offset == 2**64 - 1
+    assert second.header.type == FrameType.ANNOUNCE
+
+
+def test_messages_land_in_the_receivers_memory() -> None:
+    """A receive that was posted first is written to directly: nothing is held."""
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, 100)
+    pair.client.send(TAG, SMALL)
+    pair.run()
+    assert pair.server.received(receive) == SMALL
+    assert pair.server.done[receive].held is None
+    pair.client.send(TAG, SMALL)
+    pair.run()
+    held = pair.server.recv(TAG, 100)
+    assert pair.server.done[held].held is not None
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["send", "recv", "deliver"]),
+            st.integers(0, 2),
+            st.sampled_from([0, 5, 64, 65, 200]),
+        ),
+        max_size=40,
+    )
+)
+def test_each_tag_keeps_its_order(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever is sent, posted and delivered in between, at once or announced."""
+    pair = ConnectionPair()
+    sent: dict[int, list[bytes]] = defaultdict(list)
+    receives: dict[int, list[Request]] = defaultdict(list)
+    for number, (step, tag, size) in enumerate(steps):
+        if step == "send":
+            data = bytes([number % 256]) * size
+            sent[tag].append(data)
+            pair.client.send(tag, data)
+        elif step == "recv":
+            receives[tag].append(pair.server.recv(tag, None if size == 5 else 200))
+        else:
+            pair.deliver(pair.client)
+            pair.deliver(pair.server)
+    for tag, messages in sent.items():
+        while len(receives[tag]) < len(messages):
+            receives[tag].append(pair.server.recv(tag, 200))
+    expect_fine(pair)
+    for tag, messages in sent.items():
+        got = [pair.server.received(r) for r in receives[tag][: len(messages)]]
+        assert got == messages
+    assert not pair.client.memory
+
+
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations([SMALL, LARGE, b"z" * 99]))
+)
+def test_announced_and_eager_of_one_tag(order: tuple[bytes, ...]) -> None:
+    """An eager one does not overtake an announced one, nor the other way round."""
+    pair = ConnectionPair()
+    for data in order:
+        pair.client.send(TAG, data)
+    pair.run()
+    receives = [pair.server.recv(TAG, len(LARGE)) for _ in order]
+    expect_fine(pair)
+    assert tuple(map(pair.server.received, receives)) == order
+
+
+@pytest.mark.parametrize("data", [SMALL, b"y" * 100])
+def test_a_receive_that_is_too_small(data: bytes) -> None:
+    """It fails and says the size; the message stays, and so does its order."""
+    pair = ConnectionPair()
+    early = pair.server.recv(TAG, 3)
+    pair.client.send(TAG, data)
+    pair.client.send(TAG, b"next")
+    pair.run()
+    late = pair.server.recv(TAG, 4)
+    for receive in (early, late):
+        expect_error(pair.server, receive, MessageTooLarge)
+        assert f"has {len(data)} bytes" in str(pair.server.error(receive))
+    fits = [pair.server.recv(TAG, len(data)) for _ in range(2)]
+    expect_fine(pair)
+    assert [pair.server.received(receive) for receive in fits] == [data, b"next"]
+
+
+def test_a_posted_receive_waits_behind_a_message_that_is_arriving() -> None:
+    """Half a message is nobody's, and the one behind it waits."""
+    pair = ConnectionPair()
+    pair.client.send(TAG, SMALL)
+    header, body = pair.client.wire.popleft()
+    arrival = pair.server.header(header)
+    assert arrival is not None
+    receive = pair.server.recv(TAG, 100)
+    assert receive not in pair.server.done
+    pair.server.body(arrival, body)
+    assert pair.server.received(receive) == SMALL
+
+
+@pytest.mark.parametrize("posted", [True, False])
+def test_a_message_that_came_damaged(posted: bool) -> None:
+    """Whoever takes it gets the error, once; the connection goes on."""
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, 100) if posted else None
+    pair.client.send(TAG, SMALL)
+    header, body = pair.client.wire.popleft()
+    pair.server.receive((header, b"smell"))
+    if receive is None:
+        receive = pair.server.recv(TAG, 100)
+    expect_error(pair.server, receive, IntegrityError)
+    pair.client.send(TAG, body)
+    again = pair.server.recv(TAG, 100)
+    expect_fine(pair)
+    assert pair.server.received(again) == SMALL
+
+
+# --- credit
+
+
+@pytest.mark.rule("KVW-CR-01", "keeps")
+@pytest.mark.rule("KVW-CR-02", "keeps")
+def test_credit_runs_out_and_comes_back() -> None:
+    """Without it a message is announced, even one of 0 bytes; nothing is lost."""
+    pair = ConnectionPair()
+    use_up_credit(pair)
+    announced = [pair.client.send(99, data) for data in (b"", SMALL)]
+    assert None not in announced
+    receives = [pair.server.recv(99, 64) for _ in range(10)]
+    expect_fine(pair)
+    assert [pair.server.received(r) for r in receives] == [*[b""] * 9, SMALL]
+    assert all(r is not None and pair.client.error(r) is None for r in announced)
+    assert pair.client.send(99, SMALL) is None
+
+
+@pytest.mark.rule("KVW-CR-01", "breaks")
+@pytest.mark.parametrize(("size", "fit"), [(0, 8), (64, 8), (1, 8)])
+def test_a_sender_that_does_not_wait_for_credit(size: int, fit: int) -> None:
+    """The first message beyond the window."""
+    pair = ConnectionPair()
+    for _ in range(fit):
+        pair.client.forge_payload(FrameType.MESSAGE, bytes(size), offset=TAG)
+    expect_fine(pair)
+    pair.client.forge_payload(FrameType.MESSAGE, bytes(size), offset=TAG)
+    expect_broken(pair, pair.server, "KVW-CR-01")
+
+
+@pytest.mark.rule("KVW-CR-02", "breaks")
+@pytest.mark.parametrize("credit", [Credit(1, 0), Credit(3, 5), Credit(2, 11)])
+def test_credit_for_nothing(credit: Credit) -> None:
+    """More messages or bytes than were sent."""
+    pair = ConnectionPair()
+    if credit.messages > 1:
+        pair.client.send(TAG, SMALL)
+        pair.client.send(TAG, SMALL)
+        pair.run()
+    pair.server.forge(FrameType.CREDIT, credit)
+    expect_broken(pair, pair.client, "KVW-CR-02")
+
+
+# --- rules
+
+
+@pytest.mark.rule("KVW-MS-01", "breaks")
+@pytest.mark.parametrize(
+    ("size", "request_id", "segment"), [(65, 0, 0), (5, 1, 0), (5, 0, 1), (5, 2, 0)]
+)
+def test_messages_that_are_none(size: int, request_id: int, segment: int) -> None:
+    """Larger than agreed, or with a number."""
+    pair = ConnectionPair()
+    pair.client.forge_payload(
+        FrameType.MESSAGE, bytes(size), request=request_id, segment=segment
+    )
+    expect_broken(pair, pair.server, "KVW-MS-01")
+
+
+@pytest.mark.rule("KVW-MS-02", "breaks")
+@pytest.mark.parametrize("nbytes", [0, 99, 101])
+def test_ready_for_another_size(nbytes: int) -> None:
+    """Memory for more, less or nothing is not memory for it."""
+    pair = ConnectionPair()
+    pair.client.send(TAG, bytes(100))
+    pair.run()
+    pair.server.forge(FrameType.READY, Ready(nbytes), request=1)
+    expect_broken(pair, pair.client, "KVW-MS-02")
+
+
+@pytest.mark.rule("KVW-MS-02", "breaks")
+def test_ready_for_what_was_not_announced() -> None:
+    """A put, and a receive that has met the other side's message."""
+    pair = ConnectionPair()
+    region = pair.server.expose(100)
+    put = pair.client.put(bytes(100), pair.server.grant(region))
+    pair.server.forge(FrameType.READY, Ready(100), request=put.wire_id or 0)
+    expect_broken(pair, pair.client, "KVW-MS-02")
+    other = ConnectionPair()
+    other.client.send(TAG, bytes(100))
+    receive = other.server.recv(TAG, 100)
+    other.deliver(other.client)
+    other.client.forge(FrameType.READY, Ready(100), request=receive.wire_id or 0)
+    expect_broken(other, other.server, "KVW-MS-02")
+
+
+@pytest.mark.rule("KVW-RQ-01", "breaks")
+def test_ready_twice() -> None:
+    """The bytes are moving already."""
+    pair = ConnectionPair()
+    pair.client.stalled = True
+    pair.client.send(TAG, bytes(100))
+    pair.server.recv(TAG, 100)
+    pair.run()
+    pair.server.forge(FrameType.READY, Ready(100), request=1)
+    expect_broken(pair, pair.client, "KVW-RQ-01")
+
+
+@pytest.mark.rule("KVW-MS-03", "keeps")
+@pytest.mark.rule("KVW-MS-03", "breaks")
+def test_how_many_announced_messages_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last that may, the first that may not."""
+    assert REQUESTS_MAX > 3
+    monkeypatch.setattr(module, "REQUESTS_MAX", 3)
+    pair = ConnectionPair()
+    for number in (1, 3, 5):
+        pair.client.forge(FrameType.ANNOUNCE, Announce(tag8(0), 100), request=number)
+    expect_fine(pair)
+    pair.client.forge(FrameType.ANNOUNCE, Announce(tag8(0), 100), request=7)
+    expect_broken(pair, pair.server, "KVW-MS-03")
+
+
+def test_a_size_costs_nothing_until_there_is_memory_for_it() -> None:
+    """64 GiB may be announced; a receive with less says no to it."""
+    pair = ConnectionPair()
+    pair.client.forge(FrameType.ANNOUNCE, Announce(tag8(TAG), 2**36), request=1)
+    expect_fine(pair)
+    receive = pair.server.recv(TAG, None)
+    expect_error(pair.server, receive, MessageTooLarge)
+    assert not pair.server.memory
+
+
+# --- cancelled, withdrawn, at every point
+
+
+def run_some(pair: ConnectionPair, frames: int) -> None:
+    for _ in range(frames):
+        pair.deliver(pair.client)
+        pair.deliver(pair.server)
+
+
+@pytest.mark.parametrize("frames", range(6))
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+@pytest.mark.parametrize("data", [SMALL, b"y" * 100, LARGE])
+def test_cancelled_after_any_number_of_frames(
+    frames: int, who: str, data: bytes
+) -> None:
+    """Both sides end, each once; all memory comes back; the connection lives."""
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, len(LARGE))
+    sent = pair.client.send(TAG, data)
+    run_some(pair, frames)
+    side, request = (pair.server, receive)
+    if who == "sender":
+        if sent is None:
+            return
+        side, request = pair.client, sent
+    was_over = request in side.done
+    side.cancel(request)
+    side.cancel(request)
+    expect_fine(pair)
+    if not was_over:
+        expect_error(side, request, RequestCancelled)
+    if who == "sender" and not was_over:
+        expect_error(pair.server, receive, PeerCancelled)
+    if who == "receiver" and sent is not None and sent not in pair.client.done:
+        # The receive took nothing; the message still waits.
+        again = pair.server.recv(TAG, len(LARGE))
+        expect_fine(pair)
+        assert pair.server.received(again) == data
+    assert not pair.client.memory
+    assert not pair.server.memory
+    late = pair.server.recv(5, 10)
+    pair.client.send(5, b"alive")
+    expect_fine(pair)
+    assert pair.server.received(late) == b"alive"
+
+
+def test_a_message_that_was_taken_back() -> None:
+    """Before anybody has asked for it; those around it are as they were."""
+    pair = ConnectionPair()
+    sends = [pair.client.send(TAG, bytes([n]) * 100) for n in range(3)]
+    pair.run()
+    middle = sends[1]
+    assert middle is not None
+    pair.client.cancel(middle)
+    pair.run()
+    receives = [pair.server.recv(TAG, 100) for _ in range(3)]
+    expect_fine(pair)
+    got = [pair.server.received(receive) for receive in receives[:2]]
+    assert got == [b"\0" * 100, b"\2" * 100]
+    assert receives[2] not in pair.server.done
+
+
+def test_the_only_message_of_a_tag_is_taken_back() -> None:
+    """Nothing of the tag is left."""
+    pair = ConnectionPair()
+    sent = pair.client.send(TAG, bytes(100))
+    assert sent is not None
+    pair.run()
+    pair.client.cancel(sent)
+    expect_fine(pair)
+    receive = pair.server.recv(TAG, 100)
+    assert receive not in pair.server.done
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_receive_that_was_withdrawn(place: int) -> None:
+    """It takes no message; the others keep their order."""
+    pair = ConnectionPair()
+    receives = [pair.server.recv(TAG, 100) for _ in range(3)]
+    gone = receives.pop(place)
+    assert pair.server.core.withdraw(gone)
+    assert not pair.server.core.withdraw(gone)
+    pair.server.collect()
+    expect_error(pair.server, gone, RequestCancelled)
+    for data in (b"one", b"two"):
+        pair.client.send(TAG, data)
+    expect_fine(pair)
+    assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
+
+
+def test_a_receive_that_has_met_its_message_is_not_withdrawn() -> None:
+    """Moving, or waiting for memory."""
+    pair = ConnectionPair()
+    moving, other = pair.server.recv(TAG, 100), pair.server.recv(TAG, 100)
+    pair.client.send(TAG, bytes(100))
+    pair.deliver(pair.client)
+    assert not pair.server.core.withdraw(moving)
+    assert pair.server.core.withdraw(other)
+
+
+def test_memory_for_a_receive_that_is_over() -> None:
+    """It drains at once."""
+    pair = ConnectionPair()
+    pair.client.send(TAG, bytes(100))
+    pair.run()
+    receive = pair.server.core.recv(TAG, None, 100, None)
+    pair.server.core.cancel(receive)
+    late = pair.server.lend(100)
+    pair.server.core.provide(receive, late)
+    pair.server.core.outbox.events.clear()
+    pair.server.collect()
+    assert late in pair.server.freed
+
+
+def test_ready_after_the_send_was_cancelled_is_late() -> None:
+    """It was on its way."""
+    pair = ConnectionPair()
+    sent = pair.client.send(TAG, bytes(100))
+    assert sent is not None
+    pair.deliver(pair.client)
+    receive = pair.server.recv(TAG, 100)
+    pair.client.cancel(sent)
+    expect_fine(pair)
+    expect_error(pair.server, receive, PeerCancelled)
+
+
+def test_a_receive_cancelled_while_its_message_lands() -> None:
+    """The message is gone, the credit is not, and the memory waits for the link."""
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, 100)
+    pair.client.send(TAG, SMALL)
+    header, body = pair.client.wire.popleft()
+    arrival = pair.server.header(header)
+    assert arrival is not None
+    pair.server.cancel(receive)
+    assert receive.buffer in pair.server.memory
+    pair.server.body(arrival, body)
+    assert receive.buffer in pair.server.freed
+    expect_error(pair.server, receive, RequestCancelled)
+    for _ in range(20):
+        taken = pair.server.recv(TAG, 100)
+        pair.client.send(TAG, SMALL)
+        expect_fine(pair)
+        assert pair.server.received(taken) == SMALL
+
+
+# --- the end of the link
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_link_that_ends_within_a_message(behind: bool) -> None:
+    """Half of it is nothing; what was whole before it can still be taken."""
+    pair = ConnectionPair()
+    if behind:
+        pair.client.send(TAG, b"whole")
+        pair.run()
+    pair.client.send(TAG, SMALL)
+    header, _ = pair.client.wire.popleft()
+    assert pair.server.header(header) is not None
+    pair.server.lose()
+    if behind:
+        receive = pair.server.recv(TAG, 100)
+        assert pair.server.received(receive) == b"whole"
+    assert not pair.server.core._messages.waits(TAG, whole=False)
+    assert len(pair.server.core.holds) == 0
+
+
+def test_announcements_end_with_the_link_and_messages_do_not() -> None:
+    """What is here can be taken; the rest cannot come."""
+    pair = ConnectionPair()
+    pair.client.send(TAG, SMALL)
+    pair.client.send(TAG, bytes(100))
+    pair.client.send(8, bytes(100))
+    pair.run()
+    messages = pair.server.core._messages
+    assert messages.waits(8, whole=False)
+    assert not messages.waits(9, whole=True)
+    pair.server.lose()
+    assert messages.waits(TAG, whole=True)
+    assert not messages.waits(8, whole=False)
+
+
+def test_receives_that_have_met_nothing_are_known() -> None:
+    """Of every tag; those that have met their message are not among them."""
+    pair = ConnectionPair()
+    waiting = [pair.server.recv(tag, 100) for tag in (1, 2, 2)]
+    pair.client.send(2, b"x")
+    pair.run()
+    assert pair.server.core._messages.posted == [waiting[0], waiting[2]]
+
+
+def test_many_messages_of_many_tags() -> None:
+    """A long run of everything at once, in one order for each tag."""
+    chance, pair = random.Random(4), ConnectionPair()
+    ends = {pair.client: pair.server, pair.server: pair.client}
+    sent: dict[tuple[Peer, int], list[bytes]] = defaultdict(list)
+    receives: dict[tuple[Peer, int], list[Request]] = defaultdict(list)
+    for _ in range(2000):
+        end, tag = chance.choice(list(ends)), chance.randrange(4)
+        match chance.randrange(3):
+            case 0:
+                data = chance.randbytes(chance.choice([0, 10, 64, 100, 70_000]))
+                sent[end, tag].append(data)
+                end.send(tag, data)
+            case 1 if len(receives[end, tag]) < len(sent[ends[end], tag]) + 5:
+                receives[end, tag].append(end.recv(tag, 70_000))
+            case _:
+                pair.deliver(end)
+    for (end, tag), messages in sent.items():
+        other = ends[end]
+        while len(receives[other, tag]) < len(messages):
+            receives[other, tag].append(other.recv(tag, None))
+    expect_fine(pair)
+    for (end, tag), messages in sent.items():
+        other = ends[end]
+        got = [other.received(r) for r in receives[other, tag][: len(messages)]]
+        assert got == messages

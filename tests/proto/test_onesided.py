@@ -1,0 +1,389 @@
+"""put and get: every byte where it belongs, or a reason; no byte outside a grant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvwire.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    IntegrityError,
+    PeerCancelled,
+    RequestCancelled,
+    StaleRegion,
+)
+from kvwire.limits import REQUEST_BYTES_MAX
+from kvwire.proto.requests import Request
+from kvwire.proto.state import State
+from kvwire.testing.pair import ConnectionPair
+from kvwire.testing.peer import Peer
+from kvwire.types import Access as Direction
+from kvwire.types import TrustMode
+from kvwire.wire.control import Access, Announce, Done
+from kvwire.wire.header import FrameType
+from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
+
+CHUNK = 65_536
+LARGE = 3 * CHUNK + 5
+BEFORE = bytes(range(100))
+
+Verb = Callable[[Peer, Access], Request]
+
+
+def put(peer: Peer, target: Access) -> Request:
+    return peer.put(b"\xee" * target.nbytes, target)
+
+
+def get(peer: Peer, source: Access) -> Request:
+    return peer.get(source)
+
+
+both_verbs = pytest.mark.parametrize("verb", [put, get])
+
+
+def part(grant: Access, offset: int, nbytes: int) -> Access:
+    return Access(grant.grant, grant.generation, grant.token, offset, nbytes)
+
+
+@pytest.mark.rule("KVW-OS-01", "keeps")
+@pytest.mark.rule("KVW-OS-02", "keeps")
+@pytest.mark.parametrize("nbytes", [1, CHUNK - 1, CHUNK, CHUNK + 1, LARGE])
+def test_put_and_get(nbytes: int) -> None:
+    """A part in the middle of a grant in the middle of a region, and only that."""
+    pair = ConnectionPair()
+    region = pair.server.expose(bytes(nbytes + 40))
+    grant = part(pair.server.grant(region, 10, nbytes + 20), 5, nbytes)
+    data = bytes(n % 251 for n in range(nbytes))
+    written = pair.client.put(data, grant)
+    expect_fine(pair)
+    assert pair.client.error(written) is None
+    memory = pair.server.content(region.buffer)
+    assert memory == bytes(15) + data + bytes(25)
+    read = pair.client.get(grant)
+    expect_fine(pair)
+    assert pair.client.received(read) == data
+    assert set(pair.server.memory) == {region.buffer}
+    assert not pair.client.memory
+
+
+def test_several_at_once_in_both_directions() -> None:
+    """Each with its own bytes."""
+    pair = ConnectionPair()
+    requests = []
+    for number, (asker, owner) in enumerate(
+        [(pair.client, pair.server), (pair.server, pair.client)] * 4
+    ):
+        region = owner.expose(bytes([number]) * LARGE)
+        requests.append((asker, asker.get(owner.grant(region)), number))
+    expect_fine(pair)
+    for asker, request, number in requests:
+        assert asker.received(request) == bytes([number]) * LARGE
+
+
+# --- refused, and the connection lives
+
+
+def refused(
+    change: Callable[[Access], Access], verb: Verb, kind: type[Exception]
+) -> None:
+    pair = ConnectionPair()
+    region = pair.server.expose(BEFORE)
+    grant = pair.server.grant(region, 20, 50)
+    request = verb(pair.client, change(grant))
+    expect_fine(pair)
+    assert type(pair.client.error(request)) is kind
+    assert pair.server.content(region.buffer) == BEFORE
+    assert not pair.client.memory
+    following = pair.client.get(grant)
+    expect_fine(pair)
+    assert pair.client.received(following) == BEFORE[20:70]
+
+
+FORGED = {
+    "number": lambda g: Access(g.grant + 1, g.generation, g.token, 0, 5),
+    "largest number": lambda g: Access(2**63 - 1, g.generation, g.token, 0, 5),
+    "token": lambda g: Access(g.grant, g.generation, bytes(16), 0, 5),
+    "beyond": lambda g: part(g, 46, 5),
+    "far beyond": lambda g: part(g, REQUEST_BYTES_MAX, 1),
+    "too long": lambda g: part(g, 0, 51),
+}
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@pytest.mark.parametrize("forged", FORGED.values(), ids=list(FORGED))
+@both_verbs
+def test_access_that_was_not_granted(
+    forged: Callable[[Access], Access], verb: Verb
+) -> None:
+    """FAIL with ACCESS; nothing is read, nothing is written, payload goes nowhere."""
+    refused(forged, verb, AccessDenied)
+
+
+@pytest.mark.rule("KVW-OS-04", "breaks")
+@both_verbs
+def test_another_generation(verb: Verb) -> None:
+    """FAIL with STALE."""
+    refused(
+        lambda g: Access(g.grant, g.generation + 1, g.token, 0, 5), verb, StaleRegion
+    )
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@pytest.mark.parametrize(
+    ("verb", "granted"), [(put, Direction.READ), (get, Direction.WRITE)]
+)
+def test_the_other_direction(verb: Verb, granted: Direction) -> None:
+    """A grant to read is none to write."""
+    pair = ConnectionPair()
+    region = pair.server.expose(BEFORE)
+    grant = pair.server.grant(region, access=granted)
+    request = verb(pair.client, grant)
+    expect_fine(pair)
+    expect_error(pair.client, request, AccessDenied)
+    assert pair.server.content(region.buffer) == BEFORE
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@both_verbs
+def test_a_grant_of_another_connection(verb: Verb) -> None:
+    """The same region, the same number, another connection's token."""
+    pair, other = ConnectionPair(), ConnectionPair(trust=TrustMode.PSK)
+    theirs = other.server.grant(other.server.expose(BEFORE))
+    region = pair.server.expose(BEFORE)
+    pair.server.grant(region)
+    request = verb(pair.client, theirs)
+    expect_fine(pair)
+    expect_error(pair.client, request, AccessDenied)
+    assert pair.server.content(region.buffer) == BEFORE
+
+
+@pytest.mark.rule("KVW-OS-01", "breaks")
+@pytest.mark.parametrize("frame_type", [FrameType.PUT, FrameType.GET])
+def test_nothing_to_move(frame_type: FrameType) -> None:
+    """0 bytes are not asked for."""
+    pair = ConnectionPair()
+    grant = pair.server.grant(pair.server.expose(10))
+    pair.client.forge(frame_type, part(grant, 0, 0), request=1)
+    expect_broken(pair, pair.server, "KVW-OS-01")
+
+
+# --- DONE
+
+
+def put_of(pair: ConnectionPair, nbytes: int = 100) -> Request:
+    region = pair.server.expose(nbytes)
+    return pair.client.put(bytes(nbytes), pair.server.grant(region))
+
+
+@pytest.mark.rule("KVW-OS-02", "breaks")
+@pytest.mark.parametrize("nbytes", [0, 99, 101, REQUEST_BYTES_MAX])
+def test_done_with_another_number(nbytes: int) -> None:
+    """All of it, or it is not done."""
+    pair = ConnectionPair()
+    put_of(pair)
+    pair.server.forge(FrameType.DONE, Done(nbytes), request=1)
+    expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "breaks")
+def test_done_before_everything_was_sent() -> None:
+    """The peer cannot have what is still here."""
+    pair = ConnectionPair()
+    pair.client.stalled = True
+    put_of(pair)
+    pair.server.forge(FrameType.DONE, Done(100), request=1)
+    expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "breaks")
+def test_done_for_what_is_no_put() -> None:
+    """A get of ours."""
+    pair = ConnectionPair()
+    pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.server.forge(FrameType.DONE, Done(100), request=1)
+    expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "breaks")
+def test_done_twice_while_the_link_still_works() -> None:
+    """Once is early, twice is wrong."""
+    pair = ConnectionPair()
+    pair.client.slow = True
+    put_of(pair)
+    for _ in range(2):
+        pair.server.forge(FrameType.DONE, Done(100), request=1)
+    expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "keeps")
+def test_done_before_the_link_is_through() -> None:
+    """It is kept until then: memory that a link reads is not free."""
+    pair = ConnectionPair()
+    pair.client.slow = True
+    request = put_of(pair, LARGE)
+    expect_fine(pair)
+    assert request not in pair.client.done
+    assert request.buffer in pair.client.memory
+    for _ in range(4):
+        pair.client.complete()
+    assert pair.client.error(request) is None
+    assert request.buffer in pair.client.freed
+
+
+def test_done_for_a_put_of_the_past_is_late() -> None:
+    """It was cancelled meanwhile."""
+    pair = ConnectionPair()
+    request = put_of(pair)
+    pair.deliver(pair.client)
+    pair.deliver(pair.client)
+    pair.client.cancel(request)
+    expect_fine(pair)
+    expect_error(pair.client, request, RequestCancelled)
+
+
+# --- ended by either side, at every point
+
+
+@pytest.mark.parametrize("frames", range(8))
+@pytest.mark.parametrize("how", ["cancel", "deadline", "revoke", "close region"])
+@both_verbs
+def test_ended_after_any_number_of_frames(verb: Verb, how: str, frames: int) -> None:
+    """One completion on each side, memory back, and the connection lives."""
+    pair = ConnectionPair()
+    region = pair.server.expose(LARGE)
+    grant = pair.server.grant(region)
+    request = verb(pair.client, grant)
+    if how == "deadline":
+        pair.client.core.set_deadline(request, pair.now + 1.0)
+    for _ in range(frames):
+        pair.deliver(pair.client)
+        pair.deliver(pair.server)
+    was_over = request in pair.client.done
+    expected: type[Exception]
+    match how:
+        case "cancel":
+            expected = RequestCancelled
+            pair.client.cancel(request)
+        case "deadline":
+            expected = DeadlineExceeded
+            pair.client.now = pair.now = pair.server.now = pair.now + 1.0
+            pair.client.tick()
+        case "revoke":
+            expected = StaleRegion
+            pair.server.revoke(region)
+        case _:
+            expected = StaleRegion
+            pair.server.close_region(region)
+    expect_fine(pair)
+    error = pair.client.error(request)
+    if not was_over and not (expected is StaleRegion and error is None):
+        assert type(error) is expected
+    assert not pair.client.memory
+    assert len(pair.server.core.holds) == (how != "close region")
+    assert all(served.over for served in pair.server.done)
+    fresh = pair.server.expose(b"alive")
+    following = pair.client.get(pair.server.grant(fresh))
+    expect_fine(pair)
+    assert pair.client.received(following) == b"alive"
+
+
+@both_verbs
+def test_a_region_drains_with_the_last_frame_that_touches_it(verb: Verb) -> None:
+    """Closing ends the request at once and the memory later (rule T1)."""
+    pair = ConnectionPair()
+    region = pair.server.expose(LARGE)
+    pair.server.slow = True
+    request = verb(pair.client, pair.server.grant(region))
+    if verb is put:
+        pair.deliver(pair.client)
+        header, body = pair.client.wire.popleft()
+        arrival = pair.server.header(header)
+        assert arrival is not None
+        pair.server.close_region(region)
+        assert region.buffer in pair.server.memory
+        pair.server.body(arrival, body)
+    else:
+        pair.deliver(pair.client)
+        pair.server.close_region(region)
+        assert region.buffer in pair.server.memory
+        for _ in range(4):
+            pair.server.complete()
+    assert region.buffer in pair.server.freed
+    expect_fine(pair)
+    # All of the get had left before the region was closed.
+    assert isinstance(pair.client.error(request), StaleRegion) is (verb is put)
+
+
+def test_only_what_works_on_the_region_ends() -> None:
+    """Another region, a message, and a get of our own go on."""
+    pair = ConnectionPair()
+    pair.server.stalled = True
+    one, two = pair.server.expose(BEFORE), pair.server.expose(BEFORE)
+    ends = pair.client.get(pair.server.grant(one))
+    stays = pair.client.get(pair.server.grant(two))
+    ours = pair.server.get(pair.client.grant(pair.client.expose(BEFORE)))
+    pair.run()
+    pair.server.revoke(one)
+    pair.server.stalled = False
+    pair.server.collect()
+    expect_fine(pair)
+    expect_error(pair.client, ends, StaleRegion)
+    assert pair.client.received(stays) == BEFORE
+    assert pair.server.received(ours) == BEFORE
+
+
+@both_verbs
+def test_damage_on_the_way(verb: Verb) -> None:
+    """The asker gets IntegrityError, whichever side has noticed it."""
+    pair = ConnectionPair()
+    request = verb(pair.client, pair.server.grant(pair.server.expose(BEFORE)))
+    pair.deliver(pair.client)
+    sender, receiver = pair.client, pair.server
+    if verb is get:
+        sender, receiver = receiver, sender
+    header, body = sender.wire.popleft()
+    receiver.receive((header, body[:-1] + b"\x99"))
+    expect_fine(pair)
+    expect_error(pair.client, request, IntegrityError)
+
+
+def test_payload_of_a_refused_put_goes_nowhere() -> None:
+    """It follows the PUT at once, and nobody waits for it."""
+    pair = ConnectionPair()
+    region = pair.server.expose(LARGE)
+    grant = pair.server.grant(region)
+    pair.server.revoke(region)
+    request = pair.client.put(b"\xee" * LARGE, grant)
+    assert len(on_the_wire(pair.client)) == 5
+    expect_fine(pair)
+    expect_error(pair.client, request, StaleRegion)
+    assert pair.server.content(region.buffer) == bytes(LARGE)
+
+
+@pytest.mark.rule("KVW-RQ-02", "breaks")
+@pytest.mark.parametrize("numbers", [(2,), (3,), (1, 1), (1, 5), (0,)])
+def test_numbers_of_puts_and_gets(numbers: tuple[int, ...]) -> None:
+    """One after the other, whatever starts with them."""
+    pair = ConnectionPair()
+    grant = pair.server.grant(pair.server.expose(10))
+    *good, wrong = numbers
+    for number in good:
+        pair.client.forge(FrameType.ANNOUNCE, Announce(bytes(8), 5), request=number)
+    pair.client.forge(FrameType.GET, grant, request=wrong)
+    expect_broken(pair, pair.server, "KVW-RQ-02" if wrong else "KVW-CN-02")
+
+
+def test_what_the_peer_says_when_it_cancels_what_it_serves() -> None:
+    """Any FAIL of the owner ends the asker's request with what it says."""
+    pair = ConnectionPair()
+    pair.server.stalled = True
+    request = pair.client.get(pair.server.grant(pair.server.expose(BEFORE)))
+    pair.run()
+    (served,) = list(pair.server.core._requests)
+    assert served.state is State.MOVING
+    pair.server.cancel(served)
+    expect_fine(pair)
+    expect_error(pair.client, request, PeerCancelled)
+    assert list(pair.server.core._requests) == []
