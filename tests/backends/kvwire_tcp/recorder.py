@@ -56,11 +56,13 @@ class Body(Landing):
 
     def __init__(self, length: int, number: int, kind: int) -> None:
         self.number = number
-        self.arena = bytearray(2 * length + 1)
+        self.arena = bytearray()
         payload: Payload | None = None
         if kind == VIEW:
-            payload = memoryview(self.arena)[:length]
+            self.arena = bytearray(length)
+            payload = memoryview(self.arena)
         elif kind == PIECES:
+            self.arena = bytearray(2 * length + 1)
             payload = pieces_of(self.arena, length)
         super().__init__(length, payload)
 
