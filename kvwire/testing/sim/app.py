@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from kvwire.testing.sim.world import World
 
 T = TypeVar("T")
-_TAGS: Final = 3
-# A tag of 64 bits, and two small ones.
-_TAG_NAMES: Final = (0, 7, 2**64 - 1)
+_TAGS: Final = (7, 2**64 - 1)
 _REGIONS_MAX: Final = 4
+_ACCESSES: Final = (Access.READWRITE, Access.READWRITE, Access.READ, Access.WRITE)
 _WRONG_TOKEN: Final = b"\x5a" * 16
 
 
@@ -83,7 +82,7 @@ class App:
 
     def take_messages(self, endpoint: Endpoint) -> None:
         """Receive whatever is there, without waiting for more."""
-        for tag in _TAG_NAMES:
+        for tag in _TAGS:
             while endpoint.ended is not None and self._receive(endpoint, tag, None, 0):
                 pass
 
@@ -107,7 +106,7 @@ class App:
 
     def _send(self, endpoint: Endpoint, dice: Dice) -> None:
         world, core = self._world, endpoint.core
-        nbytes, tag = self._size(endpoint, dice), _TAG_NAMES[dice.below(_TAGS)]
+        nbytes, tag = self._size(endpoint, dice), _pick_tag(dice)
         box = endpoint.end.out.mailbox(tag)
         message = Message(world.next_serial(), tag, len(box.messages), nbytes)
         data = content(message.serial, nbytes)
@@ -140,13 +139,13 @@ class App:
             box.messages.append(message)
 
     def _recv(self, endpoint: Endpoint, dice: Dice) -> None:
-        tag = _TAG_NAMES[dice.below(_TAGS)]
+        tag = _pick_tag(dice)
         deadline = self._deadline(dice)
         with_buffer = dice.below(3) > 0
         # One in four is likely to be too small.
         nbytes = self._size(endpoint, dice)
         if not dice.one_in(4):
-            nbytes = max(nbytes, 5 * endpoint.core.agreement.terms.chunk_bytes)
+            nbytes = max(nbytes, _longest(endpoint))
         self._receive(endpoint, tag, deadline, nbytes, with_buffer=with_buffer)
 
     def _receive(
@@ -160,7 +159,7 @@ class App:
     ) -> bool:
         core = endpoint.core
         box = endpoint.end.into.mailbox(tag)
-        nbytes = nbytes or 5 * core.agreement.terms.chunk_bytes
+        nbytes = nbytes or _longest(endpoint)
         ask = Ask(
             endpoint,
             Kind.RECV,
@@ -184,7 +183,7 @@ class App:
         nbytes = 1 + dice.below(region.core.nbytes - begin)
         if dice.one_in(2):
             begin, nbytes = 0, region.core.nbytes
-        access = region.core.access if dice.one_in(2) else Access.READ
+        access = Access.READ if dice.one_in(4) else region.core.access
         if access & ~region.core.access:
             access = region.core.access
         try:
@@ -204,7 +203,7 @@ class App:
         if self.regions and (len(self.regions) >= _REGIONS_MAX or dice.below(3)):
             return self.regions[dice.below(len(self.regions))]
         nbytes = max(self._size(endpoint, dice), 64)
-        access = (Access.READ, Access.WRITE, Access.READWRITE)[dice.below(3)]
+        access = _ACCESSES[dice.below(len(_ACCESSES))]
         buffer, lease = self._node.lend(
             nbytes,
             readable=bool(access & Access.READ),
@@ -225,6 +224,8 @@ class App:
         known = self._pick_grant(endpoint, dice)
         if known is None:
             return
+        if not DIRECTION[kind] & known.row.access and dice.below(6):
+            kind = Kind.GET if kind is Kind.PUT else Kind.PUT
         body, wrong = _access_body(endpoint, known, kind, dice)
         nbytes, row = body.nbytes, known.row
         ask = Ask(
@@ -372,7 +373,7 @@ class App:
             if other is not endpoint
             for known in other.grants
         ]
-        return _pick(others if dice.one_in(8) and others else endpoint.grants, dice)
+        return _pick(others if dice.one_in(12) and others else endpoint.grants, dice)
 
     def _deadline(self, dice: Dice) -> float | None:
         share = self._world.plan.setup.deadlines
@@ -390,6 +391,16 @@ class App:
             *(2 * chunk, 3 * chunk + 17, 5 * chunk),
         )
         return sizes[dice.below(len(sizes))]
+
+
+def _longest(endpoint: Endpoint) -> int:
+    """No message is longer."""
+    terms = endpoint.core.agreement.terms
+    return max(5 * terms.chunk_bytes, terms.eager_bytes + 1)
+
+
+def _pick_tag(dice: Dice) -> int:
+    return _TAGS[dice.one_in(3)]
 
 
 def _may_be_closed(endpoint: Endpoint) -> bool:
@@ -416,7 +427,7 @@ def _access_body(
     grant, token = int(row.id), row.token
     wrong = "" if known.holder is endpoint else "foreign"
     direction = "" if DIRECTION[kind] & row.access else "misdirected"
-    match dice.below(16):
+    match dice.below(24):
         case 0:
             offset, wrong = row.nbytes - nbytes + 1 + dice.below(64), wrong or "range"
         case 1:

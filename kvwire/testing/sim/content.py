@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from typing import Final
 
-_TEXT_BYTES: Final = 2 * 1024 * 1024
+_TEXT_BYTES: Final = 3 * 1024 * 1024
 # Prime, so that windows of different numbers never begin at the same byte.
 _STRIDE_BYTES: Final = 4099
-_LONGEST_BYTES: Final = 512 * 1024
+_LONGEST_BYTES: Final = 1024 * 1024
 
 _TEXT: Final = random.Random(0x6B767769).randbytes(_TEXT_BYTES)  # noqa: S311 - no secret
 

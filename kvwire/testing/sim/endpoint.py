@@ -207,7 +207,8 @@ class Endpoint:
         )
         self.end.send(frame)
         demand(
-            self.end.queued_bytes < self._queue_bytes + chunk.length,
+            self.end.queued_bytes < self._queue_bytes + chunk.length
+            or self.end.out.tampered,
             "in-flight",
             "more payload was handed to the link than it had room for",
         )

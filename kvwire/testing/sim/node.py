@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvwire.testing.sim.endpoint import Endpoint
     from kvwire.testing.sim.world import World
 
+# More than the error of adding and taking away how far a clock is ahead.
+_ROUNDING_S = 1e-9
 PSK = b"a key that nobody else has, 32 bytes or more"
 
 
@@ -39,6 +41,7 @@ class Node:
         stalled_until: It does nothing before; what is due happens then.
         timers_late_until: Until then its timers fire late.
         was_late: Its clock or loop has been late, so that it may be late in its turn.
+        jumps: How often its clock has jumped.
     """
 
     app: App
@@ -54,6 +57,7 @@ class Node:
         self.stalled_until = 0.0
         self.timers_late_until = 0.0
         self.was_late = False
+        self.jumps = 0
         self.incarnation = incarnation
         self.identity = _identity(world, self.name, index, incarnation)
         self._world = world
@@ -68,11 +72,12 @@ class Node:
         return self._world.now + self._clock_ahead_s
 
     def to_world(self, clock: float) -> float:
-        """When its clock will say so."""
-        return clock - self._clock_ahead_s
+        """When its clock will certainly say so."""
+        return clock - self._clock_ahead_s + _ROUNDING_S
 
     def jump(self, seconds: float) -> None:
         """Its clock goes on from a later time; the machine was suspended, say."""
+        self.jumps += 1
         self._clock_ahead_s += seconds
         for endpoint in self.endpoints:
             endpoint.set_timer()

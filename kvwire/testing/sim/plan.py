@@ -54,11 +54,11 @@ class Verb(enum.Enum):
 
 
 _WORK: Final[dict[Verb, float]] = {
-    Verb.SEND: 6,
+    Verb.SEND: 8,
     Verb.RECV: 7,
     Verb.GRANT: 3,
-    Verb.PUT: 4,
-    Verb.GET: 4,
+    Verb.PUT: 5,
+    Verb.GET: 5,
     Verb.REVOKE: 0.7,
     Verb.CLOSE_REGION: 0.7,
     Verb.CANCEL: 1.5,

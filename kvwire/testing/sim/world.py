@@ -30,6 +30,8 @@ from kvwire.types import Role
 # After the faults are over, everything has to come to its end within this time.
 LIVENESS_S: Final = 60.0
 _WIRES_MAX: Final = 5
+# A hundred times what a seed takes.
+_EVENTS_MAX: Final = 50_000
 _KEYS: Final = {key_id(PSK): PSK}
 _FOREVER: Final = float("inf")
 
@@ -65,6 +67,7 @@ class World:
         self._rng = random.Random(plan.seed ^ 0x5EED)  # noqa: S311 - no secret
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
+        self._played = 0
         self._serial = 0
         for index in range(plan.setup.nodes):
             self.nodes.append(self.start_node(index, 0))
@@ -111,6 +114,8 @@ class World:
         while queue and queue[0][0] <= until:
             self.now, _, call, arguments = pop(queue)
             call(*arguments)
+            self._played += 1
+            demand(self._played < _EVENTS_MAX, "liveness", "it turns in a circle")
 
     # --- chance -----------------------------------------------------------------------
 
