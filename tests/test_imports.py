@@ -114,7 +114,12 @@ TABLE = (
         kvwire=None,
         others={"numpy", "pytest", "pytest_asyncio"},
     ),
-    Layer(covers=("kvwire.testing",), kvwire=None, others={"numpy"}),
+    Layer(
+        covers=("kvwire.testing",),
+        kvwire=None,
+        # Commands print tables; fault plans live with the backend that carries them.
+        others={"kvwire_inproc", "numpy", "rich", "uvloop"},
+    ),
     # The front: communicator, connection, request, transfer, engine, config, ...
     Layer(
         covers=("kvwire",),
