@@ -12,6 +12,7 @@ import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -125,7 +126,7 @@ class Memory:
         self.payload: Payload = self._as_view() if cut is None else self._as_fragments()
 
     def _as_view(self) -> memoryview:
-        return self._arena[self._first : self._first + self.nbytes].data
+        return self._visible.data
 
     def _as_fragments(self) -> Fragments:
         # `owner` is all that keeps the arena alive.
@@ -159,15 +160,9 @@ class Memory:
     def fill(self, data: Bytes) -> None:
         """Write the payload's bytes."""
         if self._view:
-            self._arena[self._first : self._first + self.nbytes] = data
+            self._visible[:] = data
         else:
-            self._arena[self._index()] = data
-
-    def content(self) -> Bytes:
-        """A copy of the payload's bytes."""
-        if self._view:
-            return self._arena[self._first : self._first + self.nbytes].copy()
-        return self._arena[self._index()]
+            self._arena[self._index] = data
 
     def poison(self, value: int) -> None:
         """Overwrite everything, the gaps too, as a next user of the memory would."""
@@ -177,15 +172,29 @@ class Memory:
         """Whether everything still is what :meth:`poison` wrote."""
         return bool((self._arena == value).all())
 
+    def differs_at(self, data: Bytes) -> int | None:
+        """Where the payload first differs from ``data``; None if it does not."""
+        found = self._visible if self._view else self._arena[self._index]
+        if np.array_equal(found, data):
+            return None
+        return int(np.flatnonzero(found != data)[0])
+
     def gaps_are_whole(self) -> bool:
         """Whether nothing was written beside the payload."""
-        beside = np.ones(self._arena.size, bool)
         if self._view:
-            beside[self._first : self._first + self.nbytes] = False
+            end = self._first + self.nbytes
+            beside = np.concatenate((self._arena[: self._first], self._arena[end:]))
         else:
-            beside[self._index()] = False
-        return bool((self._arena[beside] == _CANARY).all())
+            outside = np.ones(self._arena.size, bool)
+            outside[self._index] = False
+            beside = self._arena[outside]
+        return bool((beside == _CANARY).all())
 
+    @property
+    def _visible(self) -> Bytes:
+        return self._arena[self._first : self._first + self.nbytes]
+
+    @cached_property
     def _index(self) -> npt.NDArray[np.int64]:
         """Where in the arena each byte of the payload lies."""
         starts = np.cumsum(self._lengths) - self._lengths

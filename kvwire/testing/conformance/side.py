@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from kvwire.backend import Landing, Link, LinkHandler
 from kvwire.testing.conformance.content import Cut, Head, Memory, pattern
 
@@ -290,11 +288,11 @@ class Side(LinkHandler):
         if memory.nbytes != head.length:
             self.wrong(f"body_received for a destination of {memory.nbytes} bytes")
             return
-        wrong = np.flatnonzero(memory.content() != pattern(head.number, head.length))
-        if wrong.size:
+        place = memory.differs_at(pattern(head.number, head.length))
+        if place is not None:
             self.wrong(
-                f"frame {head.number} of {head.length} bytes: {wrong.size} are wrong "
-                f"at body_received, the first at {wrong[0]}"
+                f"frame {head.number} of {head.length} bytes is wrong at "
+                f"body_received, first at byte {place}"
             )
         if not memory.gaps_are_whole():
             self.wrong(

@@ -36,18 +36,18 @@ async def _flushed(rig: Rig, left: Side, right: Side) -> None:
 
 
 async def _sending(rig: Rig, left: Side, right: Side) -> None:
-    left.send(32 * MIB)
+    left.send(16 * MIB)
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
 
 
 async def _receiving(rig: Rig, left: Side, right: Side) -> None:
-    right.send(32 * MIB)
+    right.send(16 * MIB)
     await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
 
 
 async def _both(rig: Rig, left: Side, right: Side) -> None:
-    left.send(32 * MIB)
-    right.send(32 * MIB)
+    left.send(16 * MIB)
+    right.send(16 * MIB)
     await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
 
 
@@ -171,7 +171,7 @@ async def _(rig: Rig) -> None:
 async def _(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length)
-    left.send(32 * MIB)
+    left.send(16 * MIB)
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
     left.abort()
     await rig.closes(right)

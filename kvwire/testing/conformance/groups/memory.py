@@ -128,9 +128,9 @@ async def _(rig: Rig) -> None:
 @group.check("abort-midway", "The same when part of the payload is already there")
 async def _(rig: Rig) -> None:
     left, right = await rig.pair()
-    memory = Memory(32 * MIB)
+    memory = Memory(16 * MIB)
     right.land = lambda head: memory
-    left.send(32 * MIB)
+    left.send(16 * MIB)
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
     right.abort()
     await rig.closes(right)
@@ -155,9 +155,9 @@ async def _(rig: Rig) -> None:
 @group.check("peer-abort", "When the peer aborts, memory is free at link_closed")
 async def _(rig: Rig) -> None:
     left, right = await rig.pair()
-    memory = Memory(32 * MIB)
+    memory = Memory(16 * MIB)
     right.land = lambda head: memory
-    left.send(32 * MIB)
+    left.send(16 * MIB)
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
     left.abort()
     await rig.closes(right)
