@@ -3,13 +3,18 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_VENV := .venv-demo
+DEMO_STAMP := $(DEMO_VENV)/.installed
+# The version the demo was made with. On Linux pip takes the build for CUDA, several GB,
+# unless it is told otherwise; docs/tutorial/prefill-decode.md says how.
+TORCH := torch==2.13.0
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 THIRD_PARTY := $(wildcard examples/third_party_backend/pyproject.toml)
 CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test check format cover wheel clean
+.PHONY: test check format cover wheel clean demo test-demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
@@ -30,8 +35,17 @@ cover: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel
 
+# A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
+demo: $(DEMO_STAMP)
+	$(DEMO_VENV)/bin/python -m examples.demo $(ARGS)
+
+# The tests that need torch and transformers.
+test-demo: $(DEMO_STAMP)
+	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(DEMO_VENV)/bin/python -m pytest tests/integrations tests/examples $(ARGS)
+
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice.
 $(STAMP): pyproject.toml $(THIRD_PARTY) | $(BIN)/python
@@ -39,9 +53,14 @@ $(STAMP): pyproject.toml $(THIRD_PARTY) | $(BIN)/python
 	  $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
 	touch $@
 
-$(BIN)/python:
+$(DEMO_STAMP): pyproject.toml | $(DEMO_VENV)/bin/python
+	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -e '.[demo]' $(TORCH)
+	touch $@
+
+%/bin/python:
 	@for python in $(PYTHONS); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
-	  then echo "$$python -m venv $(VENV)"; exec $$python -m venv $(VENV); fi; \
+	  then echo "$$python -m venv $*"; exec $$python -m venv $*; fi; \
 	done; \
 	echo 'kvwire needs Python 3.11 or newer; none of $(PYTHONS) is one' >&2; exit 1

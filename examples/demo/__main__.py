@@ -27,7 +27,7 @@ from examples.demo.progress import Bars
 from examples.demo.prompts import ANCHORS, passages
 from examples.demo.record import Record
 from examples.demo.report import print_report, summary
-from examples.demo.run import Request, run
+from examples.demo.run import Request, RoleFailed, run
 from examples.demo.settings import CHECKPOINT
 from examples.demo.trace import trace
 
@@ -44,8 +44,11 @@ def main() -> None:
     console.print(
         f"{len(requests)} requests; a prefill, a decode and a reference process start"
     )
-    with Bars(console, requests) as bars:
-        records = asyncio.run(run(requests, bars.note))
+    try:
+        with Bars(console, requests) as bars:
+            records = asyncio.run(run(requests, bars.note))
+    except RoleFailed as exc:
+        sys.exit(f"the demo failed: {exc}")
     files = _write(records, options.out)
     if options.json:
         print(

@@ -69,7 +69,7 @@ def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _table(records: Sequence[Record]) -> Table:
     title = f"KV over {records[0].arrived.transport}, layer by layer; times in ms"
-    table = Table(title=title, box=SIMPLE_HEAD)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     table.add_column("request", no_wrap=True)
     for name in ("tokens", "layers", "MB", "prefill", "exposed", "overlap", "blocks"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -16,6 +16,7 @@ from examples.demo.lines import (
     Event,
     Order,
     Prefill,
+    Prefilled,
     Single,
     Token,
     Up,
@@ -25,9 +26,11 @@ from examples.demo.lines import (
 from examples.demo.record import Record
 
 ROOT = Path(__file__).parents[2]
-Said = TypeVar("Said", Up, Token, Single)
+Said = TypeVar("Said", Up, Prefilled, Token, Single)
 # A process that has lost its standard input ends by itself; this is for one that hangs.
 _END_S = 10.0
+# A few seconds on a quiet machine, most of them for importing torch.
+_RUN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,18 @@ async def run(
         on_event: Called with everything the processes say, as it happens.
 
     Raises:
-        RoleFailed: A process ended early.
+        RoleFailed: A process ended early, or they take longer than anyone waits.
     """
+    try:
+        async with asyncio.timeout(_RUN_S):
+            return await _run(requests, on_event)
+    except TimeoutError:
+        raise RoleFailed(f"no end after {_RUN_S:g} s") from None
+
+
+async def _run(
+    requests: list[Request], on_event: Callable[[Event], None]
+) -> list[Record]:
     records = {request.name: Record(request.name) for request in requests}
 
     def note(event: Event) -> None:
@@ -89,10 +102,12 @@ async def _disaggregated(
     prefill.give(Prefill(r.name, r.tokens, r.lose) for r in requests)
     decode.give(Decode(r.name, r.tokens, r.new) for r in requests)
     tokens = sum(request.new for request in requests)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(prefill.until_end(note))
-        await decode.until(Token, tokens, note)
-        prefill.no_more()
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(prefill.until(Prefilled, len(requests), note))
+            group.create_task(decode.until(Token, tokens, note))
+    except* RoleFailed as failed:
+        raise failed.exceptions[0] from None
 
 
 class Role:
@@ -111,10 +126,6 @@ class Role:
         for order in orders:
             self._orders.write(encode(order))
 
-    def no_more(self) -> None:
-        """Let it end when it has done what it was given."""
-        self._orders.close()
-
     async def until(
         self, kind: type[Said], count: int, note: Callable[[Event], None]
     ) -> Said:
@@ -127,11 +138,6 @@ class Role:
                     return event
         code = await self._process.wait()
         raise RoleFailed(f"the {self._name} process ended with exit status {code}")
-
-    async def until_end(self, note: Callable[[Event], None]) -> None:
-        """Note what it says until it ends."""
-        async for event in self._events:
-            note(event)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,159 @@
+"""What the demo makes of a run: figures, picture and trace, from a run made up here."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections import Counter
+from xml.etree import ElementTree as ET
+
+import pytest
+from rich.console import Console
+
+from examples.demo.lines import Arrived, LayerSpan, Prefilled, Recomputed, Token
+from examples.demo.picture import COMPUTE, RECOMPUTE, TRANSFER, WIDTH, picture
+from examples.demo.record import Record
+from examples.demo.report import print_report, summary
+from examples.demo.trace import DECODE, PREFILL, trace
+
+LAYERS = 4
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def spans(tokens: int, began: float) -> list[LayerSpan]:
+    """Each layer takes 10 ms."""
+    return [
+        LayerSpan(layer, tokens, began + layer * 0.01, began + (layer + 1) * 0.01)
+        for layer in range(LAYERS)
+    ]
+
+
+def whole(began: float = 100.0) -> Record:
+    """Everything arrived, 2 ms after the last mark; each layer took 3 ms."""
+    record = Record("whole")
+    marked = [began + layer * 0.01 + 0.001 for layer in range(LAYERS)]
+    record.note(Prefilled("whole", spans(64, began), marked))
+    record.landed = {layer: at + 0.003 for layer, at in enumerate(marked)}
+    record.note(arrived("whole", marked[-1] + 0.002, missing=[]))
+    record.tokens = [Token("whole", 7, began + 0.05, began + 0.06)]
+    record.single = [7]
+    return record
+
+
+def broken() -> Record:
+    """Two of four blocks did not arrive, and were computed."""
+    record = whole(began=100.04)
+    record.request = "broken"
+    record.landed = {}
+    record.note(arrived("broken", 100.08, missing=[1, 2]))
+    record.note(Recomputed("broken", spans(48, 100.09)))
+    record.tokens = [Token("broken", 7, 100.14, 100.15)]
+    return record
+
+
+def arrived(request: str, at: float, missing: list[int]) -> Arrived:
+    return Arrived(
+        request=request,
+        at=at,
+        blocks=4,
+        missing=missing,
+        why="kept back" if missing else "",
+        tokens=64,
+        usable_tokens=16 if missing else 64,
+        to_prefill=[(16, 64)] if missing else [],
+        nbytes=1_000_000,
+        wire_s=0.02,
+        layers_grouped=1,
+        transport="tcp",
+    )
+
+
+def test_the_figures_are_those_of_their_definitions() -> None:
+    record = whole()
+    assert record.exposed_s == pytest.approx(0.002)
+    # Prefill until the last mark took 31 ms.
+    assert record.overlap_efficiency == pytest.approx(31 / 33)
+    assert list(record.faults()) == []
+
+
+def test_an_outcome_before_the_last_mark_exposes_nothing() -> None:
+    record = whole()
+    record.note(arrived("whole", record.marked[-1] - 1, missing=[]))
+    assert record.exposed_s == 0
+    assert record.overlap_efficiency == 1
+
+
+def test_other_tokens_are_a_fault() -> None:
+    record = whole()
+    record.single = [8]
+    assert not record.equal
+    assert "tokens differ" in next(iter(record.faults()))
+
+
+@pytest.mark.parametrize("tokens", [0, 47, 64])
+def test_prefilling_anything_but_what_is_missing_is_a_fault(tokens: int) -> None:
+    record = broken()
+    assert list(record.faults()) == []
+    record.recomputed = spans(tokens, 100.09) if tokens else []
+    assert f"48 tokens did not arrive, and {tokens}" in next(iter(record.faults()))
+
+
+def test_the_picture_has_a_bar_for_each_layer_of_each_kind() -> None:
+    root = ET.fromstring(picture([broken(), whole()]))
+    # Only bars have a title, which a browser shows under the mouse.
+    bars = [bar for bar in root.iter(f"{SVG}rect") if len(bar)]
+    fills = Counter(bar.get("fill") for bar in bars)
+    assert fills == {COMPUTE: 2 * LAYERS, TRANSFER: LAYERS, RECOMPUTE: LAYERS}
+    for bar in bars:
+        left, width = float(bar.get("x", "")), float(bar.get("width", ""))
+        assert 0 <= left < left + width <= WIDTH
+    # The first request of the picture is the first that was prefilled.
+    titles = [text.text or "" for text in root.iter(f"{SVG}text")]
+    names = [title.partition(":")[0] for title in titles if " MB" in title]
+    assert names == ["whole", "broken"]
+
+
+def test_the_trace_is_what_chrome_and_perfetto_read() -> None:
+    made = json.loads(json.dumps(trace([whole(), broken()])))
+    events = made["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in slices) == 0
+    assert all(event["dur"] > 0 for event in slices)
+    kinds = Counter((event["pid"], event["cat"]) for event in slices)
+    assert kinds == {
+        (PREFILL, "prefill"): 2 * LAYERS,
+        (DECODE, "recompute"): LAYERS,
+        (DECODE, "decode"): 2,
+    }
+    # Slices of one track may not overlap: Perfetto would draw them as nested.
+    for process in (PREFILL, DECODE):
+        track = sorted((e["ts"], e["dur"]) for e in slices if e["pid"] == process)
+        for (start, length), (following, _) in itertools.pairwise(track):
+            assert start + length <= following + 1e-3
+    begun = {e["id"]: e["ts"] for e in events if e["ph"] == "b"}
+    ended = {e["id"]: e["ts"] for e in events if e["ph"] == "e"}
+    assert len(begun) == LAYERS
+    assert begun.keys() == ended.keys()
+    for name, start in begun.items():
+        assert ended[name] - start == pytest.approx(3000)
+
+
+def test_the_report_says_what_was_lost_and_what_was_equal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    prompts = {"whole": [1, 2], "broken": [3]}
+    print_report(console, [whole(), broken()], prompts, lambda t: f"<{t}>", [])
+    said = out.getvalue()
+    assert "<[7]>" in said
+    lines = [line.split() for line in said.splitlines()]
+    assert ["whole", "65", "4", "1.00", "40.0", "2.00", "0.939", "4/4", "yes"] in lines
+    assert "blocks 1 to 2 of 4 did not arrive: kept back" in said
+    assert "decode prefilled 16 to 63" in said
+
+
+def test_the_summary_is_plain_json() -> None:
+    (row,) = json.loads(json.dumps(summary([broken()])))
+    assert row["lost_blocks"] == [1, 2]
+    assert row["prefilled_by_decode"] == [[16, 64]]
+    assert row["equal"] is True
