@@ -23,6 +23,7 @@ Which transport to take is not decided here: the front looks at
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -123,7 +124,7 @@ TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
 }
 
 
-class Handshake:
+class Handshake(ABC):
     """What both roles share: the state, the frames to send, refusing.
 
     Feed it with :meth:`header_received` and :meth:`body_received` in turn, send what
@@ -189,8 +190,9 @@ class Handshake:
         self.state = HandshakeState.FAILED
         self._send(FrameType.REFUSE, message.encode())
 
+    @abstractmethod
     def _advance(self, body: bytes) -> None:
-        raise NotImplementedError
+        """Act on the frame that was due."""
 
     def _check_due(self, header: Header) -> None:
         due = self.state.value
@@ -226,6 +228,7 @@ class Handshake:
         return error if isinstance(error, HandshakeError) else HandshakeError(text)
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
+        """Compare the fields that both sides name: KVW-HS-08."""
         mine = dict(self._identity.profile)
         differing = [
             (name, mine[name], value)
@@ -272,6 +275,7 @@ class ClientHandshake(Handshake):
             self._chosen(body)
 
     def _accepted(self, body: bytes) -> None:
+        """The server has said ACCEPT: KVW-HS-06 and KVW-HS-07."""
         identity, accept = self._identity, Accept.decode(body)
         low, high = identity.versions
         if not low <= accept.version <= high:
@@ -391,6 +395,7 @@ class ServerHandshake(Handshake):
             self._offered(narrowed(decode_body(FrameType.OFFER, body), Offer))
 
     def _greeted(self, body: bytes) -> None:
+        """The client has said HELLO: KVW-HS-06 and KVW-HS-07."""
         identity, hello = self._identity, Hello.decode(body)
         low, high = identity.versions
         version = min(high, hello.version_max)

@@ -156,8 +156,9 @@ class Grants:
         """Decide about one access of the peer.
 
         Raises:
-            AccessDenied: No such grant, wrong token, wrong direction, or out of range.
-            StaleRegion: The region was closed or revoked since.
+            AccessDenied: No such grant, wrong token, wrong direction, or out of range
+                (KVW-OS-03).
+            StaleRegion: The region was closed or revoked since (KVW-OS-04).
         """
         row = self._rows.get(grant)
         proven = hmac.compare_digest(token, row.token if row else _NO_TOKEN)

@@ -1,0 +1,551 @@
+"""The handshake accepts what both sides mean, and nothing else (goal S6)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvwire.errors import (
+    AuthenticationFailed,
+    HandshakeError,
+    HandshakeTimeout,
+    MalformedFrame,
+    ProfileMismatch,
+    UnexpectedFrame,
+    VersionMismatch,
+    WireCode,
+)
+from kvwire.limits import HANDSHAKE_BODY_BYTES, SEAL_BYTES
+from kvwire.proto.framing import Framing
+from kvwire.proto.handshake import (
+    Handshake,
+    HandshakeState,
+    Identity,
+    accepted_digest,
+    common_terms,
+)
+from kvwire.testing.handshakes import (
+    PSK,
+    Frame,
+    Shaking,
+    begin,
+    identity,
+    receive,
+    shake,
+)
+from kvwire.types import Role, TrustMode
+from kvwire.wire.control import Choice, Offer, Verdict, decode_body, encode_body
+from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
+from kvwire.wire.hello import Accept, Confirm, Hello, Refuse, Terms
+from tests.proto.shaking import (
+    at_frame,
+    both_fail,
+    both_modes,
+    recorded,
+    shake_until,
+    start,
+    types,
+)
+
+OTHER_PSK = bytes(range(1, 33))
+
+
+# --- it works
+
+
+@pytest.mark.rule("KVW-HS-04", "keeps")
+@pytest.mark.rule("KVW-HS-05", "keeps")
+@pytest.mark.rule("KVW-HS-06", "keeps")
+@pytest.mark.rule("KVW-HS-07", "keeps")
+@pytest.mark.rule("KVW-HS-08", "keeps")
+@both_modes
+def test_both_sides_agree(trust: TrustMode) -> None:
+    """On keys, digest, terms, names, and the transport."""
+    shaking = shake(start(trust))
+    client, server = shaking.client.agreement, shaking.server.agreement
+    assert client is not None
+    assert server is not None
+    assert client.keys == server.keys
+    assert client.digest == server.digest
+    assert client.terms == server.terms
+    assert (client.role, server.role) == (Role.CLIENT, Role.SERVER)
+    assert (client.peer.name, server.peer.name) == ("server", "client")
+    assert client.peer.incarnation == b"server.........."
+    assert client.peer.trust is server.peer.trust is trust
+    assert client.peer.version == server.peer.version == 1
+    assert client.choice == server.choice
+    assert client.offer == server.offer
+    assert [v.name for v in client.choice.verdicts if v.taken] == ["memory"]
+    assert types(shaking.sent) == [
+        *(FrameType.HELLO, FrameType.ACCEPT, FrameType.CONFIRM),
+        *(FrameType.OFFER, FrameType.CHOICE),
+    ]
+    for handshake in (shaking.client, shaking.server):
+        assert handshake.state is HandshakeState.DONE
+
+
+@both_modes
+def test_seals_begin_after_confirm(trust: TrustMode) -> None:
+    """In psk mode, and in no other."""
+    sealed = [frame[0][1] == Flag.SEALED for _, frame in recorded(trust)]
+    in_psk = trust is TrustMode.PSK
+    assert sealed == [False, False, False, in_psk, in_psk]
+
+
+def test_no_answer_is_longer_than_the_question() -> None:
+    """Rule H: until the client has proved itself."""
+    sizes = [(role, sum(map(len, frame))) for role, frame in recorded(TrustMode.PSK)]
+    assert sizes[:3] == [(Role.CLIENT, 256), (Role.SERVER, 256), (Role.CLIENT, 256)]
+    shaking = begin(identity("c"), identity("s", trust=TrustMode.PSK))
+    with pytest.raises(AuthenticationFailed):
+        receive(shaking.server, shaking.client.outgoing.pop())
+    (refusal,) = shaking.server.outgoing
+    assert sum(map(len, refusal)) == 256
+
+
+def test_terms_are_the_smaller_of_both() -> None:
+    """And features those of both; each side knows the other's own."""
+    mine = Terms(
+        chunk_bytes=2**20,
+        eager_bytes=500,
+        window_bytes=10_000,
+        window_messages=3,
+        features=0b0110,
+    )
+    theirs = Terms(
+        chunk_bytes=2**17,
+        eager_bytes=900,
+        window_bytes=8_000,
+        window_messages=30,
+        features=0b0011,
+    )
+    shaking = shake(begin(identity("c", terms=mine), identity("s", terms=theirs)))
+    client, server = shaking.client.agreement, shaking.server.agreement
+    assert client is not None
+    assert server is not None
+    assert client.terms == server.terms == common_terms(mine, theirs)
+    assert client.terms == Terms(
+        chunk_bytes=2**17,
+        eager_bytes=500,
+        window_bytes=8_000,
+        window_messages=3,
+        features=0b0010,
+    )
+    assert (client.peer_terms, server.peer_terms) == (theirs, mine)
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "agreed"),
+    [
+        ((1, 1), (1, 1), 1),
+        ((1, 5), (3, 9), 5),
+        ((3, 9), (1, 5), 5),
+        ((2, 4), (4, 4), 4),
+    ],
+)
+def test_the_highest_common_version(
+    client: tuple[int, int], server: tuple[int, int], agreed: int
+) -> None:
+    """Of overlapping ranges."""
+    shaking = shake(
+        begin(identity("c", versions=client), identity("s", versions=server))
+    )
+    assert shaking.client.agreement is not None
+    assert shaking.client.agreement.peer.version == agreed
+
+
+def test_keys_are_rotated_without_a_gap() -> None:
+    """A server that accepts both keys takes a client with either."""
+    server = identity("s", trust=TrustMode.PSK, psk=PSK, accepts=(OTHER_PSK,))
+    for psk in (PSK, OTHER_PSK):
+        client = identity("c", trust=TrustMode.PSK, psk=psk)
+        assert shake(begin(client, server)).client.agreement is not None
+    third = identity("c", trust=TrustMode.PSK, psk=bytes(reversed(PSK)))
+    with pytest.raises(AuthenticationFailed):
+        shake(begin(third, server))
+
+
+def test_profiles_agree_where_both_speak() -> None:
+    """A field that only one side names stands in nobody's way."""
+    client = identity("c", profile=(("model", "m"), ("mine", "1")))
+    server = identity("s", profile=(("model", "m"), ("theirs", "2")))
+    shaking = shake(begin(client, server))
+    assert shaking.server.agreement is not None
+    assert shaking.server.agreement.peer.profile == client.profile
+
+
+# --- mismatches name the fields, on both sides
+
+
+def mismatch(
+    client: Identity, server: Identity, kind: type[HandshakeError], *fields: str
+) -> list[str]:
+    errors = both_fail(begin(client, server))
+    assert set(errors) == set(Role)
+    for error in errors.values():
+        assert type(error) is kind
+        assert isinstance(error, HandshakeError)
+        assert error.fields == fields
+    return [str(errors[role]) for role in Role]
+
+
+@pytest.mark.rule("KVW-HS-06", "breaks")
+@pytest.mark.parametrize(("client", "server"), [((1, 1), (2, 3)), ((4, 5), (2, 3))])
+def test_versions_that_do_not_overlap(
+    client: tuple[int, int], server: tuple[int, int]
+) -> None:
+    """Both sides say both ranges."""
+    texts = mismatch(
+        identity("c", versions=client),
+        identity("s", versions=server),
+        VersionMismatch,
+        "version",
+    )
+    for text in texts:
+        for number in (*client, *server):
+            assert str(number) in text
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.parametrize(
+    ("client", "server"), list(itertools.permutations(TrustMode, 2))
+)
+def test_trust_modes_that_differ(client: TrustMode, server: TrustMode) -> None:
+    """Both sides say both modes."""
+    texts = mismatch(
+        identity("c", trust=client),
+        identity("s", trust=server),
+        AuthenticationFailed,
+        "trust",
+    )
+    for text in texts:
+        assert "loopback" in text
+        assert "psk" in text
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+def test_keys_that_differ() -> None:
+    """Both sides say where to look, and neither says anything of a key."""
+    texts = mismatch(
+        identity("c", trust=TrustMode.PSK, psk=PSK),
+        identity("s", trust=TrustMode.PSK, psk=OTHER_PSK),
+        AuthenticationFailed,
+        "psk_file",
+    )
+    for text in texts:
+        assert PSK.hex()[:8] not in text
+
+
+@pytest.mark.rule("KVW-HS-08", "breaks")
+@both_modes
+def test_profiles_that_differ(trust: TrustMode) -> None:
+    """Every differing field by name, with both values, cut to what fits a log."""
+    long = "x" * 128
+    client = identity("c", trust=trust, profile=(("a", "1"), ("b", "2"), ("c", long)))
+    server = identity("s", trust=trust, profile=(("c", "4"), ("b", "2"), ("a", "3")))
+    errors = both_fail(begin(client, server))
+    for role, fields in ((Role.SERVER, ("a", "c")), (Role.CLIENT, ("c", "a"))):
+        error = errors[role]
+        assert isinstance(error, ProfileMismatch)
+        assert error.fields == fields
+        assert long not in str(error)
+        for part in ("'1'", "'3'", "'4'"):
+            assert part in str(error)
+
+
+@pytest.mark.rule("KVW-HS-08", "breaks")
+@both_modes
+def test_no_transport_in_common(trust: TrustMode) -> None:
+    """The reasons are told on both sides, quoted."""
+    shaking = start(trust)
+    verdicts = (
+        Verdict("memory", False, "line\nbreak"),
+        Verdict("tcp", False, "not here"),
+    )
+    answer = Choice(name="s", verdicts=verdicts, profile=())
+    error = _refused_by(shaking, answer)
+    assert shaking.server.state is HandshakeState.FAILED
+    with pytest.raises(ProfileMismatch) as caught:
+        receive(shaking.client, shaking.server.outgoing.pop())
+    for said in (caught.value, error):
+        assert said.fields == ("backends",)
+        assert "'memory': 'line\\nbreak'; 'tcp': 'not here'" in str(said)
+
+
+def _refused_by(shaking: Shaking, answer: Choice) -> ProfileMismatch:
+    server = shaking.server
+    for _ in range(2):
+        for handshake, other in ((shaking.client, server), (server, shaking.client)):
+            while handshake.outgoing:
+                header, body = handshake.outgoing.pop(0)
+                other.header_received(header)
+                other.body_received(body)
+    with pytest.raises(ProfileMismatch) as caught:
+        server.choose(answer)
+    return caught.value
+
+
+def test_nothing_was_offered() -> None:
+    """Said in words."""
+    with pytest.raises(ProfileMismatch, match="none was offered"):
+        shake(begin(backends=()))
+
+
+@pytest.mark.rule("KVW-HS-05", "breaks")
+@pytest.mark.parametrize("taken", [("other",), ("memory", "second"), ("a", "b")])
+def test_a_choice_that_was_not_offered(taken: tuple[str, ...]) -> None:
+    """Another transport, or more than one."""
+    shaking = begin(backends=("memory", "second"))
+    shake_until(shaking, FrameType.CHOICE)
+    verdicts = tuple(Verdict(name, True, "taken") for name in taken)
+    body = encode_body(Choice(name="s", verdicts=verdicts, profile=()))
+    framing = Framing()
+    framing.sent = 1
+    with pytest.raises(UnexpectedFrame) as caught:
+        receive(shaking.client, framing.control(FrameType.CHOICE, body))
+    assert caught.value.rule == "KVW-HS-05"
+    assert shaking.client.agreement is None
+
+
+# --- out of order
+
+
+@pytest.mark.rule("KVW-HS-04", "breaks")
+@pytest.mark.parametrize("index", range(5))
+@both_modes
+def test_any_other_frame(trust: TrustMode, index: int) -> None:
+    """Every type but the one that is due and REFUSE."""
+    for frame_type in set(FrameType) - {FrameType.REFUSE}:
+        shaking, role, frame = at_frame(trust, index)
+        receiver = shaking.of(role.other)
+        if frame[0][0] == frame_type:
+            continue
+        flags = frame[0][1] if frame_type < FrameType.MESSAGE else 0
+        length = HANDSHAKE_BODY_BYTES if frame_type < FrameType.OFFER else 40
+        header = encode_header(frame_type, flags, receiver.framing.received, length)
+        with pytest.raises(UnexpectedFrame) as caught:
+            receiver.header_received(header)
+        assert caught.value.rule == "KVW-HS-04"
+        assert receiver.state is HandshakeState.FAILED
+
+
+@pytest.mark.rule("KVW-HS-04", "breaks")
+@pytest.mark.parametrize("field", ["request", "segment", "offset"])
+def test_a_handshake_names_no_request(field: str) -> None:
+    """There is none yet."""
+    shaking, _, _ = at_frame(TrustMode.LOOPBACK, 0)
+    header = encode_header(FrameType.HELLO, Flag.CHECKED, 0, 224, **{field: 1})
+    with pytest.raises(UnexpectedFrame) as caught:
+        shaking.server.header_received(header)
+    assert caught.value.rule == "KVW-HS-04"
+
+
+@pytest.mark.rule("KVW-HS-04", "breaks")
+@pytest.mark.parametrize("role", list(Role))
+def test_nothing_follows_the_end(role: Role) -> None:
+    """Done or failed: not even REFUSE."""
+    done = shake(start(TrustMode.LOOPBACK)).of(role)
+    failed = start(TrustMode.LOOPBACK).of(role)
+    failed.refuse(WireCode.BUSY)
+    for handshake in (done, failed):
+        framing = Framing()
+        framing.sent = handshake.framing.received
+        body = Refuse(
+            code=1, version_min=1, version_max=1, trust=TrustMode.LOOPBACK
+        ).encode()
+        header, _ = framing.control(FrameType.REFUSE, body)
+        with pytest.raises(UnexpectedFrame):
+            handshake.header_received(header)
+
+
+@pytest.mark.rule("KVW-HS-04", "breaks")
+def test_a_second_offer_before_the_first_is_answered() -> None:
+    """The server decides about one."""
+    shaking = start(TrustMode.LOOPBACK)
+    seen = shake_until(shaking, FrameType.OFFER)
+    _, (header, body) = seen[-1]
+    shaking.server.header_received(header)
+    shaking.server.body_received(body)
+    assert shaking.server.state is HandshakeState.DECISION
+    framing = Framing()
+    framing.sent = shaking.server.framing.received
+    again, _ = framing.control(FrameType.OFFER, body)
+    with pytest.raises(UnexpectedFrame):
+        shaking.server.header_received(again)
+
+
+@pytest.mark.rule("KVW-AU-01", "breaks")
+def test_a_server_that_leaves_its_seals_off() -> None:
+    """A downgrade: the client demands them."""
+    shaking = start(TrustMode.PSK)
+    shake_until(shaking, FrameType.CHOICE)
+    framing = Framing()
+    framing.sent = 1
+    body = encode_body(Choice(name="s", verdicts=(), profile=()))
+    with pytest.raises(UnexpectedFrame) as caught:
+        receive(shaking.client, framing.control(FrameType.CHOICE, body))
+    assert caught.value.rule == "KVW-AU-01"
+
+
+# --- versions and modes chosen by the server
+
+
+def accept_with(
+    shaking: Shaking, change: Callable[[Accept], Accept], *, prove: bool
+) -> Frame:
+    """An ACCEPT of a server that does something else, with a right proof if asked."""
+    hello = shaking.client.outgoing.pop(0)
+    receive(shaking.server, hello)
+    honest = Accept.decode(shaking.server.outgoing.pop(0)[1])
+    changed = change(honest)
+    keys = shaking.server._keys
+    assert keys is not None
+    proof = (
+        keys.server_proof(accepted_digest(hello[1], changed)) if prove else b"p" * 32
+    )
+    return Framing().control(FrameType.ACCEPT, replace(changed, mac=proof).encode())
+
+
+@pytest.mark.rule("KVW-HS-06", "breaks")
+@pytest.mark.parametrize("version", [0, 2, 65_535])
+def test_a_version_that_was_not_asked_for(version: int) -> None:
+    """Even under a right proof; the server is told."""
+    shaking = start(TrustMode.PSK)
+    frame = accept_with(shaking, lambda a: replace(a, version=version), prove=True)
+    with pytest.raises(VersionMismatch) as caught:
+        receive(shaking.client, frame)
+    assert caught.value.fields == ("version",)
+    (refusal,) = shaking.client.outgoing
+    assert Refuse.decode(refusal[1]).code == WireCode.VERSION
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.parametrize("prove", [True, False])
+def test_a_trust_mode_that_was_not_asked_for(prove: bool) -> None:
+    """A downgrade, proved or not."""
+    shaking = start(TrustMode.PSK)
+    frame = accept_with(
+        shaking, lambda a: replace(a, trust=TrustMode.LOOPBACK), prove=prove
+    )
+    with pytest.raises(AuthenticationFailed) as caught:
+        receive(shaking.client, frame)
+    assert caught.value.fields == ("trust",)
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@both_modes
+def test_a_proof_that_is_none(trust: TrustMode) -> None:
+    """The client's; the server tells it so."""
+    shaking, _, _ = at_frame(trust, 2)
+    framing = Framing()
+    framing.sent = 1
+    frame = framing.control(FrameType.CONFIRM, Confirm(mac=b"p" * 32).encode())
+    with pytest.raises(AuthenticationFailed):
+        receive(shaking.server, frame)
+    (refusal,) = shaking.server.outgoing
+    assert Refuse.decode(refusal[1]).code == WireCode.AUTHENTICATION
+    assert shaking.server.offer is None
+
+
+# --- REFUSE
+
+POINTS = list(itertools.product(TrustMode, range(1, 5)))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "field"),
+    [
+        (WireCode.VERSION, VersionMismatch, ("version",)),
+        (WireCode.AUTHENTICATION, AuthenticationFailed, ("psk_file",)),
+        (WireCode.PROFILE, ProfileMismatch, ()),
+        (WireCode.HANDSHAKE_TIMEOUT, HandshakeTimeout, ()),
+        (WireCode.BUSY, HandshakeError, ()),
+        (WireCode.DEADLINE, HandshakeError, ()),
+        (9999, HandshakeError, ()),
+    ],
+)
+@pytest.mark.parametrize(
+    ("trust", "index"),
+    # In psk mode the client says CONFIRM and OFFER at once, so it has no third chance.
+    [case for case in POINTS if case != (TrustMode.PSK, 2)],
+)
+def test_a_refusal_at_every_point(
+    trust: TrustMode,
+    index: int,
+    code: int,
+    kind: type[HandshakeError],
+    field: tuple[str],
+) -> None:
+    """From either side, sealed or not, with any code: one documented error."""
+    shaking, role, _ = at_frame(trust, index)
+    sender, receiver = shaking.of(role), shaking.of(role.other)
+    sender.outgoing.clear()
+    sender.framing.sent = receiver.framing.received
+    refuse_with(sender, code)
+    with pytest.raises(kind) as caught:
+        receive(receiver, sender.outgoing.pop())
+    assert type(caught.value) is kind
+    assert caught.value.fields == field
+    assert receiver.state is HandshakeState.FAILED
+    assert receiver.outgoing == []
+
+
+def refuse_with(handshake: Handshake, code: int) -> None:
+    if code in set(WireCode):
+        handshake.refuse(WireCode(code))
+        return
+    mode = handshake._identity.trust
+    body = Refuse(code=code, version_min=1, version_max=1, trust=mode).encode()
+    handshake.outgoing.append(handshake.framing.control(FrameType.REFUSE, body))
+
+
+def test_a_sealed_refusal_is_longer_by_its_seal() -> None:
+    """And still fits its type."""
+    shaking, role, _ = at_frame(TrustMode.PSK, 4)
+    shaking.of(role).outgoing.clear()
+    shaking.of(role).refuse(WireCode.BUSY)
+    header, body = shaking.of(role).outgoing[0]
+    assert decode_header(header).length == len(body) == 224 + SEAL_BYTES
+
+
+# --- offers
+
+
+@both_modes
+def test_an_offer_of_garbage(trust: TrustMode) -> None:
+    """Sealed or checked rightly, and still no offer."""
+    shaking = start(trust)
+    shake_until(shaking, FrameType.OFFER)
+    framing = shaking.client.framing
+    framing.sent -= 1
+    with pytest.raises(MalformedFrame) as caught:
+        receive(shaking.server, framing.control(FrameType.OFFER, b"\xc1"))
+    assert caught.value.rule == "KVW-CT-01"
+    assert shaking.server.state is HandshakeState.FAILED
+
+
+def test_what_the_client_offers_is_what_the_server_sees() -> None:
+    """In the client's order."""
+    shaking = begin(backends=("b", "a", "c"))
+    _, (_, body) = shake_until(shaking, FrameType.OFFER)[-1]
+    offer = decode_body(FrameType.OFFER, body)
+    assert isinstance(offer, Offer)
+    assert [backend.name for backend in offer.backends] == ["b", "a", "c"]
+
+
+def test_no_secret_in_what_is_shown() -> None:
+    """Goal S12: neither of an identity nor of an agreement."""
+    mine = identity("c", trust=TrustMode.PSK)
+    shaking = shake(begin(mine, identity("s", trust=TrustMode.PSK)))
+    shown = repr(mine) + repr(shaking.client.agreement)
+    assert PSK.hex() not in shown
+    assert repr(PSK)[2:-1] not in shown
+
+
+def test_a_hello_in_loopback_mode_names_no_key() -> None:
+    """There is none to name."""
+    hello = Hello.decode(start(TrustMode.LOOPBACK).client.outgoing[0][1])
+    assert hello.key_id == bytes(16)

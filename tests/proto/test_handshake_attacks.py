@@ -1,0 +1,180 @@
+"""Handshakes that somebody damages, changes, replays or reflects (goal S6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvwire.errors import (
+    AuthenticationFailed,
+    HandshakeError,
+    MalformedFrame,
+    ProtocolError,
+)
+from kvwire.limits import HEADER_BYTES
+from kvwire.proto.framing import Framing
+from kvwire.proto.handshake import HandshakeState
+from kvwire.testing.handshakes import (
+    NONCE_CLIENT,
+    NONCE_SERVER,
+    Frame,
+    Shaking,
+    receive,
+)
+from kvwire.types import Role, TrustMode
+from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
+from tests.proto.shaking import at_frame, both_fail, both_modes, recorded, start, types
+
+NONCES = [bytes([n]) * 32 for n in range(8)]
+
+
+# --- damaged on the way
+
+
+def refused(shaking: Shaking) -> bool:
+    """Whether a side has refused, and no side has agreed that should not have."""
+    return bool(both_fail(shaking))
+
+
+def damage(body: bytes) -> Iterator[bytes]:
+    for bit in range(8 * len(body)):
+        wrong = bytearray(body)
+        wrong[bit // 8] ^= 1 << bit % 8
+        yield bytes(wrong)
+
+
+def with_body(frame: Frame, body: bytes) -> Frame:
+    """A frame with another body, and everything that anybody can compute made right."""
+    header = decode_header(frame[0])
+    if header.flags != Flag.CHECKED:
+        return frame[0], body
+    fresh = Framing()
+    fresh.sent = header.sequence
+    return fresh.control(header.type, body)
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.rule("KVW-HD-07", "breaks")
+@pytest.mark.parametrize("index", range(5))
+@both_modes
+def test_every_flipped_bit_of_every_frame(trust: TrustMode, index: int) -> None:
+    """In headers and bodies of all five, as damage on the way does it."""
+    _, _, (header, body) = at_frame(trust, index)
+    for wrong in damage(header + body):
+        shaking, role, _ = at_frame(trust, index)
+        frame = wrong[:HEADER_BYTES], wrong[HEADER_BYTES:]
+        with pytest.raises((ProtocolError, HandshakeError)):
+            receive(shaking.of(role.other), frame)
+        assert shaking.of(role.other).agreement is None
+        assert shaking.of(role.other).state is HandshakeState.FAILED
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.parametrize("index", range(3))
+@both_modes
+def test_every_bit_changed_by_somebody(trust: TrustMode, index: int) -> None:
+    """The same with checks made right, so that the proofs have to notice it."""
+    _, _, frame = at_frame(trust, index)
+    for wrong in damage(frame[1]):
+        shaking, role, _ = at_frame(trust, index)
+        shaking.of(role).outgoing.insert(0, with_body(frame, wrong))
+        assert refused(shaking)
+        assert not (shaking.client.agreement and shaking.server.agreement)
+        # In psk mode nobody gets as far as the first body of unknown length.
+        if trust is TrustMode.PSK:
+            assert shaking.server.offer is None
+
+
+@pytest.mark.rule("KVW-AU-02", "breaks")
+@pytest.mark.parametrize("index", [3, 4])
+def test_offer_and_choice_are_sealed(index: int) -> None:
+    """In psk mode nobody on the way can change a name, a transport or a profile."""
+    _, _, frame = at_frame(TrustMode.PSK, index)
+    for wrong in damage(frame[1]):
+        shaking, role, _ = at_frame(TrustMode.PSK, index)
+        with pytest.raises(MalformedFrame) as caught:
+            receive(shaking.of(role.other), (frame[0], wrong))
+        assert caught.value.rule == "KVW-AU-02"
+
+
+@pytest.mark.parametrize("index", range(5))
+@both_modes
+def test_every_truncation(trust: TrustMode, index: int) -> None:
+    """A body that is shorter and says so: each length below the right one."""
+    _, role, (_, body) = at_frame(trust, index)
+    for length in range(len(body)):
+        shaking, role, (header, _) = at_frame(trust, index)
+        read = decode_header(header)
+        shorter = encode_header(
+            read.type,
+            read.flags,
+            read.sequence,
+            length,
+            payload_check=read.payload_check,
+        )
+        with pytest.raises(ProtocolError):
+            receive(shaking.of(role.other), (shorter, body[:length]))
+
+
+# --- replayed, reflected
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@both_modes
+def test_a_replayed_client(trust: TrustMode) -> None:
+    """All that a client has sent, to a server with another nonce: no agreement."""
+    frames = [frame for role, frame in recorded(trust) if role is Role.CLIENT]
+    for nonce in NONCES:
+        server = start(trust, nonces=(NONCE_CLIENT, nonce)).server
+        receive(server, frames[0])
+        with pytest.raises(AuthenticationFailed):
+            receive(server, frames[1])
+        assert server.offer is None
+        assert server.agreement is None
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@both_modes
+def test_a_replayed_server(trust: TrustMode) -> None:
+    """All that a server has sent, to a client with another nonce."""
+    frames = [frame for role, frame in recorded(trust) if role is Role.SERVER]
+    for nonce in NONCES:
+        client = start(trust, nonces=(nonce, NONCE_SERVER)).client
+        client.outgoing.clear()
+        with pytest.raises(AuthenticationFailed):
+            receive(client, frames[0])
+        assert types([(Role.CLIENT, frame) for frame in client.outgoing]) == [
+            FrameType.REFUSE
+        ]
+
+
+@pytest.mark.rule("KVW-HS-03", "breaks")
+@pytest.mark.rule("KVW-HS-04", "breaks")
+@both_modes
+def test_every_reflected_frame(trust: TrustMode) -> None:
+    """Each frame sent back to where it came from, as it is and under the type due."""
+    for index in range(5):
+        for relabel in (False, True):
+            shaking, role, frame = at_frame(trust, index)
+            sender = shaking.of(role)
+            agreed = sender.agreement
+            if relabel and isinstance(sender.state.value, FrameType):
+                framing = Framing()
+                framing.sent = sender.framing.received
+                frame = framing.control(sender.state.value, frame[1])
+            with pytest.raises((ProtocolError, HandshakeError)):
+                receive(sender, frame)
+            assert sender.agreement is agreed
+
+
+def test_a_server_cannot_prove_itself_with_the_clients_proof() -> None:
+    """Each direction has its key and its label."""
+    frames = recorded(TrustMode.PSK)
+    confirm = frames[2][1][1]
+    shaking, _, (_, body) = at_frame(TrustMode.PSK, 1)
+    forged = bytearray(body)
+    forged[84:116] = confirm[8:40]
+    framing = Framing()
+    with pytest.raises(AuthenticationFailed):
+        receive(shaking.client, framing.control(FrameType.ACCEPT, bytes(forged)))
