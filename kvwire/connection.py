@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self, overload
 
+from kvwire.backend import Link
 from kvwire.clock import absolute
 from kvwire.description import Description
 from kvwire.errors import (
@@ -446,6 +447,11 @@ class Connection(Asking):
                 ),
             )
         )
+
+    @property
+    def link(self) -> Link:
+        """The backend's link that carries it; for backends' own tests and metrics."""
+        return self._pump.link
 
     @property
     def digest(self) -> bytes:

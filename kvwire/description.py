@@ -40,6 +40,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         plan: The digest of the answerer's plan; empty in an OPEN.
         settled: Consumer, after a lost link: it has all it was sent, and only its last
             word may be missing. Nothing is sent again.
+        end: 8 random bytes that name this end of the transfer over all its links.
         attempt: 0 for the first, counted up by each new link.
     """
 
@@ -63,6 +64,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
     hashes: Annotated[bytes, Meta(max_length=32)] = b""
     plan: Annotated[bytes, Meta(max_length=16)] = b""
     settled: bool = False
+    end: Annotated[bytes, Meta(max_length=8)] = b""
     attempt: U32 = 0
 
     def encode(self) -> bytes:

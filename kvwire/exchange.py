@@ -49,7 +49,7 @@ class Exchange:
         self.live: set[End] = set()
         self._waiting: dict[Key, End] = {}
         self._asked: dict[Key, list[tuple[Connection, TransferOpened]]] = {}
-        self._last_words: dict[bytes, LastWord] = {}
+        self._last_words: dict[tuple[bytes, bytes], LastWord] = {}
         self._tombstones: OrderedDict[Key, tuple[str, int]] = OrderedDict()
 
     # --- our side ---------------------------------------------------------------------
@@ -104,18 +104,21 @@ class Exchange:
         if request.over:
             connection.core.transfers.forget(request)
             return
-        word = self._last_words.get(event.id)
-        if word is not None and not key[1] and not word.asks:
-            word.meet(connection, request)
+        try:
+            description = Description.decode(event.description)
+        except KVWireError as exc:
+            _refuse(connection, request, exc, WireCode.PROFILE)
             return
+        word = self._heard_before(key, description)
         end = self._waiting.get(key)
-        answer = Answer.LATER if end is None else end.answer_to(connection)
-        if end is not None and answer is Answer.YES:
-            self._meet(end, connection, event)
+        answer = end.answer_to(connection, description) if end else Answer.LATER
+        if word is not None:
+            word.meet(connection, request)
+        elif end is not None and answer is Answer.YES:
+            end.meet(connection, request, description)
         elif answer is Answer.NO:
-            error: KVWireError = PeerError("it has as many consumers as it is for")
-            _refuse(connection, request, error, WireCode.OTHER)
-        elif end is None and (key in self._tombstones or _asks_again(event)):
+            _refuse(connection, request, PeerError("it is taken"), WireCode.OTHER)
+        elif end is None and (key in self._tombstones or _goes_on(description)):
             error = PeerError(f"it has ended: {self._last_reason(key)}")
             _refuse(connection, request, error, WireCode.OTHER)
         else:
@@ -206,26 +209,22 @@ class Exchange:
             self._tombstones[key] = (reason, answers - 1)  # bounded: TOMBSTONES_MAX
         return reason
 
-    def _meet(self, end: End, connection: Connection, event: TransferOpened) -> None:
-        try:
-            description = Description.decode(event.description)
-        except KVWireError as exc:
-            _refuse(connection, event.request, exc, WireCode.PROFILE)
-            return
-        end.meet(connection, event.request, description)
+    def _heard_before(self, key: Key, description: Description) -> LastWord | None:
+        """The last word that a producer which pushes again has not heard."""
+        for word in self._last_words.values():
+            same = word.incoming.key == key[0] and word.peer_end == description.end
+            if same and not key[1] and not word.asks:
+                return word
+        return None
 
 
 def _key(end: End) -> Key:
     return end.key, isinstance(end, Outgoing)
 
 
-def _asks_again(event: TransferOpened) -> bool:
-    """Whether the peer goes on with what this side has known before."""
-    try:
-        description = Description.decode(event.description)
-    except KVWireError:
-        return False
-    return description.settled or description.attempt > 0
+def _goes_on(description: Description) -> bool:
+    """Whether a consumer goes on with what this side has begun to send before."""
+    return description.settled or bool(description.landed)
 
 
 def _refuse(

@@ -103,18 +103,17 @@ class Incoming(KVTransfer):
 
     # --- the exchange -----------------------------------------------------------------
 
-    def answer_to(self, connection: Connection) -> Answer:
+    def answer_to(self, connection: Connection, description: Description) -> Answer:
         """Whether a peer that offers it may send it."""
         receipt = self.receipt
         if self.outcome is not None:
             return Answer.NO
         if receipt is None:
             return Answer.YES
-        if receipt.incarnation != connection.peer.incarnation:
+        same_peer = receipt.incarnation == connection.peer.incarnation
+        if not same_peer or receipt.peer_end != description.end:
             return Answer.NO
-        if receipt.suspended and receipt.core is None:
-            return Answer.YES
-        return Answer.NO if receipt.connection is connection else Answer.LATER
+        return Answer.YES if receipt.waits else Answer.LATER
 
     @property
     def unmet(self) -> int:
@@ -136,7 +135,7 @@ class Incoming(KVTransfer):
             self.interrupted(incarnation)
             and self.receipt is not None
             and self.receipt.asked
-            and self.receipt.core is None
+            and self.receipt.waits
         )
 
     def ask(self, connection: Connection) -> None:
@@ -160,7 +159,7 @@ class Incoming(KVTransfer):
     def meet(self, connection: Connection, core: Any, description: Description) -> None:
         """Push: the peer of a connection offers it."""
         receipt = self._new_receipt(connection)
-        receipt.core = core
+        receipt.core, receipt.peer_end = core, description.end
         core.context = receipt
         try:
             self.plan_with(description)
@@ -255,7 +254,7 @@ class Incoming(KVTransfer):
             receipt.forget()
             if recoverable(error) and self.communicator.config.resume:
                 self.communicator.exchange.unconfirmed(
-                    LastWord(self, receipt.incarnation, asks=receipt.asked)
+                    LastWord(self, receipt, asks=receipt.asked)
                 )
         elif recoverable(error) and self.communicator.config.resume:
             receipt.suspended = True
@@ -286,6 +285,7 @@ class Incoming(KVTransfer):
             hashes=self.hashes,
             plan=plan,
             settled=self.outcome is not None,
+            end=self.end,
             attempt=self._attempts,
         )
 
@@ -347,9 +347,15 @@ class Receipt(Attempt):
         self.parts: list[tuple[Segment, list[tuple[int, int]]]] = []
         self._segments: dict[int, Segment] = {}
 
+    @property
+    def waits(self) -> bool:
+        """Whether its link is lost, and has touched memory for the last time."""
+        return self.suspended and self.core is None
+
     def agreed(self, description: Description) -> None:
         """See Attempt."""
         incoming = self.incoming
+        self.peer_end = description.end
         try:
             incoming.plan_with(description)
             if description.plan != incoming.plan.digest:
@@ -408,19 +414,20 @@ class LastWord(Attempt):
     nothing may land any more: the producer is told that everything has.
     """
 
-    def __init__(self, incoming: Incoming, incarnation: bytes, *, asks: bool) -> None:
+    def __init__(self, incoming: Incoming, receipt: Receipt, *, asks: bool) -> None:
+        super().__init__(receipt.connection)
         self.incoming = incoming
-        self.key = incoming.key
-        self.incarnation = incarnation
+        self.peer_end = receipt.peer_end
+        self.key = (incoming.key, incoming.end)
+        self.incarnation = receipt.incarnation
         self.asks = asks
-        self.core = None
 
     def ask(self, connection: Connection) -> None:
         """Pull again, to say it."""
         self.connection = connection
         connection.start_transfer(
             self,
-            key=self.key,
+            key=self.incoming.key,
             priority=0,
             description=self.incoming.description(b"").encode(),
             pull=True,

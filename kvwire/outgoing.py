@@ -104,19 +104,15 @@ class Outgoing(KVTransfer):
 
     # --- the exchange -----------------------------------------------------------------
 
-    def answer_to(self, connection: Connection) -> Answer:
+    def answer_to(self, connection: Connection, description: Description) -> Answer:
         """Whether a peer that asks may have it."""
-        if self.outcome is not None:
+        known = self._known(connection, description)
+        if self.outcome is not None or (known is not None and known.over):
             return Answer.NO
-        for delivery in self.deliveries:
-            if (
-                delivery.incarnation == connection.peer.incarnation
-                and not delivery.over
-            ):
-                if delivery.suspended and delivery.core is None:
-                    return Answer.YES
-                if delivery.connection is not connection:
-                    return Answer.LATER
+        if known is not None:
+            return Answer.YES if known.waits else Answer.LATER
+        if description.landed or description.settled:
+            return Answer.NO  # it goes on with another transfer of this name
         return Answer.YES if len(self.deliveries) < self.consumers else Answer.NO
 
     @property
@@ -133,16 +129,18 @@ class Outgoing(KVTransfer):
     def asks(self, incarnation: bytes) -> bool:
         """Whether it is this side that asks again on another link."""
         return any(
-            d.suspended and d.asked and d.core is None and d.incarnation == incarnation
+            d.waits and d.asked and d.incarnation == incarnation
             for d in self.deliveries
         )
 
     def ask(self, connection: Connection) -> None:
         """Push: ask the peer of a connection to take it."""
-        delivery = self._delivery(connection)
+        waiting = [d for d in self.deliveries if d.waits]
+        delivery = self._delivery(connection, waiting[0] if waiting else None)
         description = Description(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
             hashes=self.hashes,
+            end=self.end,
             attempt=delivery.attempts,
         )
         delivery.asked = True
@@ -164,8 +162,9 @@ class Outgoing(KVTransfer):
 
     def meet(self, connection: Connection, core: Any, description: Description) -> None:
         """Pull: the peer of a connection asks for it."""
-        delivery = self._delivery(connection)
-        delivery.core = core
+        known = self._known(connection, description)
+        delivery = self._delivery(connection, known)
+        delivery.core, delivery.peer_end = core, description.end
         core.context = delivery
         try:
             delivery.plan_with(description, landed=description.landed)
@@ -180,6 +179,7 @@ class Outgoing(KVTransfer):
         answer = Description(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
             hashes=self.hashes,
+            end=self.end,
             plan=delivery.plan.digest,
         )
         connection.core.transfers.agree(core, answer.encode())
@@ -220,18 +220,24 @@ class Outgoing(KVTransfer):
         elif sum(d.over for d in self.deliveries) == self.consumers:
             self._finish("it was not marked ready by the producer")
 
-    def _delivery(self, connection: Connection) -> Delivery:
+    def _known(
+        self, connection: Connection, description: Description
+    ) -> Delivery | None:
+        """The delivery that a peer's question belongs to, if it is not a new one."""
+        for delivery in self.deliveries:
+            same_peer = delivery.incarnation == connection.peer.incarnation
+            if same_peer and delivery.peer_end == description.end:
+                return delivery
+        return None
+
+    def _delivery(self, connection: Connection, known: Delivery | None) -> Delivery:
         """A new consumer, or one whose last connection was lost."""
         self.stop_lease()
-        for delivery in self.deliveries:
-            if (
-                delivery.suspended
-                and delivery.incarnation == connection.peer.incarnation
-            ):
-                delivery.resume(connection)
-                return delivery
+        if known is not None:
+            known.resume(connection)
+            return known
         delivery = Delivery(self, connection)
-        self.deliveries.append(delivery)
+        self.deliveries.append(delivery)  # bounded by `consumers`
         return delivery
 
     def _marked(self) -> None:
@@ -274,15 +280,21 @@ class Delivery(Attempt):
         self.reason = ""
         self._cursor = 0
         self._held: list[Mark] = []
+        self._under_way = 0
         self._sent: dict[int, Segment] = {}
-        self._skip: set[tuple[int, int, int, int, int]] = set()
         self._settled = False
         self._committed = False
         self._grouped = 1
         self._times = dict.fromkeys(("agreed", "first", "last", "over"), 0.0)
 
+    @property
+    def waits(self) -> bool:
+        """Whether its link is lost, and has touched memory for the last time."""
+        return self.suspended and self.core is None
+
     def agreed(self, description: Description) -> None:
         """See Attempt."""
+        self.peer_end = description.end
         try:
             self.plan_with(description, landed=description.landed)
             if description.plan != self.plan.digest:
@@ -331,7 +343,6 @@ class Delivery(Attempt):
         if description.settled:
             for segment in self.plan.segments():
                 self.landed.mark(segment)
-        self._skip = set(landed)
         self._settled = description.settled
         self._times["agreed"] = self._times["agreed"] or monotonic()
 
@@ -345,8 +356,9 @@ class Delivery(Attempt):
         while self._cursor < len(marks.log):
             self._take(marks.log[self._cursor])
             self._cursor += 1
-        if marks.all_in:
+        if marks.all_in or not self._under_way:
             self._flush()
+        if marks.all_in:
             self._committed = True
             self.connection.core.transfers.commit(core, complete=marks.complete)
         self.connection.run()
@@ -356,7 +368,9 @@ class Delivery(Attempt):
         assert isinstance(event, SegmentsAcknowledged)
         for number in event.numbers:
             self.landed.mark(self._sent[number])
+        self._under_way -= len(event.numbers)
         self._times["last"] = monotonic()
+        self.send_marks()
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""
@@ -374,6 +388,7 @@ class Delivery(Attempt):
         self.attempts += 1
         self._cursor = 0
         self._held, self._sent, self._committed = [], {}, False
+        self._under_way = 0
 
     def outcome(self, reason: str) -> Outcome:
         """What this consumer got."""
@@ -430,7 +445,7 @@ class Delivery(Attempt):
             segment.granule,
             segment.granules,
         )
-        if not nbytes or box in self._skip or self._settled:
+        if not nbytes or self._settled:
             return
         assert self.core is not None
         self._times["first"] = self._times["first"] or monotonic()
@@ -438,14 +453,21 @@ class Delivery(Attempt):
         lent = self.outgoing.communicator.buffers.lend(self.plan.fragments(segment))
         sent = self.connection.core.transfers.mark(self.core, box, lent, nbytes)
         self._sent[sent.number] = segment
+        self._under_way += 1
 
     def _segments(self, mark: Mark) -> list[Segment]:
         """A mark as segments, none much larger than SEGMENT_BYTES."""
         first = self.outgoing.cache.groups[mark.group].spec.first_layer
-        layers = slice(first + mark.layers.start, first + mark.layers.stop)
+        layers = [slice(first + mark.layers.start, first + mark.layers.stop)]
+        if self.attempts:
+            # Layer by layer, so that what has landed before can be left out.
+            layers = [slice(first + n, first + n + 1) for n in mark.layers]
         blocks = slice(mark.blocks.start, mark.blocks.stop)
-        found = self.plan.segments(layers, blocks, mark.group)
-        return [piece for segment in found for piece in self._cut(segment)]
+        found = [s for n in layers for s in self.plan.segments(n, blocks, mark.group)]
+        pieces = [piece for segment in found for piece in self._cut(segment)]
+        if self.attempts:
+            return [piece for piece in pieces if not self.landed.has(piece)]
+        return pieces
 
     def _cut(self, segment: Segment) -> list[Segment]:
         pieces = -(-self.plan.nbytes_of(segment) // SEGMENT_BYTES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import secrets
 from collections.abc import Generator, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,8 @@ class Attempt:
         self.connection = connection
         self.core: CoreRequest | None = None
         self.over = False
+        # The peer's end of the transfer, over all its links.
+        self.peer_end = b""
 
     def agreed(self, description: Description) -> None:
         """The peer has answered our OPEN."""
@@ -160,6 +163,7 @@ class KVTransfer:
         self.deadline = absolute(deadline)
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
         self.created = monotonic()
+        self.end = secrets.token_bytes(8)
         self._outcome: Outcome | None = None
         self._done: asyncio.Future[Outcome] = self.loop.create_future()
         self._drained = asyncio.Event()

@@ -56,6 +56,10 @@ class Landed:
             whole &= ~self.plan.touched(segment, offset, nbytes)
         self._set(segment, whole)
 
+    def has(self, segment: Segment) -> bool:
+        """Whether every byte of a segment has landed."""
+        return bool(self._part(segment).all())
+
     @property
     def complete(self) -> bool:
         """Whether everything has landed."""

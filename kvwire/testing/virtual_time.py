@@ -18,8 +18,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+# A time that no real clock shows by chance.
+START_S = 1_000_000.0
+# Pings alone keep timers coming, so a test that waits for ever is ended by this.
+LONGEST_S = 3600.0
+
+
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: the test would wait for ever."""
+    """Nothing is ready and no timer is set, or nothing but timers for an hour."""
 
 
 class _Jump(selectors.DefaultSelector):
@@ -33,11 +39,13 @@ class _Jump(selectors.DefaultSelector):
             raise Deadlock("nothing is ready and no timer is set")
         if not ready and timeout:
             self.loop.advance(timeout)
+            if self.loop.time() > START_S + LONGEST_S:
+                raise Deadlock(f"{LONGEST_S:g} s of virtual time have passed")
         return ready
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop in virtual time. Starts at a time no real clock shows by chance.
+    """An asyncio loop in virtual time.
 
     Attributes:
         waits_for_threads: Set it where a thread will call in: an idle loop then spins
@@ -47,7 +55,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         selector = _Jump()
         selector.loop = self
-        self._now = 1_000_000.0
+        self._now = START_S
         self.waits_for_threads = False
         super().__init__(selector)
 

@@ -1,0 +1,1 @@
+"""Races and faults of KV transfers, named after the ids of docs/topics/reliability.md."""

@@ -1,0 +1,157 @@
+"""A producer and a consumer with stamped caches, on any transport, that can be stopped.
+
+Every block of the producer holds values that name its layer and block, the consumer's are
+filled with FREE. So what landed, what did not, and what was written where it must not be
+are told apart by looking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import uvloop
+
+import kvwire
+from kvwire.testing import virtual_time
+
+LAYERS, BLOCKS = 4, 32
+SPEC = kvwire.KVSpec(
+    layers=LAYERS, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32"
+)
+FREE = -1.0
+Tensor = npt.NDArray[np.float32]
+
+
+class Memory:
+    """A cache of one side, and the arrays behind it."""
+
+    def __init__(self, spec: kvwire.KVSpec = SPEC, blocks: int = BLOCKS) -> None:
+        shape = (
+            blocks,
+            spec.components,
+            spec.block_tokens,
+            spec.kv_heads,
+            spec.head_dim,
+        )
+        self.tensors: list[Tensor] = [
+            np.full(shape, FREE, np.float32) for _ in range(spec.layers)
+        ]
+        self.cache = kvwire.PagedCache(spec, self.tensors)
+
+    def stamp(self, blocks: Iterable[int], salt: int = 0) -> None:
+        """Write what only these blocks hold, in every layer."""
+        for layer, tensor in enumerate(self.tensors):
+            for block in blocks:
+                size = tensor[block].size
+                values = np.arange(size, dtype=np.float32).reshape(tensor[block].shape)
+                tensor[block] = values + 10_000 * (layer + 1) + 1_000_000 * salt + block
+
+    def free(self, blocks: Iterable[int]) -> bool:
+        """Whether nobody has written to these blocks."""
+        picked = list(blocks)
+        return all((tensor[picked] == FREE).all() for tensor in self.tensors)
+
+
+def same(
+    source: Memory,
+    blocks: Iterable[int],
+    target: Memory,
+    landed: Iterable[int],
+    layers: Iterable[int] = range(LAYERS),
+) -> bool:
+    """Whether these blocks of the target hold what those of the source do."""
+    pairs = list(zip(blocks, landed, strict=True))
+    return all(
+        (source.tensors[layer][a] == target.tensors[layer][b]).all()
+        for layer in layers
+        for a, b in pairs
+    )
+
+
+class World:
+    """Both ends of one connection, with a cache each.
+
+    Attributes:
+        p: The producer's communicator; it listens.
+        d: The consumer's; it connects.
+        pull_side: The consumer's end of the connection.
+        push_side: The producer's end.
+        source: The producer's memory, stamped.
+        target: The consumer's.
+    """
+
+    def __init__(
+        self,
+        p: kvwire.Communicator,
+        d: kvwire.Communicator,
+        pull_side: kvwire.Connection,
+        push_side: kvwire.Connection,
+        address: kvwire.Address,
+    ) -> None:
+        self.p, self.d = p, d
+        self.pull_side, self.push_side = pull_side, push_side
+        self.address = address
+        self.source, self.target = Memory(), Memory()
+        self.source.stamp(range(BLOCKS))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Let the loop run until something holds; a timeout of the test bounds it."""
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    def freeze(self, connection: kvwire.Connection) -> Callable[[], None]:
+        """Stop one end from reading; call the result to let it go on."""
+        link: Any = connection.link
+        if connection.transport == "tcp":
+            link._loop.remove_reader(link._sock)
+            return lambda: link._loop.add_reader(link._sock, link._on_readable)
+        link._receive = lambda handler: None
+
+        def thaw() -> None:
+            del link._receive
+            link.wake()
+
+        return thaw
+
+    def cut(self) -> None:
+        """Break the connection, as a reset on the way would."""
+        self.push_side.abort("cut by the test")
+
+
+Scenario = Callable[[World], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def world(transport: str, **config: Any) -> AsyncIterator[World]:
+    """A connected world; at its end nothing may be left in it."""
+    async with (
+        kvwire.open(name="prefill", **config) as p,
+        kvwire.open(name="decode", **config) as d,
+    ):
+        where = "127.0.0.1:0" if transport == "tcp" else "inproc://"
+        address = await p.listen(where)
+        pull_side = await d.connect(address)
+        push_side = await p.accept()
+        yield World(p, d, pull_side, push_side, address)
+    assert not p.exchange.live
+    assert not d.exchange.live
+    assert not len(p.buffers)
+    assert not len(d.buffers)
+
+
+def play(scenario: Scenario, transport: str, **config: Any) -> None:
+    """Run a scenario: in virtual time over ``inproc``, in real time over ``tcp``."""
+
+    async def main() -> None:
+        async with world(transport, **config) as made:
+            await scenario(made)
+
+    if transport == "tcp":
+        uvloop.run(main())
+    else:
+        virtual_time.run(main())
