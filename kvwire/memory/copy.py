@@ -33,6 +33,8 @@ from kvwire.memory.buffers import Payload
 _KERNEL_PIECE_BYTES: Final = 16 * KIB
 # NumPy is called once for each length of piece; beyond this that is work per fragment.
 _LENGTHS_MAX: Final = 64
+# Below this a loop is shorter than what NumPy does before it begins.
+_FEW_PIECES: Final = 8
 # Gathered at once; small enough to be still in the second-level cache when scattered.
 _BATCH_BYTES: Final = 256 * KIB
 # The kernel takes this many fragments of each side in one call (UIO_MAXIOV).
@@ -60,7 +62,7 @@ def copy(source: Payload, destination: Payload) -> None:
     if isinstance(source, memoryview) and isinstance(destination, memoryview):
         destination[:] = source
         return
-    _copy_fragments(as_fragments(source), as_fragments(destination))
+    _copy_pieces(source, destination)
 
 
 def as_fragments(payload: Payload) -> Fragments:
@@ -74,33 +76,66 @@ def as_fragments(payload: Payload) -> Fragments:
 
 
 def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
-def _copy_fragments(source: Fragments, destination: Fragments) -> None:
-    borders = np.union1d(source.starts, destination.starts)
-    lengths = np.diff(borders)
-    small = source.nbytes < _KERNEL_PIECE_BYTES * lengths.size
-    if (small and np.unique(lengths).size <= _LENGTHS_MAX) or not _kernel_copies():
-        _copy_by_numpy(source, destination, borders)
-    else:
-        _copy_by_kernel(source, destination)
-
-
-def _copy_by_numpy(source: Fragments, destination: Fragments, borders: Array) -> None:
-    """Copy the pieces between the borders, all pieces of one length together."""
+def _copy_pieces(source: Payload, destination: Payload) -> None:
+    borders = _borders(source, destination)
     starts, lengths = borders[:-1], np.diff(borders)
-    origin = _addresses_at(source, starts)
-    target = _addresses_at(destination, starts)
-    for length in np.unique(lengths).tolist():
+    if lengths.size <= _FEW_PIECES:
+        origin, target = _places(source, starts), _places(destination, starts)
+        _copy_few(origin, target, lengths)
+    elif _numpy_is_faster(lengths) or not _kernel_copies():
+        origin, target = _places(source, starts), _places(destination, starts)
+        _copy_by_numpy(origin, target, lengths)
+    else:
+        _copy_by_kernel(as_fragments(source), as_fragments(destination))
+
+
+def _borders(source: Payload, destination: Payload) -> Array:
+    """Where a piece of either side begins, and the total."""
+    if isinstance(source, memoryview):
+        assert isinstance(destination, Fragments), "two views need no pieces"
+        return destination.starts
+    if isinstance(destination, memoryview):
+        return source.starts
+    return np.union1d(source.starts, destination.starts)
+
+
+def _places(payload: Payload, offsets: Array) -> Array:
+    """Where the bytes at these offsets of a payload lie in memory."""
+    if isinstance(payload, memoryview):
+        return offsets + np.uint64(_address(payload))
+    if offsets.size == len(payload):
+        return payload.addresses  # no border of the other side is within a fragment
+    index = np.searchsorted(payload.starts, offsets, "right") - 1
+    return payload.addresses[index] + (offsets - payload.starts[index])
+
+
+def _numpy_is_faster(lengths: Array) -> bool:
+    if int(lengths.sum()) >= _KERNEL_PIECE_BYTES * lengths.size:
+        return False
+    return bool(
+        lengths.min() == lengths.max() or np.unique(lengths).size <= _LENGTHS_MAX
+    )
+
+
+def _copy_few(origin: Array, target: Array, lengths: Array) -> None:
+    """Copy one piece after another."""
+    pieces = zip(target.tolist(), origin.tolist(), lengths.tolist(), strict=True)
+    for to, where, length in pieces:
+        ctypes.memmove(to, where, length)
+
+
+def _copy_by_numpy(origin: Array, target: Array, lengths: Array) -> None:
+    """Copy all pieces of one length together."""
+    distinct = np.unique(lengths).tolist()
+    if len(distinct) == 1:
+        _gather_and_scatter(origin, target, distinct[0])
+        return
+    for length in distinct:
         chosen = lengths == length
         _gather_and_scatter(origin[chosen], target[chosen], length)
-
-
-def _addresses_at(fragments: Fragments, offsets: Array) -> Array:
-    """Where the bytes at these offsets of the stream lie in memory."""
-    index = np.searchsorted(fragments.starts, offsets, "right") - 1
-    return fragments.addresses[index] + (offsets - fragments.starts[index])
 
 
 def _gather_and_scatter(origin: Array, target: Array, length: int) -> None:

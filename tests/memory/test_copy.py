@@ -91,10 +91,16 @@ def test_any_split_into_any_split(
     source, _ = scattered(splits[0], seed)
     data = random_bytes(source.nbytes, seed).tobytes()
     fill(source, data)
-    by_numpy, _ = scattered(splits[1], seed + 1, gap=2)
-    borders = np.union1d(source.starts, by_numpy.starts)
-    copy_module._copy_by_numpy(source, by_numpy, borders)
-    assert content(by_numpy) == data
+    together, _ = scattered(splits[1], seed + 1, gap=2)
+    copy(source, together)
+    assert content(together) == data
+    for one_way in (copy_module._copy_few, copy_module._copy_by_numpy):
+        destination, _ = scattered(splits[1], seed + 2, gap=2)
+        borders = copy_module._borders(source, destination)
+        origin = copy_module._places(source, borders[:-1])
+        target = copy_module._places(destination, borders[:-1])
+        one_way(origin, target, np.diff(borders))
+        assert content(destination) == data
     if copy_module._kernel_copies():
         by_kernel, _ = scattered(splits[1], seed + 2, gap=2)
         copy_module._copy_by_kernel(source, by_kernel)
