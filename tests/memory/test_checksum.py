@@ -36,6 +36,13 @@ def test_fragments_have_the_checksum_of_their_bytes(
     assert checksum(cut(data, borders)) == checksum(memoryview(data))
 
 
+@pytest.mark.parametrize("length", [1, 61, 2047, 2048, 4096, 70_000])
+def test_gathered_or_not_it_is_the_same(length: int) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 700_001, np.uint8).tobytes()
+    fragments = cut(data, set(range(0, len(data), length)))
+    assert checksum(fragments) == checksum(memoryview(data))
+
+
 @given(st.binary(min_size=1, max_size=500), st.data())
 def test_a_flipped_bit_changes_it(data: bytes, choice: st.DataObject) -> None:
     bit = choice.draw(st.integers(0, len(data) * 8 - 1))
