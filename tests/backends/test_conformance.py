@@ -5,6 +5,8 @@ The third one, for Unix sockets, is a distribution of its own that `make test` i
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -46,6 +48,17 @@ async def test_backend(scheme: str, check: Check, address: Address) -> None:
 
 
 # --- the kit itself -------------------------------------------------------------------
+
+
+def test_the_kit_needs_no_test_framework() -> None:
+    said = (
+        "import sys, kvwire.testing; assert 'kvwire.testing.conformance' not in "
+        "sys.modules; kvwire.testing.check_backend; print('pytest' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", said], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
 
 
 def test_there_are_enough_checks() -> None:
