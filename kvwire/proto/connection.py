@@ -417,6 +417,7 @@ class Connection:
         closed = ClosedOK("this side closed the connection")
         for request in self._messages.posted + self.transfers.unanswered:
             self._abandon(request, closed, WireCode.GOING_AWAY)
+        self._messages.turn_away()
         self._settle()
 
     def fail(self, error: KVWireError) -> None:
@@ -495,7 +496,9 @@ class Connection:
             return
         text = f"the peer ended it: {shown(body.reason)}"
         error = error_from_code(body.code, text)
-        if not isinstance(error, RequestError):
+        if request.kind is Kind.SEND and body.code == WireCode.GOING_AWAY:
+            error = ClosedOK(text)
+        elif not isinstance(error, RequestError):
             error = PeerError(text)
         self._requests.fail(request, error, tell=None)
 

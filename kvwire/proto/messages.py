@@ -24,6 +24,7 @@ from kvwire.errors import (
     MessageTooLarge,
     RequestError,
     UnexpectedFrame,
+    WireCode,
 )
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.credits import ReceiveCredit, SendCredit
@@ -80,6 +81,7 @@ class Messages:
         self._posted: dict[int, deque[Request]] = {}
         self._announced: dict[int, tuple[int, Waiting]] = {}
         self._arriving: dict[Arrival, Waiting] = {}
+        self._turning_away = False
 
     # --- sending ----------------------------------------------------------------------
 
@@ -210,6 +212,9 @@ class Messages:
             raise FlowControlViolation(
                 "KVW-MS-03", f"more than {REQUESTS_MAX} announced messages wait"
             )
+        if self._turning_away:
+            self._turn_away(wire_id)
+            return
         tag = int.from_bytes(body.tag, "little")
         waiting = Waiting(nbytes=body.nbytes, wire_id=wire_id)
         self._announced[wire_id] = (tag, waiting)  # bounded: REQUESTS_MAX
@@ -223,6 +228,16 @@ class Messages:
             tag, waiting = found
             self._waiting[tag].remove(waiting)
             self._trim(tag)
+
+    def turn_away(self) -> None:
+        """From now on nobody here takes an announced message: tell its sender.
+
+        Otherwise two sides that close at once would wait for each other's receives.
+        """
+        self._turning_away = True
+        for wire_id in list(self._announced):
+            self.withdrawn(wire_id)
+            self._turn_away(wire_id)
 
     def peer_closed(self) -> None:
         """The peer delivers nothing new: forget announcements, keep what is here."""
@@ -312,6 +327,10 @@ class Messages:
         assert waiting.buffer is not None
         self._holds.retire(waiting.buffer)
         self._holds.drop(waiting.buffer)
+
+    def _turn_away(self, wire_id: int) -> None:
+        reason = "the receiver has closed the connection"
+        self._requests.tell_failed(wire_id, WireCode.GOING_AWAY, reason)
 
     def _taken(self, nbytes: int) -> None:
         if self._credit.taken(nbytes):

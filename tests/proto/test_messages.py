@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import (
+    ClosedOK,
     IntegrityError,
     MessageTooLarge,
     PeerCancelled,
@@ -493,6 +494,27 @@ def test_announcements_end_with_the_link_and_messages_do_not() -> None:
     pair.server.lose()
     assert messages.waits(TAG, whole=True)
     assert not messages.waits(8, whole=False)
+
+
+@pytest.mark.parametrize("announced", ["before", "after"])
+def test_who_closes_turns_announced_messages_away(announced: str) -> None:
+    """Both sides close: neither waits for a receive that the other will never post."""
+    pair = ConnectionPair()
+    sent = []
+    for end in (pair.client, pair.server):
+        request = end.send(TAG, LARGE)
+        assert request is not None
+        sent.append((end, request))
+    if announced == "before":
+        pair.run()
+    pair.client.close()
+    pair.server.close()
+    pair.run()
+    for end, request in sent:
+        assert isinstance(end.error(request), ClosedOK)
+        assert end.ended is not None
+        assert isinstance(end.ended.error, ClosedOK)
+        assert request.buffer in end.freed
 
 
 def test_receives_that_have_met_nothing_are_known() -> None:

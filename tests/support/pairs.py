@@ -14,6 +14,8 @@ from kvwire import Address, Communicator, Connection
 
 SCHEMES: Final = ("tcp", "inproc")
 _NAMES = itertools.count()
+# Below the timeout of a test, which would end the whole run.
+_PATIENCE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ async def connected(scheme: str = "tcp", **config: Any) -> AsyncIterator[Pair]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Give the loop turns until a condition holds; the test's timeout ends the wait."""
-    while not condition():  # noqa: ASYNC110 - no event announces it
-        await asyncio.sleep(0)
+    """Give the loop turns until a condition holds that no event announces.
+
+    Raises:
+        TimeoutError: It does not.
+    """
+    async with asyncio.timeout(_PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0)

@@ -1,0 +1,430 @@
+"""Messages between two connected communicators, and the ways a connection ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvwire import (
+    ClosedOK,
+    Connection,
+    ConnectionLost,
+    KVWireError,
+    MessageTooLarge,
+    Request,
+    UsageError,
+)
+from kvwire.limits import CHUNK_BYTES, EAGER_BYTES, EAGER_WINDOW_BYTES
+from tests.support.pairs import SCHEMES, Pair, connected
+
+# Either side of each border between the ways a message can travel.
+SIZES = (0, 1, 4097, EAGER_BYTES, EAGER_BYTES + 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 1)
+LARGE = random.Random(1).randbytes(4 * EAGER_BYTES)
+
+
+@pytest.fixture(params=SCHEMES)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with connected(request.param) as found:
+        yield found
+
+
+def content(nbytes: int) -> bytes:
+    return random.Random(nbytes).randbytes(nbytes)
+
+
+# --- messages -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_the_send_comes_first(pair: Pair, nbytes: int) -> None:
+    sent = content(nbytes)
+    request = pair.left.send(1, sent)
+    await pair.left.send(2, b"behind it")
+    await pair.right.recv(2)
+    assert await pair.right.recv(1) == sent
+    assert await request == nbytes
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_the_receive_comes_first(pair: Pair, nbytes: int) -> None:
+    sent, into = content(nbytes), bytearray(nbytes)
+    request = pair.right.recv(1, into)
+    await asyncio.sleep(0)
+    assert await pair.left.send(1, sent) == nbytes
+    assert await request == nbytes
+    assert into == sent
+
+
+# One loop and once per scheme: what differs between loops differs at 2 MiB as well.
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_64_mib_and_both_directions_at_once(pair: Pair) -> None:
+    there = np.arange(64 << 17, dtype=np.uint64)
+    back = np.flip(there[: 1 << 17]).copy()
+    got_there, got_back = np.zeros_like(there), np.zeros_like(back)
+    await asyncio.gather(
+        pair.left.send(1, there),
+        pair.right.send(1, back),
+        pair.left.recv(1, got_back),
+        pair.right.recv(1, got_there),
+    )
+    assert np.array_equal(there, got_there)
+    assert np.array_equal(back, got_back)
+
+
+async def test_without_a_buffer_the_message_is_a_new_bytearray(pair: Pair) -> None:
+    for sent in (b"", b"eager", LARGE):
+        request = pair.left.send(1, sent)
+        message = await pair.right.recv(1)
+        await request
+        assert type(message) is bytearray
+        message += b"mine to change"
+        assert message.startswith(sent)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        bytearray,
+        lambda data: memoryview(bytearray(data)),
+        lambda data: np.frombuffer(bytearray(data), np.float32),
+        lambda data: np.frombuffer(bytearray(data), np.int8).reshape(4, -1),
+        lambda data: (ctypes.c_char * len(data)).from_buffer_copy(data),
+    ],
+    ids=["bytearray", "memoryview", "float32", "2-D", "ctypes"],
+)
+@pytest.mark.parametrize("nbytes", [64, 4 * EAGER_BYTES])
+async def test_any_contiguous_memory_is_sent_and_received_into(
+    pair: Pair, make: Callable[[bytes], Any], nbytes: int
+) -> None:
+    sent, into = make(content(nbytes)), make(bytes(nbytes))
+    received = pair.right.recv(1, into)
+    await pair.left.send(1, sent)
+    assert await received == nbytes
+    assert bytes(memoryview(into).cast("B")) == content(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [64, 4 * EAGER_BYTES])
+async def test_a_message_may_be_shorter_than_its_buffer(
+    pair: Pair, nbytes: int
+) -> None:
+    for receive_first in (True, False):
+        into = bytearray(b"-" * (nbytes + 10))
+        if receive_first:
+            received = pair.right.recv(1, into)
+            sending = pair.left.send(1, content(nbytes))
+        else:
+            sending = pair.left.send(1, content(nbytes))
+            received = pair.right.recv(1, into)
+        assert await received == nbytes
+        assert into == content(nbytes) + b"-" * 10
+        await sending
+
+
+@pytest.mark.parametrize("nbytes", [64, 4 * EAGER_BYTES])
+async def test_a_buffer_that_is_too_small_leaves_the_message(
+    pair: Pair, nbytes: int
+) -> None:
+    into = bytearray(nbytes - 1)
+    early = pair.right.recv(1, into)
+    sending = pair.left.send(1, content(nbytes))
+    with pytest.raises(MessageTooLarge, match=f"{nbytes} bytes"):
+        await early
+    with pytest.raises(MessageTooLarge):
+        await pair.right.recv(1, into)
+    assert await pair.right.recv(1) == content(nbytes)
+    await sending
+
+
+async def test_without_a_buffer_there_is_a_limit() -> None:
+    async with connected(message_bytes=1000) as pair:
+        sending = pair.left.send(1, bytes(LARGE))
+        with pytest.raises(MessageTooLarge, match="takes 1000"):
+            await pair.right.recv(1)
+        assert await pair.right.recv(1, bytearray(len(LARGE))) == len(LARGE)
+        await sending
+
+
+# --- order ----------------------------------------------------------------------------
+
+
+async def test_messages_of_one_tag_keep_their_order_whatever_their_size(
+    pair: Pair,
+) -> None:
+    rng = random.Random(2)
+    sizes = [rng.choice((0, 9, EAGER_BYTES, EAGER_BYTES + 1)) for _ in range(60)]
+    bodies = [number.to_bytes(4, "little") + bytes(n) for number, n in enumerate(sizes)]
+    sends = [pair.left.send(1, body) for body in bodies]
+    first = [pair.right.recv(1) for _ in bodies[:30]]
+    into = [bytearray(len(body)) for body in bodies[30:]]
+    then = [pair.right.recv(1, memory) for memory in into]
+    assert [bytes(message) for message in await asyncio.gather(*first)] == bodies[:30]
+    assert await asyncio.gather(*then) == [len(memory) for memory in into]
+    assert into == bodies[30:]
+    await asyncio.gather(*sends)
+
+
+async def test_tags_are_apart_from_each_other(pair: Pair) -> None:
+    tags = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, *range(100, 160)]
+    requests = {tag: pair.right.recv(tag) for tag in tags}
+    for tag in reversed(tags):
+        await pair.left.send(tag, str(tag).encode())
+    for tag in tags:
+        assert await requests[tag] == str(tag).encode()
+
+
+async def test_more_small_messages_than_the_window_holds(pair: Pair) -> None:
+    """Those beyond it are announced, in the same order; none is lost."""
+    count = 3 * EAGER_WINDOW_BYTES // EAGER_BYTES
+    sends = [
+        pair.left.send(1, number.to_bytes(8, "little") + bytes(EAGER_BYTES - 8))
+        for number in range(count)
+    ]
+    for number in range(count):
+        message = await pair.right.recv(1)
+        assert int.from_bytes(message[:8], "little") == number
+    await asyncio.gather(*sends)
+
+
+async def test_the_same_tag_in_both_directions(pair: Pair) -> None:
+    await asyncio.gather(pair.left.send(1, b"there"), pair.right.send(1, b"back"))
+    assert await pair.left.recv(1) == b"back"
+    assert await pair.right.recv(1) == b"there"
+
+
+# --- calls that are wrong -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", [-1, 2**64, 1.0, "1", None, True])
+async def test_a_tag_is_64_bits(pair: Pair, tag: Any) -> None:
+    with pytest.raises(UsageError, match="tag="):
+        pair.left.send(tag, b"x")
+    with pytest.raises(UsageError, match="tag="):
+        pair.left.recv(tag)
+
+
+async def test_memory_that_cannot_be_used_says_why(pair: Pair) -> None:
+    with pytest.raises(UsageError, match="into: bytes is read-only"):
+        pair.left.recv(1, b"constant")
+    with pytest.raises(UsageError, match="not C-contiguous"):
+        pair.left.send(1, np.zeros((8, 8))[:, ::2])
+    with pytest.raises(UsageError, match="not C-contiguous"):
+        pair.left.recv(1, np.zeros((8, 8))[:, ::2])
+    with pytest.raises(UsageError, match="str is no memory"):
+        pair.left.send(1, "text")
+    with pytest.raises(UsageError, match="deadline="):
+        pair.left.send(1, b"x", deadline=-1)
+    await pair.left.send(1, b"still usable")
+    assert await pair.right.recv(1) == b"still usable"
+    assert len(pair.near.buffers) == 0
+
+
+# --- who is there ---------------------------------------------------------------------
+
+
+async def test_a_connection_knows_its_peer_and_its_transport(pair: Pair) -> None:
+    scheme = pair.address.scheme
+    assert (pair.left.peer.name, pair.right.peer.name) == ("far", "near")
+    assert pair.left.peer.incarnation == pair.far.incarnation
+    assert pair.left.transport == pair.right.transport == scheme
+    assert pair.left.transport_report == pair.right.transport_report
+    assert pair.left.transport_report.taken == scheme
+    assert pair.left.digest == pair.right.digest
+    assert f"to 'far' ({pair.far.incarnation.hex()[:8]})" in repr(pair.left)
+    assert repr(pair.left).endswith(f"over {scheme}, open>")
+
+
+# --- graceful ends --------------------------------------------------------------------
+
+
+async def test_what_was_sent_before_a_graceful_close_arrives(pair: Pair) -> None:
+    pair.left.send(1, b"eager")
+    pair.left.send(2, b"second")
+    large = pair.left.send(3, LARGE)
+    receiving = pair.right.recv(3, bytearray(len(LARGE)))
+    await pair.left.close()
+    assert await large == await receiving == len(LARGE)
+    await pair.right.wait_closed()
+    assert await pair.right.recv(1) == b"eager"
+    assert await pair.right.recv(2, bytearray(6)) == 6
+    with pytest.raises(ClosedOK):
+        await pair.right.recv(1)
+
+
+async def test_close_waits_for_an_announced_message(pair: Pair) -> None:
+    request = pair.left.send(1, LARGE)
+    closing = asyncio.create_task(pair.left.close())
+    await asyncio.sleep(0)
+    assert not request.done()
+    assert await pair.right.recv(1) == LARGE
+    await closing
+    assert request.done()
+
+
+async def test_posted_receives_end_on_both_sides(pair: Pair) -> None:
+    here, there = pair.left.recv(1), pair.right.recv(1, bytearray(4))
+    await pair.left.close()
+    for request in (here, there):
+        with pytest.raises(ClosedOK):
+            await request
+        await request.released()
+
+
+async def test_use_after_close_is_an_error_that_says_so(pair: Pair) -> None:
+    region = pair.near.register(bytearray(8))
+    grant = region.grant(pair.left)
+    await pair.left.close()
+    for end in (pair.left, pair.right):
+        await end.wait_closed()
+        assert end.closed
+        calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+            (end.send, (1, b"x")),
+            (end.send, (1, LARGE)),
+            (end.recv, (1,)),
+            (end.recv, (1, bytearray(4))),
+            (end.put, (bytes(8), grant)),
+            (end.get, (grant, bytearray(8))),
+        ]
+        for call, arguments in calls:
+            with pytest.raises(ClosedOK, match="closed"):
+                call(*arguments)
+    with pytest.raises(ClosedOK):
+        region.grant(pair.left)
+    assert len(pair.near.buffers) == 1
+    await region.close()
+    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+
+
+async def test_closing_again_only_waits(pair: Pair) -> None:
+    await asyncio.gather(pair.left.close(), pair.left.close(), pair.right.close())
+    await pair.left.close()
+    assert pair.left.closed
+    assert pair.right.closed
+
+
+async def test_both_sides_close_at_once_with_messages_under_way(pair: Pair) -> None:
+    received = [end.recv(1, bytearray(len(LARGE))) for end in (pair.left, pair.right)]
+    sent = [end.send(1, LARGE) for end in (pair.left, pair.right)]
+    await asyncio.gather(pair.left.close(), pair.right.close())
+    for request in (*sent, *received):
+        # Which of them was early enough is a matter of luck; none stays open.
+        assert request.done()
+        await request.released()
+
+
+async def test_a_block_closes_its_connection(pair: Pair) -> None:
+    async with pair.left as same:
+        assert same is pair.left
+        await same.send(1, b"x")
+    assert same.closed
+    await pair.right.wait_closed()
+    assert await pair.right.recv(1) == b"x"
+
+
+# --- other ends -----------------------------------------------------------------------
+
+
+async def test_abort_fails_everything_on_both_sides(pair: Pair) -> None:
+    requests: list[Request[Any]] = [
+        pair.left.send(1, LARGE),
+        pair.left.recv(2),
+        pair.right.recv(3, bytearray(8)),
+        pair.right.send(4, LARGE),
+    ]
+    await pair.left.send(5, b"behind the announcement")
+    await pair.right.recv(5)
+    pair.left.abort("because of the test")
+    pair.left.abort()
+    for request in requests[:2]:
+        with pytest.raises(ConnectionLost, match="because of the test"):
+            await request
+    for request in requests[2:]:
+        with pytest.raises(ConnectionLost):
+            await request
+    for end in (pair.left, pair.right):
+        await end.wait_closed()
+        with pytest.raises(ConnectionLost):
+            end.send(1, b"x")
+    for request in requests:
+        await request.released()
+    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+
+
+async def test_a_block_left_by_an_exception_aborts(pair: Pair) -> None:
+    waiting = pair.right.recv(1)
+    with pytest.raises(ZeroDivisionError):
+        async with pair.left:
+            raise ZeroDivisionError
+    with pytest.raises(ConnectionLost):
+        await waiting
+
+
+async def test_abort_while_closing(pair: Pair) -> None:
+    request = pair.left.send(1, LARGE)
+    closing = asyncio.create_task(pair.left.close())
+    await asyncio.sleep(0)
+    pair.left.abort("enough")
+    await closing
+    with pytest.raises(ConnectionLost, match="enough"):
+        await request
+
+
+async def test_a_close_that_takes_too_long_ends_all_the_same() -> None:
+    async with connected(close_timeout_s=0.05) as pair:
+        request = pair.left.send(1, LARGE)
+        await pair.left.close()
+        with pytest.raises(ConnectionLost, match="did not finish closing"):
+            await request
+
+
+async def test_cancelling_close_does_not_stop_it(pair: Pair) -> None:
+    closing = asyncio.create_task(pair.left.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await pair.left.wait_closed()
+    await pair.right.wait_closed()
+    with pytest.raises(ClosedOK):
+        pair.right.send(1, b"x")
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+async def test_every_request_has_exactly_one_completion(pair: Pair, end: str) -> None:
+    """Goal R5, over requests of all kinds and sizes at every stage of their lives."""
+    rng = random.Random(3)
+    requests: list[Request[Any]] = []
+    for number in range(200):
+        side: Connection = rng.choice((pair.left, pair.right))
+        tag, nbytes = number % 7, rng.choice((0, 100, EAGER_BYTES + 1, 100_000))
+        if rng.random() < 0.5:
+            requests.append(side.send(tag, bytes(nbytes)))
+        else:
+            requests.append(side.recv(tag, bytearray(100_000)))
+        if rng.random() < 0.2:
+            rng.choice(requests).cancel()
+        if rng.random() < 0.3:
+            await asyncio.sleep(0)
+    completions = [0] * len(requests)
+
+    async def count(number: int) -> None:
+        with suppress(KVWireError):
+            await requests[number]
+        completions[number] += 1
+
+    counting = [asyncio.create_task(count(n)) for n in range(len(requests))]
+    await asyncio.sleep(0)
+    if end == "abort":
+        pair.left.abort()
+    await asyncio.gather(pair.left.close(), pair.right.close())
+    await asyncio.gather(*counting)
+    assert completions == [1] * len(requests)
+    for request in requests:
+        await request.released()
+    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
