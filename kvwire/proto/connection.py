@@ -469,7 +469,7 @@ class Connection:
     def _done(self, header: Header, body: Done) -> None:
         request = self._requests.find(header.request)
         if request is not None and request.kind is Kind.INCOMING:
-            self.transfers.confirmed(header)
+            self.transfers.confirmed(request)
         else:
             self._onesided.done_received(header, body)
 

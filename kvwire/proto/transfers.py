@@ -169,12 +169,8 @@ class Transfers:
 
     def sent(self, segment: Segment) -> None:
         """The link is through with a whole segment."""
-        request = segment.request
-        transfer = self._transfers.get(request)
-        if transfer is None or request.over:
-            return
-        transfer.sending -= 1
-        self.settle(request)
+        self._transfers[segment.request].sending -= 1
+        self.settle(segment.request)
 
     def commit(self, request: Request, *, complete: bool) -> None:
         """Nothing more will be marked; ``complete`` if that is everything."""
@@ -302,12 +298,10 @@ class Transfers:
         self._outbox.report(TransferCommitted(request=request, complete=body.complete))
         self._finish_incoming(request, transfer)
 
-    def confirmed(self, header: Header) -> None:
+    def confirmed(self, request: Request) -> None:
         """The producer has our last word."""
-        request = self._find(header, Kind.INCOMING)
-        if request is not None:
-            request.advance(Input.CONFIRMED)
-            self._requests.finish(request)
+        request.advance(Input.CONFIRMED)
+        self._requests.finish(request)
 
     def data_header(self, header: Header) -> Arrival:
         """Find the place of a chunk of a segment.

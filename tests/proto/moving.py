@@ -1,0 +1,107 @@
+"""KV transfers of a pair, for tests: both requests, both memories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+
+from kvwire.proto.events import (
+    TransferOpened,
+)
+from kvwire.proto.requests import Request
+from kvwire.proto.segments import Segment, Transfer
+from kvwire.testing.pair import ConnectionPair
+from kvwire.testing.peer import Peer
+from kvwire.types import BufferId
+
+CHUNK = 65_536
+BOX = (0, 0, 1, 0, 1)
+T = TypeVar("T")
+
+both_ways = pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
+
+
+@dataclass
+class Moved:
+    """A transfer of a pair, with the memory of both sides."""
+
+    pair: ConnectionPair
+    pull: bool = False
+    asker: Request = field(init=False)
+    answerer: Request = field(init=False)
+    sources: list[BufferId] = field(default_factory=list)
+    targets: dict[int, BufferId] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.asker = ask(self.pair.client, pull=self.pull)
+        self.pair.run()
+        (opened,) = events_of(self.pair.server, TransferOpened)
+        assert (opened.id, opened.description) == (b"name", b"what I have")
+        self.answerer = opened.request
+
+        def place(segment: Segment) -> None:
+            buffer = self.consumer.lend(segment.nbytes)
+            self.targets[segment.number] = buffer
+            self.consumer.core.transfers.place(segment, buffer)
+
+        self.consumer.place = place
+
+    @property
+    def producer(self) -> Peer:
+        return self.pair.server if self.pull else self.pair.client
+
+    @property
+    def consumer(self) -> Peer:
+        return self.pair.client if self.pull else self.pair.server
+
+    @property
+    def outgoing(self) -> Request:
+        return self.answerer if self.pull else self.asker
+
+    @property
+    def incoming(self) -> Request:
+        return self.asker if self.pull else self.answerer
+
+    def agree(self) -> Moved:
+        self.pair.server.core.transfers.agree(self.answerer, b"what I want")
+        self.pair.server.collect()
+        self.pair.run()
+        return self
+
+    def mark(self, data: bytes) -> Segment:
+        buffer = self.producer.lend(data)
+        self.sources.append(buffer)
+        segment = self.producer.core.transfers.mark(
+            self.outgoing, BOX, buffer, len(data)
+        )
+        self.producer.collect()
+        return segment
+
+    def commit(self, *, complete: bool = True) -> None:
+        self.producer.core.transfers.commit(self.outgoing, complete=complete)
+        self.producer.collect()
+
+    def content(self, number: int) -> bytes:
+        return self.consumer.content(self.targets[number])
+
+
+def ask(peer: Peer, *, pull: bool = False, priority: int = 0) -> Request:
+    """Open a transfer."""
+    transfer = Transfer(id=b"name", priority=priority)
+    request = peer.core.open_transfer(
+        transfer, b"what I have", pull=pull, deadline=None
+    )
+    peer.collect()
+    return request
+
+
+def events_of(peer: Peer, kind: type[T]) -> list[T]:
+    """The events of a class that one end has had."""
+    return [event for event in peer.events if isinstance(event, kind)]
+
+
+def moved(*, pull: bool = False) -> Moved:
+    """A transfer that both sides have agreed on."""
+    return Moved(ConnectionPair(), pull).agree()

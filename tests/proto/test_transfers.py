@@ -1,0 +1,488 @@
+"""KV transfers: what each side may say, when, and what comes of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvwire.errors import (
+    IntegrityError,
+    PeerCancelled,
+    RequestCancelled,
+    WireCode,
+)
+from kvwire.limits import LANDED_MAX, TRANSFERS_WAITING_MAX
+from kvwire.proto import transfers as module
+from kvwire.proto.events import (
+    SegmentLanded,
+    SegmentsAcknowledged,
+    TransferAgreed,
+    TransferCommitted,
+)
+from kvwire.proto.segments import Segment
+from kvwire.testing.pair import ConnectionPair
+from kvwire.wire.control import Agree, Commit, Done, Landed, Mark, Open, Settled
+from kvwire.wire.header import FrameType
+from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
+from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
+
+
+@pytest.mark.rule("KVW-TR-01", "keeps")
+@pytest.mark.rule("KVW-TR-02", "keeps")
+@pytest.mark.rule("KVW-TR-03", "keeps")
+@pytest.mark.rule("KVW-TR-04", "keeps")
+@pytest.mark.rule("KVW-TR-05", "keeps")
+@pytest.mark.rule("KVW-TR-06", "keeps")
+@pytest.mark.rule("KVW-TR-07", "keeps")
+@pytest.mark.rule("KVW-TR-08", "keeps")
+@both_ways
+def test_a_transfer(pull: bool) -> None:
+    """Marked, moved, landed, committed, settled; in the end all memory is free."""
+    m = moved(pull=pull)
+    (agreed,) = events_of(m.pair.client, TransferAgreed)
+    assert (agreed.request, agreed.description) == (m.asker, b"what I want")
+    parts = [b"a", b"b" * CHUNK, b"c" * (2 * CHUNK + 7)]
+    for data in parts:
+        m.mark(data)
+    m.pair.run()
+    assert [m.content(n) for n in (1, 2, 3)] == parts
+    landed = [e.segment.number for e in events_of(m.consumer, SegmentLanded)]
+    assert sorted(landed) == [1, 2, 3]
+    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    assert sorted(itertools.chain(*said)) == [1, 2, 3]
+    assert m.outgoing not in m.producer.done
+    m.commit()
+    expect_fine(m.pair)
+    (committed,) = events_of(m.consumer, TransferCommitted)
+    assert committed.complete
+    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
+        assert peer.error(request) is None
+        assert peer.transfers[request].damaged == ()
+        assert len(peer.core.holds) == 0
+    assert m.consumer.done[m.incoming].nbytes == sum(map(len, parts))
+
+
+@both_ways
+def test_a_transfer_of_nothing(pull: bool) -> None:
+    """No segment at all, and it need not be complete."""
+    m = moved(pull=pull)
+    m.commit(complete=False)
+    expect_fine(m.pair)
+    (committed,) = events_of(m.consumer, TransferCommitted)
+    assert not committed.complete
+    assert m.producer.error(m.outgoing) is None
+    assert m.consumer.error(m.incoming) is None
+
+
+def test_settled_before_the_link_is_through() -> None:
+    """The consumer has everything; the producer's memory is free when its link is."""
+    m = moved()
+    m.producer.slow = True
+    m.mark(b"x" * 100)
+    m.commit()
+    expect_fine(m.pair)
+    assert m.outgoing not in m.producer.done
+    assert m.sources[0] in m.producer.memory
+    m.producer.complete()
+    expect_fine(m.pair)
+    assert m.producer.error(m.outgoing) is None
+    assert m.sources[0] in m.producer.freed
+
+
+def test_many_segments_are_acknowledged_together() -> None:
+    """In frames of at most LANDED_MAX."""
+    m = moved()
+    m.consumer.stalled = True
+    for _ in range(3):
+        m.mark(b"x")
+    landed = [f for f in on_the_wire(m.producer) if f.header.type == FrameType.DATA]
+    assert len(landed) == 3
+    transfer = m.consumer.core.transfers.transfer(m.incoming)
+    transfer.acknowledge = list(range(1, 2 * LANDED_MAX + 2))
+    m.consumer.core.transfers._send_landed(m.incoming, transfer)
+    sizes = []
+    while m.consumer.core.outbox.frames:
+        _, body = m.consumer.core.outbox.frames.popleft()
+        sizes.append(len(body))
+    assert len(sizes) == 3
+    assert transfer.acknowledge == []
+
+
+# --- damage
+
+
+@pytest.mark.rule("KVW-DT-04", "breaks")
+@pytest.mark.parametrize("committed_first", [True, False])
+def test_a_damaged_segment(committed_first: bool) -> None:
+    """It is named at the end; the others count, and so do their bytes."""
+    m = moved()
+    for data in (b"good", b"bad!", b"fine"):
+        m.mark(data)
+    if committed_first:
+        m.commit()
+    frames = list(m.producer.wire)
+    m.producer.wire.clear()
+    for header, body in frames:
+        m.consumer.receive((header, b"BAD!" if body == b"bad!" else body))
+    if not committed_first:
+        m.commit()
+    expect_fine(m.pair)
+    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
+        assert peer.error(request) is None
+        transfer = peer.transfers[request]
+        assert transfer.damaged == (2,)
+        assert [s.damaged for s in transfer.segments.values()] == [False, True, False]
+    assert m.consumer.done[m.incoming].nbytes == 8
+
+
+def test_more_damage_than_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole transfer fails."""
+    monkeypatch.setattr(module, "SETTLED_MAX", 1)
+    m = moved()
+    for data in (b"x", b"x", b"good"):
+        m.mark(data)
+    m.commit()
+    frames = list(m.producer.wire)
+    m.producer.wire.clear()
+    for header, body in frames:
+        m.consumer.receive((header, b"y" if body == b"x" else body))
+    expect_fine(m.pair)
+    expect_error(m.consumer, m.incoming, IntegrityError)
+    expect_error(m.producer, m.outgoing, IntegrityError)
+
+
+# --- ended by either side, at every point
+
+
+@both_ways
+def test_refused_before_it_was_answered(pull: bool) -> None:
+    """The asker learns why."""
+    m = Moved(ConnectionPair(), pull)
+    m.pair.server.core.refuse(
+        m.answerer, RequestCancelled("not here"), WireCode.CANCELLED
+    )
+    m.pair.server.collect()
+    expect_fine(m.pair)
+    expect_error(m.pair.client, m.asker, PeerCancelled)
+    assert "not here" in str(m.pair.client.error(m.asker))
+    m.pair.server.core.transfers.agree(m.answerer, b"")
+    m.pair.server.collect()
+    assert not m.pair.server.wire
+    assert m.pair.server.core.transfers.unanswered == []
+
+
+def test_memory_for_a_segment_of_a_transfer_that_is_over() -> None:
+    """It drains at once."""
+    m = moved()
+    marked: list[Segment] = []
+    m.consumer.place = marked.append
+    m.mark(b"x" * 100)
+    m.pair.deliver(m.producer)
+    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
+    late = m.consumer.lend(100)
+    m.consumer.core.transfers.place(marked[0], late)
+    m.consumer.collect()
+    assert late in m.consumer.freed
+    expect_fine(m.pair)
+
+
+def test_a_chunk_that_lands_after_the_end() -> None:
+    """The link has written it; then the memory is free."""
+    m = moved()
+    m.mark(b"x" * 100)
+    m.pair.deliver(m.producer)
+    header, body = m.producer.wire.popleft()
+    arrival = m.consumer.header(header)
+    assert arrival is not None
+    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
+    m.consumer.collect()
+    assert m.targets[1] in m.consumer.memory
+    m.consumer.body(arrival, body)
+    assert m.targets[1] in m.consumer.freed
+    assert events_of(m.consumer, SegmentLanded) == []
+    expect_fine(m.pair)
+
+
+def test_late_frames_of_a_transfer_are_dropped() -> None:
+    """Every kind that names one that is over."""
+    m = moved()
+    m.mark(b"x")
+    m.commit()
+    expect_fine(m.pair)
+    wire_id = m.asker.wire_id or 0
+    m.producer.forge(FrameType.MARK, Mark(2, BOX, 5), request=wire_id)
+    m.producer.forge(FrameType.COMMIT, Commit(1, True), request=wire_id)
+    m.producer.forge(FrameType.DONE, Done(0), request=wire_id)
+    m.producer.forge_payload(FrameType.DATA, b"x", request=wire_id, segment=1)
+    m.consumer.forge(FrameType.AGREE, Agree(b""), request=wire_id)
+    m.consumer.forge(FrameType.LANDED, Landed((1,)), request=wire_id)
+    m.consumer.forge(FrameType.SETTLED, Settled(()), request=wire_id)
+    expect_fine(m.pair)
+
+
+# --- rules
+
+
+@pytest.mark.rule("KVW-TR-01", "breaks")
+def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last that may, the first that may not."""
+    assert TRANSFERS_WAITING_MAX > 2
+    monkeypatch.setattr(module, "TRANSFERS_WAITING_MAX", 2)
+    pair = ConnectionPair()
+    requests = [ask(pair.client) for _ in range(2)]
+    expect_fine(pair)
+    pair.client.cancel(requests[0])
+    expect_fine(pair)
+    ask(pair.client)
+    expect_fine(pair)
+    ask(pair.client)
+    expect_broken(pair, pair.server, "KVW-TR-01")
+
+
+@pytest.mark.rule("KVW-TR-02", "breaks")
+def test_agreeing_with_oneself() -> None:
+    """The asker does not answer."""
+    pair = ConnectionPair()
+    request = ask(pair.client)
+    pair.client.forge(FrameType.AGREE, Agree(b""), request=request.wire_id or 0)
+    expect_broken(pair, pair.server, "KVW-TR-02")
+
+
+@pytest.mark.rule("KVW-RQ-01", "breaks")
+def test_agreeing_twice() -> None:
+    """It is moving already."""
+    m = moved()
+    m.pair.server.forge(FrameType.AGREE, Agree(b""), request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.pair.client, "KVW-RQ-01")
+
+
+@pytest.mark.rule("KVW-TR-03", "breaks")
+@pytest.mark.parametrize("number", [1, 3, 65_536])
+def test_marks_out_of_turn(number: int) -> None:
+    """Again, or with one left out."""
+    m = moved()
+    m.mark(b"x")
+    m.producer.forge(FrameType.MARK, Mark(number, BOX, 5), request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.consumer, "KVW-TR-03")
+
+
+@pytest.mark.rule("KVW-TR-03", "breaks")
+def test_a_mark_before_the_answer() -> None:
+    """The consumer has not said that it wants anything."""
+    early = Moved(ConnectionPair())
+    early.producer.forge(
+        FrameType.MARK, Mark(1, BOX, 5), request=early.asker.wire_id or 0
+    )
+    expect_broken(early.pair, early.consumer, "KVW-TR-03")
+
+
+@pytest.mark.rule("KVW-TR-03", "breaks")
+def test_a_mark_after_the_commit() -> None:
+    """While a segment is still on its way."""
+    m = moved()
+    m.producer.stalled = True
+    m.mark(b"x" * 100)
+    m.commit()
+    m.producer.forge(FrameType.MARK, Mark(2, BOX, 5), request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.consumer, "KVW-TR-03")
+
+
+@pytest.mark.rule("KVW-TR-04", "breaks")
+@pytest.mark.parametrize("number", [0, 1, 3, 65_536])
+def test_a_commit_never_closes_a_gap(number: int) -> None:
+    """It has the number of the marks, which here is two."""
+    m = moved()
+    m.mark(b"x")
+    m.mark(b"y")
+    m.producer.forge(
+        FrameType.COMMIT, Commit(number, True), request=m.asker.wire_id or 0
+    )
+    expect_broken(m.pair, m.consumer, "KVW-TR-04")
+
+
+@pytest.mark.rule("KVW-TR-04", "breaks")
+def test_a_commit_out_of_turn() -> None:
+    """Before the answer, and a second time."""
+    early = Moved(ConnectionPair())
+    early.producer.forge(
+        FrameType.COMMIT, Commit(0, True), request=early.asker.wire_id or 0
+    )
+    expect_broken(early.pair, early.consumer, "KVW-TR-04")
+    twice = moved()
+    twice.producer.stalled = True
+    twice.mark(b"x")
+    for _ in range(2):
+        twice.producer.forge(
+            FrameType.COMMIT, Commit(1, True), request=twice.asker.wire_id or 0
+        )
+    expect_broken(twice.pair, twice.consumer, "KVW-TR-04")
+
+
+@pytest.mark.rule("KVW-TR-05", "breaks")
+@pytest.mark.parametrize("numbers", [(2,), (1, 1), (3,), (65_536,)])
+def test_landed_what_cannot_have(numbers: tuple[int, ...]) -> None:
+    """Not marked, not sent yet, or said before."""
+    m = moved()
+    m.mark(b"x")
+    m.producer.stalled = True
+    m.mark(b"y")
+    m.consumer.forge(FrameType.LANDED, Landed(numbers), request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.producer, "KVW-TR-05")
+
+
+@pytest.mark.rule("KVW-TR-06", "breaks")
+@pytest.mark.parametrize("damaged", [(), (1,), (2, 2), (2, 3), (3,)])
+def test_settled_with_other_segments(damaged: tuple[int, ...]) -> None:
+    """Exactly those that have not landed, here the second of two."""
+    m = moved()
+    m.mark(b"x")
+    m.pair.run()
+    m.mark(b"y")
+    m.commit()
+    m.consumer.forge(FrameType.SETTLED, Settled(damaged), request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.producer, "KVW-TR-06")
+
+
+@pytest.mark.rule("KVW-TR-06", "breaks")
+def test_settled_out_of_turn() -> None:
+    """Before the commit, before everything was sent, and a second time."""
+    early = moved()
+    early.consumer.forge(
+        FrameType.SETTLED, Settled(()), request=early.asker.wire_id or 0
+    )
+    expect_broken(early.pair, early.producer, "KVW-TR-06")
+    unsent = moved()
+    unsent.producer.stalled = True
+    unsent.mark(b"x")
+    unsent.commit()
+    unsent.consumer.forge(
+        FrameType.SETTLED, Settled((1,)), request=unsent.asker.wire_id or 0
+    )
+    expect_broken(unsent.pair, unsent.producer, "KVW-TR-06")
+    twice = moved()
+    twice.producer.slow = True
+    twice.mark(b"x")
+    twice.commit()
+    twice.pair.run()
+    twice.consumer.forge(
+        FrameType.SETTLED, Settled(()), request=twice.asker.wire_id or 0
+    )
+    expect_broken(twice.pair, twice.producer, "KVW-TR-06")
+
+
+@pytest.mark.rule("KVW-TR-07", "breaks")
+@pytest.mark.parametrize("segment", [2, 2**32 - 1])
+def test_payload_for_a_segment_that_was_not_marked(segment: int) -> None:
+    """Of a transfer that is moving."""
+    m = moved()
+    m.mark(b"x")
+    m.producer.forge_payload(
+        FrameType.DATA, b"x", request=m.asker.wire_id or 0, segment=segment
+    )
+    expect_broken(m.pair, m.consumer, "KVW-TR-07")
+
+
+@pytest.mark.rule("KVW-TR-07", "breaks")
+def test_payload_without_a_place() -> None:
+    """A segment that the application has given no memory, a producer, a get."""
+    unplaced = moved()
+    unplaced.consumer.place = None
+    unplaced.mark(b"x")
+    expect_broken(unplaced.pair, unplaced.consumer, "KVW-TR-07")
+    backwards = moved()
+    backwards.mark(b"x")
+    backwards.consumer.forge_payload(
+        FrameType.DATA, b"x", request=backwards.asker.wire_id or 0, segment=1
+    )
+    expect_broken(backwards.pair, backwards.producer, "KVW-TR-07")
+    pair = ConnectionPair()
+    got = pair.client.get(pair.server.grant(pair.server.expose(10)))
+    pair.server.forge_payload(
+        FrameType.DATA, bytes(10), request=got.wire_id or 0, segment=1
+    )
+    expect_broken(pair, pair.client, "KVW-TR-07")
+
+
+@pytest.mark.rule("KVW-DT-01", "breaks")
+def test_payload_of_a_transfer_without_a_segment() -> None:
+    """A transfer has no bytes of its own."""
+    m = moved()
+    m.mark(b"x")
+    m.producer.forge_payload(FrameType.DATA, b"x", request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.consumer, "KVW-DT-01")
+
+
+@pytest.mark.rule("KVW-DT-02", "breaks")
+@pytest.mark.rule("KVW-DT-03", "breaks")
+@pytest.mark.parametrize(
+    ("offset", "length", "rule"),
+    [
+        (0, 50, "KVW-DT-02"),
+        (1, 99, "KVW-DT-02"),
+        (CHUNK, 1, "KVW-DT-02"),
+        (2**63, 100, "KVW-DT-02"),
+        (0, 100, "KVW-DT-03"),
+    ],
+)
+def test_chunks_that_are_none(offset: int, length: int, rule: str) -> None:
+    """The rules of chunks hold for segments."""
+    m = moved()
+    m.mark(b"x" * 100)
+    m.producer.forge_payload(
+        FrameType.DATA,
+        bytes(length),
+        request=m.asker.wire_id or 0,
+        segment=1,
+        offset=offset,
+    )
+    expect_broken(m.pair, m.consumer, rule)
+
+
+@pytest.mark.rule("KVW-TR-08", "breaks")
+@pytest.mark.parametrize(
+    ("frame_type", "body"),
+    [
+        (FrameType.MARK, Mark(1, BOX, 5)),
+        (FrameType.COMMIT, Commit(0, True)),
+    ],
+)
+def test_words_of_the_other_side(frame_type: FrameType, body: Mark | Commit) -> None:
+    """The consumer does not mark, nor does anybody mark a put."""
+    m = moved()
+    m.consumer.forge(frame_type, body, request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.producer, "KVW-TR-08")
+    pair = ConnectionPair()
+    put = pair.client.put(bytes(10), pair.server.grant(pair.server.expose(10)))
+    pair.server.forge(frame_type, body, request=put.wire_id or 0)
+    expect_broken(pair, pair.client, "KVW-TR-08")
+
+
+@pytest.mark.rule("KVW-TR-08", "breaks")
+@pytest.mark.parametrize(
+    ("frame_type", "body"),
+    [(FrameType.LANDED, Landed((1,))), (FrameType.SETTLED, Settled(()))],
+)
+def test_words_of_the_consumer(frame_type: FrameType, body: Landed | Settled) -> None:
+    """The producer does not say what has landed."""
+    m = moved()
+    m.mark(b"x")
+    m.producer.forge(frame_type, body, request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.consumer, "KVW-TR-08")
+
+
+@pytest.mark.rule("KVW-RQ-01", "breaks")
+def test_done_before_the_last_word() -> None:
+    """The producer confirms what the consumer has said."""
+    m = moved()
+    m.mark(b"x")
+    m.producer.forge(FrameType.DONE, Done(0), request=m.asker.wire_id or 0)
+    expect_broken(m.pair, m.consumer, "KVW-RQ-01")
+
+
+@pytest.mark.rule("KVW-RQ-02", "breaks")
+def test_a_transfer_has_the_next_number() -> None:
+    """Like everything that starts."""
+    pair = ConnectionPair()
+    pair.client.forge(FrameType.OPEN, Open(b"x", False, 0, b""), request=3)
+    expect_broken(pair, pair.server, "KVW-RQ-02")
