@@ -1,0 +1,319 @@
+"""put and get on memory that was granted, and getting that memory back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvwire import (
+    Access,
+    AccessDenied,
+    ClosedOK,
+    ConnectionLost,
+    DeadlineExceeded,
+    Grant,
+    StaleRegion,
+    UsageError,
+)
+from kvwire.limits import CHUNK_BYTES
+from tests.support.pairs import SCHEMES, Pair, connected, until
+
+SIZE = 2 * CHUNK_BYTES + 1000
+# Several turns of the loop, whatever is faster.
+HUGE = 16 << 20
+LARGE = random.Random(1).randbytes(SIZE)
+
+
+@pytest.fixture(params=SCHEMES)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with connected(request.param) as found:
+        yield found
+
+
+async def handed_over(pair: Pair, grant: Grant) -> Grant:
+    """The grant as it arrives at the left end, which uses it."""
+    await pair.right.send(99, grant.to_bytes())
+    return Grant.from_bytes(await pair.left.recv(99))
+
+
+# --- moving bytes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, CHUNK_BYTES, SIZE])
+async def test_put_then_get(pair: Pair, nbytes: int) -> None:
+    memory, back = bytearray(nbytes), bytearray(nbytes)
+    region = pair.far.register(memory, access="readwrite")
+    grant = await handed_over(pair, region.grant(pair.right))
+    assert await pair.left.put(LARGE[:nbytes], grant) == nbytes
+    assert memory == LARGE[:nbytes]
+    assert await pair.left.get(grant, into=back) == nbytes
+    assert back == LARGE[:nbytes]
+
+
+async def test_parts_of_a_grant(pair: Pair) -> None:
+    memory = bytearray(SIZE)
+    region = pair.far.register(memory, access="readwrite")
+    grant = region.grant(pair.right, offset=100, nbytes=SIZE - 200)
+    cuts = [0, 1, 500, CHUNK_BYTES + 7, len(grant)]
+    edges = list(itertools.pairwise(cuts))
+    await asyncio.gather(*(pair.left.put(LARGE[a:b], grant[a:b]) for a, b in edges))
+    assert memory[100:-100] == LARGE[: len(grant)]
+    assert memory[:100] == memory[-100:] == bytes(100)
+    part = bytearray(50)
+    assert await pair.left.get(grant[25:75], part) == 50
+    assert part == LARGE[25:75]
+
+
+async def test_arrays_and_the_other_direction(pair: Pair) -> None:
+    source, target = np.arange(1000, dtype=np.float64), np.zeros(1000)
+    grant = pair.near.register(source).grant(pair.left)
+    assert await pair.right.get(grant, into=target) == source.nbytes
+    assert np.array_equal(source, target)
+
+
+async def test_nothing_of_nothing(pair: Pair) -> None:
+    grant = pair.far.register(bytearray(8), access="readwrite").grant(pair.right)
+    assert await pair.left.put(b"", grant[3:3]) == 0
+    assert await pair.left.get(grant[8:], bytearray()) == 0
+
+
+async def test_many_at_once_in_both_directions(pair: Pair) -> None:
+    memory = bytearray(64 * 1000)
+    here, there = (
+        comm.register(memory if comm is pair.far else bytearray(64 * 1000), "readwrite")
+        for comm in (pair.near, pair.far)
+    )
+    to_right, to_left = there.grant(pair.right), here.grant(pair.left)
+    parts = [slice(n * 1000, n * 1000 + 1000) for n in range(64)]
+    pieces = [LARGE[part] for part in parts]
+    puts = [
+        (pair.left.put(piece, to_right[part]), pair.right.put(piece, to_left[part]))
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
+    assert await asyncio.gather(*(p for both in puts for p in both)) == [1000] * 128
+    assert memory == LARGE[: len(memory)]
+    back = bytearray(len(memory))
+    await pair.right.get(to_left, back)
+    assert back == memory
+
+
+# --- calls that are wrong -------------------------------------------------------------
+
+
+async def test_what_can_be_registered(pair: Pair) -> None:
+    with pytest.raises(UsageError, match="read-only"):
+        pair.far.register(b"constant", access="write")
+    with pytest.raises(UsageError, match="access='rw'"):
+        pair.far.register(bytearray(1), access="rw")
+    with pytest.raises(UsageError, match="not C-contiguous"):
+        pair.far.register(np.zeros((4, 4))[:, 1])
+    region = pair.far.register(b"constant")
+    assert len(region) == 8
+    assert region.access is Access.READ
+    assert "8 bytes" in repr(region)
+    assert "open" in repr(region)
+    await region.close()
+    assert "closed" in repr(region)
+    assert len(pair.far.buffers) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"offset": -1},
+        {"offset": 9},
+        {"nbytes": 9},
+        {"nbytes": -1},
+        {"offset": 1, "nbytes": 8},
+        {"access": "write"},
+        {"access": "readwrite"},
+        {"access": "all"},
+    ],
+)
+async def test_a_grant_is_never_more_than_the_region(wrong: dict[str, Any]) -> None:
+    async with connected("inproc") as pair:
+        region = pair.far.register(bytes(8), access="read")
+        with pytest.raises(UsageError, match=r"grant|access"):
+            region.grant(pair.right, **wrong)
+
+
+async def test_sizes_must_be_equal(pair: Pair) -> None:
+    grant = pair.far.register(bytearray(8), "readwrite").grant(pair.right)
+    for nbytes in (7, 9):
+        with pytest.raises(UsageError, match=f"{nbytes} bytes and the grant 8"):
+            pair.left.put(bytes(nbytes), grant)
+        with pytest.raises(UsageError, match=f"{nbytes} bytes and the grant 8"):
+            pair.left.get(grant, bytearray(nbytes))
+    with pytest.raises(UsageError, match="read-only"):
+        pair.left.get(grant, bytes(8))
+
+
+async def test_a_grant_is_of_one_connection(pair: Pair) -> None:
+    other = await pair.near.connect(pair.address)
+    other_end = await anext(pair.far.connections())
+    region = pair.far.register(bytearray(8), "readwrite")
+    grant = region.grant(pair.right)
+    with pytest.raises(UsageError, match="the peer has to grant anew"):
+        other.put(bytes(8), grant)
+    with pytest.raises(UsageError, match="another communicator"):
+        region.grant(pair.left)
+    await other_end.close()
+    with pytest.raises(ClosedOK):
+        region.grant(other_end)
+
+
+# --- what the owner of the memory refuses ---------------------------------------------
+
+
+def _changed(**fields: Any) -> Callable[[Grant], Grant]:
+    def change(grant: Grant) -> Grant:
+        values = {name: getattr(grant, name) for name in grant.__slots__}
+        return Grant(**(values | fields))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        _changed(grant=0),
+        _changed(grant=2),
+        _changed(grant=2**63 - 1),
+        _changed(token=bytes(16)),
+        _changed(offset=1),
+        _changed(offset=2**36),
+    ],
+    ids=["grant 0", "next grant", "last grant", "token", "offset", "far offset"],
+)
+async def test_a_forged_grant_opens_nothing(
+    pair: Pair, forge: Callable[[Grant], Grant]
+) -> None:
+    memory = bytearray(b"precious")
+    grant = forge(pair.far.register(memory, "readwrite").grant(pair.right))
+    into = bytearray(8)
+    with pytest.raises(AccessDenied):
+        await pair.left.put(b"replaced", grant)
+    with pytest.raises(AccessDenied):
+        await pair.left.get(grant, into)
+    assert memory == b"precious"
+    assert into == bytes(8)
+
+
+async def test_a_direction_that_was_not_granted(pair: Pair) -> None:
+    memory = bytearray(b"precious")
+    region = pair.far.register(memory, "readwrite")
+    read, write = (region.grant(pair.right, access=a) for a in ("read", "write"))
+    with pytest.raises(AccessDenied, match="does not allow"):
+        await pair.left.put(b"replaced", read)
+    with pytest.raises(AccessDenied, match="does not allow"):
+        await pair.left.get(write, bytearray(8))
+    assert memory == b"precious"
+    assert await pair.left.get(read, bytearray(8)) == 8
+
+
+@pytest.mark.parametrize("end", ["revoke", "close"])
+async def test_an_ended_grant_is_stale(pair: Pair, end: str) -> None:
+    memory = bytearray(b"precious")
+    region = pair.far.register(memory, "readwrite")
+    grant = region.grant(pair.right)
+    if end == "revoke":
+        region.revoke()
+    else:
+        await region.close()
+    with pytest.raises(StaleRegion):
+        await pair.left.put(b"replaced", grant)
+    with pytest.raises(StaleRegion):
+        await pair.left.get(grant, bytearray(8))
+    assert memory == b"precious"
+
+
+async def test_a_revoked_region_grants_anew_and_a_closed_one_does_not(
+    pair: Pair,
+) -> None:
+    region = pair.far.register(bytearray(8), "readwrite")
+    region.revoke()
+    assert await pair.left.put(b"replaced", region.grant(pair.right)) == 8
+    await region.close()
+    await region.close()
+    with pytest.raises(UsageError, match="closed"):
+        region.grant(pair.right)
+
+
+# --- getting memory back --------------------------------------------------------------
+
+
+async def test_close_waits_for_what_is_under_way() -> None:
+    """A put whose bytes are on the wire: the region is closed, the memory is not free.
+
+    A peer that has stopped within a chunk is the one who can still write.
+    """
+    async with connected("tcp") as pair:
+        memory = bytearray(HUGE)
+        region = pair.far.register(memory, "write")
+        put = pair.left.put(bytes(len(memory)), region.grant(pair.right))
+        holds = pair.far.buffers.holds
+        await until(lambda: holds.held(region._core.buffer))
+        closing = asyncio.create_task(region.close())
+        await asyncio.sleep(0)
+        assert "closed" in repr(region)
+        assert not closing.done()
+        with pytest.raises(StaleRegion):
+            await put
+        await closing
+        assert not holds.held(region._core.buffer)
+        assert len(pair.far.buffers) == 0
+        await put.released()
+        assert len(pair.near.buffers) == 0
+
+
+async def test_cancelling_close_leaves_the_region_closed(pair: Pair) -> None:
+    region = pair.far.register(bytearray(HUGE), "read")
+    get = pair.left.get(region.grant(pair.right), bytearray(HUGE))
+    await until(lambda: pair.right.core.sending)
+    closing = asyncio.create_task(region.close())
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await region.close()
+    with pytest.raises(StaleRegion):
+        await get
+    await get.released()
+    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+
+
+async def test_a_lost_connection_gives_the_memory_back(pair: Pair) -> None:
+    region = pair.far.register(bytearray(HUGE), "write")
+    put = pair.left.put(bytes(HUGE), region.grant(pair.right))
+    await asyncio.sleep(0)
+    assert pair.left.core.sending
+    pair.left.abort()
+    with pytest.raises(ConnectionLost):
+        await put
+    await put.released()
+    await region.close()
+    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+async def test_a_deadline_ends_one_request_and_not_the_connection(
+    pair: Pair, verb: str
+) -> None:
+    """It passes at once, and 16 MiB take several turns of the loop."""
+    memory, other = bytearray(HUGE), bytearray(HUGE)
+    grant = pair.far.register(memory, "readwrite").grant(pair.right)
+    if verb == "put":
+        request = pair.left.put(other, grant, deadline=0)
+    else:
+        request = pair.left.get(grant, other, deadline=timedelta())
+    with pytest.raises(DeadlineExceeded, match=f"the {verb} was"):
+        await request
+    await request.released()
+    assert await pair.left.put(b"alive", grant[:5]) == 5
+    assert memory[:5] == b"alive"
