@@ -1,7 +1,8 @@
 """The ``kvwire`` command: its subcommands, and how its errors look.
 
-A subcommand that needs much is imported when it is called. An error of kvwire is one line that says what to do, and an
-exit status: 2 if the command was called wrong, 1 for everything else.
+A subcommand that needs much is imported when it is called. An error of kvwire is one
+line that says what to do, and an exit status: 2 if the command was called wrong, 1 for
+everything else.
 """
 
 from __future__ import annotations

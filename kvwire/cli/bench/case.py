@@ -1,0 +1,182 @@
+"""What is measured, who does it, and what is aimed at."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from kvwire.limits import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every contender of a case does in a round.
+
+    Attributes:
+        verb: Such as ``"round trip"``, ``"send"``, ``"put"`` or ``"get"``.
+        nbytes: Bytes in one operation.
+        count: Operations in a round.
+        in_flight: Operations begun before the first has to be over.
+    """
+
+    verb: str
+    nbytes: int
+    count: int
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How the samples of a case are read.
+
+    Attributes:
+        name: Behind the number, such as ``"us"``.
+        scale: One sample times this is the number shown.
+        less_is_better: True of a time, false of a rate.
+    """
+
+    name: str
+    scale: float
+    less_is_better: bool
+
+
+MICROSECONDS = Unit("us", 1e6, less_is_better=True)
+GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, less_is_better=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one contender did in one round.
+
+    Attributes:
+        values: Seconds, or bytes a second, as the case's unit says.
+        moved_bytes: From one side to the other.
+        cpu_s: CPU seconds of both sides together.
+    """
+
+    values: Sequence[float]
+    moved_bytes: int
+    cpu_s: float
+
+
+class Contender(ABC):
+    """One way to do the work: kvwire, or what stands beside it.
+
+    Attributes:
+        name: As it is shown.
+    """
+
+    name: str
+
+    @abstractmethod
+    def start(self) -> None:
+        """Get ready: start processes, connect them.
+
+        Raises:
+            BenchError: It cannot run here.
+        """
+
+    @abstractmethod
+    def check(self, work: Work) -> None:
+        """Show that the bytes arrive as they were sent; not timed.
+
+        Raises:
+            BenchError: They do not.
+        """
+
+    @abstractmethod
+    def round(self, work: Work) -> Sample:
+        """Do the work once.
+
+        Raises:
+            BenchError: It broke.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End what was started; never raises."""
+
+    def facts(self) -> dict[str, Any]:
+        """Versions and settings, for the JSON document."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: What the row says.
+        work: The work.
+        unit: How its samples are read.
+        ours: The contender that is judged.
+        beside: Those it is compared with; the best of them counts.
+        target: The ratio aimed at: at most that for times, at least that for rates.
+        tail: Whether the 99th percentile of the samples means anything.
+    """
+
+    name: str
+    work: Work
+    unit: Unit
+    ours: Contender
+    beside: Sequence[Contender]
+    target: float
+    tail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something that would have been measured too, if it were installed."""
+
+    name: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A named list of cases.
+
+    Attributes:
+        name: The command's name.
+        cases: Its rows.
+        missing: Who could not take part, and what would change that.
+        notes: Lines that a reader of the table needs.
+    """
+
+    name: str
+    cases: Sequence[Case]
+    missing: Sequence[Missing] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """Everybody who takes part, each once."""
+        found: dict[int, Contender] = {}
+        for case in self.cases:
+            for contender in (case.ours, *case.beside):
+                found[id(contender)] = contender
+        return list(found.values())
+
+
+@dataclass(slots=True)
+class Samples:
+    """Everything one contender did in one case.
+
+    Attributes:
+        rounds: One sample a round.
+    """
+
+    rounds: list[Sample] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[float]:
+        """All of them."""
+        return [value for sample in self.rounds for value in sample.values]
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        """CPU seconds of both sides for a GiB moved: the median of the rounds."""
+        return median(s.cpu_s * GIB / s.moved_bytes for s in self.rounds)

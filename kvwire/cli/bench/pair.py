@@ -1,0 +1,176 @@
+"""Two processes that do the work of a contender, told what to do by this one.
+
+They are started from scratch and never forked, so that neither inherits a loop, a lock
+or a warm cache of the other's. This process only says what to do, in lines of JSON on
+their standard input, and waits: while a round is timed it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from kvwire.cli.bench.case import Contender, Sample, Work
+from kvwire.cli.bench.errors import BenchError
+
+# Long against every round there is; only something stuck takes as long.
+ANSWER_TIMEOUT_S: Final = 120.0
+# A side that was told to end, and how long until it is killed.
+_END_TIMEOUT_S: Final = 5.0
+_READ_BYTES: Final = 64 * 1024
+
+
+class Side:
+    """One process; see :mod:`kvwire.cli.bench.sides` for what runs in it.
+
+    Args:
+        role: Which side it plays, such as ``"kvwire"``.
+        options: For that role.
+    """
+
+    def __init__(self, role: str, options: Sequence[str] = ()) -> None:
+        self.role = role
+        self._process = subprocess.Popen(  # noqa: S603 - this very program
+            [sys.executable, "-m", "kvwire.cli.bench.sides", role, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self._pending = b""
+
+    def call(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Have something done and wait for it.
+
+        Raises:
+            BenchError: It failed there, or that process has ended.
+        """
+        self.ask(name, **arguments)
+        return self.answer()
+
+    def ask(self, name: str, **arguments: Any) -> None:
+        """Have something begun; :meth:`answer` waits for it."""
+        line = json.dumps({"call": name, "arguments": arguments}) + "\n"
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the answer will tell
+            self._process.stdin.write(line.encode())
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for what was asked first and has not been answered.
+
+        Raises:
+            BenchError: It failed there, or that process has ended or is stuck.
+        """
+        found = json.loads(self._line())
+        if "error" in found:
+            raise BenchError(f"the {self.role} side of the benchmark: {found['error']}")
+        assert isinstance(found, dict)
+        return found
+
+    def stop(self) -> None:
+        """End the process: at once if it does not end by itself. Never raises."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._pending:
+            if not select.select([descriptor], [], [], ANSWER_TIMEOUT_S)[0]:
+                raise BenchError(
+                    f"the {self.role} side of the benchmark did not answer within "
+                    f"{ANSWER_TIMEOUT_S:g} s"
+                )
+            read = os.read(descriptor, _READ_BYTES)
+            if not read:
+                status = self._process.wait()
+                raise BenchError(
+                    f"the {self.role} side of the benchmark ended with status {status}"
+                )
+            self._pending += read
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
+
+
+class PairContender(Contender):
+    """A contender that is a pair of our own processes.
+
+    The left side connects and keeps the time, the right side listens.
+
+    Args:
+        name: As it is shown.
+        role: What both sides play.
+        options: For that role.
+    """
+
+    _left: Side
+    _right: Side
+
+    def __init__(self, name: str, role: str, options: Sequence[str] = ()) -> None:
+        self.name = name
+        self._role = role
+        self._options = options
+        self._sides: list[Side] = []
+        self._facts: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """See Contender."""
+        for _ in range(2):
+            self._sides.append(Side(self._role, self._options))
+        self._left, self._right = self._sides
+        address = self._right.call("listen")["address"]
+        self._right.ask("accept")
+        self._facts = self._left.call("connect", address=address)
+        self._right.answer()
+
+    def check(self, work: Work) -> None:
+        """See Contender."""
+        said = asdict(work)
+        given = self._right.call("prepare", work=said)
+        self._left.call("use", work=said, given=given)
+        self._right.ask("check_right", work=said)
+        left = self._left.call("check_left", work=said)["digest"]
+        right = self._right.answer()["digest"]
+        if left != right:
+            raise BenchError(
+                f"{self.name}, {work.verb} of {work.nbytes} bytes: what arrived "
+                f"({right}) is not what was sent ({left})"
+            )
+
+    def round(self, work: Work) -> Sample:
+        """See Contender."""
+        said = asdict(work)
+        before_s = self._cpu_s()
+        self._right.ask("serve", work=said)
+        values = self._left.call("drive", work=said)["values"]
+        self._right.answer()
+        moved_bytes = work.nbytes * work.count
+        return Sample(values, moved_bytes, self._cpu_s() - before_s)
+
+    def stop(self) -> None:
+        """See Contender."""
+        for side in self._sides:
+            side.stop()
+        self._sides.clear()
+
+    def facts(self) -> dict[str, Any]:
+        """See Contender."""
+        return self._facts
+
+    def _cpu_s(self) -> float:
+        return sum(float(side.call("cpu")["cpu_s"]) for side in self._sides)

@@ -1,0 +1,77 @@
+"""A benchmark as a picture: a bar for each contender of each case, as SVG.
+
+Written by hand, since a drawing of rectangles needs no library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+from xml.sax.saxutils import escape
+
+from kvwire.cli.bench.case import Benchmark
+from kvwire.cli.bench.summary import Summary
+from kvwire.cli.bench.turns import Finding
+
+WIDTH: Final = 720
+_LEFT: Final = 150
+_BAR: Final = 14
+_GAP: Final = 6
+_TITLE: Final = 34
+# Room behind the longest bar for its number.
+_NUMBER: Final = 150
+_OURS: Final = "#0b6e99"
+_OTHERS: Final = ("#9aa5b1", "#bcc5ce", "#d5dbe1")
+_INK: Final = "#1f2933"
+
+
+def draw(benchmark: Benchmark, findings: Sequence[Finding]) -> str:
+    """The picture; each case has a scale of its own, which begins at 0."""
+    shapes: list[str] = []
+    y = _TITLE
+    for finding in findings:
+        shapes.extend(_case(finding, y))
+        y += len(finding.samples) * _BAR + 2 * _GAP
+    title = escape(f"kvwire bench {benchmark.name}: medians, whiskers from min to p99")
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" '
+        f'viewBox="0 0 {WIDTH} {y}" font-family="sans-serif" font-size="11" '
+        f'fill="{_INK}">'
+    )
+    return "\n".join(
+        [
+            head,
+            f"<title>{title}</title>",
+            f'<rect width="{WIDTH}" height="{y}" fill="white"/>',
+            f'<text x="8" y="20" font-size="14">{title}</text>',
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+def _case(finding: Finding, top: int) -> Iterator[str]:
+    case = finding.case
+    summaries = {
+        name: Summary.of(samples.values) for name, samples in finding.samples.items()
+    }
+    longest = max(max(s.median, s.p99) for s in summaries.values())
+    scale = (WIDTH - _LEFT - _NUMBER) / longest
+    yield f'<text x="8" y="{top + _BAR - 3}">{escape(case.name)}</text>'
+    for number, (name, summary) in enumerate(summaries.items()):
+        y = top + number * _BAR
+        color = _OURS if name == case.ours.name else _OTHERS[number % len(_OTHERS)]
+        end = _LEFT + summary.median * scale
+        yield (
+            f'<rect x="{_LEFT}" y="{y}" width="{end - _LEFT:.1f}" '
+            f'height="{_BAR - 2}" fill="{color}"/>'
+        )
+        low, high = (_LEFT + value * scale for value in (summary.low, summary.p99))
+        middle = y + _BAR / 2 - 1
+        yield (
+            f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="{_INK}" '
+            f'stroke-width="1"/>'
+        )
+        shown = f"{summary.median * case.unit.scale:.2f} {case.unit.name} {name}"
+        x = max(end, high) + 4
+        yield f'<text x="{x:.1f}" y="{y + _BAR - 3}">{escape(shown)}</text>'

@@ -1,0 +1,69 @@
+"""One half of a pair as a process: reads calls, answers them, ends with its input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvwire.cli.bench.case import Work
+from kvwire.cli.bench.sides.half import CALLS, Half
+from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
+from kvwire.cli.bench.sides.sockets_half import SocketsHalf
+from kvwire.cli.bench.sides.streams_half import StreamsHalf
+
+HALVES: Final[dict[str, Callable[[dict[str, str]], Half]]] = {
+    "kvwire": lambda options: KvwireHalf(options["transport"]),
+    "streams": lambda _: StreamsHalf(),
+    "sockets": lambda _: SocketsHalf(),
+}
+
+
+async def answer(half: Half, line: bytes) -> dict[str, Any]:
+    """Do what one line says; an exception becomes an answer too."""
+    asked = json.loads(line)
+    name, arguments = asked["call"], asked["arguments"]
+    try:
+        if name not in CALLS:
+            raise ValueError(f"there is no call {name!r}")
+        if "work" in arguments:
+            arguments["work"] = Work(**arguments["work"])
+        found: dict[str, Any] = await getattr(half, name)(**arguments)
+    except Exception as exc:  # noqa: BLE001 - it is reported by the other process
+        return {"error": f"{name}: {type(exc).__name__}: {exc}"}
+    return found
+
+
+async def obey(half: Half) -> None:
+    """Answer line after line until there are no more."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    try:
+        while line := await reader.readline():
+            print(json.dumps(await answer(half, line)), flush=True)
+    finally:
+        await half.close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Play a role: ``python -m kvwire.cli.bench.sides ROLE [KEY=VALUE ...]``."""
+    # Ctrl-C reaches every process of a terminal; this one ends with its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    role, *pairs = arguments
+    options = dict(pair.split("=", 1) for pair in pairs)
+    half = HALVES[role](options)
+    if options.get("loop") == "uvloop":
+        import uvloop  # noqa: PLC0415 - not on every platform
+
+        uvloop.run(obey(half))
+    else:
+        asyncio.run(obey(half))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
