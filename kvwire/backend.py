@@ -16,18 +16,16 @@ What a backend promises, and the conformance kit checks:
 
 1. Frames of one link arrive whole, once, and in the order they were sent.
 2. Payload memory belongs to the link from ``send`` until ``frame_sent`` (sender), and
-from
-   ``header_received`` until ``body_received`` (receiver). Outside these spans the link
-   neither reads nor writes it. That is what quiescence is built on.
-3. ``link_closed`` is called exactly once per started link, last of all callbacks.
-After it
-   the link touches no memory, whatever was in flight; frames without ``frame_sent``
+   from ``header_received`` until ``body_received`` (receiver). Outside these spans the
+   link neither reads nor writes it. That is what quiescence is built on.
+3. ``link_closed`` is called exactly once per started link, last of all callbacks. After
+   it the link touches no memory, whatever was in flight; frames without ``frame_sent``
    then have an unknown fate.
-4. Callbacks run on the loop's thread, never from inside ``start``, ``send``,
-``close`` or
-   ``abort``, so a handler needs no lock and is never re-entered. ``flush`` may call
-   ``frame_sent``.
-5. A link never decides what a completion means, never retries, never drops silently.
+4. Callbacks run on the loop's thread, never from inside ``start``, ``send``, ``close``
+   or ``abort``, so a handler needs no lock and is never re-entered. ``flush`` may call
+   ``frame_sent``. After ``abort`` no header and no body is handed over any more.
+5. A handler that raises loses its link: ``link_closed`` gets the exception.
+6. A link never decides what a completion means, never retries, never drops silently.
 """
 
 from __future__ import annotations
