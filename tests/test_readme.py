@@ -12,6 +12,8 @@ import pytest
 from tests.support.tree import Source, sources
 
 _FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What asyncio's debug mode says of a callback on a busy machine: time, no warning.
+_SLOW_CALLBACK = re.compile(r"^Executing .* took [0-9.]+ seconds\n", re.MULTILINE)
 # Longer than any example, shorter than pytest's own limit.
 _TIMEOUT_S = 15
 
@@ -50,7 +52,7 @@ def test_the_program_runs(text: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stderr
+    assert not _SLOW_CALLBACK.sub("", done.stderr)
     assert done.stdout == expected_output(text)
 
 
