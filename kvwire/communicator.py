@@ -24,32 +24,29 @@ from kvwire.errors import (
     ClosedOK,
     ConnectionClosed,
     ConnectionLost,
-    KVWireError,
     UsageError,
 )
 from kvwire.exchange import Exchange
-from kvwire.inbound import Inbound
 from kvwire.incoming import Incoming
-from kvwire.limits import PENDING_HANDSHAKES_MAX
 from kvwire.memory.buffers import as_payload
-from kvwire.opening import Opening, report_of
+from kvwire.opening import Opening, hands_shaken, report_of
 from kvwire.outgoing import Outgoing
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.handshake import (
     Agreement,
     ClientHandshake,
     Identity,
-    ServerHandshake,
 )
 from kvwire.proto.regions import Region as CoreRegion
 from kvwire.proto.regions import Regions
 from kvwire.pump import Pump
+from kvwire.reception import Reception
 from kvwire.recovery import Recovery
 from kvwire.region import Region
 from kvwire.selection import local_refusal, wishes
 from kvwire.transfer_verbs import Offering
-from kvwire.trust import is_loopback, load_keys, resolve
-from kvwire.types import Access, Address, TrustMode
+from kvwire.trust import crosses_hosts, load_keys, resolve
+from kvwire.types import Access, Address
 from kvwire.wire.control import BackendOffer, Offer
 from kvwire.wire.hello import NONCE_BYTES, Terms
 
@@ -116,8 +113,9 @@ class Communicator(Offering):
         self.buffers = BufferTable()
         self.loop = asyncio.get_running_loop()
         self.exchange = Exchange()
-        self._recovery = Recovery(self)
-        self._identity = Identity(
+        self.recovery = Recovery(self)
+        self._reception = Reception(self)
+        self.identity = Identity(
             name=config.name,
             incarnation=secrets.token_bytes(16),
             trust=trust,
@@ -136,10 +134,6 @@ class Communicator(Offering):
         self._listeners: list[Listener] = []
         self._pumps: set[Pump] = set()
         self._connections: set[Connection] = set()
-        # Of inbound links those that have not become a connection, oldest first.
-        self._pending: dict[Pump, None] = {}
-        self._inbound = Inbound()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -151,7 +145,7 @@ class Communicator(Offering):
     @property
     def incarnation(self) -> bytes:
         """16 random bytes; a peer sees from them that this is a new start."""
-        return self._identity.incarnation
+        return self.identity.incarnation
 
     @property
     def name(self) -> str:
@@ -179,11 +173,11 @@ class Communicator(Offering):
         self._check_open()
         where = Address.parse(address)
         backend = self._backend(where.scheme, self.config)
-        if _crosses_hosts(backend):
-            where = await resolve(where, self._identity.trust)
+        if crosses_hosts(backend):
+            where = await resolve(where, self.identity.trust)
 
         def accept(link: Link) -> None:
-            self._accept(link, backend)
+            self._reception.accept(link, backend)
 
         listener = await backend.listen(where, accept)
         if self._closed:
@@ -245,19 +239,19 @@ class Communicator(Offering):
         config = wishes(self.config, transport)
         where = Address.parse(address)
         backend = self._backend(where.scheme, config)
-        if _crosses_hosts(backend):
-            where = await resolve(where, self._identity.trust)
+        if crosses_hosts(backend):
+            where = await resolve(where, self.identity.trust)
         timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
         handshake = ClientHandshake(
-            self._identity,
+            self.identity,
             secrets.token_bytes(NONCE_BYTES),
-            _offer(self._identity, config, where.scheme, resumes),
+            _offer(self.identity, config, where.scheme, resumes),
         )
         opening = Opening(handshake, config, where.scheme, self.loop)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                pump = self._open(await backend.connect(where), opening)
-                connection = await _hands_shaken(pump, opening)
+                pump = self.open_link(await backend.connect(where), opening)
+                connection = await hands_shaken(pump, opening)
         except TimeoutError:
             if not limit.expired():
                 raise  # the system's own: ETIMEDOUT is an OSError
@@ -281,7 +275,7 @@ class Communicator(Offering):
 
         Cancel safety: safe, no connection is lost, and the iterator can be used again.
         """
-        return self._inbound
+        return self._reception.inbound
 
     async def accept(self) -> Connection:
         """The next inbound connection.
@@ -291,7 +285,7 @@ class Communicator(Offering):
 
         Cancel safety: safe, no connection is lost.
         """
-        return await self._inbound.take()
+        return await self._reception.inbound.take()
 
     # --- memory -----------------------------------------------------------------------
 
@@ -364,7 +358,7 @@ class Communicator(Offering):
         Cancel safety: safe. Closing goes on; call it again to wait for it.
         """
         self._stop()
-        await self._recovery.close()
+        await self.recovery.close()
         for listener in self._listeners:
             await listener.close()
         self.exchange.stop(ClosedOK("the communicator was closed"))
@@ -373,8 +367,7 @@ class Communicator(Offering):
             pump.link.abort()
         for pump in list(self._pumps):
             await asyncio.shield(pump.ended)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._reception.close()
         for backend in self._backends.values():
             await backend.aclose()
 
@@ -400,14 +393,19 @@ class Communicator(Offering):
         if not isinstance(error, ClosedOK):
             logger.info("connection to %s ended: %s", connection.peer, error)
             if not self._closed:
-                self._recovery.lost(connection)
+                self.recovery.lost(connection)
 
     # --- inside -----------------------------------------------------------------------
 
     def _stop(self) -> None:
         if not self._closed:
             self._closed = True
-            self._inbound.close()
+            self._reception.inbound.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closing, or closed."""
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:
@@ -421,60 +419,7 @@ class Communicator(Offering):
             self._backends[scheme] = registry.load(scheme)()
         return self._backends[scheme]
 
-    def _accept(self, link: Link, backend: Backend) -> None:
-        """A link came in: shake hands with it, in a task of its own."""
-        reason = self._why_not(link, backend)
-        if reason:
-            logger.info("%s: not accepted: %s", link.remote_address, reason)
-            link.abort()
-            return
-        if len(self._pending) >= PENDING_HANDSHAKES_MAX:
-            # An honest handshake takes milliseconds: the oldest is the most suspect.
-            oldest = next(iter(self._pending))
-            del self._pending[oldest]
-            oldest.link.abort()
-        handshake = ServerHandshake(self._identity, secrets.token_bytes(NONCE_BYTES))
-        opening = Opening(handshake, self.config, backend.scheme, self.loop)
-        pump = self._open(link, opening)
-        self._pending[pump] = None  # bounded: PENDING_HANDSHAKES_MAX
-        pump.ended.add_done_callback(lambda _: self._pending.pop(pump, None))
-        task = self.loop.create_task(self._welcome(pump, opening))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _why_not(self, link: Link, backend: Backend) -> str:
-        """Why a link is not even asked who it is; "" if it is."""
-        remote, limit = link.remote_address, self.config.connections_max
-        if self._closed:
-            return "the communicator is closed"
-        if max(len(self._connections), len(self._inbound)) >= limit:
-            return f"connections_max={limit} are open, or wait to be taken"
-        proves_nothing = self._identity.trust is TrustMode.LOOPBACK
-        if remote is None or not proves_nothing or not _crosses_hosts(backend):
-            return ""
-        if not is_loopback(remote.host):
-            return 'it is on another host, and trust is "loopback"'
-        return ""
-
-    async def _welcome(self, pump: Pump, opening: Opening) -> None:
-        timeout_s = self.config.handshake_timeout_s
-        remote = pump.link.remote_address
-        try:
-            async with asyncio.timeout(timeout_s):
-                connection = await _hands_shaken(pump, opening)
-        except TimeoutError:
-            logger.info("%s: %s", remote, opening.timed_out(timeout_s))
-        except KVWireError as exc:
-            logger.info("%s: refused: %s", remote, exc)
-        else:
-            resumes = connection.core.agreement.offer.resumes
-            if resumes:
-                await self._recovery.taken_over(connection, resumes)
-            else:
-                self.exchange.reattach(connection)
-                self._inbound.put(connection)
-
-    def _open(self, link: Link, opening: Opening) -> Pump:
+    def open_link(self, link: Link, opening: Opening) -> Pump:
         """Start a link; when the handshake on it has ended, it has a connection."""
         pump = Pump(
             link,
@@ -498,7 +443,7 @@ class Communicator(Offering):
             agreement,
             opening.handshake.framing,
             self.buffers.holds,
-            terms=self._identity.terms,
+            terms=self.identity.terms,
             ping_interval_s=self.config.ping_interval_s,
             ping_misses=self.config.ping_misses,
             now=self.loop.time(),
@@ -510,27 +455,8 @@ class Communicator(Offering):
             peer=replace(agreement.peer, address=pump.link.remote_address),
             report=report_of(agreement.choice),
         )
-        self._pending.pop(pump, None)
         self._connections.add(connection)
         return connection
-
-
-async def _hands_shaken(pump: Pump, opening: Opening) -> Connection:
-    """The connection, once there is one; without anybody to wait there is none."""
-    try:
-        return await asyncio.shield(opening.done)
-    except KVWireError:
-        # The last word is on its way; the link ends after it.
-        raise
-    except BaseException:
-        pump.link.abort()
-        opening.done.cancel()
-        raise
-
-
-def _crosses_hosts(backend: Backend) -> bool:
-    capabilities = backend.capabilities
-    return not (capabilities.same_process or capabilities.same_host)
 
 
 def _offer(identity: Identity, config: Config, scheme: str, resumes: bytes) -> Offer:

@@ -18,6 +18,7 @@ from kvwire.errors import (
     HandshakeTimeout,
     KVWireError,
     ProtocolError,
+    WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
@@ -27,6 +28,7 @@ from kvwire.wire.control import Choice, Verdict
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
+    from kvwire.pump import Pump
 
 
 class Opening:
@@ -45,11 +47,23 @@ class Opening:
         config: Config,
         scheme: str,
         loop: asyncio.AbstractEventLoop,
+        *,
+        busy: str = "",
     ) -> None:
+        """Prepare a handshake.
+
+        Args:
+            handshake: The protocol's side of it.
+            config: This side's wishes.
+            scheme: The transport of the link.
+            loop: The running loop.
+            busy: Why there is no room for another connection, or "".
+        """
         self.handshake = handshake
         self.done: asyncio.Future[Connection] = loop.create_future()
         self._config = config
         self._scheme = scheme
+        self._busy = busy
 
     def begin(self, link: Link, agreed: Callable[[Agreement], Connection]) -> None:
         """Send what the handshake starts with; ``agreed`` makes the connection."""
@@ -74,6 +88,9 @@ class Opening:
         body = landing.payload
         assert isinstance(body, memoryview)
         try:
+            if self._busy:
+                self.handshake.refuse(WireCode.BUSY)
+                raise HandshakeError(self._busy)
             self.handshake.body_received(bytes(body))
             self._decide()
         except (HandshakeError, ProtocolError) as exc:
@@ -131,6 +148,25 @@ class Opening:
             link.send(header, memoryview(body))
         outgoing.clear()
         link.flush()
+
+
+async def hands_shaken(pump: Pump, opening: Opening) -> Connection:
+    """Wait for the connection; without anybody who waits, there is none.
+
+    Raises:
+        HandshakeError, ProtocolError, ConnectionLost: There is none.
+
+    Cancel safety: safe, the link is aborted.
+    """
+    try:
+        return await asyncio.shield(opening.done)
+    except KVWireError:
+        # The last word is on its way; the link ends after it.
+        raise
+    except BaseException:
+        pump.link.abort()
+        opening.done.cancel()
+        raise
 
 
 def report_of(choice: Choice) -> TransportReport:

@@ -14,6 +14,7 @@ import socket
 import stat
 from pathlib import Path
 
+from kvwire.backend import Backend
 from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
@@ -122,6 +123,12 @@ async def _numeric(address: Address) -> list[str]:
     except (OSError, UnicodeError) as exc:
         raise UsageError(f"address {str(address)!r}: {exc}") from None
     return [str(sockaddr[0]) for *_, sockaddr in found]
+
+
+def crosses_hosts(backend: Backend) -> bool:
+    """Whether its addresses may be reached from other hosts, and so need a key."""
+    capabilities = backend.capabilities
+    return not (capabilities.same_process or capabilities.same_host)
 
 
 def is_loopback(host: str) -> bool:

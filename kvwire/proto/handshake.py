@@ -223,6 +223,11 @@ class Handshake(ABC):
             )
         if said.code == WireCode.AUTHENTICATION:
             return _trust_error(mine.trust, said.trust)
+        if said.code == WireCode.BUSY:
+            return HandshakeError(
+                "the peer has as many connections as it takes: close some, or raise "
+                "its connections_max"
+            )
         text = f"the peer refused the connection with code {said.code}"
         error = error_from_code(said.code, text)
         return error if isinstance(error, HandshakeError) else HandshakeError(text)

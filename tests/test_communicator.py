@@ -1,0 +1,513 @@
+"""Communicators: listening, connecting, handing out connections, ending."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import sys
+import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire import (
+    Address,
+    AuthenticationFailed,
+    BackendUnavailable,
+    ClosedOK,
+    Communicator,
+    Config,
+    HandshakeError,
+    HandshakeTimeout,
+    ProfileMismatch,
+    UsageError,
+)
+from kvwire.trust import write_key_file
+from tests.support.leaks import open_descriptors
+from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
+from tests.test_trust import MEANINGLESS, REACHABLE
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
+_TCP_LISTEN = "0A"
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    path = tmp_path / "key"
+    write_key_file(path)
+    return str(path)
+
+
+@pytest.fixture
+async def deaf() -> AsyncIterator[Address]:
+    """An address that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield Address("tcp", "127.0.0.1", listening.getsockname()[1])
+
+
+def bound() -> dict[str, int]:
+    """Addresses and ports that this process listens on, as the kernel knows them."""
+    sockets = {
+        what.removeprefix("socket:[").removesuffix("]")
+        for what in open_descriptors().values()
+    }
+    found = {}
+    for table in ("tcp", "tcp6"):
+        path = Path("/proc/net") / table
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            columns = line.split()
+            (host, _, port), state, inode = (
+                columns[1].partition(":"),
+                columns[3],
+                columns[9],
+            )
+            if state == _TCP_LISTEN and inode in sockets:
+                found[host] = int(port, 16)
+    return found
+
+
+# --- opening --------------------------------------------------------------------------
+
+
+async def test_open_by_await_and_as_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "kvwire.toml"
+    path.write_text('name = "from a file"\n')
+    comm = await kvwire.open(path)
+    assert comm.name == "from a file"
+    assert repr(comm) == "<Communicator 'from a file', trust loopback, 0 connections>"
+    await comm.close()
+    assert "closed" in repr(comm)
+    async with kvwire.open(Config(name="a config"), ping_misses=5) as comm:
+        assert (comm.name, comm.config.ping_misses) == ("a config", 5)
+
+
+async def test_a_name_is_made_if_none_is_given() -> None:
+    async with kvwire.open() as comm:
+        assert comm.name.startswith(socket.gethostname())
+    async with kvwire.open() as one, kvwire.open() as other:
+        assert one.incarnation != other.incarnation
+        assert len(one.incarnation) == 16
+
+
+async def test_a_wrong_configuration_is_found_before_anything_is_opened() -> None:
+    with pytest.raises(UsageError, match="did you mean 'name'"):
+        kvwire.open(nam="x")
+    with pytest.raises(UsageError, match="No such file"):
+        await kvwire.open(trust="psk", psk_file="nowhere")
+
+
+# --- listening ------------------------------------------------------------------------
+
+
+@linux
+@pytest.mark.parametrize(
+    ("host", "in_kernel"),
+    [
+        ("127.0.0.1", "0100007F"),
+        ("127.0.0.9", "0900007F"),
+        ("[::1]", "00000000000000000000000001000000"),
+    ],
+)
+async def test_nothing_but_the_address_asked_for_is_bound(
+    host: str, in_kernel: str
+) -> None:
+    """Goal S3, which CVE-2025-47277 is the opposite of."""
+    before = bound()
+    async with kvwire.open() as comm:
+        address = await comm.listen(f"{host}:0")
+        assert bound() == before | {in_kernel: address.port}
+        connection = await comm.connect(address)
+        assert bound() == before | {in_kernel: address.port}
+        await connection.close()
+    assert bound() == before
+
+
+@linux
+@pytest.mark.parametrize("host", [*REACHABLE, *MEANINGLESS])
+async def test_no_address_of_others_without_a_trust_mode(host: str) -> None:
+    """Goal S4: refused for listening and for connecting, and not merely warned of."""
+    async with kvwire.open() as comm:
+        before = bound()
+        with pytest.raises(UsageError, match=r"address|trust"):
+            await comm.listen(f"{host}:0")
+        with pytest.raises(UsageError, match=r"address|trust"):
+            await comm.connect(f"{host}:7400")
+        assert bound() == before
+
+
+async def test_with_a_key_every_interface_may_be_listened_on(key: str) -> None:
+    async with kvwire.open(trust="psk", psk_file=key) as comm:
+        address = await comm.listen("0.0.0.0:0")
+        connection = await comm.connect(f"127.0.0.1:{address.port}")
+        await connection.close()
+
+
+async def test_an_address_is_listened_on_once() -> None:
+    for scheme in SCHEMES:
+        async with communicators() as (near, far):
+            address = await far.listen(anywhere(scheme))
+            for comm in (near, far):
+                with pytest.raises(OSError, match=r"in use|taken"):
+                    await comm.listen(address)
+        async with kvwire.open() as comm:
+            assert await comm.listen(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1", "no port"),
+        ("127.0.0.1:x", "address"),
+        ("127.0.0.1:70000", "address"),
+        ("tcp://127.0.0.1:0/path", "only scheme://host:port"),
+        ("tcp://user@127.0.0.1:0", "only scheme://host:port"),
+    ],
+)
+async def test_an_address_that_is_none(address: str, said: str) -> None:
+    async with kvwire.open() as comm:
+        with pytest.raises(UsageError, match=said):
+            await comm.listen(address)
+
+
+async def test_a_scheme_that_nobody_offers() -> None:
+    async with kvwire.open(forbid=["tcp"]) as comm:
+        with pytest.raises(BackendUnavailable, match="no backend called 'carrier'"):
+            await comm.listen("carrier://pigeon:1")
+        with pytest.raises(BackendUnavailable, match="forbidden by `forbid`"):
+            await comm.listen("127.0.0.1:0")
+        with pytest.raises(BackendUnavailable, match="forbidden by `forbid`"):
+            await comm.connect("127.0.0.1:7400")
+
+
+# --- connecting -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_nobody_listens_there(scheme: str) -> None:
+    async with kvwire.open() as comm:
+        address = await comm.listen(anywhere(scheme))
+    async with kvwire.open() as comm:
+        with pytest.raises(ConnectionRefusedError):
+            await comm.connect(address)
+
+
+@pytest.mark.parametrize("configured", [True, False])
+async def test_a_peer_that_says_nothing(deaf: Address, configured: bool) -> None:
+    config: dict[str, Any] = {"handshake_timeout_s": 0.05} if configured else {}
+    async with kvwire.open(**config) as comm:
+        with pytest.raises(HandshakeTimeout, match=r"0\.05 s; it waited for ACCEPT"):
+            await comm.connect(deaf, timeout_s=None if configured else 0.05)
+        await until(lambda: not comm._pumps)
+
+
+async def test_cancelling_connect_leaves_nothing(deaf: Address) -> None:
+    async with kvwire.open() as comm:
+        connecting = asyncio.create_task(comm.connect(deaf))
+        await until(lambda: comm._pumps)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        await until(lambda: not comm._pumps)
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_close_while_connecting(deaf: Address, turns: int) -> None:
+    comm = await kvwire.open()
+    connecting = asyncio.create_task(comm.connect(deaf))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await comm.close()
+    with pytest.raises(ClosedOK, match="the communicator is closed"):
+        await connecting
+    await until(lambda: not comm._pumps)
+    assert not comm.live_connections
+
+
+async def test_one_transport_can_be_required() -> None:
+    async with communicators() as (near, far):
+        address = await far.listen("127.0.0.1:0")
+        connection = await near.connect(str(address), transport="tcp")
+        assert connection.transport == "tcp"
+        with pytest.raises(BackendUnavailable, match="no backend called 'carrier'"):
+            await near.connect(address, transport="carrier")
+        with pytest.raises(BackendUnavailable, match="not among `require` = inproc"):
+            await near.connect(address, transport=["inproc"])
+
+
+async def test_the_listener_rules_a_transport_out() -> None:
+    async with kvwire.open(require=["inproc"]) as far:
+        with pytest.raises(BackendUnavailable, match="not among"):
+            await far.listen("127.0.0.1:0")
+
+
+async def test_several_connections_between_the_same_two() -> None:
+    async with communicators() as (near, far):
+        address = await far.listen("127.0.0.1:0")
+        ends = await asyncio.gather(*(near.connect(address) for _ in range(8)))
+        others = [await far.accept() for _ in ends]
+        assert len({end.digest for end in ends}) == 8
+        assert {end.digest for end in ends} == {end.digest for end in others}
+        await asyncio.gather(*(end.send(1, end.digest) for end in ends))
+        for other in others:
+            assert await other.recv(1) == other.digest
+
+
+async def test_a_communicator_connects_to_itself() -> None:
+    async with kvwire.open() as comm:
+        connection = await comm.connect(await comm.listen("127.0.0.1:0"))
+        other = await comm.accept()
+        await connection.send(1, b"hello, me")
+        assert await other.recv(1) == b"hello, me"
+
+
+# --- who the peer is ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_the_same_key_on_both_sides(scheme: str, key: str) -> None:
+    async with connected(scheme, trust="psk", psk_file=key) as pair:
+        await pair.left.send(1, b"known")
+        assert await pair.right.recv(1) == b"known"
+        assert pair.left.peer.trust == pair.right.peer.trust
+        assert pair.left.peer.trust.name == "PSK"
+
+
+def trusting(key: str, *accepted: str) -> dict[str, Any]:
+    return {"trust": "psk", "psk_file": key, "psk_accept_files": accepted}
+
+
+async def refused(near: Communicator, far: Communicator, field: str) -> HandshakeError:
+    """Connecting fails for both sides, and the next one may try."""
+    address = await far.listen("127.0.0.1:0")
+    with pytest.raises(HandshakeError) as caught:
+        await near.connect(address)
+    assert caught.value.fields == (field,)
+    assert not far.live_connections
+    await until(lambda: not far._pumps)
+    await until(lambda: not near._pumps)
+    return caught.value
+
+
+@pytest.mark.parametrize("loopback", ["near", "far"])
+async def test_a_key_on_one_side_only(
+    key: str, loopback: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvwire")
+    configs = {"near": trusting(key), "far": trusting(key)} | {loopback: {}}
+    async with (
+        kvwire.open(**configs["near"]) as near,
+        kvwire.open(**configs["far"]) as far,
+    ):
+        error = await refused(near, far, "trust")
+        assert isinstance(error, AuthenticationFailed)
+        assert "loopback" in str(error)
+        assert "psk" in str(error)
+    assert "trust modes differ" in caplog.text
+
+
+async def test_another_key(key: str, tmp_path: Path) -> None:
+    write_key_file(tmp_path / "other")
+    async with (
+        kvwire.open(**trusting(key)) as near,
+        kvwire.open(**trusting(str(tmp_path / "other"))) as far,
+    ):
+        error = await refused(near, far, "psk_file")
+        assert isinstance(error, AuthenticationFailed)
+        assert "compare `psk_file`" in str(error)
+
+
+async def test_keys_are_rotated_without_a_gap(key: str, tmp_path: Path) -> None:
+    """The new key is accepted everywhere, then used, then the old one is removed."""
+    new = str(tmp_path / "new")
+    write_key_file(Path(new))
+    steps = [trusting(key), trusting(key, new), trusting(new, key), trusting(new)]
+    for near_step, far_step in [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)]:
+        async with (
+            kvwire.open(**steps[near_step]) as near,
+            kvwire.open(**steps[far_step]) as far,
+        ):
+            address = await far.listen("127.0.0.1:0")
+            connection = await near.connect(address)
+            await connection.close()
+
+
+@pytest.mark.parametrize("mine", [{}, {"model": "a", "mine": "x"}])
+async def test_a_profile_that_agrees(mine: dict[str, str]) -> None:
+    theirs = {"model": "a", "theirs": "y"}
+    async with kvwire.open(profile=mine) as near, kvwire.open(profile=theirs) as far:
+        connection = await near.connect(await far.listen("127.0.0.1:0"))
+        assert dict(connection.peer.profile) == theirs
+        assert dict((await far.accept()).peer.profile) == mine
+
+
+async def test_a_profile_that_differs_names_the_fields_on_both_sides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "kvwire")
+    mine = {"model": "a", "revision": "1", "dtype": "bf16"}
+    theirs = {"model": "b", "revision": "2", "dtype": "bf16"}
+    async with kvwire.open(profile=mine) as near, kvwire.open(profile=theirs) as far:
+        with pytest.raises(ProfileMismatch) as caught:
+            await near.connect(await far.listen("127.0.0.1:0"))
+        await until(lambda: "refused" in caplog.text)
+    assert caught.value.fields == ("model", "revision")
+    assert "'model' (here 'a', peer 'b')" in str(caught.value)
+    assert "'model' (here 'b', peer 'a')" in caplog.text
+
+
+# --- handing out ----------------------------------------------------------------------
+
+
+async def test_two_iterators_share_the_connections() -> None:
+    async with communicators() as (near, far):
+        address = await far.listen("127.0.0.1:0")
+        taken: list[bytes] = []
+
+        async def take() -> None:
+            taken.extend([c.digest async for c in far.connections()])
+
+        takers = [asyncio.create_task(take()) for _ in range(2)]
+        ends = [await near.connect(address) for _ in range(6)]
+        await until(lambda: len(far.live_connections) == 6)
+        await far.close()
+        await asyncio.gather(*takers)
+        assert sorted(taken) == sorted(end.digest for end in ends)
+
+
+async def test_an_iterator_goes_on_after_it_was_cancelled() -> None:
+    async with communicators() as (near, far):
+        inbound = far.connections()
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(inbound), 0.01)
+        end = await near.connect(await far.listen("127.0.0.1:0"))
+        other = await asyncio.wait_for(anext(inbound), 5)
+        assert end.digest == other.digest
+
+
+async def test_nothing_comes_after_close() -> None:
+    async with communicators() as (near, far):
+        await near.connect(await far.listen("127.0.0.1:0"))
+        await until(lambda: len(far.live_connections))
+        await far.close()
+        assert [connection async for connection in far.connections()] == []
+        for _ in range(2):
+            with pytest.raises(ClosedOK):
+                await far.accept()
+
+
+async def test_a_connection_that_has_ended_still_brings_its_messages() -> None:
+    async with communicators() as (near, far):
+        connection = await near.connect(await far.listen("127.0.0.1:0"))
+        await connection.send(1, b"left behind")
+        await connection.close()
+        other = await far.accept()
+        assert other.closed
+        assert await other.recv(1) == b"left behind"
+
+
+async def test_connections_that_nobody_takes_are_bounded() -> None:
+    """Also those that ended, since what they brought is kept."""
+    async with kvwire.open() as near, kvwire.open(connections_max=3) as far:
+        address = await far.listen("127.0.0.1:0")
+        for _ in range(3):
+            async with await near.connect(address) as connection:
+                await connection.send(1, b"unread")
+        await until(lambda: not far.live_connections)
+        with pytest.raises(HandshakeError, match="as many connections as it takes"):
+            await near.connect(address)
+        await far.accept()
+        await (await near.connect(address)).close()
+
+
+async def test_connections_at_once_are_bounded() -> None:
+    async with kvwire.open() as near, kvwire.open(connections_max=2) as far:
+        address = await far.listen("127.0.0.1:0")
+        first, _ = [await near.connect(address) for _ in range(2)]
+        for _ in range(2):
+            await far.accept()
+        with pytest.raises(HandshakeError, match="connections_max"):
+            await near.connect(address)
+        await first.close()
+        await until(lambda: len(far.live_connections) == 1)
+        await near.connect(address)
+
+
+async def test_unread_messages_go_with_their_connection() -> None:
+    async with communicators() as (near, far):
+        connection = await near.connect(await far.listen("127.0.0.1:0"))
+        await connection.send(1, bytes(1000))
+        await connection.close()
+        other = await far.accept()
+        await other.wait_closed()
+        gone = weakref.ref(other)
+        del other, connection
+        await asyncio.sleep(0)
+        gc.collect()
+        assert gone() is None
+        assert len(far.buffers) == len(far.buffers.holds) == 0
+
+
+# --- the end --------------------------------------------------------------------------
+
+
+async def test_after_close_every_call_says_so() -> None:
+    comm = await kvwire.open()
+    await comm.close()
+    await comm.close()
+    with pytest.raises(ClosedOK, match="the communicator is closed"):
+        await comm.listen("127.0.0.1:0")
+    with pytest.raises(ClosedOK, match="the communicator is closed"):
+        await comm.connect("127.0.0.1:7400")
+    with pytest.raises(ClosedOK, match="the communicator is closed"):
+        comm.register(bytearray(1))
+
+
+async def test_close_ends_connections_gracefully_and_listeners() -> None:
+    async with connected() as pair:
+        waiting = pair.left.recv(1)
+        await pair.right.send(2, b"last")
+        await pair.far.close()
+        with pytest.raises(ClosedOK):
+            await waiting
+        assert await pair.left.recv(2) == b"last"
+        with pytest.raises(ConnectionRefusedError):
+            await pair.near.connect(pair.address)
+
+
+async def test_abort_ends_connections_now() -> None:
+    async with connected() as pair:
+        waiting = pair.right.recv(1)
+        pair.near.abort()
+        with pytest.raises(kvwire.ConnectionLost):
+            await waiting
+
+
+async def test_a_block_left_by_an_exception_aborts() -> None:
+    async with kvwire.open() as near:
+        far = kvwire.open()
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012 - the block is the test
+            async with far as comm:
+                connection = await near.connect(await comm.listen("127.0.0.1:0"))
+                raise ZeroDivisionError
+        await connection.wait_closed()
+        with pytest.raises(kvwire.ConnectionLost):
+            connection.send(1, b"x")
+
+
+async def test_cancelling_close_and_closing_again() -> None:
+    async with connected() as pair:
+        pair.right.send(1, bytes(1 << 20))  # close waits for it to be received
+        closing = asyncio.create_task(pair.far.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        again = asyncio.create_task(pair.far.close())
+        assert len(await pair.left.recv(1)) == 1 << 20
+        await again
+        assert not pair.far._pumps
