@@ -496,7 +496,7 @@ class Connection:
             return
         text = f"the peer ended it: {shown(body.reason)}"
         error = error_from_code(body.code, text)
-        if request.kind is Kind.SEND and body.code == WireCode.GOING_AWAY:
+        if request.kind in _MET_BY_PEER and body.code == WireCode.GOING_AWAY:
             error = ClosedOK(text)
         elif not isinstance(error, RequestError):
             error = PeerError(text)

@@ -140,9 +140,12 @@ def test_more_damage_than_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole transfer fails."""
     monkeypatch.setattr(module, "SETTLED_MAX", 1)
     m = moved()
+    m.producer.stalled = True
     for data in (b"x", b"x", b"good"):
         m.mark(data)
     m.commit()
+    m.producer.stalled = False
+    m.producer.collect()
     frames = list(m.producer.wire)
     m.producer.wire.clear()
     for header, body in frames:

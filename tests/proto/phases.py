@@ -1,0 +1,65 @@
+"""Pairs in every phase of a connection, and requests of every kind, for tests."""
+
+from __future__ import annotations
+
+from kvwire.errors import (
+    ConnectionLost,
+)
+from kvwire.proto.requests import Request
+from kvwire.proto.state import Phase
+from kvwire.testing.pair import ConnectionPair
+from kvwire.testing.peer import Peer
+from kvwire.wire.control import Close
+from kvwire.wire.header import FrameType
+from tests.proto.moving import ask
+
+TAG = 7
+LARGE = b"large" * 30_000
+
+
+def in_phase(phase: Phase) -> ConnectionPair:
+    """A pair whose server is in a phase, with nothing on its way."""
+    pair = ConnectionPair()
+    if phase in (Phase.FLUSHING, Phase.ANSWERING):
+        # Something the server has begun and cannot end yet.
+        pair.client.stalled = True
+        pair.server.get(pair.client.grant(pair.client.expose(100)))
+        pair.run()
+    if phase in (Phase.FLUSHING, Phase.SAID):
+        pair.server.close()
+    elif phase is Phase.ANSWERING:
+        pair.client.forge(FrameType.CLOSE, Close(1))
+        pair.deliver(pair.client)
+    elif phase is Phase.CLOSED:
+        pair.server.core.fail(ConnectionLost("test"))
+    pair.server.wire.clear()
+    assert pair.server.core.phase is phase
+    return pair
+
+
+def everything(pair: ConnectionPair) -> list[tuple[Peer, Request]]:
+    """One request of each kind from each side, none of which can end by itself."""
+    begun = []
+    for end, other in (
+        (pair.client, pair.server),
+        (pair.server, pair.client),
+    ):
+        region = other.expose(100)
+        grant = other.grant(region)
+        message = end.send(TAG, LARGE)
+        assert message is not None
+        begun += [
+            (end, message),
+            (end, end.recv(99)),
+            (end, end.put(bytes(100), grant)),
+            (end, end.get(grant)),
+            (end, ask(end)),
+        ]
+    return begun
+
+
+def waiting_on(end: Peer) -> list[Request]:
+    """What nobody at the other end has met: a receive, a message, a transfer."""
+    message = end.send(TAG, LARGE)
+    assert message is not None
+    return [end.recv(99), message, ask(end)]

@@ -1,0 +1,534 @@
+"""A connection in every phase: what it accepts, what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from kvwire.errors import (
+    AccessDenied,
+    ClosedOK,
+    ConnectionClosed,
+    ConnectionLost,
+    DeadlineExceeded,
+    IntegrityError,
+    MessageTooLarge,
+    PeerCancelled,
+    PeerError,
+    PeerUnresponsive,
+    RequestCancelled,
+    RequestError,
+    StaleRegion,
+    WireCode,
+)
+from kvwire.limits import LOG_CHARS_MAX
+from kvwire.proto.flows import Place
+from kvwire.proto.state import Phase
+from kvwire.testing.pair import ConnectionPair
+from kvwire.types import TrustMode
+from kvwire.wire.control import Announce, Close, Credit, Fail, Ping
+from kvwire.wire.header import FrameType
+from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
+from tests.proto.moving import ask, moved
+from tests.proto.phases import LARGE, TAG, everything, in_phase, waiting_on
+
+both_modes = pytest.mark.parametrize("trust", list(TrustMode))
+
+
+# --- the link
+
+
+@both_modes
+def test_everything_at_once(trust: TrustMode) -> None:
+    """Messages, puts and gets in both directions, in either trust mode."""
+    pair = ConnectionPair(trust=trust)
+    results, puts = [], []
+    for end, other in ((pair.client, pair.server), (pair.server, pair.client)):
+        region = other.expose(bytes(range(100)))
+        grant = other.grant(region)
+        end.send(TAG, b"small")
+        end.send(TAG, LARGE)
+        puts.append((end, end.put(b"p", other.grant(other.expose(1)))))
+        results += [
+            (end, end.get(grant), bytes(range(100))),
+            (other, other.recv(TAG), b"small"),
+            (other, other.recv(TAG, None), LARGE),
+        ]
+    expect_fine(pair)
+    for end, request, expected in results:
+        assert end.received(request) == expected
+    assert [end.error(put) for end, put in puts] == [None, None]
+
+
+@pytest.mark.rule("KVW-CN-01", "keeps")
+@pytest.mark.rule("KVW-CN-02", "keeps")
+def test_no_rule_is_broken_in_a_quiet_hour() -> None:
+    """Pings and their answers, nothing else."""
+    pair = ConnectionPair()
+    pair.advance(3600)
+    expect_fine(pair)
+    assert pair.client.core.phase is Phase.OPEN
+    assert pair.client.events == []
+
+
+@pytest.mark.rule("KVW-CN-01", "breaks")
+@pytest.mark.parametrize(
+    "frame_type",
+    [
+        *(FrameType.HELLO, FrameType.ACCEPT, FrameType.CONFIRM, FrameType.REFUSE),
+        *(FrameType.OFFER, FrameType.CHOICE),
+    ],
+)
+def test_the_handshake_is_over(frame_type: FrameType) -> None:
+    """None of its frames comes again, REFUSE included."""
+    pair = ConnectionPair()
+    frame = pair.client.core.outbox.framing.control(frame_type, bytes(224))
+    pair.client.wire.append(frame)
+    expect_broken(pair, pair.server, "KVW-CN-01")
+
+
+@pytest.mark.rule("KVW-CN-02", "breaks")
+@pytest.mark.parametrize(
+    ("frame_type", "body", "request_id"),
+    [
+        (FrameType.PING, Ping(1), 1),
+        (FrameType.PONG, Ping(1), 1),
+        (FrameType.CLOSE, Close(1), 2),
+        (FrameType.CREDIT, Credit(1, 1), 1),
+        (FrameType.ANNOUNCE, Announce(bytes(8), 5), 0),
+        (FrameType.FAIL, Fail(36, ""), 0),
+    ],
+)
+def test_a_request_where_there_is_none(
+    frame_type: FrameType,
+    body: Ping | Close | Credit | Announce | Fail,
+    request_id: int,
+) -> None:
+    """And none where there must be one."""
+    pair = ConnectionPair()
+    pair.client.forge(frame_type, body, request=request_id)
+    expect_broken(pair, pair.server, "KVW-CN-02")
+
+
+@pytest.mark.rule("KVW-CN-02", "breaks")
+@pytest.mark.parametrize("field", ["segment", "offset"])
+@pytest.mark.parametrize("frame_type", [FrameType.PING, FrameType.ANNOUNCE])
+def test_a_control_frame_with_the_fields_of_payload(
+    frame_type: FrameType, field: str
+) -> None:
+    """They mean nothing there."""
+    pair = ConnectionPair()
+    framing = pair.client.core.outbox.framing
+    fields = {"request": int(frame_type != FrameType.PING), field: 1}
+    header = framing.payload(frame_type, 5, check=0, **fields)
+    pair.client.wire.append((header, bytes(5)))
+    expect_broken(pair, pair.server, "KVW-CN-02")
+
+
+def test_any_byte_is_a_sign_of_life() -> None:
+    """Also of a frame that takes longer than the whole patience."""
+    pair = ConnectionPair()
+    for _ in range(10):
+        pair.server.now += 1.9
+        pair.server.core.heard(pair.server.now)
+        pair.server.tick()
+    assert not pair.server.core.closed
+    assert not pair.server.wire
+
+
+# --- time
+
+
+def test_a_silent_peer_is_dead_within_its_patience() -> None:
+    """Goal R13: 6.5 s; every open request ends with it."""
+    pair = ConnectionPair()
+    begun = [request for end, request in everything(pair) if end is pair.client]
+    pair.client.wire.clear()
+    pair.server.wire.clear()
+    end = pair.client
+    while not end.core.closed:
+        end.now = end.core.next_tick
+        end.tick()
+    assert 6.0 <= end.now - pair.now <= 6.5
+    assert isinstance(end.core.error, PeerUnresponsive)
+    assert "silent for 6.0 s" in str(end.core.error)
+    for request in begun:
+        expect_error(end, request, PeerUnresponsive)
+    end.tick()
+    assert len([e for e in end.events if e is end.ended]) == 1
+
+
+def test_pings_are_answered() -> None:
+    """Once each, with their number."""
+    pair = ConnectionPair()
+    pair.client.now = pair.client.core.next_tick
+    pair.client.tick()
+    (ping,) = on_the_wire(pair.client)
+    pair.deliver(pair.client)
+    (pong,) = on_the_wire(pair.server)
+    assert (ping.header.type, pong.header.type) == (FrameType.PING, FrameType.PONG)
+    assert ping.body == pong.body
+    expect_fine(pair)
+
+
+@pytest.mark.rule("KVW-LV-01", "breaks")
+def test_an_answer_to_no_ping() -> None:
+    """Nobody has asked."""
+    pair = ConnectionPair()
+    pair.server.forge(FrameType.PONG, Ping(1))
+    expect_broken(pair, pair.client, "KVW-LV-01")
+
+
+@pytest.mark.rule("KVW-LV-02", "breaks")
+def test_a_flood_of_pings() -> None:
+    """Each costs an answer."""
+    pair = ConnectionPair()
+    for number in range(1, 14):
+        pair.client.forge(FrameType.PING, Ping(number))
+    while pair.deliver(pair.client):
+        pass
+    expect_broken(pair, pair.server, "KVW-LV-02")
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_deadline_ends_one_request(which: int) -> None:
+    """Of any kind, on both sides; the others do not notice."""
+    pair = ConnectionPair()
+    pair.client.stalled = pair.server.stalled = True
+    begun = [request for end, request in everything(pair) if end is pair.client]
+    pair.run()
+    late = begun.pop(which)
+    pair.client.core.set_deadline(late, pair.now + 1.0)
+    assert pair.client.core.next_tick == pair.now + 1.0
+    pair.advance(1.5)
+    expect_error(pair.client, late, DeadlineExceeded)
+    assert not any(request in pair.client.done for request in begun)
+    told = [
+        e for e in pair.server.done.values() if isinstance(e.error, DeadlineExceeded)
+    ]
+    assert len(told) == (late.wire_id is not None and late.kind.value != "send")
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_transfers_go_through(pull: bool) -> None:
+    """Whoever asks; what they do is shown by their own tests."""
+    m = moved(pull=pull)
+    m.mark(LARGE)
+    m.commit()
+    expect_fine(m.pair)
+    assert m.content(1) == LARGE
+    assert m.producer.error(m.outgoing) is None
+    refused = ask(m.pair.client)
+    m.pair.run()
+    (request,) = m.pair.server.core.transfers.unanswered
+    error = RequestCancelled("no room")
+    m.pair.server.core.refuse(request, error, WireCode.CANCELLED)
+    m.pair.server.collect()
+    expect_fine(m.pair)
+    expect_error(m.pair.client, refused, PeerCancelled)
+
+
+def test_credit_comes_back() -> None:
+    """After half a window of messages."""
+    pair = ConnectionPair()
+    for _ in range(20):
+        receive = pair.server.recv(TAG, 10)
+        pair.client.send(TAG, b"x")
+        expect_fine(pair)
+        assert pair.server.received(receive) == b"x"
+    assert pair.client.core.outbox.framing.received >= 4
+
+
+# --- one request, ended by the peer
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (WireCode.DEADLINE, DeadlineExceeded),
+        (WireCode.ACCESS, AccessDenied),
+        (WireCode.STALE, StaleRegion),
+        (WireCode.INTEGRITY, IntegrityError),
+        (WireCode.CANCELLED, PeerCancelled),
+        (WireCode.TOO_LARGE, MessageTooLarge),
+        (WireCode.OTHER, PeerError),
+        # Codes of connections and handshakes, and some nobody knows.
+        (WireCode.OK, PeerError),
+        (WireCode.GOING_AWAY, PeerError),
+        (WireCode.VERSION, PeerError),
+        (WireCode.AUTHENTICATION, PeerError),
+        (40, PeerError),
+        (65_535, PeerError),
+    ],
+)
+def test_whatever_the_peer_says_is_a_request_error(
+    code: int, kind: type[RequestError]
+) -> None:
+    """Its text is quoted and cut: it may be anything."""
+    pair = ConnectionPair()
+    request = pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.server.forge(FrameType.FAIL, Fail(code, "x\n" * 100), request=1)
+    expect_fine(pair)
+    expect_error(pair.client, request, kind)
+    text = str(pair.client.error(request))
+    assert "\n" not in text
+    assert len(text) < LOG_CHARS_MAX + 60
+
+
+# --- closing
+
+
+@pytest.mark.rule("KVW-CL-01", "keeps")
+@pytest.mark.rule("KVW-CL-02", "keeps")
+@pytest.mark.parametrize("who", ["client", "server", "both"])
+def test_close_when_idle(who: str) -> None:
+    """One CLOSE from each side, and both end gracefully."""
+    pair = ConnectionPair()
+    for name in ("client", "server") if who == "both" else (who,):
+        getattr(pair, name).close()
+    expect_fine(pair)
+    for end in (pair.client, pair.server):
+        assert end.ended is not None
+        assert end.ended.graceful
+        assert type(end.core.error) is ClosedOK
+        assert end.core.phase is Phase.CLOSED
+
+
+def test_close_ends_what_the_peer_waits_for() -> None:
+    """It cannot be met any more, and nobody has to wait for the deadline."""
+    pair = ConnectionPair()
+    waiting = waiting_on(pair.server)
+    pair.run()
+    pair.client.close()
+    expect_fine(pair)
+    for request in waiting:
+        expect_error(pair.server, request, ClosedOK)
+    for end in (pair.client, pair.server):
+        assert type(end.core.error) is ClosedOK
+        assert len(end.core.holds) == 0
+
+
+def test_close_has_a_deadline() -> None:
+    """A peer that never finishes does not hold it up."""
+    pair = ConnectionPair()
+    pair.server.stalled = True
+    got = pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.run()
+    pair.client.close(timeout_s=3.0)
+    assert pair.client.core.phase is Phase.FLUSHING
+    assert pair.client.core.next_tick <= pair.now + 3.0
+    pair.advance(2.9)
+    assert got not in pair.client.done
+    pair.advance(0.2)
+    expect_error(pair.client, got, ConnectionLost)
+    assert "in time" in str(pair.client.error(got))
+
+
+def test_close_has_a_deadline_also_when_the_peer_was_first() -> None:
+    """The first call sets it, later ones do not move it."""
+    pair = in_phase(Phase.ANSWERING)
+    pair.server.close(timeout_s=3.0)
+    pair.advance(2.0)
+    pair.server.close(timeout_s=3.0)
+    pair.advance(1.5)
+    assert type(pair.server.core.error) is ConnectionLost
+
+
+@pytest.mark.rule("KVW-CL-01", "breaks")
+def test_a_second_close() -> None:
+    """While the first is being answered."""
+    pair = in_phase(Phase.ANSWERING)
+    pair.client.forge(FrameType.CLOSE, Close(1))
+    expect_broken(pair, pair.server, "KVW-CL-01")
+
+
+@pytest.mark.rule("KVW-CL-02", "breaks")
+@pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
+def test_nothing_starts_after_close(what: str) -> None:
+    """The peer has said that it starts nothing."""
+    pair = in_phase(Phase.ANSWERING)
+    start_something(pair, what)
+    expect_broken(pair, pair.server, "KVW-CL-02")
+
+
+def start_something(pair: ConnectionPair, what: str) -> None:
+    """As a client would whose core has not noticed that it has closed."""
+    client = pair.client
+    other = ConnectionPair()
+    match what:
+        case "message":
+            client.forge_payload(FrameType.MESSAGE, b"x", offset=TAG)
+        case "announce":
+            client.forge(FrameType.ANNOUNCE, Announce(bytes(8), 500), request=1)
+        case "put":
+            access = other.server.grant(other.server.expose(5))
+            client.forge(FrameType.PUT, access, request=1)
+        case "get":
+            access = other.server.grant(other.server.expose(5))
+            client.forge(FrameType.GET, access, request=1)
+        case _:
+            ask(client)
+
+
+@pytest.mark.rule("KVW-CL-02", "keeps")
+@pytest.mark.parametrize("phase", [Phase.OPEN, Phase.FLUSHING, Phase.SAID])
+@pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
+def test_the_peer_may_start_until_it_has_closed(phase: Phase, what: str) -> None:
+    """Its frames and our CLOSE may have crossed."""
+    pair = in_phase(phase)
+    start_something(pair, what)
+    pair.deliver(pair.client)
+    assert pair.server.broken is None
+
+
+@pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
+def test_a_closed_connection_drops_what_comes(what: str) -> None:
+    """It answers nothing, it fails nothing, and it counts frames as before."""
+    pair = in_phase(Phase.CLOSED)
+    start_something(pair, what)
+    header, body = pair.client.wire.popleft()
+    arrival = pair.server.header(header)
+    assert arrival is not None
+    assert arrival.place is Place.NOWHERE
+    pair.server.body(arrival, body)
+    assert pair.server.broken is None
+    assert not pair.server.core.outbox.frames
+
+
+def test_a_frame_whose_body_comes_after_the_end() -> None:
+    """A control frame is not acted on; payload gives its memory back."""
+    pair = ConnectionPair()
+    got = pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.deliver(pair.client)
+    header, body = pair.server.wire.popleft()
+    arrival = pair.client.header(header)
+    pair.server.forge(FrameType.PING, Ping(1))
+    ping_header, ping_body = pair.server.wire.popleft()
+    ping = pair.client.header(ping_header)
+    assert arrival is not None
+    assert ping is not None
+    pair.client.core.fail(ConnectionLost("test"))
+    pair.client.collect()
+    assert got.buffer in pair.client.memory
+    pair.client.body(arrival, body)
+    assert got.buffer in pair.client.freed
+    pair.client.body(ping, ping_body)
+    assert not pair.client.core.outbox.frames
+
+
+def test_a_message_announced_while_the_peer_closes() -> None:
+    """ANNOUNCE and CLOSE cross: it fails here, and is turned away there."""
+    pair = ConnectionPair()
+    pair.client.close()
+    message, transfer = pair.server.send(TAG, LARGE), ask(pair.server)
+    expect_fine(pair)
+    for request in (message, transfer):
+        expect_error(pair.server, request, ClosedOK)
+
+
+# --- the application, when it is too late
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.OPEN])
+@pytest.mark.parametrize("verb", ["send", "eager", "put", "get", "grant", "open"])
+def test_nothing_can_be_started_any_more(phase: Phase, verb: str) -> None:
+    """ConnectionClosed, and nothing is sent."""
+    pair = in_phase(phase)
+    end, other = pair.server, ConnectionPair()
+    access = other.server.grant(other.server.expose(5))
+    calls: dict[str, Callable[[], object]] = {
+        "send": lambda: end.core.send(TAG, end.lend(100), 100, None),
+        "eager": lambda: end.core.eager_header(TAG, 5, None),
+        "put": lambda: end.put(bytes(5), access),
+        "get": lambda: end.get(access),
+        "grant": lambda: end.grant(end.expose(5)),
+        "open": lambda: ask(end),
+    }
+    with pytest.raises(ConnectionClosed) as caught:
+        calls[verb]()
+    expected = ConnectionLost if phase is Phase.CLOSED else ClosedOK
+    assert type(caught.value) is expected
+    assert not end.wire
+
+
+@pytest.mark.parametrize("ended", ["closed", "lost", "answering"])
+def test_what_is_here_can_still_be_received(ended: str) -> None:
+    """In its order; after it there is nothing, and that is said."""
+    pair = ConnectionPair()
+    for data in (b"one", b"two"):
+        pair.client.send(TAG, data)
+    pair.run()
+    if ended == "closed":
+        pair.client.close()
+        pair.run()
+    elif ended == "lost":
+        pair.server.lose()
+    else:
+        pair.server.stalled = pair.client.stalled = True
+        pair.server.get(pair.client.grant(pair.client.expose(100)))
+        pair.run()
+        pair.client.forge(FrameType.CLOSE, Close(1))
+        pair.deliver(pair.client)
+        assert pair.server.core.phase is Phase.ANSWERING
+    for data in (b"one", b"two"):
+        assert pair.server.received(pair.server.recv(TAG, 100)) == data
+    with pytest.raises(ConnectionClosed):
+        pair.server.recv(TAG, 100)
+    if ended != "answering":
+        assert not pair.server.core.outbox.frames
+
+
+def test_the_first_reason_is_the_reason() -> None:
+    """Whatever else goes wrong afterwards."""
+    pair = ConnectionPair()
+    first = ConnectionLost("first")
+    pair.client.core.fail(first)
+    pair.client.core.fail(ConnectionLost("second"))
+    assert pair.client.core.error is first
+
+
+def test_nothing_is_sent_after_the_end() -> None:
+    """Chunks that wait for their turn stay where they are."""
+    pair = ConnectionPair()
+    pair.client.stalled = True
+    pair.client.put(LARGE, pair.server.grant(pair.server.expose(len(LARGE))))
+    core = pair.client.core
+    sending = [core.sending]
+    core.fail(ConnectionLost("test"))
+    sending.append(core.sending)
+    assert sending == [True, False]
+    assert core.next_chunk() is None
+
+
+def test_a_request_that_is_withdrawn_and_one_that_is_cancelled() -> None:
+    """Both are over; only what the peer knows of is told."""
+    pair = ConnectionPair()
+    one, two = pair.client.recv(TAG), pair.client.recv(TAG)
+    assert pair.client.core.withdraw(one)
+    pair.client.cancel(two)
+    assert not pair.client.core.withdraw(two)
+    for request in (one, two):
+        expect_error(pair.client, request, RequestCancelled)
+    assert not pair.client.wire
+
+
+@pytest.mark.parametrize("phases", list(itertools.product([True, False], repeat=2)))
+def test_regions_are_revoked_in_any_phase(phases: tuple[bool, bool]) -> None:
+    """Before, during and after a close."""
+    closing, gone = phases
+    pair = ConnectionPair()
+    region = pair.server.expose(100)
+    pair.server.stalled = True
+    got = pair.client.get(pair.server.grant(region))
+    pair.run()
+    if closing:
+        pair.server.close()
+    if gone:
+        pair.server.lose()
+    pair.server.close_region(region)
+    assert region.buffer in pair.server.freed
+    pair.run()
+    if not gone:
+        expect_error(pair.client, got, StaleRegion)
