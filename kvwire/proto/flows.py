@@ -6,7 +6,9 @@ does not matter, none can overlap another, and a request is complete when its by
 add up.
 
 Requests that send take turns, one chunk each: a message of 4 MiB beside a prompt of
-4 GiB waits for its share of the wire and not for the prompt.
+4 GiB waits for its share of the wire and not for the prompt. A transfer has one turn,
+however many of its segments are marked, and sends them in the order of their marks: so
+its first layer arrives first, and a broken link leaves at most one segment half sent.
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ class Flows:
         self._holds = holds
         self._chunk_bytes = chunk_bytes
         self._turns: dict[int, deque[Mover]] = {}
+        # Segments that wait behind the one that has their transfer's turn.
+        self._behind: dict[Request, deque[Segment]] = {}
         # Movers in all turns, those included that are over by now, and when to look.
         self._queued = 0
         self._queued_max = REQUESTS_MAX
@@ -108,7 +112,12 @@ class Flows:
         self._queue(request, 0)
 
     def begin_segment(self, segment: Segment, priority: int) -> None:
-        """From now on a segment takes its turn, among those of its priority."""
+        """From now on a segment waits for its transfer's turn, behind earlier ones."""
+        behind = self._behind.get(segment.request)
+        if behind is not None:
+            behind.append(segment)  # bounded: SEGMENTS_MAX
+            return
+        self._behind[segment.request] = deque()  # bounded: REQUESTS_MAX
         self._queue(segment, priority)
 
     def on_segment_sent(self, call: Callable[[Segment], None]) -> None:
@@ -134,13 +143,16 @@ class Flows:
                 length = min(self._chunk_bytes, mover.nbytes - position)
                 mover.moved += length
                 mover.in_flight += 1
-                if mover.moved < mover.nbytes:
-                    turn.append(mover)  # bounded: REQUESTS_MAX, SEGMENTS_MAX
+                chunk = Chunk(mover, position, length)
+                following = mover if mover.moved < mover.nbytes else self._after(mover)
+                if following is not None:
+                    turn.append(following)  # bounded: REQUESTS_MAX
                 else:
                     self._queued -= 1
                 if not turn:
                     del self._turns[priority]
-                return self._hold(Chunk(mover, position, length))
+                return self._hold(chunk)
+            self._leave(mover)
             self._queued -= 1
             if not turn:
                 del self._turns[priority]
@@ -267,15 +279,31 @@ class Flows:
         self._leaving.clear()
         self._landing.clear()
         self._turns.clear()
+        self._behind.clear()
         self._queued = 0
 
     # --- inside -----------------------------------------------------------------------
+
+    def _after(self, mover: Mover) -> Segment | None:
+        """What takes the turn of a mover that is through."""
+        if not isinstance(mover, Segment):
+            return None
+        behind = self._behind[mover.request]
+        if behind:
+            return behind.popleft()
+        del self._behind[mover.request]
+        return None
+
+    def _leave(self, mover: Mover) -> None:
+        """A mover that is over, and with it the rest of its transfer."""
+        if isinstance(mover, Segment):
+            del self._behind[mover.request]
 
     def _queue(self, mover: Mover, priority: int) -> None:
         if self._queued >= self._queued_max:
             self._drop_dead()
         self._queued += 1
-        # bounded: REQUESTS_MAX, SEGMENTS_MAX; no turn is empty
+        # bounded: REQUESTS_MAX; no turn is empty
         self._turns.setdefault(priority, deque()).append(mover)
 
     def _drop_dead(self) -> None:
@@ -283,11 +311,14 @@ class Flows:
 
         Otherwise a peer that asks, cancels and never reads would make the turns grow.
         """
-        alive = {
-            priority: deque(mover for mover in turn if mover.state is State.MOVING)
-            for priority, turn in self._turns.items()
-        }
-        self._turns = {priority: turn for priority, turn in alive.items() if turn}
+        kept: dict[int, deque[Mover]] = {}
+        for priority, turn in self._turns.items():
+            for mover in turn:
+                if mover.state is State.MOVING:
+                    kept.setdefault(priority, deque()).append(mover)
+                else:
+                    self._leave(mover)
+        self._turns = kept
         self._queued = sum(map(len, self._turns.values()))
         self._queued_max = max(REQUESTS_MAX, 2 * self._queued)
 

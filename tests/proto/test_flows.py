@@ -68,6 +68,11 @@ class Side:
     def segment(self, nbytes: int, priority: int, number: int = 1) -> Segment:
         request = self.request(Kind.OUTGOING, 0)
         request.advance(Input.GO)
+        return self.segment_of(request, nbytes, number, priority)
+
+    def segment_of(
+        self, request: Request, nbytes: int, number: int, priority: int = 0
+    ) -> Segment:
         segment = Segment(
             request=request,
             number=number,
@@ -138,6 +143,36 @@ def test_a_higher_priority_goes_first() -> None:
     order = [side.chunk().mover for _ in range(5)]
     assert order == [high, high, low, low, plain]
     assert side.flows.next_chunk() is None
+
+
+def test_a_transfer_has_one_turn_however_many_its_segments() -> None:
+    """They go in the order of their marks, and hold up no other request."""
+    side = Side()
+    first = side.segment(15, priority=0, number=1)
+    second = side.segment_of(first.request, 5, 2)
+    short = side.put(15)
+    third = side.segment_of(first.request, 5, 3)
+    order = [side.chunk().mover for _ in range(6)]
+    assert order == [first, short, first, short, second, third]
+    assert not side.flows.sending
+    fourth = side.segment_of(first.request, 5, 4)
+    assert side.chunk().mover is fourth
+
+
+def test_segments_of_a_transfer_that_is_over_leave_together() -> None:
+    """Whether their turn comes, or so many have piled up that they are looked for."""
+    side = Side()
+    for piled in (False, True):
+        first = side.segment(5, priority=0)
+        side.segment_of(first.request, 5, 2)
+        side.requests.fail(first.request, ConnectionLost("x"), tell=None)
+        if piled:
+            side.flows._queued_max = 1
+            side.put(5)
+            assert not side.flows._behind
+            side.chunk()
+        assert side.flows.next_chunk() is None
+        assert not side.flows._behind
 
 
 def test_a_chunk_of_a_segment_names_it() -> None:
