@@ -361,8 +361,9 @@ class Communicator(Offering):
         await self.recovery.close()
         for listener in self._listeners:
             await listener.close()
-        self.exchange.stop(ClosedOK("the communicator was closed"))
+        self.exchange.closing()
         await asyncio.gather(*(c.close() for c in list(self._connections)))
+        self.exchange.stop(ClosedOK("the communicator was closed"))
         for pump in self._pumps:
             pump.link.abort()
         for pump in list(self._pumps):

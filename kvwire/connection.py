@@ -303,6 +303,7 @@ class Connection(Asking):
         Cancel safety: safe. The connection goes on closing; call it again to wait.
         """
         if not self.core.closed:
+            self.communicator.exchange.closing(self)
             timeout_s = self.communicator.config.close_timeout_s
             self.core.close(self._loop.time(), timeout_s)
             self._pump.set_timer()

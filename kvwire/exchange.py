@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.description import Description
 from kvwire.errors import (
+    ClosedOK,
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
@@ -181,8 +182,19 @@ class Exchange:
         if self._last_words.get(last_word.key) is last_word:
             del self._last_words[last_word.key]
 
+    def closing(self, connection: Connection | None = None) -> None:
+        """A connection, or the communicator, is closed gracefully.
+
+        What the producer has finished is delivered; every other transfer ends.
+        """
+        error = ClosedOK("this side has closed")
+        for end in list(self.live):
+            here = connection is None or end.runs_on(connection)
+            if here and not end.finishing:
+                end.stop(error, WireCode.GOING_AWAY)
+
     def stop(self, error: KVWireError) -> None:
-        """The communicator closes: every transfer ends."""
+        """The communicator is closed: every transfer ends."""
         for end in list(self.live):
             end.stop(error, WireCode.GOING_AWAY)
 

@@ -180,6 +180,10 @@ class Incoming(KVTransfer):
         if self.outcome is None:
             self._end(str(error))
 
+    def runs_on(self, connection: Connection) -> bool:
+        """See KVTransfer."""
+        return self.receipt is not None and self.receipt.connection is connection
+
     def lost(self, connection: Connection) -> None:
         """See KVTransfer."""
         receipt = self.receipt

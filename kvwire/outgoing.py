@@ -192,6 +192,15 @@ class Outgoing(KVTransfer):
         if self.outcome is None:
             self._finish(str(error))
 
+    @property
+    def finishing(self) -> bool:
+        """See KVTransfer."""
+        return self.marks.finished and bool(self.deliveries)
+
+    def runs_on(self, connection: Connection) -> bool:
+        """See KVTransfer."""
+        return any(d.connection is connection for d in self.deliveries)
+
     def lost(self, connection: Connection) -> None:
         """See KVTransfer."""
         for delivery in self.deliveries:
@@ -353,12 +362,14 @@ class Delivery(Attempt):
             return
         if core.state is not State.MOVING:
             return
+        # Asked before the log is read: another thread may add the last mark meanwhile.
+        all_in = marks.all_in
         while self._cursor < len(marks.log):
             self._take(marks.log[self._cursor])
             self._cursor += 1
-        if marks.all_in or not self._under_way:
+        if all_in or not self._under_way:
             self._flush()
-        if marks.all_in:
+        if all_in:
             self._committed = True
             self.connection.core.transfers.commit(core, complete=marks.complete)
         self.connection.run()

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from kvwire.clock import absolute
 from kvwire.description import Description
 from kvwire.errors import (
-    ConnectionClosed,
+    ConnectionLost,
     DeadlineExceeded,
     KVWireError,
+    PeerUnresponsive,
     RequestCancelled,
-    RequestError,
     UsageError,
     WireCode,
 )
@@ -216,6 +216,15 @@ class KVTransfer:
         """End every attempt with an error, and so the transfer."""
         raise NotImplementedError
 
+    @property
+    def finishing(self) -> bool:
+        """Whether nothing but delivering it is left to do on this side."""
+        return False
+
+    def runs_on(self, connection: Connection) -> bool:
+        """Whether a connection carries it now."""
+        raise NotImplementedError
+
     def lost(self, connection: Connection) -> None:
         """A connection is gone, its link has touched memory for the last time."""
         raise NotImplementedError
@@ -278,4 +287,4 @@ class KVTransfer:
 
 def recoverable(error: KVWireError | None) -> bool:
     """Whether a transfer that an attempt ended with may go on with another link."""
-    return isinstance(error, ConnectionClosed) and not isinstance(error, RequestError)
+    return isinstance(error, ConnectionLost | PeerUnresponsive)
