@@ -3,12 +3,17 @@
 ``kvwire.open`` gives a :class:`Communicator`; ``connect`` and ``listen`` give
 connections; a :class:`Connection` has ``send``, ``recv``, ``put`` and ``get``. See
 docs/index.md.
+
+A public name is imported when it is first used, and NumPy with it. So what needs little
+of kvwire (the command's help, the plugin of a pytest run that has nothing to do with
+it) does not wait for the rest.
 """
 
-from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
-from kvwire.config import Config
-from kvwire.connection import Connection
-from kvwire.engine import Engine
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from kvwire.errors import (
     AccessDenied,
     AuthenticationFailed,
@@ -37,18 +42,24 @@ from kvwire.errors import (
     UsageError,
     VersionMismatch,
 )
-from kvwire.grant import Grant
-from kvwire.incoming import Incoming
-from kvwire.join import Joined, join
-from kvwire.kv.outcome import Outcome, Timings
-from kvwire.kv.paged import PagedCache
-from kvwire.kv.pool import BlockPool
-from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
-from kvwire.kv.spec import KVSpec
-from kvwire.outgoing import Outgoing
-from kvwire.region import Region
-from kvwire.request import Request
 from kvwire.types import Access, Address, Candidate, PeerInfo, TransportReport
+
+if TYPE_CHECKING:
+    from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
+    from kvwire.config import Config
+    from kvwire.connection import Connection
+    from kvwire.engine import Engine
+    from kvwire.grant import Grant
+    from kvwire.incoming import Incoming
+    from kvwire.joined import Joined, join
+    from kvwire.kv.outcome import Outcome, Timings
+    from kvwire.kv.paged import PagedCache
+    from kvwire.kv.pool import BlockPool
+    from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
+    from kvwire.kv.spec import KVSpec
+    from kvwire.outgoing import Outgoing
+    from kvwire.region import Region
+    from kvwire.request import Request
 
 __version__ = "0.1.0"
 
@@ -106,3 +117,41 @@ __all__ = [
     "open",
     "plan_prefill",
 ]
+
+# Where the names live that `import kvwire` does not load.
+_HOMES: Final = {
+    "Communicator": "kvwire.communicator",
+    "open": "kvwire.communicator",
+    "Config": "kvwire.config",
+    "Connection": "kvwire.connection",
+    "Engine": "kvwire.engine",
+    "Grant": "kvwire.grant",
+    "Incoming": "kvwire.incoming",
+    "Joined": "kvwire.joined",
+    "join": "kvwire.joined",
+    "Outcome": "kvwire.kv.outcome",
+    "Timings": "kvwire.kv.outcome",
+    "PagedCache": "kvwire.kv.paged",
+    "BlockPool": "kvwire.kv.pool",
+    "PrefillPlan": "kvwire.kv.prefill_plan",
+    "PrefillRequest": "kvwire.kv.prefill_plan",
+    "plan_prefill": "kvwire.kv.prefill_plan",
+    "KVSpec": "kvwire.kv.spec",
+    "Outgoing": "kvwire.outgoing",
+    "Region": "kvwire.region",
+    "Request": "kvwire.request",
+}
+
+
+if not TYPE_CHECKING:  # which would otherwise believe in every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'kvwire' has no attribute {name!r}")
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -105,9 +105,11 @@ TABLE = (
         others={"numpy", "torch", "transformers", "vllm"},
     ),
     Layer(
-        covers=("kvwire.cli",),
-        kvwire={*_PUBLIC, "kvwire.observe", "kvwire.store"},
-        others={"cyclopts", "numpy", "rich"},
+        covers=("kvwire.cli", "kvwire.__main__"),
+        # keygen writes the files that trust reads.
+        kvwire={*_PUBLIC, "kvwire.observe", "kvwire.store", "kvwire.trust"},
+        # The benchmark's processes run on a loop of their choice.
+        others={"cyclopts", "numpy", "rich", "uvloop"},
     ),
     Layer(
         covers=("kvwire.testing.pytest_plugin",),
