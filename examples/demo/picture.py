@@ -1,7 +1,8 @@
 """The timeline as SVG: a panel for each request, a row for each layer.
 
-All panels have one scale; each begins with its own prefill. A layer's transfer begins
-where its keys and values are written, so before its attention and its MLP are through.
+All panels have one scale; each begins with its own prefill. In a row, compute is above
+and the transfer below; it begins where the layer's keys and values are written, so
+before its attention and its MLP are through.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from examples.demo.record import Record
 WIDTH: Final = 960
 _LEFT: Final = 64
 _RIGHT: Final = 24
-_ROW: Final = 10
+_ROW: Final = 13
 _HEADER: Final = 30
 _GAP: Final = 14
 _TOP: Final = 52
@@ -74,12 +75,13 @@ def _panel(record: Record, top: int, scale: float) -> Iterator[str]:
     rows = top + _HEADER
 
     def bar(layer: int, start: float, stop: float, color: str) -> str:
+        below = _ROW // 2 if color == TRANSFER else 0
         x = _LEFT + (start - record.began) * scale
         width = max(_BAR_WIDTH_MIN, (stop - start) * scale)
-        y = rows + layer * _ROW
+        y = rows + layer * _ROW + 1 + below
         label = f"layer {layer}: {(stop - start) * 1e3:.2f} ms"
         return (
-            f'<rect x="{x:.2f}" y="{y + 1}" width="{width:.2f}" height="{_ROW - 2}" '
+            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW // 2}" '
             f'fill="{color}"><title>{label}</title></rect>'
         )
 
@@ -90,7 +92,7 @@ def _panel(record: Record, top: int, scale: float) -> Iterator[str]:
                 f'<rect x="{_LEFT}" y="{y}" width="{WIDTH - _LEFT - _RIGHT}" '
                 f'height="{_ROW}" fill="#f4f4f4"/>'
             )
-            yield _text(_LEFT - 6, y + _ROW - 1, f"layer {layer}", size=9, end=True)
+            yield _text(_LEFT - 6, y + _ROW - 3, f"layer {layer}", size=9, end=True)
     for span in record.spans:
         yield bar(span.layer, span.start, span.stop, COMPUTE)
     for layer, landed in record.landed.items():

@@ -93,6 +93,8 @@ class TimedMarks:
 
     def ready(self, *, layers: int, blocks: slice) -> None:
         """As Outgoing.ready, without the blocks that are to be lost."""
+        # Before the mark: the layer may land before this thread goes on.
+        self.at.append(time.monotonic())
         lose = self._lose
         for part in (
             slice(blocks.start, min(blocks.stop, lose.start)),
@@ -100,7 +102,6 @@ class TimedMarks:
         ):
             if part.start < part.stop:
                 self._out.ready(layers=layers, blocks=part)
-        self.at.append(time.monotonic())
 
     def finish(self) -> None:
         """As Outgoing.finish; with gaps where blocks are to be lost."""

@@ -95,6 +95,24 @@ def test_generate_takes_it_as_its_cache(model: Any, pool: TensorPool) -> None:
     assert torch.equal(paged, model.generate(ids, **options))
 
 
+@pytest.mark.parametrize("usable", [0, 16, 38, 39])
+def test_generate_prefills_what_is_not_usable(
+    model: Any, pool: TensorPool, usable: int
+) -> None:
+    """Where only a prefix arrived, whatever lies behind it is computed, not read."""
+    ids, blocks = prompt(40), [3, 1, 4, 15]
+    options = {"max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(ids, **options)
+    logits(model, ids, PagedSequence(pool, blocks))
+    whole, inside = divmod(usable, BLOCK_TOKENS)
+    for tensor in pool.tensors:
+        tensor[blocks[whole], :, inside:] = 1e3
+        tensor[blocks[whole + 1 :]] = 1e3
+    sequence = PagedSequence(pool, blocks, length=usable)
+    paged = model.generate(ids, past_key_values=sequence, **options)
+    assert torch.equal(paged, expected)
+
+
 def test_attention_reads_the_blocks_and_nothing_else(
     model: Any, pool: TensorPool
 ) -> None:
