@@ -31,6 +31,7 @@ from kvwire.errors import (
     FlowControlViolation,
     IntegrityError,
     UnexpectedFrame,
+    UsageError,
     WireCode,
 )
 from kvwire.limits import (
@@ -77,6 +78,7 @@ class Transfers:
         self._chunk_bytes = chunk_bytes
         self._transfers: dict[Request, Transfer] = {}
         # Ordered sets.
+        self._asked: dict[Request, None] = {}
         self._unanswered: dict[Request, None] = {}
         self._to_acknowledge: dict[Request, None] = {}
         flows.on_segment_sent(self.sent)
@@ -84,8 +86,18 @@ class Transfers:
     # --- meeting ----------------------------------------------------------------------
 
     def open(self, request: Request, transfer: Transfer, description: bytes) -> None:
-        """Ask the peer for a transfer."""
+        """Ask the peer for a transfer.
+
+        Raises:
+            UsageError: The peer has too many to answer already.
+        """
+        if not _room(self._asked):
+            raise UsageError(
+                f"{TRANSFERS_WAITING_MAX} transfers wait for an answer of this peer "
+                f"already; wait for some of them"
+            )
         self._requests.start(request)
+        self._asked[request] = None  # bounded: TRANSFERS_WAITING_MAX
         self._keep(request, transfer)
         body = Open(
             id=transfer.id,
@@ -113,7 +125,7 @@ class Transfers:
             FlowControlViolation: Too many that it opened wait to be answered.
         """
         wire_id = self._requests.admit(header.request)
-        if len(self._unanswered) >= TRANSFERS_WAITING_MAX:
+        if not _room(self._unanswered):
             raise FlowControlViolation(
                 "KVW-TR-01",
                 f"more than {TRANSFERS_WAITING_MAX} transfers wait for an answer",
@@ -374,6 +386,7 @@ class Transfers:
         assert request.over
         self.retire(request)
         self._transfers.pop(request, None)
+        self._asked.pop(request, None)
         self._unanswered.pop(request, None)
         self._to_acknowledge.pop(request, None)
 
@@ -431,3 +444,12 @@ class Transfers:
         request.nbytes = sum(s.nbytes for s in segments if not s.damaged)
         request.advance(Input.MOVED)
         self._outbox.report(TransferSettled(request=request))
+
+
+def _room(waiting: dict[Request, None]) -> bool:
+    """Whether one more transfer may wait; those that move or are over wait no more."""
+    if len(waiting) >= TRANSFERS_WAITING_MAX:
+        for request in list(waiting):
+            if request.state is not State.POSTED:
+                del waiting[request]
+    return len(waiting) < TRANSFERS_WAITING_MAX

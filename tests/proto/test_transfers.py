@@ -10,6 +10,7 @@ from kvwire.errors import (
     IntegrityError,
     PeerCancelled,
     RequestCancelled,
+    UsageError,
     WireCode,
 )
 from kvwire.limits import LANDED_MAX, TRANSFERS_WAITING_MAX
@@ -19,6 +20,7 @@ from kvwire.proto.events import (
     SegmentsAcknowledged,
     TransferAgreed,
     TransferCommitted,
+    TransferOpened,
 )
 from kvwire.proto.segments import Segment
 from kvwire.testing.pair import ConnectionPair
@@ -239,8 +241,29 @@ def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     expect_fine(pair)
     ask(pair.client)
     expect_fine(pair)
-    ask(pair.client)
+    with pytest.raises(UsageError, match="wait for an answer"):
+        ask(pair.client)
+    pair.client.forge(FrameType.OPEN, Open(b"4", False, 0, b""), request=7)
     expect_broken(pair, pair.server, "KVW-TR-01")
+
+
+def test_who_was_answered_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither side counts transfers that move, or that are over."""
+    monkeypatch.setattr(module, "TRANSFERS_WAITING_MAX", 1)
+    pair = ConnectionPair()
+    for _ in range(3):
+        request = ask(pair.client)
+        expect_fine(pair)
+        answerer = events_of(pair.server, TransferOpened)[-1].request
+        pair.server.core.transfers.agree(answerer, b"")
+        pair.server.collect()
+        expect_fine(pair)
+    for _ in range(3):
+        request = ask(pair.client)
+        expect_fine(pair)
+        pair.client.core.cancel(request)
+        pair.client.collect()
+        expect_fine(pair)
 
 
 @pytest.mark.rule("KVW-TR-02", "breaks")
