@@ -121,7 +121,9 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
 def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canonical:
     where = f"group {producer.name!r}"
     here, there = producer.spec, consumer.spec
-    here.require_same_model(there, where=where)
+    here.require_same_model(
+        there, where=where, sides=("at the producer", "at the consumer")
+    )
     layers = _common(here.layer_indices, there.layer_indices)
     heads = _common(here.heads, there.heads)
     for common, what, field in (

@@ -8,7 +8,8 @@ after a reconnect changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,38 @@ class Landed:
     def has(self, segment: Segment) -> bool:
         """Whether every byte of a segment has landed."""
         return bool(self._part(segment).all())
+
+    def touches(self, segment: Segment) -> bool:
+        """Whether any byte that moves in a segment has landed."""
+        wanted = self.plan.wanted(segment.group)[segment.granule_slice]
+        return bool((self._part(segment) & wanted).any())
+
+    def boxes(self, most: int) -> list[Segment]:
+        """What has landed as segments, ``most`` of them at most."""
+        found = (
+            Segment(index, walk.layers.start + top, layers, left, granules)
+            for index, walk in enumerate(self.plan.groups)
+            for top, layers, left, granules in _boxes(self._cells[index])
+        )
+        return list(islice(found, most))
+
+    def lacking(self, segment: Segment) -> list[Segment]:
+        """The parts of a segment that have not landed.
+
+        What the consumer had before is in them or not, whatever makes fewer of them: it
+        does not move in any case.
+        """
+        held = ~self.plan.wanted(segment.group)[segment.granule_slice]
+        return [
+            Segment(
+                segment.group,
+                segment.layer + top,
+                layers,
+                segment.granule + left,
+                granules,
+            )
+            for top, layers, left, granules in _boxes(~self._part(segment) | held)
+        ]
 
     @property
     def complete(self) -> bool:
@@ -151,3 +184,19 @@ class Landed:
         part |= landed
         first = segment.layer - self.plan.groups[segment.group].layers.start
         self._left[segment.group][first : first + segment.layers] -= new
+
+
+def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:
+    """Cells that are set, as boxes: (row, rows, column, columns).
+
+    Rows that are equal and lie together make one box of each run of their columns,
+    which is one box in all where layers have landed one after the other.
+    """
+    if not cells.size:
+        return
+    steps = np.flatnonzero((cells[1:] != cells[:-1]).any(axis=1)) + 1
+    for top, end in pairwise([0, *steps.tolist(), cells.shape[0]]):
+        row = np.concatenate(([False], cells[top], [False]))
+        edges = np.flatnonzero(row[1:] != row[:-1]).tolist()
+        for left, right in zip(edges[::2], edges[1::2], strict=True):
+            yield top, end - top, left, right - left

@@ -143,18 +143,34 @@ class KVSpec:
         mine, theirs = self._geometry(), other._geometry()
         return tuple(name for name in mine if mine[name] != theirs[name])
 
-    def require_same_model(self, peer: KVSpec, *, where: str = "KV cache") -> None:
+    def require_same_model(
+        self,
+        peer: KVSpec,
+        *,
+        where: str = "KV cache",
+        sides: tuple[str, str] = ("here", "there"),
+    ) -> None:
         """Refuse a peer whose cache cannot hold the same bytes.
 
+        Args:
+            peer: The peer's spec.
+            where: What the message begins with.
+            sides: What it calls the holder of this spec and the peer.
+
         Raises:
-            ProfileMismatch: Names every field that differs, with both values.
+            ProfileMismatch: Names every field that differs, first of all, and then with
+                both values.
         """
         fields = self.differing(peer)
         if not fields:
             return
         mine, theirs = self._geometry(), peer._geometry()
-        pairs = [f"{f} is {mine[f]!r} here and {theirs[f]!r} there" for f in fields]
-        raise ProfileMismatch(f"{where}: {'; '.join(pairs)}", fields=fields)
+        here, there = sides
+        pairs = [f"{f} is {mine[f]!r} {here} and {theirs[f]!r} {there}" for f in fields]
+        raise ProfileMismatch(
+            f"{where} differs in {', '.join(fields)}: {'; '.join(pairs)}",
+            fields=fields,
+        )
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """The spec as (name, value) texts in a fixed order, for a handshake."""

@@ -126,6 +126,51 @@ def test_a_window_allows_no_earlier_end() -> None:
     assert (landed.usable_tokens, landed.usable_prefix) == (12, 3)
 
 
+@given(scenarios(), st.data())
+@settings(max_examples=30)
+def test_boxes_cover_what_landed_and_the_lacking_what_did_not(
+    scenario: Scenario, data: st.DataObject
+) -> None:
+    """Each cell in exactly one of them, so nothing is sent twice after a lost link."""
+    blocks = len(scenario.consumer.ids)
+    have = np.array([data.draw(st.booleans()) for _ in range(blocks)])
+    _, plan = scenario.plans({"kv": have})
+    landed, wanted = Landed(plan), plan.wanted(0)
+    parts = data.draw(partitions(plan))
+    for segment in parts:
+        if data.draw(st.booleans()):
+            landed.mark(segment)
+    told, before = Landed(plan), landed.cells(0).copy()
+    for box in landed.boxes(10_000):
+        told.mark(box)
+    np.testing.assert_array_equal(told.cells(0), before)
+    for segment in parts:
+        assert landed.touches(segment) == bool(
+            plan.nbytes_of(segment) and not landed.lacking(segment)
+        )
+        for part in landed.lacking(segment):
+            assert not landed.touches(part)
+            landed.mark(part)
+    (whole,) = plan.segments()
+    assert landed.cells(0)[:, wanted].all()
+    assert [s for s in landed.lacking(whole) if plan.nbytes_of(s)] == []
+
+
+def test_whole_layers_are_one_box() -> None:
+    """However many segments they came in; and no more boxes than asked for."""
+    landed = Landed(plan_of({"a": (SPEC, [5, 3]), "b": (SPEC, [1])}))
+    for layer in (0, 1):
+        for block in (0, 1):
+            for segment in landed.plan.segments(layer, block, "a"):
+                landed.mark(segment)
+    (last,) = landed.plan.segments(2, None, "b")
+    landed.mark(last)
+    assert landed.boxes(9) == [Segment(0, 0, 2, 0, 2), last]
+    assert landed.boxes(1) == [Segment(0, 0, 2, 0, 2)]
+    (whole,) = landed.plan.segments(group="a")
+    assert landed.lacking(whole) == [Segment(0, 2, 1, 0, 2)]
+
+
 def test_a_segment_of_another_plan_is_refused() -> None:
     landed = Landed(plan_of({"kv": (SPEC, [5, 3])}))
     for segment in (Segment(1, 0, 1, 0, 1), Segment(0, 0, 4, 0, 1)):

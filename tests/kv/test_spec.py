@@ -142,12 +142,15 @@ def test_r35_what_differs_is_named(
     with pytest.raises(ProfileMismatch) as caught:
         SPEC.require_same_model(other, where="group 'full'")
     assert caught.value.fields == names
-    assert str(caught.value).startswith(f"group 'full': {names[0]} is ")
+    # All names first: what a peer is told may be cut short.
+    assert str(caught.value).startswith(f"group 'full' differs in {', '.join(names)}: ")
 
 
-def test_a_mismatch_says_both_values() -> None:
+def test_a_mismatch_says_both_values_and_whose_they_are() -> None:
     with pytest.raises(ProfileMismatch, match="kv_heads is 8 here and 32 there"):
         SPEC.require_same_model(replace(SPEC, shard=(0, 4)))
+    with pytest.raises(ProfileMismatch, match="kv_heads is 8 left and 32 right"):
+        SPEC.require_same_model(replace(SPEC, shard=(0, 4)), sides=("left", "right"))
 
 
 @st.composite
