@@ -22,7 +22,8 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.incoming import Incoming, LastWord
+from kvwire.incoming import Incoming
+from kvwire.last_word import LastWord
 from kvwire.limits import TOMBSTONES_MAX
 from kvwire.outgoing import Outgoing
 from kvwire.proto.events import TransferOpened
