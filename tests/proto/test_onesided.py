@@ -85,7 +85,7 @@ def test_several_at_once_in_both_directions() -> None:
 # --- refused, and the connection lives
 
 
-def refused(
+def expect_refused(
     change: Callable[[Access], Access], verb: Verb, kind: type[Exception]
 ) -> None:
     pair = ConnectionPair()
@@ -118,14 +118,14 @@ def test_access_that_was_not_granted(
     forged: Callable[[Access], Access], verb: Verb
 ) -> None:
     """FAIL with ACCESS; nothing is read, nothing is written, payload goes nowhere."""
-    refused(forged, verb, AccessDenied)
+    expect_refused(forged, verb, AccessDenied)
 
 
 @pytest.mark.rule("KVW-OS-04", "breaks")
 @both_verbs
 def test_another_generation(verb: Verb) -> None:
     """FAIL with STALE."""
-    refused(
+    expect_refused(
         lambda g: Access(g.grant, g.generation + 1, g.token, 0, 5), verb, StaleRegion
     )
 
