@@ -1,0 +1,263 @@
+"""The bad network does what it is told, to the byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvwire import Address
+from kvwire.testing.proxy import Proxy
+from kvwire.testing.toxics import (
+    Bandwidth,
+    Cut,
+    Deaf,
+    Direction,
+    Ending,
+    Flip,
+    Latency,
+    Pause,
+    Slice,
+    Toxic,
+    schedule,
+)
+
+TO_SERVER, TO_CLIENT = Direction.TO_SERVER, Direction.TO_CLIENT
+DATA = random.Random(1).randbytes(100_000)
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def through(*toxics: Toxic, seed: int = 0) -> AsyncIterator[tuple[Ends, Ends]]:
+    """A client and a server with the proxy between them."""
+    accepted: asyncio.Queue[Ends] = asyncio.Queue()
+
+    async def accept(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        accepted.put_nowait((reader, writer))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with Proxy(Address("tcp", "127.0.0.1", port), *toxics, seed=seed) as proxy:
+        client = await asyncio.open_connection("127.0.0.1", proxy.address.port)
+        there = await accepted.get()
+        yield client, there
+        for _, writer in (client, there):
+            writer.close()
+            await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    server.close()
+    await server.wait_closed()
+
+
+async def expect_reset(reading: Awaitable[bytes]) -> None:
+    with pytest.raises(ConnectionResetError):
+        await reading
+
+
+async def expect_end(reading: Awaitable[bytes]) -> None:
+    assert await reading == b""
+
+
+async def expect_silence(reading: Awaitable[bytes]) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reading, 0.02)
+
+
+# --- passing on -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "toxics",
+    [
+        (),
+        (Latency(TO_SERVER, 0.002, 0.002), Latency(TO_CLIENT, 0.001)),
+        (Bandwidth(TO_SERVER, 5e6), Bandwidth(TO_CLIENT, 2e7)),
+        (Slice(TO_SERVER, 997),),
+        (Pause(TO_SERVER, 50_000, 0.01), Pause(TO_CLIENT, 0, 0.01)),
+    ],
+    ids=["none", "latency", "bandwidth", "slice", "pause"],
+)
+async def test_every_byte_arrives_in_order(toxics: tuple[Toxic, ...]) -> None:
+    async with through(*toxics) as (client, server):
+        for (_, sender), (receiver, _) in ((client, server), (server, client)):
+            sender.write(DATA)
+            sender.write_eof()
+            assert await receiver.read(-1) == DATA
+
+
+async def test_latency_holds_up_nothing_but_what_it_delays() -> None:
+    """A hundred small writes take one delay, not a hundred."""
+    loop = asyncio.get_running_loop()
+    async with through(Latency(TO_SERVER, 0.05)) as ((_, writer), (reader, _)):
+        began = loop.time()
+        for number in range(100):
+            writer.write(bytes([number]))
+            await asyncio.sleep(0)
+        received = await reader.readexactly(100)
+        took_s = loop.time() - began
+        assert received == bytes(range(100))
+        assert took_s >= 0.05
+
+
+async def test_slices_arrive_one_by_one() -> None:
+    async with through(Slice(TO_SERVER, 1)) as ((_, writer), (reader, _)):
+        writer.write(b"abc")
+        assert await reader.readexactly(3) == b"abc"
+
+
+async def test_a_pause_begins_at_its_byte() -> None:
+    async with through(Pause(TO_SERVER, 3, 30.0)) as ((_, writer), (reader, _)):
+        writer.write(b"abcdef")
+        assert await reader.readexactly(3) == b"abc"
+        await expect_silence(reader.read(1))
+
+
+# --- damage ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 63_999, 99_999])
+async def test_one_bit_is_flipped(at: int) -> None:
+    async with through(Flip(TO_SERVER, at, 5)) as ((_, writer), (reader, _)):
+        writer.write(DATA)
+        writer.write_eof()
+        found = await reader.read(-1)
+    expected = bytearray(DATA)
+    expected[at] ^= 1 << 5
+    assert found == expected
+
+
+@pytest.mark.parametrize("way", Direction)
+@pytest.mark.parametrize(
+    ("ending", "receiver", "sender"),
+    [
+        (Ending.FIN, expect_end, expect_end),
+        (Ending.RST, expect_reset, expect_reset),
+        (Ending.HALF_CLOSE, expect_end, expect_silence),
+        (Ending.SILENCE, expect_silence, expect_silence),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1, 5, 70_000])
+async def test_a_cut_lets_exactly_so_many_bytes_through(
+    at: int,
+    ending: Ending,
+    receiver: Callable[[Awaitable[bytes]], Awaitable[None]],
+    sender: Callable[[Awaitable[bytes]], Awaitable[None]],
+    way: Direction,
+) -> None:
+    async with through(Cut(way, at, ending)) as (client, server):
+        near, far = (client, server) if way is TO_SERVER else (server, client)
+        near[1].write(DATA[: at + 1])
+        if ending is not Ending.RST:
+            # A reset may destroy what was received and not read.
+            assert await far[0].readexactly(at) == DATA[:at]
+            await receiver(far[0].read(1))
+        else:
+            await receiver(far[0].read(-1))
+        await sender(near[0].read(1))
+
+
+async def test_a_half_closed_connection_goes_on_in_the_other_direction() -> None:
+    async with through(Cut(TO_SERVER, 1, Ending.HALF_CLOSE)) as (client, server):
+        client[1].write(b"xy")
+        assert await server[0].read(-1) == b"x"
+        server[1].write(DATA)
+        server[1].write_eof()
+        assert await client[0].read(-1) == DATA
+
+
+async def test_a_reset_does_not_pass_a_silent_direction() -> None:
+    async with through(Cut(TO_SERVER, 1, Ending.SILENCE)) as (client, server):
+        client[1].write(b"xy")
+        assert await server[0].readexactly(1) == b"x"
+        client[1].transport.abort()
+        server[1].write(DATA)
+        await expect_silence(server[0].read(1))
+
+
+@pytest.mark.parametrize("way", Direction)
+async def test_a_reset_of_one_side_reaches_the_other(way: Direction) -> None:
+    async with through() as (client, server):
+        near, far = (client, server) if way is TO_SERVER else (server, client)
+        near[1].write(b"x")
+        assert await far[0].readexactly(1) == b"x"
+        linger = struct.pack("ii", 1, 0)
+        sock = near[1].get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        near[1].transport.abort()
+        await expect_reset(far[0].read(1))
+
+
+async def test_deaf_means_accepted_and_nothing_else() -> None:
+    async with Proxy(Address("tcp", "127.0.0.1", 9), Deaf()) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.address.port)
+        writer.write(DATA)
+        await expect_silence(reader.read(1))
+        writer.transport.abort()
+
+
+async def test_a_server_that_is_not_there() -> None:
+    gone = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = gone.sockets[0].getsockname()[1]
+    gone.close()
+    await gone.wait_closed()
+    async with Proxy(Address("tcp", "127.0.0.1", port)) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.address.port)
+        await expect_reset(reader.read(1))
+        writer.close()
+
+
+async def test_toxics_may_change_while_bytes_pass() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    async with (
+        await asyncio.start_server(echo, "127.0.0.1", 0) as server,
+        Proxy(Address("tcp", *server.sockets[0].getsockname())) as proxy,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.address.port)
+        writer.write(b"heard")
+        assert await reader.readexactly(5) == b"heard"
+        assert proxy.passed == {TO_SERVER: 5, TO_CLIENT: 5}
+        proxy.toxics = (Cut(TO_CLIENT, 0, Ending.SILENCE),)
+        writer.write(b"not heard")
+        await expect_silence(reader.read(1))
+        assert proxy.passed == {TO_SERVER: 14, TO_CLIENT: 5}
+        writer.close()
+        await writer.wait_closed()
+
+
+# --- schedules ------------------------------------------------------------------------
+
+
+def test_a_schedule_follows_from_its_seed_and_can_be_pasted() -> None:
+    names = {
+        kind.__name__: kind
+        for kind in (Bandwidth, Cut, Direction, Ending, Flip, Latency, Pause, Slice)
+    }
+    kinds = set()
+    for seed in range(50):
+        toxics = schedule(seed, reach_bytes=1000)
+        assert toxics == schedule(seed, reach_bytes=1000)
+        assert sum(isinstance(toxic, Cut) for toxic in toxics) <= 1
+        kinds |= {type(toxic) for toxic in toxics}
+        for toxic in toxics:
+            assert repr(toxic).partition("(")[0] in names
+            assert "<" not in repr(toxic)
+    assert kinds == {Bandwidth, Cut, Flip, Latency, Pause, Slice}
+
+
+def test_a_proxy_says_what_it_does() -> None:
+    proxy = Proxy(Address("tcp", "h", 1), Cut(TO_SERVER, 3, Ending.RST), seed=7)
+    assert repr(proxy) == (
+        "<Proxy to tcp://h:1, seed 7: "
+        "Cut(direction=Direction.TO_SERVER, at=3, ending=Ending.RST)>"
+    )
