@@ -69,7 +69,10 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
 
     @classmethod
     def completed(cls, result: T) -> Request[T]:
-        """A request that was over at once."""
+        """A request that was over at once.
+
+        Cancel safety: nothing is left that could be cancelled.
+        """
         request = cls()
         request.over = True
         request._result = result

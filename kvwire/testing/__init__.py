@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvwire.testing.conformance import check_backend
+    from kvwire.testing.harness import Loopback, loopback
     from kvwire.testing.pair import ConnectionPair
 
 _HOMES = {
     "ConnectionPair": "kvwire.testing.pair",
+    "Loopback": "kvwire.testing.harness",
     "check_backend": "kvwire.testing.conformance",
+    "loopback": "kvwire.testing.harness",
 }
 
-__all__ = ["ConnectionPair", "check_backend"]
+__all__ = ["ConnectionPair", "Loopback", "check_backend", "loopback"]
 
 
 def __getattr__(name: str) -> Any:

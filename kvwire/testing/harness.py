@@ -1,0 +1,90 @@
+"""Two connected communicators in one line, over any backend, with faults if asked for.
+
+>>> async with kvwire.testing.loopback() as pair:
+...     await pair.ab.send(7, b"hello")
+...     assert await pair.ba.recv(7) == b"hello"
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import kvwire
+from kvwire import Address, Communicator, Config, Connection, UsageError
+from kvwire.testing.faults import FaultPlan, injected
+
+
+@dataclass(frozen=True, slots=True)
+class Loopback:
+    """Two communicators of this process and the connection between them.
+
+    Attributes:
+        a: The communicator that connects.
+        b: The communicator that listens.
+        ab: The connection as ``a`` has it.
+        ba: The same connection as ``b`` has it.
+        address: Where ``b`` listens.
+    """
+
+    a: Communicator
+    b: Communicator
+    ab: Connection
+    ba: Connection
+    address: Address
+
+
+@asynccontextmanager
+async def loopback(
+    backend: str = "inproc",
+    *,
+    faults: FaultPlan | None = None,
+    config: Config | None = None,
+    address: str | Address | None = None,
+    **arguments: Any,
+) -> AsyncIterator[Loopback]:
+    """Open two communicators, named ``a`` and ``b``, and connect them.
+
+    Both are closed at the end, or aborted if the block was left by an exception. With
+    faults they are always aborted: a close would wait for frames that never come.
+
+    Args:
+        backend: The transport, such as ``"inproc"`` or ``"tcp"``.
+        faults: What befalls the frames of both sides; ``inproc`` only. Its ``spare``
+            lets the handshake through.
+        config: Of both; None for the environment alone.
+        address: Where to listen. By default a free name for ``inproc`` and a free
+            port of the loopback address for every other backend.
+        **arguments: Keys of Config that override it, on both sides.
+
+    Raises:
+        UsageError: Faults for a backend that has none, or as :func:`kvwire.open`.
+        BackendUnavailable: The backend cannot run here.
+        HandshakeError: The faults have hit the handshake.
+
+    Cancel safety: safe, what was opened is closed.
+    """
+    if faults is not None and backend != "inproc":
+        raise UsageError(
+            f"loopback({backend!r}, faults=...): only inproc injects faults; leave out "
+            f"either"
+        )
+    if address is None:
+        address = "inproc://" if backend == "inproc" else f"{backend}://127.0.0.1:0"
+    async with (
+        kvwire.open(config, **{"name": "a", **arguments}) as a,
+        kvwire.open(config, **{"name": "b", **arguments}) as b,
+    ):
+        # Backends are made by the first listen and connect; the plan is theirs then.
+        with injected(faults) if faults is not None else nullcontext():
+            where = await b.listen(address)
+            ab = await a.connect(where, transport=backend)
+        ba = await anext(b.connections())
+        try:
+            yield Loopback(a, b, ab, ba, where)
+        finally:
+            if faults is not None:
+                a.abort()
+                b.abort()

@@ -1,0 +1,107 @@
+"""The fixtures, in runs of pytest that have nothing but the installed plugin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Each starts an interpreter or two, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(60)
+
+_PAIR = """
+async def test_messages(kvwire_pair):
+    await kvwire_pair.ab.send(1, b"hello")
+    assert await kvwire_pair.ba.recv(1) == b"hello"
+"""
+
+
+def run_pytest(
+    folder: Path,
+    test: str,
+    *arguments: str,
+    before: str = "pass",
+    settings: str = "asyncio_default_fixture_loop_scope = function",
+) -> subprocess.CompletedProcess[str]:
+    """Run a test file the way a user's repository does, warnings being errors."""
+    (folder / "test_it.py").write_text(test)
+    (folder / "pytest.ini").write_text(f"[pytest]\n{settings}\n")
+    program = f"import sys; {before}; import pytest; sys.exit(pytest.main())"
+    return subprocess.run(
+        [sys.executable, "-c", program, "-q", "-W", "error", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_a_pair_in_both_modes_of_pytest_asyncio(mode: str, tmp_path: Path) -> None:
+    marked = f"import pytest\npytestmark = pytest.mark.asyncio\n{_PAIR}"
+    done = run_pytest(tmp_path, marked, "--asyncio-mode", mode)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_the_backend_is_a_parameter(tmp_path: Path) -> None:
+    test = """
+import pytest
+
+@pytest.mark.parametrize("kvwire_backend", ["inproc", "tcp"], indirect=True)
+async def test_it(kvwire_pair, kvwire_backend):
+    assert kvwire_pair.ab.transport == kvwire_backend
+"""
+    done = run_pytest(tmp_path, test, "--asyncio-mode", "auto")
+    assert "2 passed" in done.stdout
+
+
+def test_the_backend_is_overridden_for_a_module(tmp_path: Path) -> None:
+    test = """
+import pytest
+
+@pytest.fixture
+def kvwire_backend():
+    return "tcp"
+
+async def test_it(kvwire_pair):
+    assert kvwire_pair.ab.transport == "tcp"
+"""
+    done = run_pytest(tmp_path, test, "--asyncio-mode", "auto")
+    assert "1 passed" in done.stdout
+
+
+def test_a_run_that_uses_no_fixture_does_not_import_kvwire(tmp_path: Path) -> None:
+    test = """
+import sys
+
+def test_it():
+    assert "kvwire.testing.pytest_plugin" in sys.modules
+    assert "numpy" not in sys.modules
+    assert "kvwire.communicator" not in sys.modules
+    assert "kvwire.testing.harness" not in sys.modules
+"""
+    done = run_pytest(tmp_path, test)
+    assert "1 passed" in done.stdout, done.stdout
+
+
+def test_the_fixtures_say_what_they_are(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "", "--fixtures")
+    assert "kvwire_pair" in done.stdout
+    assert "Two connected communicators" in done.stdout
+    assert "kvwire_backend" in done.stdout
+
+
+def test_the_plugin_does_without_pytest_asyncio(tmp_path: Path) -> None:
+    """It is loaded wherever kvwire is installed, whatever runs the async tests."""
+    test = "def test_it(kvwire_backend):\n    assert kvwire_backend == 'inproc'\n"
+    hidden = (
+        "import os; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; "
+        "sys.modules['pytest_asyncio'] = None"
+    )
+    plugin = "kvwire.testing.pytest_plugin"
+    done = run_pytest(tmp_path, test, "-p", plugin, before=hidden, settings="")
+    assert "1 passed" in done.stdout, done.stdout
