@@ -6,7 +6,12 @@ fails again, on any machine.
 
 from hypothesis import settings
 
-pytest_plugins = ["tests.support.leaks", "tests.support.loops"]
+pytest_plugins = [
+    "tests.support.leaks",
+    "tests.support.loops",
+    # Named, since the settings turn the loading of installed plugins off.
+    "kvwire.testing.pytest_plugin",
+]
 
 settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("same")

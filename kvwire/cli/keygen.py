@@ -6,8 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvwire.trust import write_key_file
-
 
 def keygen(file: Path, /) -> None:
     """Make a key of 32 random bytes in a new file that only you can read.
@@ -18,6 +16,8 @@ def keygen(file: Path, /) -> None:
     Args:
         file: Where to write it.
     """
+    from kvwire.trust import write_key_file  # noqa: PLC0415 - not for `kvwire --help`
+
     write_key_file(file)
     # Not wrapped and not coloured: the three lines are there to be copied.
     console = Console(soft_wrap=True, highlight=False, markup=False)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvwire.testing import Loopback
+
 # Each starts an interpreter or two, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,6 +39,11 @@ def run_pytest(
         timeout=50,
         check=False,
     )
+
+
+async def test_the_fixture_is_here_as_well(kvwire_pair: Loopback) -> None:
+    await kvwire_pair.ab.send(1, b"hello")
+    assert await kvwire_pair.ba.recv(1) == b"hello"
 
 
 @pytest.mark.parametrize("mode", ["auto", "strict"])

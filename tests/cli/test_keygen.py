@@ -1,0 +1,80 @@
+"""``kvwire keygen``: a private file, never overwritten, a key that is never shown."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+import kvwire
+from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.trust import read_key_file
+
+
+def test_the_file_is_private_and_holds_a_key(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert main(["keygen", str(tmp_path / "key")]) == 0
+    finally:
+        os.umask(before)
+    mode = stat.S_IMODE((tmp_path / "key").stat().st_mode)
+    assert mode == 0o600
+    assert len(read_key_file(str(tmp_path / "key"))) == 32
+
+
+def test_the_key_is_never_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["keygen", str(tmp_path / "key")])
+    captured = capsys.readouterr()
+    key = (tmp_path / "key").read_text().strip()
+    assert key not in captured.out + captured.err
+    assert "mode 0600" in captured.out
+
+
+def test_what_it_prints_is_what_the_config_needs(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last lines are pasted as they are, and the path works from any folder."""
+    monkeypatch.chdir(tmp_path)
+    main(["keygen", "key"])
+    lines = capsys.readouterr().out.splitlines()
+    (tmp_path / "kvwire.toml").write_text("\n".join(lines[-2:]))
+    config = kvwire.Config.load(tmp_path / "kvwire.toml", environment={})
+    assert config.trust == "psk"
+    assert config.psk_file == str(tmp_path / "key")
+
+
+def test_a_long_path_is_not_wrapped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / ("k" * 150)
+    main(["keygen", str(file)])
+    assert f'psk_file = "{file}"' in capsys.readouterr().out.splitlines()
+
+
+def test_two_keys_differ(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert main(["keygen", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
+
+
+def test_a_file_is_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("mine")
+    assert main(["keygen", str(file)]) == CALLED_WRONG
+    assert file.read_text() == "mine"
+    assert "never overwritten" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keygen", str(tmp_path / "no" / "key")]) == CALLED_WRONG
+    assert "No such file or directory" in capsys.readouterr().err

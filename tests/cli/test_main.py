@@ -1,0 +1,98 @@
+"""The command as a whole: help, version, and errors as one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvwire
+from kvwire.cli import main as command
+from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, app, main
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "kvwire", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_python_m_kvwire_is_the_command() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"{kvwire.__version__}\n")
+
+
+def test_the_installed_command_is_main() -> None:
+    script = Path(sys.executable).with_name("kvwire")
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{kvwire.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "keygen" in said
+    assert "bench" in said
+
+
+def test_help_loads_no_numpy() -> None:
+    """Nobody waits for NumPy to read which commands there are."""
+    code = (
+        "import sys; from kvwire.cli.main import main; main(['--help']);"
+        "sys.exit('numpy' in sys.modules or 'kvwire.cli.bench.case' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False
+    )
+    assert done.returncode == 0
+
+
+def test_an_unknown_command_is_called_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keygne"]) == CALLED_WRONG
+    assert "keygen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (kvwire.UsageError("x=1: use x=2"), CALLED_WRONG),
+        (kvwire.BackendUnavailable("no such transport: pip install it"), FAILED),
+    ],
+)
+def test_an_error_of_kvwire_is_one_line(
+    error: kvwire.KVWireError,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raises(error, monkeypatch)
+    assert main([]) == status
+    assert capsys.readouterr().err == f"kvwire: {error}\n"
+
+
+def test_any_other_error_is_a_bug_and_shows_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raises(ZeroDivisionError(), monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        main([])
+
+
+def test_ctrl_c_is_what_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    raises(KeyboardInterrupt(), monkeypatch)
+    assert main([]) == INTERRUPTED
+
+
+def raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    assert command.app is app
+    monkeypatch.setattr(command, "app", call)
