@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--seed", type=int, help="run this one and shrink it if it fails")
+    parser.add_argument(
+        "--seed", type=int, help="run this one and shrink it if it fails"
+    )
     parser.add_argument("--trace", action="store_true", help="show all that happens")
     parser.add_argument(
         "--keep",

@@ -14,10 +14,11 @@ from kvwire.errors import ConnectionClosed, ConnectionLost, UsageError
 from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.proto.events import MemoryWanted
 from kvwire.proto.requests import Request
-from kvwire.proto.state import Kind
+from kvwire.proto.state import Kind, State
 from kvwire.testing.sim.ask import DIRECTION, Aim, Ask, Known, Message, SimRegion
 from kvwire.testing.sim.content import content
 from kvwire.testing.sim.endpoint import Endpoint
+from kvwire.testing.sim.kv import KVApp
 from kvwire.testing.sim.net import Frame
 from kvwire.testing.sim.plan import Dice, Step, Verb
 from kvwire.testing.sim.violation import demand
@@ -32,6 +33,7 @@ T = TypeVar("T")
 _TAGS: Final = (7, 2**64 - 1)
 _REGIONS_MAX: Final = 4
 _ACCESSES: Final = (Access.READWRITE, Access.READWRITE, Access.READ, Access.WRITE)
+_STORM: Final = (Verb.SEND, Verb.RECV, Verb.PUT, Verb.GET, Verb.OPEN)
 _WRONG_TOKEN: Final = b"\x5a" * 16
 
 
@@ -41,25 +43,15 @@ class App:
     Attributes:
         cancels: How often it has cancelled something.
         regions: Memory it has registered and not closed.
+        kv: Its KV transfers.
     """
 
     def __init__(self, world: World, node: Node) -> None:
         self.cancels = 0
         self.regions: list[SimRegion] = []
+        self.kv = KVApp(world, node)
         self._world = world
         self._node = node
-        self._deeds: dict[Verb, Callable[[Endpoint, Dice], None]] = {
-            Verb.SEND: self._send,
-            Verb.RECV: self._recv,
-            Verb.GRANT: self._grant,
-            Verb.PUT: self._put,
-            Verb.GET: self._get,
-            Verb.CANCEL: self._cancel,
-            Verb.WITHDRAW: self._withdraw,
-            Verb.CLOSE: lambda endpoint, dice: self.close(endpoint),
-            Verb.ABORT: self._abort,
-            Verb.STORM: self._storm,
-        }
 
     def act(self, step: Step) -> None:
         """Carry out a step."""
@@ -69,7 +61,7 @@ class App:
         elif step.verb is Verb.CLOSE_REGION:
             self._close_region(dice)
         elif endpoint := self._pick_endpoint(dice):
-            self._deeds[step.verb](endpoint, dice)
+            self._act_on(endpoint, step.verb, dice)
 
     def provide(self, endpoint: Endpoint, event: MemoryWanted) -> None:
         """Give a receive the memory it wants."""
@@ -93,14 +85,69 @@ class App:
         endpoint.core.close(self._node.clock, self._world.plan.setup.close_timeout_s)
         endpoint.pump()
         endpoint.set_timer()
+        for ask in endpoint.open:
+            unmet = ask.kind is Kind.RECV and ask.core.wire_id is None
+            demand(
+                not unmet or ask.core.state is not State.POSTED,
+                "close",
+                "closing does not wake who waits for a message",
+            )
+
+    def commit_all(self) -> None:
+        """Mark nothing more of any transfer."""
+        for endpoint in self._node.endpoints:
+            self.kv.commit_all(endpoint)
 
     def close_all(self) -> None:
         """Close every connection, then every region."""
         for endpoint in self._node.endpoints:
             if endpoint.ended is None:
                 self.close(endpoint)
+        self.close_regions()
+
+    def close_regions(self) -> None:
+        """Close every region."""
         while self.regions:
             self._close_region(Dice(0))
+
+    def cancel_all(self, endpoint: Endpoint) -> None:
+        """Cancel everything that is open on a connection."""
+        for ask in list(endpoint.open):
+            self._cancel_late(ask)
+
+    def receive_all(self, endpoint: Endpoint) -> None:
+        """Wait for a message of each tag."""
+        for tag in _TAGS:
+            self._receive(endpoint, tag, None, 0)
+
+    def _act_on(self, endpoint: Endpoint, verb: Verb, dice: Dice) -> None:
+        match verb:
+            case Verb.SEND:
+                self._send(endpoint, dice)
+            case Verb.RECV:
+                self._recv(endpoint, dice)
+            case Verb.GRANT:
+                self._grant(endpoint, dice)
+            case Verb.PUT:
+                self._one_sided(endpoint, Kind.PUT, dice)
+            case Verb.GET:
+                self._one_sided(endpoint, Kind.GET, dice)
+            case Verb.OPEN:
+                self.kv.open(endpoint, self._deadline(dice), dice)
+            case Verb.MARK:
+                self.kv.mark(endpoint, dice, _sizes(endpoint))
+            case Verb.COMMIT:
+                self.kv.commit(endpoint, dice)
+            case Verb.CANCEL:
+                self._cancel(endpoint, dice)
+            case Verb.WITHDRAW:
+                self._withdraw(endpoint, dice)
+            case Verb.CLOSE:
+                self.close(endpoint)
+            case Verb.ABORT:
+                self.abort(endpoint)
+            case _:
+                self._storm(endpoint, dice)
 
     # --- messages ---------------------------------------------------------------------
 
@@ -116,7 +163,7 @@ class App:
             if nbytes <= EAGER_BYTES_MAX:
                 header = core.eager_header(tag, nbytes, check)
         except ConnectionClosed:
-            demand(_may_be_closed(endpoint), "untrue", "refused as closed")
+            self._world.judge.refused_as_closed(endpoint)
             return
         if header is not None:
             world.note(endpoint.name, "sends", tag, nbytes)
@@ -189,7 +236,7 @@ class App:
         try:
             row = endpoint.core.grant(region.core, begin, nbytes, access)
         except ConnectionClosed:
-            demand(_may_be_closed(endpoint), "untrue", "refused as closed")
+            self._world.judge.refused_as_closed(endpoint)
             return
         except UsageError:
             demand(self._world.plan.setup.small_tables, "limit", "no room for a grant")
@@ -213,12 +260,6 @@ class App:
         core = self._node.regions.register(buffer, nbytes, access)
         self.regions.append(SimRegion(self._node, core, lease))
         return self.regions[-1]
-
-    def _put(self, endpoint: Endpoint, dice: Dice) -> None:
-        self._one_sided(endpoint, Kind.PUT, dice)
-
-    def _get(self, endpoint: Endpoint, dice: Dice) -> None:
-        self._one_sided(endpoint, Kind.GET, dice)
 
     def _one_sided(self, endpoint: Endpoint, kind: Kind, dice: Dice) -> None:
         known = self._pick_grant(endpoint, dice)
@@ -294,8 +335,8 @@ class App:
     def _storm(self, endpoint: Endpoint, dice: Dice) -> None:
         """Begin a lot and cancel all of it, now or a little later."""
         for _ in range(2 + dice.below(10)):
-            verb = (Verb.SEND, Verb.RECV, Verb.PUT, Verb.GET)[dice.below(4)]
-            self._deeds[verb](endpoint, Dice(dice.below(1 << 16) * 0x9E37_79B9))
+            verb = _STORM[dice.below(len(_STORM))]
+            self._act_on(endpoint, verb, Dice(dice.below(1 << 16) * 0x9E37_79B9))
         for ask in list(endpoint.open):
             if dice.one_in(2):
                 self._cancel_one(ask)
@@ -306,7 +347,8 @@ class App:
         if not ask.over:
             self._cancel_one(ask)
 
-    def _abort(self, endpoint: Endpoint, dice: Dice) -> None:
+    def abort(self, endpoint: Endpoint) -> None:
+        """End a connection now."""
         self._world.note(endpoint.name, "aborts")
         endpoint.core.fail(ConnectionLost("aborted by this side"))
         endpoint.pump()
@@ -333,7 +375,7 @@ class App:
         try:
             ask.core = begin(buffer)  # type: ignore[arg-type]
         except (ConnectionClosed, UsageError) as exc:
-            self._check_refusal(ask, exc)
+            self._world.judge.refused(ask, exc)
             if buffer is not None:
                 node.holds.retire(buffer)
                 node.collect()
@@ -351,14 +393,6 @@ class App:
             "a request waits on a closed connection",
         )
         return True
-
-    def _check_refusal(self, ask: Ask, error: ConnectionClosed | UsageError) -> None:
-        endpoint = ask.endpoint
-        if isinstance(error, UsageError):
-            small = self._world.plan.setup.small_tables
-            demand(small, "limit", f"no room for a {ask.kind.value}: {error}")
-            return
-        demand(_may_be_closed(endpoint), "untrue", "refused as closed")
 
     def _pick_endpoint(self, dice: Dice) -> Endpoint | None:
         every = self._node.endpoints
@@ -384,12 +418,7 @@ class App:
         return self._node.clock + after_s
 
     def _size(self, endpoint: Endpoint, dice: Dice) -> int:
-        terms = endpoint.core.agreement.terms
-        chunk, eager = terms.chunk_bytes, terms.eager_bytes
-        sizes = (
-            *(0, 1, 63, 64, 65, eager, eager + 1, chunk - 1, chunk, chunk + 1),
-            *(2 * chunk, 3 * chunk + 17, 5 * chunk),
-        )
+        sizes = _sizes(endpoint)
         return sizes[dice.below(len(sizes))]
 
 
@@ -399,16 +428,18 @@ def _longest(endpoint: Endpoint) -> int:
     return max(5 * terms.chunk_bytes, terms.eager_bytes + 1)
 
 
+def _sizes(endpoint: Endpoint) -> tuple[int, ...]:
+    """Sizes around every border there is."""
+    terms = endpoint.core.agreement.terms
+    chunk, eager = terms.chunk_bytes, terms.eager_bytes
+    return (
+        *(0, 1, 63, 64, 65, eager, eager + 1, chunk - 1, chunk, chunk + 1),
+        *(2 * chunk, 3 * chunk + 17, 5 * chunk),
+    )
+
+
 def _pick_tag(dice: Dice) -> int:
     return _TAGS[dice.one_in(3)]
-
-
-def _may_be_closed(endpoint: Endpoint) -> bool:
-    """Whether somebody has closed the connection, or something has ended it."""
-    peer = endpoint.peer
-    if endpoint.closing or endpoint.core.error is not None:
-        return True
-    return peer is not None and peer.closing
 
 
 def _pick(choices: Sequence[T], dice: Dice) -> T | None:
@@ -429,7 +460,8 @@ def _access_body(
     direction = "" if DIRECTION[kind] & row.access else "misdirected"
     match dice.below(24):
         case 0:
-            offset, wrong = row.nbytes - nbytes + 1 + dice.below(64), wrong or "range"
+            beyond = (1, 1, 64)[dice.below(3)]
+            offset, wrong = row.nbytes - nbytes + beyond, wrong or "range"
         case 1:
             offset, wrong = 2**32 - nbytes // 2, wrong or "range"
         case 2:

@@ -93,6 +93,26 @@ class Aim:
         return core.open and core.generation == self.generation
 
 
+class Part:
+    """One segment of a KV transfer, on either side.
+
+    Attributes:
+        serial: Names its content.
+        covered: Consumer: bytes that have landed intact.
+        landed: Consumer: the core has said that it is all here.
+    """
+
+    __slots__ = ("buffer", "covered", "landed", "lease", "nbytes", "serial")
+
+    def __init__(self, serial: int, nbytes: int) -> None:
+        self.serial = serial
+        self.nbytes = nbytes
+        self.buffer: BufferId | None = None
+        self.lease: Lease | None = None
+        self.covered = 0
+        self.landed = False
+
+
 class Ask:
     """One request of an application.
 
@@ -104,15 +124,17 @@ class Ask:
         aim: Of a PUT or GET.
         covered: Bytes that have landed where they belong.
         read: Of a GET: what the link read from the region.
+        parts: Of a KV transfer: its segments, by number.
+        committed: Of one that is produced here: nothing more will be marked.
         cancelled: Its own side has cancelled or withdrawn it.
         over: Its completion has come.
         error: And what it said.
     """
 
     __slots__ = (
-        *("aim", "buffer", "cancelled", "core", "covered", "deadline", "endpoint"),
-        *("error", "kind", "lease", "message", "nbytes", "over", "place", "read"),
-        *("serial", "tag"),
+        *("aim", "buffer", "cancelled", "committed", "core", "covered", "deadline"),
+        *("endpoint", "error", "kind", "lease", "message", "nbytes", "over", "parts"),
+        *("place", "read", "serial", "tag"),
     )
 
     core: Request
@@ -141,6 +163,8 @@ class Ask:
         self.aim: Aim | None = None
         self.covered = 0
         self.read = bytearray()
+        self.parts: dict[int, Part] = {}
+        self.committed = False
         self.cancelled = False
         self.over = False
         self.error: KVWireError | None = None

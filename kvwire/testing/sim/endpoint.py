@@ -193,6 +193,7 @@ class Endpoint:
         if not core.closed:
             demand(core.next_tick > now, "timer", "the next tick is in the past")
             self._world.judge.no_deadline_passed(self, now)
+            self._world.judge.no_silence(self)
         self.set_timer()
 
     def _send_chunk(self, chunk: Chunk) -> None:
@@ -220,14 +221,15 @@ class Endpoint:
         elif isinstance(event, MemoryWanted):
             judge.wanted(self, event)
             self._world.provide(self, event)
-        else:
-            assert isinstance(event, Ended), event
+        elif isinstance(event, Ended):
             judge.ends(self, event)
             self.ended = event
             if event.graceful:
                 self.end.close()
             else:
                 self.end.abort()
+        else:
+            self.node.app.kv.event(self, event)
 
     def _broken(self, error: ProtocolError) -> None:
         self._world.note(self.name, "refuses a frame", str(error))

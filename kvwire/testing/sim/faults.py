@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvwire.testing.sim.endpoint import Endpoint
 from kvwire.testing.sim.forgery import forge
-from kvwire.testing.sim.net import End, Wire
+from kvwire.testing.sim.net import End, Lane, Wire
 from kvwire.testing.sim.plan import TAMPERING, Dice, Step, Verb
 from kvwire.testing.sim.tamper import Tamper
 
 if TYPE_CHECKING:
     from kvwire.testing.sim.world import World
 
+_AMBUSHES = ("cut", "abort", "cancel", "close regions", "receive", "close")
 _STALLS_S = (0.1, 0.3, 1.0, 3.0, 9.0, 20.0)
 
 
@@ -20,6 +22,7 @@ class Faults:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._waiting: list[tuple[Verb, Dice]] = []
 
     def strike(self, step: Step) -> None:
         """Let one fault happen."""
@@ -43,6 +46,14 @@ class Faults:
             case _:
                 if wire := self._pick_wire(dice):
                     self._strike_wire(step.verb, wire, dice, seconds)
+                elif step.verb in TAMPERING:
+                    self._waiting.append((step.verb, dice))
+
+    def meet(self, wire: Wire) -> None:
+        """A wire is new: what has waited for one happens to it."""
+        for verb, dice in self._waiting:
+            self._strike_wire(verb, wire, dice, 0.0)
+        self._waiting.clear()
 
     def end(self) -> None:
         """No more faults: what is blocked flows again."""
@@ -51,23 +62,46 @@ class Faults:
         for wire in world.wires:
             for end in wire.ends:
                 end.out.armed.clear()
-                if not wire.disturbed:
+                if not wire.is_cut:
                     end.out.unblock()
         for node in world.nodes:
             node.timers_late_until = 0.0
 
-    def _strike_wire(
-        self, verb: Verb, wire: Wire, dice: Dice, seconds: float
-    ) -> None:
+    def _strike_wire(self, verb: Verb, wire: Wire, dice: Dice, seconds: float) -> None:
         end: End = wire.ends[dice.below(2)]
         if verb is Verb.CUT:
             wire.cut()
         elif verb is Verb.PARTITION:
             end.out.block(self._world.now + seconds)
+        elif verb is Verb.AMBUSH:
+            end.out.ambush = lambda lane: self._spring(lane, dice)
         elif verb is Verb.FORGE:
             forge(self._world, end, dice)
         elif verb in TAMPERING:
             end.out.armed.append(Tamper(self._world, verb, dice))
+
+    def _spring(self, lane: Lane, dice: Dice) -> None:
+        """A payload is half in place: the worst moment for something else."""
+        here, there = lane.target, lane.source
+        end = (here, there)[dice.below(2)]
+        if end.closed or end.node.dead or not isinstance(end.handler, Endpoint):
+            return
+        app, endpoint = end.node.app, end.handler
+        choice = _AMBUSHES[dice.below(len(_AMBUSHES))]
+        self._world.note(endpoint.name, "ambushed", choice)
+        match choice:
+            case "cut":
+                lane.wire.cut()
+            case "abort":
+                app.abort(endpoint)
+            case "cancel":
+                app.cancel_all(endpoint)
+            case "close regions":
+                app.close_regions()
+            case "receive":
+                app.receive_all(endpoint)
+            case _:
+                app.close(endpoint)
 
     def _pick_wire(self, dice: Dice) -> Wire | None:
         alive = [

@@ -43,7 +43,7 @@ def forge(world: World, end: End, dice: Dice) -> None:
     framing = endpoint.core.outbox.framing
     kind, header, body = _forged(endpoint, framing, dice)
     world.note(endpoint.name, "forges", kind)
-    end.out.tampered = True
+    end.out.tampered = end.out.wire.disturbed = True
     frame = Frame(header, body)
     frame.harm = f"forged frame ({kind})"
     end.out.append(frame)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvwire.proto import messages, regions, requests
+from kvwire.proto import messages
 from kvwire.proto.state import Phase
+from kvwire.testing.sim import scale
 from kvwire.testing.sim.violation import demand
 
 if TYPE_CHECKING:
@@ -23,45 +24,46 @@ def check(endpoint: Endpoint) -> None:
         Violation: Something does not.
     """
     core = endpoint.core
-    _check_credit(endpoint)
-    table = core._requests
-    most = requests.REQUESTS_MAX
-    ours = len(table._ours) + len(table._unmatched)
-    # A RECV that has met its message leaves the room of those that have not.
-    theirs = len(table._theirs)
-    demand(ours <= most, "table", "too many requests of this side are open")
-    demand(theirs <= 4 * most, "table", "too many requests of the peer are open")
-    kept = len(table._deadlines)
-    demand(kept <= max(most, 2 * (ours + theirs)) + 1, "table", "too many deadlines")
-    demand(len(core._messages._announced) <= most, "table", "too many announcements")
-    demand(len(core._grants) <= regions.GRANTS_MAX, "table", "too many grants")
-    if core.phase in (Phase.FLUSHING, Phase.ANSWERING):
-        demand(len(table), "close", "nothing is left to deliver, and no CLOSE was sent")
-    elif core.phase is Phase.CLOSED:
+    table, phase = core._requests, core.phase
+    if phase is Phase.CLOSED:
         demand(core.error is not None, "closed", "closed without a reason")
         demand(not len(table), "closed", "requests are open on a closed connection")
+        return
+    _check_credit(core._messages)
+    most, grants_most = scale.requests_max(), scale.grants_max()
+    ours = len(table._ours) + len(table._unmatched)
+    theirs, kept = len(table._theirs), len(table._deadlines)
+    demand(ours <= most, "table", "too many requests of this side are open")
+    # Also those that only wait for a completion, and receives that met a message.
+    demand(theirs <= 4 * most, "table", "too many requests of the peer are open")
+    demand(kept <= 9 * most, "table", "too many deadlines are kept")
+    demand(len(core._messages._announced) <= most, "table", "too many announcements")
+    demand(len(core._grants) <= grants_most, "table", "too many grants")
+    if phase is not Phase.OPEN and phase is not Phase.SAID:
+        demand(len(table), "close", "nothing is left to deliver, and no CLOSE was sent")
 
 
-def _check_credit(endpoint: Endpoint) -> None:
-    box = endpoint.core._messages
+def _check_credit(box: messages.Messages) -> None:
     mine, theirs = box._credit, box._send_credit
-    window, room = mine._messages, theirs._max_messages
-    demand(0 <= theirs.messages <= room, "credit", "credit to send messages")
-    demand(0 <= theirs.nbytes <= theirs._max_bytes, "credit", "credit to send bytes")
-    demand(0 <= mine.left.messages <= window, "credit", "credit given for messages")
-    demand(0 <= mine.left.nbytes <= mine._nbytes, "credit", "credit given for bytes")
-    used = mine.left.messages + mine.due_messages + _held(box)
-    demand(
-        endpoint.core.closed or used == window,
-        "credit",
-        "credit given, due and in use do not add up to the window",
-    )
+    demand(0 <= theirs.messages <= theirs._max_messages, "credit", "to send messages")
+    demand(0 <= theirs.nbytes <= theirs._max_bytes, "credit", "to send bytes")
+    given, window = mine.left, mine._messages
+    demand(0 <= given.messages <= window, "credit", "given for messages")
+    demand(0 <= given.nbytes <= mine._nbytes, "credit", "given for bytes")
+    used = window - given.messages - mine.due_messages
+    if used or box._waiting:
+        demand(
+            used == _held(box) + _landing(box),
+            "credit",
+            "credit given, due and in use do not add up to the window",
+        )
 
 
 def _held(box: messages.Messages) -> int:
     """Messages that have begun to arrive and were not taken."""
-    held = sum(waiting.wire_id is None for q in box._waiting.values() for waiting in q)
-    return held + _landing(box)
+    return sum(
+        waiting.wire_id is None for queue in box._waiting.values() for waiting in queue
+    )
 
 
 def _landing(box: messages.Messages) -> int:

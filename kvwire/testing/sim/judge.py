@@ -19,9 +19,11 @@ from kvwire.errors import (
     KVWireError,
     MessageTooLarge,
     PeerCancelled,
+    PeerError,
     PeerUnresponsive,
     RequestCancelled,
     StaleRegion,
+    UsageError,
 )
 from kvwire.limits import STALL_TOLERANCE_S
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
@@ -31,6 +33,7 @@ from kvwire.proto.state import Kind
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Mailbox, Message
 from kvwire.testing.sim.content import content
+from kvwire.testing.sim.kv_judge import KVJudge
 from kvwire.testing.sim.net import Frame
 from kvwire.testing.sim.violation import Violation, demand
 
@@ -48,11 +51,15 @@ class Judge:
 
     Attributes:
         completed_count: Completions seen.
+        kv: Does the same for KV transfers.
     """
 
     def __init__(self, world: World) -> None:
         self.completed_count = 0
+        self.kv = KVJudge()
         self._world = world
+        setup = world.plan.setup
+        self._patience_s = setup.ping_interval_s * setup.ping_misses
         self._eager: dict[int, Message] = {}
 
     def eager_sent(self, message: Message) -> None:
@@ -64,18 +71,22 @@ class Judge:
 
     def leaves(self, endpoint: Endpoint, chunk: Chunk) -> None:
         """A chunk is handed to the wire: may its memory be read?"""
-        request, _ = chunk.request_and_segment
+        request, number = chunk.request_and_segment
         if request.kind is Kind.SERVE_GET:
             ask = _asked(endpoint, request)
             _check_aim(ask, chunk.offset - chunk.position, "reads")
             return
         ask = _own(request)
         demand(not ask.over, "completion", "a request moves bytes after its end")
-        demand(chunk.buffer == ask.buffer, "place", "a chunk of another buffer")
+        buffer = ask.parts[number].buffer if number else ask.buffer
+        demand(chunk.buffer == buffer, "place", "a chunk of another buffer")
 
     def lands(self, endpoint: Endpoint, frame: Frame, arrival: Arrival) -> None:
         """A payload is about to be written: may it be, and there?"""
         request, header = arrival.request, arrival.header
+        if arrival.segment is not None:
+            self.kv.lands(arrival)
+            return
         assert request is not None
         if request.kind is Kind.SERVE_PUT:
             _check_aim(
@@ -108,6 +119,9 @@ class Judge:
             demand(data == content(frame.serial, len(data)), "content", "eager message")
             demand(len(data) == message.nbytes, "content", "a message cut short")
             message.landed = True
+            return
+        if arrival.segment is not None:
+            self.kv.landed(arrival, data)
             return
         request, begin = arrival.request, arrival.header.offset
         if request is None:
@@ -147,12 +161,20 @@ class Judge:
         self._world.note(
             endpoint.name, ask.kind.value, type(event.error).__name__, event.nbytes
         )
+        moves = ask.kind in (Kind.OUTGOING, Kind.INCOMING)
+        if event.error is None and ask.buffer is not None:
+            held = endpoint.node.holds.held(ask.buffer)
+            demand(not held, "memory-reuse", "a success, and the link uses its memory")
         if event.error is not None:
             self._check_error(ask, event.error)
+        elif moves:
+            self.kv.succeeded(ask)
         elif ask.kind is Kind.RECV:
             self._check_received(ask, event)
         elif ask.aim is not None:
             _check_one_sided(ask)
+        if moves:
+            endpoint.node.app.kv.over(ask)
 
     def no_deadline_passed(self, endpoint: Endpoint, now: float) -> None:
         """After a tick nothing is open whose deadline has passed."""
@@ -196,6 +218,25 @@ class Judge:
         message.taken = True
         _check_order(_mailbox(ask), ask.place, message.place)
 
+    def refused(self, ask: Ask, error: ConnectionClosed | UsageError) -> None:
+        """The core would not start a request: is there a reason?"""
+        if isinstance(error, UsageError):
+            small = self._world.plan.setup.small_tables
+            demand(small, "limit", f"no room for a {ask.kind.value}: {error}")
+        else:
+            self.refused_as_closed(ask.endpoint)
+
+    def refused_as_closed(self, endpoint: Endpoint) -> None:
+        """The core says that the connection is closed, or closing."""
+        peer = endpoint.peer
+        demand(
+            endpoint.closing
+            or endpoint.core.error is not None
+            or (peer is not None and peer.closing),
+            "untrue",
+            "refused as closed, which it is not",
+        )
+
     # --- errors -----------------------------------------------------------------------
 
     def _check_error(self, ask: Ask, error: KVWireError) -> None:
@@ -229,9 +270,15 @@ class Judge:
             case IntegrityError():
                 tampered = endpoint.end.into.tampered or endpoint.end.out.tampered
                 return tampered and self._world.plan.setup.checked
+            case PeerError():
+                # The peer closes, and has not answered a transfer of ours.
+                moves = ask.kind in (Kind.OUTGOING, Kind.INCOMING)
+                return moves and endpoint.peer is not None and endpoint.peer.closing
             case MessageTooLarge():
                 box = _mailbox(ask)
                 return any(message.nbytes > ask.nbytes for message in box.messages)
+            case ClosedOK() if ask.kind in (Kind.PUT, Kind.GET):
+                return False  # what was begun is delivered before a clean end
             case ConnectionClosed():
                 peer = endpoint.peer
                 ended = endpoint.core.error is not None
@@ -254,22 +301,35 @@ class Judge:
 
     def _check_silence(self, endpoint: Endpoint) -> None:
         """Whoever calls its peer dead has not heard of it for long enough."""
-        world, node = self._world, endpoint.node
+        world, lane = self._world, endpoint.end.into
         setup = world.plan.setup
-        silence_s = world.now - endpoint.end.into.last_arrival()
-        patience_s = setup.ping_interval_s * setup.ping_misses
         # A jump of the clock passes for the rest of the interval it falls into.
-        least_s = patience_s - node.jumps * setup.ping_interval_s
+        jumps_s = endpoint.node.jumps * setup.ping_interval_s
+        silence_s = world.now - lane.last_arrival()
         demand(
-            silence_s >= least_s - 2 * STALL_TOLERANCE_S,
+            silence_s >= self._patience_s - jumps_s - 2 * STALL_TOLERANCE_S,
             "blame",
             f"{endpoint.name} calls its peer dead, whose bytes came {silence_s:.3f} s "
-            f"ago; its patience is {patience_s:g} s",
+            f"ago; its patience is {self._patience_s:g} s",
         )
+        # A ping waits behind payload that arrives with pauses, for any time.
         demand(
-            node.was_late or silence_s <= patience_s + setup.ping_interval_s + 0.3,
+            setup.gap or not lane.wire.healthy,
+            "blame",
+            f"{endpoint.name} calls a peer dead that lives and can be reached",
+        )
+
+    def no_silence(self, endpoint: Endpoint) -> None:
+        """After a tick nobody has been silent for longer than is borne."""
+        world, node = self._world, endpoint.node
+        if node.was_late:
+            return  # its own lateness is forgiven to its peer
+        silence_s = world.now - endpoint.end.into.last_arrival()
+        longest_s = self._patience_s + world.plan.setup.ping_interval_s
+        demand(
+            silence_s < longest_s + STALL_TOLERANCE_S,
             "detection",
-            f"{endpoint.name} finds its peer dead after {silence_s:.3f} s only",
+            f"{endpoint.name} has not noticed a silence of {silence_s:.3f} s",
         )
 
     # --- the end ----------------------------------------------------------------------

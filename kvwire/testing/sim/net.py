@@ -15,6 +15,7 @@ and whoever accepts such a frame fails the seed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kvwire.errors import ConnectionLost
@@ -113,6 +114,8 @@ class Lane:
     """One ordered queue, one way.
 
     Attributes:
+        wire: What it is a part of.
+        source, target: Its ends.
         frames: On their way, oldest first.
         queued_bytes: Theirs.
         blocked_until: Nothing arrives before.
@@ -121,9 +124,11 @@ class Lane:
         tampered: Something has happened to a frame that no link allows.
         rewritten: That was in the handshake, and every checksum is right again.
         mail: The messages that were sent, by tag.
+        ambush: What happens when the next payload is half in place.
     """
 
-    def __init__(self, world: World, source: End, target: End) -> None:
+    def __init__(self, world: World, wire: Wire, source: End, target: End) -> None:
+        self.wire = wire
         self.source = source
         self.target = target
         self.frames: deque[Frame] = deque()
@@ -134,6 +139,7 @@ class Lane:
         self.tampered = False
         self.rewritten = False
         self.mail: dict[int, Mailbox] = {}
+        self.ambush: Callable[[Lane], None] | None = None
         self.landing: Landing | None = None
         self._world = world
         self._last_due = 0.0
@@ -147,7 +153,7 @@ class Lane:
 
     def put(self, frame: Frame) -> None:
         """Queue a frame, unless something happens to it on the way."""
-        if self._world.plan.keeps_history:
+        if self._world.keeps_history:
             body = None if frame.body is None or frame.serial else frame.body
             self.history.append(None if body is None else (frame.header, body))
         if self.armed and self.armed[0].apply(self, frame):
@@ -174,10 +180,13 @@ class Lane:
 
     def block(self, until: float) -> None:
         """Let nothing arrive before a time."""
+        self.wire.disturbed = True
         self.blocked_until = max(self.blocked_until, until)
 
     def unblock(self) -> None:
         """Let everything pass again."""
+        for frame in self.frames:
+            frame.due = max(frame.due, min(self.blocked_until, self._world.now))
         self.blocked_until = 0.0
         if self.frames or self._closing:
             self._wake(self._world.now)
@@ -199,7 +208,7 @@ class Lane:
         arrived = self.target.heard_at
         for frame in self.frames:
             due = max(frame.due, self.blocked_until)
-            if due > self._world.now:
+            if due >= self._world.now:
                 break
             arrived = max(arrived, due)
         return arrived
@@ -249,12 +258,7 @@ class Lane:
                 self._deaf = True
                 self.frames.clear()
                 return
-            if frame.length > 1 and (pause_s := self._world.pause_s()):
-                half = self._read(frame)[: frame.length // 2]
-                self._write(frame, self.landing, 0, half)
-                target.received_bytes += len(half)
-                frame.due = self._world.now + pause_s
-                self._last_due = max(self._last_due, frame.due)
+            if frame.length > 1 and self._pauses(frame, self.landing):
                 return
         landing = self.landing
         assert landing is not None
@@ -270,6 +274,23 @@ class Lane:
         demand(not (accepted and frame.harm), "tamper", f"accepted: {frame.harm}")
         if not self.frames and not self.source.ending:
             self.source.handler.link_writable()
+
+    def _pauses(self, frame: Frame, landing: Landing) -> bool:
+        """Whether only half of a payload arrives now; and something may happen then."""
+        world = self._world
+        pause_s = world.pause_s()
+        if self.ambush is not None and landing.lease is not None:
+            pause_s = pause_s or 4 * world.latency()
+            world.at(world.now, self.ambush, self)
+            self.ambush = None
+        if not pause_s:
+            return False
+        half = self._read(frame)[: frame.length // 2]
+        self._write(frame, landing, 0, half)
+        self.target.received_bytes += len(half)
+        frame.due = world.now + pause_s
+        self._last_due = max(self._last_due, frame.due)
+        return True
 
     def _read(self, frame: Frame) -> bytes:
         if frame.body is not None:
@@ -356,14 +377,14 @@ class End:
         self.node.after(LINGER_S, self._give_up)
 
     def abort(self) -> None:
-        """End now. What is under way may go on for a while."""
+        """End now. What was handed over before may go on for a while."""
         if self.closed or self.aborted:
             return
         self.aborted = True
         world = self._world
-        self.node.after(world.latency(), self.into.late_access)
-        self.out.drop(copies=True)
-        self.node.after(2 * world.latency(), self.finish, None)
+        late_s = world.latency()
+        self.node.after(late_s, self.into.late_access)
+        self.node.after(late_s + world.latency(), self.finish, None)
         self.out.target.break_off()
 
     def break_off(self) -> None:
@@ -400,18 +421,28 @@ class Wire:
 
     Attributes:
         ends: Of the side that connected, and of the other.
-        disturbed: It has been cut.
+        is_cut: Nothing reaches the other end any more.
+        disturbed: That, or it has been blocked or tampered with.
     """
 
     def __init__(self, world: World, client: Node, server: Node) -> None:
         self.ends = (End(world, client), End(world, server))
         self.disturbed = False
+        self.is_cut = False
         for here, there in (self.ends, self.ends[::-1]):
-            here.out = there.into = Lane(world, here, there)
+            here.out = there.into = Lane(world, self, here, there)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether whatever one side says reaches the other, and without delay."""
+        return not self.disturbed and not any(
+            end.closed or end.aborted or end.node.dead or end.node.was_late
+            for end in self.ends
+        )
 
     def cut(self) -> None:
         """Lose everything under way; each side may or may not be told."""
-        self.disturbed = True
+        self.is_cut = True
         for end in self.ends:
             end.out.drop(copies=False)
             end.out.block(float("inf"))

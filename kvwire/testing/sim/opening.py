@@ -134,7 +134,5 @@ def _handshake(world: World, node: Node, role: Role) -> Handshake:
     nonce = world.nonce()
     if role is Role.SERVER:
         return ServerHandshake(node.identity, nonce)
-    offer = Offer(
-        name=node.name, backends=(BackendOffer(_TRANSPORT, 1),), profile=()
-    )
+    offer = Offer(name=node.name, backends=(BackendOffer(_TRANSPORT, 1),), profile=())
     return ClientHandshake(node.identity, nonce, offer)

@@ -31,6 +31,9 @@ class Verb(enum.Enum):
     GET = "get"
     REVOKE = "revoke"
     CLOSE_REGION = "close region"
+    OPEN = "open transfer"
+    MARK = "mark"
+    COMMIT = "commit"
     CANCEL = "cancel"
     WITHDRAW = "withdraw"
     CLOSE = "close"
@@ -51,6 +54,7 @@ class Verb(enum.Enum):
     LATE_TIMERS = "late timers"
     STORM = "cancel storm"
     FORGE = "forge"
+    AMBUSH = "ambush"
 
 
 _WORK: Final[dict[Verb, float]] = {
@@ -59,6 +63,9 @@ _WORK: Final[dict[Verb, float]] = {
     Verb.GRANT: 3,
     Verb.PUT: 5,
     Verb.GET: 5,
+    Verb.OPEN: 3,
+    Verb.MARK: 5,
+    Verb.COMMIT: 2,
     Verb.REVOKE: 0.7,
     Verb.CLOSE_REGION: 0.7,
     Verb.CANCEL: 1.5,
@@ -72,6 +79,10 @@ FAULTS: Final = tuple(verb for verb in Verb if verb not in _WORK)
 TAMPERING: Final = frozenset(
     {Verb.FLIP, Verb.DROP, Verb.DOUBLE, Verb.SWAP, Verb.REFLECT, Verb.REWRITE}
 )
+
+
+# No connection outlives these; were they frequent, little else would be tested.
+_DEADLY: Final = TAMPERING | {Verb.CUT, Verb.CRASH, Verb.FORGE}
 
 
 class Step(NamedTuple):
@@ -169,28 +180,31 @@ class Plan:
     steps: tuple[Step, ...]
     end: float
 
-    @property
-    def keeps_history(self) -> bool:
-        """Whether lanes have to remember what they have sent."""
-        return any(step.verb is Verb.REFLECT for step in self.steps)
+    def has(self, verb: Verb) -> bool:
+        """Whether some step of it is of this kind."""
+        return any(step.verb is verb for step in self.steps)
 
 
 def make_plan(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(seed)  # noqa: S311 - a schedule, not a secret
-    faults = [fault for fault in FAULTS if rng.random() < 0.2]
+    faults = [
+        fault for fault in FAULTS if rng.random() < (0.08 if fault in _DEADLY else 0.25)
+    ]
     if rng.random() < 0.15:
         faults = []
     setup = _make_setup(rng, calm=not faults)
     begin = 8 * setup.latency_s[1]
     end = begin + rng.choice((0.05, 0.3, 1.0, 4.0, 15.0))
     weights = {verb: weight * rng.choice((0.3, 1, 2)) for verb, weight in _WORK.items()}
-    verbs = rng.choices(list(weights), list(weights.values()), k=rng.randrange(12, 40))
+    verbs = rng.choices(list(weights), list(weights.values()), k=rng.randrange(12, 48))
     for fault in faults:
         verbs += [fault] * rng.choice((1, 1, 2))
     steps = [_make_step(rng, verb, setup.nodes, begin, end) for verb in verbs]
-    for node in range(1, setup.nodes):
-        steps.append(Step(0.0, Verb.CONNECT, node, rng.getrandbits(192)))
+    steps += [
+        Step(0.0, Verb.CONNECT, node, rng.getrandbits(192))
+        for node in range(1, setup.nodes)
+    ]
     steps.sort(key=lambda step: step.at)
     return Plan(seed=seed, setup=setup, steps=tuple(steps), end=end)
 
@@ -198,9 +212,9 @@ def make_plan(seed: int) -> Plan:
 def _make_step(
     rng: random.Random, verb: Verb, nodes: int, begin: float, end: float
 ) -> Step:
-    # A third of what changes frames happens while hands are shaken.
+    # A third of what changes frames does so while hands are shaken.
     early = verb is Verb.REWRITE or (verb in TAMPERING and rng.random() < 0.3)
-    at = rng.uniform(0, begin) if early else rng.uniform(begin, end)
+    at = 0.0 if early else rng.uniform(begin, end)
     return Step(at, verb, rng.randrange(nodes), rng.getrandbits(192))
 
 
@@ -223,8 +237,8 @@ def _make_setup(rng: random.Random, *, calm: bool) -> Setup:
         ping_misses=rng.choice((2, PING_MISSES, 4)),
         latency_s=(low_s, low_s * rng.choice((1, 3, 8))),
         queue_bytes=chunk_bytes * rng.choice((1, 2, 4)),
-        late=some(0.3),
-        stuck=some(0.1),
+        late=some(rng.choice((0.3, 1.0))),
+        stuck=some(rng.choice((0.1, 1.0))),
         gap=some(0.3),
         silent=some(0.5),
         slow=some(0.5),

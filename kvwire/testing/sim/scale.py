@@ -11,21 +11,32 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Final
 
-from kvwire.proto import flows, messages, regions, requests
+from kvwire.proto import flows, messages, regions, requests, transfers
 from kvwire.wire import hello
 
 SMALL_CHUNK_BYTES: Final = 64
 
 _Change = tuple[ModuleType, str, int]
-_ALWAYS: Final[tuple[_Change, ...]] = (
-    (hello, "CHUNK_BYTES_MIN", SMALL_CHUNK_BYTES),
-)
+_ALWAYS: Final[tuple[_Change, ...]] = ((hello, "CHUNK_BYTES_MIN", SMALL_CHUNK_BYTES),)
 _SMALL_TABLES: Final[tuple[_Change, ...]] = (
     (requests, "REQUESTS_MAX", 6),
     (messages, "REQUESTS_MAX", 6),
     (flows, "REQUESTS_MAX", 6),
     (regions, "GRANTS_MAX", 4),
+    (transfers, "TRANSFERS_WAITING_MAX", 3),
+    (transfers, "LANDED_MAX", 2),
+    (transfers, "SETTLED_MAX", 2),
 )
+
+
+def requests_max() -> int:
+    """How many requests a side may have open now."""
+    return int(vars(requests)["REQUESTS_MAX"])
+
+
+def grants_max() -> int:
+    """How many grants a connection may have now."""
+    return int(vars(regions)["GRANTS_MAX"])
 
 
 @contextmanager

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from kvwire.testing.sim.net import Frame, Lane
     from kvwire.testing.sim.world import World
 
+_HEADER: Final = "header"
+_BODY: Final = "body"
+_PAYLOAD: Final = "payload"
+_WHERE: Final = (_HEADER, _BODY, _PAYLOAD, _PAYLOAD)
 # Where the checks lie in a header; see kvwire.wire.header.
 _PAYLOAD_CHECK: Final = slice(24, 28)
 _HEADER_CHECK: Final = slice(28, 32)
@@ -30,28 +34,50 @@ _UNPROVEN: Final = frozenset(int(kind) for kind in HANDSHAKE_TYPES)
 class Tamper:
     """One thing that will happen to the next frames of a lane."""
 
-    __slots__ = ("_dice", "_held_back", "_verb", "_world")
+    __slots__ = ("_dice", "_held_back", "_skip", "_verb", "_where", "_world")
 
     def __init__(self, world: World, verb: Verb, dice: Dice) -> None:
         self._world = world
         self._verb = verb
         self._dice = dice
         self._held_back: Frame | None = None
+        self._skip = dice.below(2)
+        self._where = _WHERE[dice.below(len(_WHERE))]
+        setup = world.plan.setup
+        if self._where is _PAYLOAD and not setup.checked:
+            self._where = _HEADER  # nobody would notice
+        if verb is Verb.REFLECT and setup.trust is TrustMode.LOOPBACK:
+            self._verb = Verb.DROP  # without a key nobody can tell who made a frame
 
     def apply(self, lane: Lane, frame: Frame) -> bool:
         """Harm a frame that is sent; True if that has settled where it goes."""
+        if self._held_back is None:
+            if not self._suits(lane, frame):
+                return False
+            if self._skip:
+                self._skip -= 1
+                return False
         settled = self._harm(lane, frame)
-        if settled is None:
-            return False  # this frame is not the kind to harm; wait for another
         if self._held_back is None:
             lane.armed.popleft()
         return settled
 
-    def _harm(self, lane: Lane, frame: Frame) -> bool | None:
+    def _suits(self, lane: Lane, frame: Frame) -> bool:
+        payload = frame.body is None or frame.serial > 0
+        match self._verb:
+            case Verb.FLIP if self._where is not _HEADER:
+                return frame.length > 0 and payload is (self._where is _PAYLOAD)
+            case Verb.REWRITE:
+                return frame.header[0] in _UNPROVEN
+            case Verb.REFLECT:
+                return not payload and _mirrored(lane) is not None
+            case _:
+                return True
+
+    def _harm(self, lane: Lane, frame: Frame) -> bool:
         match self._verb:
             case Verb.FLIP:
                 self._flip(lane, frame)
-                return False
             case Verb.DROP:
                 self._note(lane, "frame lost")
                 if frame.chunk is not None:
@@ -67,26 +93,26 @@ class Tamper:
             case Verb.SWAP:
                 return self._swap(lane, frame)
             case Verb.REFLECT:
-                return self._reflect(lane, frame)
+                self._reflect(lane, frame)
             case _:
-                return self._rewrite(lane, frame)
+                self._rewrite(lane, frame)
+        return False
 
     def _flip(self, lane: Lane, frame: Frame) -> None:
-        where = self._dice.below(3)
-        payload = frame.body is None or frame.serial > 0
-        if where and frame.length and (self._world.plan.setup.checked or not payload):
-            bit = self._dice.below(8 * frame.length)
-            self._note(lane, "payload flipped" if payload else "body flipped")
-            if payload:
-                frame.flip = bit
-                return
-            assert frame.body is not None
-            frame.body = _flipped(frame.body, bit)
-            frame.harm = "damaged body"
+        """Turn a bit of a header, of a control body or of a payload."""
+        if self._where is _HEADER:
+            self._note(lane, "header flipped")
+            frame.header = _flipped(frame.header, self._dice.below(8 * HEADER_BYTES))
+            frame.harm = "damaged header"
             return
-        self._note(lane, "header flipped")
-        frame.header = _flipped(frame.header, self._dice.below(8 * HEADER_BYTES))
-        frame.harm = "damaged header"
+        bit = self._dice.below(8 * frame.length)
+        self._note(lane, f"{self._where} flipped")
+        if self._where is _PAYLOAD:
+            frame.flip = bit
+            return
+        assert frame.body is not None
+        frame.body = _flipped(frame.body, bit)
+        frame.harm = "damaged body"
 
     def _swap(self, lane: Lane, frame: Frame) -> bool:
         first, self._held_back = self._held_back, None
@@ -99,36 +125,28 @@ class Tamper:
         lane.append(first)
         return True
 
-    def _reflect(self, lane: Lane, frame: Frame) -> bool | None:
+    def _reflect(self, lane: Lane, frame: Frame) -> None:
         """Give the receiver its own frame of the same number; seals must refuse it."""
-        number = len(lane.history) - 1
-        theirs = lane.target.out.history
-        mirrored = theirs[number] if number < len(theirs) else None
-        if mirrored is None or frame.body is None or frame.serial:
-            return None
-        if self._world.plan.setup.trust is TrustMode.LOOPBACK:
-            return False  # without a key nobody can tell who made a frame
+        mirrored = _mirrored(lane)
+        assert mirrored is not None
         self._note(lane, "frame reflected")
         frame.header, frame.body = mirrored
         frame.length = len(frame.body)
         frame.harm = "reflected frame"
-        return False
 
-    def _rewrite(self, lane: Lane, frame: Frame) -> bool | None:
+    def _rewrite(self, lane: Lane, frame: Frame) -> None:
         """Change a fixed message of the handshake and make its checks right again."""
-        if frame.header[0] not in _UNPROVEN or frame.body is None:
-            return None
         self._note(lane, "handshake rewritten")
+        assert frame.body is not None
         frame.body = _flipped(frame.body, self._dice.below(8 * frame.length))
         header = bytearray(frame.header)
         header[_PAYLOAD_CHECK] = struct.pack("<I", zlib.crc32(frame.body))
         header[_HEADER_CHECK] = struct.pack("<I", zlib.crc32(header[:28]))
         frame.header = bytes(header)
         lane.rewritten = True
-        return False
 
     def _note(self, lane: Lane, what: str) -> None:
-        lane.tampered = True
+        lane.tampered = lane.wire.disturbed = True
         self._world.note(lane.source.node.name, what, lane.target.node.name)
 
 
@@ -139,11 +157,19 @@ class _Aftermath(Tamper):
 
     def __init__(self, world: World, harm: str) -> None:
         super().__init__(world, Verb.DROP, Dice(0))
+        self._skip = 0
         self._harm_said = harm
 
-    def _harm(self, lane: Lane, frame: Frame) -> bool | None:
+    def _harm(self, lane: Lane, frame: Frame) -> bool:
         frame.harm = self._harm_said
         return False
+
+
+def _mirrored(lane: Lane) -> tuple[bytes, bytes] | None:
+    """The control frame that the receiver has sent under the same number."""
+    number = len(lane.history) - 1
+    theirs = lane.target.out.history
+    return theirs[number] if number < len(theirs) else None
 
 
 def _copy(frame: Frame, harm: str) -> Frame:

@@ -48,6 +48,7 @@ class World:
         endpoints: Every side of a connection there has been.
         judge: Decides whether it is right.
         calm: Faults are over.
+        keeps_history: Lanes have to remember what they have sent.
         keys: What every node accepts in ``psk`` mode.
     """
 
@@ -62,6 +63,7 @@ class World:
         self.endpoints: list[Endpoint] = []
         self.judge = Judge(self)
         self.calm = False
+        self.keeps_history = plan.has(Verb.REFLECT)
         self._closing = False
         self._faults = Faults(self)
         self._rng = random.Random(plan.seed ^ 0x5EED)  # noqa: S311 - no secret
@@ -86,6 +88,7 @@ class World:
         for step in self.plan.steps:
             self.at(step.at, self._act, step)
         self.at(self.plan.end, self._faults.end)
+        self.at(self.plan.end, self._commit_all)
         self.at(self.plan.end + 1.0, self._close_all)
         self._play(self.plan.end + LIVENESS_S)
         for _, _, call, arguments in self._queue:
@@ -144,6 +147,15 @@ class World:
         """How late a timer fires when timers are late."""
         return 2 * self._rng.random()
 
+    def afterthought_s(self) -> float:
+        """How long an application takes to do its part; 0 for at once."""
+        slow = self.plan.setup.slow
+        return 5 * self.latency() if slow and self._rng.random() < slow else 0.0
+
+    def whim(self, count: int) -> bool:
+        """True once in ``count`` times."""
+        return self._rng.random() * count < 1
+
     def is_silent(self) -> bool:
         """Whether a broken link says nothing."""
         silent = self.plan.setup.silent
@@ -173,6 +185,7 @@ class World:
         self.note(client.name, "connects to", server.name)
         wire = Wire(self, client, server)
         self.wires.append(wire)
+        self._faults.meet(wire)
         openings = (
             Opening(self, client, wire.ends[0], Role.CLIENT),
             Opening(self, server, wire.ends[1], Role.SERVER),
@@ -211,9 +224,8 @@ class World:
 
     def provide(self, endpoint: Endpoint, event: MemoryWanted) -> None:
         """Let the application give memory, at once or a little later."""
-        slow = self.plan.setup.slow
-        if slow and self._rng.random() < slow:
-            delay_s = 5 * self.latency()
+        delay_s = self.afterthought_s()
+        if delay_s:
             endpoint.node.after(delay_s, self._provide_late, endpoint, event)
         else:
             endpoint.node.app.provide(endpoint, event)
@@ -236,6 +248,10 @@ class World:
             node.after(0.0, node.app.act, step)
 
     # --- the end ----------------------------------------------------------------------
+
+    def _commit_all(self) -> None:
+        for node in self.nodes:
+            node.after(0.0, node.app.commit_all)
 
     def _close_all(self) -> None:
         self._closing = True

@@ -1,0 +1,1 @@
+"""Bugs planted on purpose, to show that the tests would find them (goal Q6)."""
