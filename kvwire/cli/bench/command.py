@@ -21,6 +21,8 @@ from kvwire.cli.bench.turns import Finding, steps, take_turns
 from kvwire.limits import MIB
 
 Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
+# "-" is a file name here, and no option.
+Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))]
 
 app = App(
@@ -40,7 +42,7 @@ def messages(
     loop: Literal["uvloop", "asyncio"] = "uvloop",
     rounds: Rounds = 10,
     round_mib: Mebibytes = 256,
-    json: Path | None = None,
+    json: Output = None,
     plot: Path | None = None,
 ) -> None:
     """Round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.

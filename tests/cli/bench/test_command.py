@@ -1,0 +1,109 @@
+"""``kvwire bench``, from the command line to the files it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from kvwire.cli.bench import command, messages
+from kvwire.cli.bench.messages import SIZES
+from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.limits import KIB
+from tests.cli.bench.contenders import Scripted, benchmark, case
+
+VERBS = ("send", "put", "get")
+
+
+@pytest.mark.timeout(120)
+def test_messages_measures_everything_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One round, with small bulk sizes; every case has our samples and the peers'."""
+    monkeypatch.setattr(messages, "SIZES", (64 * KIB, 256 * KIB))
+    monkeypatch.setattr("kvwire.cli.bench.iperf3.ROUND_BYTES_MIN", 0)
+    out, plot = tmp_path / "found.json", tmp_path / "found.svg"
+    arguments = ["bench", "messages", "--rounds", "1", "--round-mib", "1"]
+    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
+
+    printed = capsys.readouterr().out
+    assert "64 B round trip, us" in printed
+    found = json.loads(out.read_text())
+    ping, *bulk = found["cases"]
+    assert ping["best"] == "uvloop streams"
+    assert len(ping["contenders"]["kvwire"]["rounds"][0]) == messages.PINGS
+    assert len(bulk) == 2 * len(VERBS)
+    for row in found["cases"]:
+        assert row["ratio"] > 0
+        assert row["met"] in (True, False)
+    assert found["contenders"]["kvwire"]["loop"] == "uvloop"
+    assert ET.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_the_cases_are_those_of_the_documentation() -> None:
+    found = messages.messages(transport="tcp", loop="asyncio", round_bytes=1 << 26)
+    names = [row.name for row in found.cases]
+    assert names == [
+        "64 B round trip",
+        *(f"1 MiB {verb}" for verb in VERBS),
+        *(f"16 MiB {verb}" for verb in VERBS),
+    ]
+    assert [row.target for row in found.cases] == [1.3] + [0.9] * 6
+    assert found.cases[0].beside[0].name == "asyncio streams"
+    assert {row.work.nbytes for row in found.cases[1:]} == set(SIZES)
+    for row in found.cases[1:]:
+        assert row.work.count >= row.work.in_flight
+
+
+def test_without_iperf3_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = messages.messages(transport="tcp", loop="uvloop", round_bytes=1)
+    assert [absent.name for absent in found.missing] == ["iperf3"]
+    assert [peer.name for peer in found.cases[1].beside] == ["bare sockets"]
+
+
+def test_inproc_cannot_join_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "messages", "--transport", "inproc"]) == CALLED_WRONG
+    assert "two processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "bad", [["--rounds", "0"], ["--loop", "trio"], ["--round", "1"]]
+)
+def test_options_that_make_no_sense(
+    bad: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "messages", *bad]) == CALLED_WRONG
+    assert capsys.readouterr().err
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the real one, a benchmark that takes no time."""
+    whole = benchmark(case(Scripted("kvwire"), Scripted("other")))
+    monkeypatch.setattr(command, "benchmark_messages", lambda **_: whole)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_json_on_the_output_leaves_the_table_to_whoever_watches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "messages", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["settings"]["rounds"] == 10
+    assert "1 KiB send" in captured.err
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "no" / "found.json"
+    assert main(["bench", "messages", "--json", str(missing)]) == CALLED_WRONG
+    assert f"kvwire: {missing}: No such file" in capsys.readouterr().err

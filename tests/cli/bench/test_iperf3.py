@@ -1,0 +1,88 @@
+"""iperf3 as a contender: its report, its absence, and the real one where it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvwire.cli.bench import iperf3
+from kvwire.cli.bench.case import Work
+from kvwire.cli.bench.errors import BenchError
+from kvwire.limits import GIB, MIB
+
+REPORT = {
+    "end": {
+        "sum_received": {"bytes": 2 * GIB, "seconds": 0.5},
+        "cpu_utilization_percent": {"host_total": 90.0, "remote_total": 60.0},
+    }
+}
+
+
+def test_a_report_is_read() -> None:
+    sample = iperf3.read_report(json.dumps(REPORT))
+    assert list(sample.values) == [4 * GIB]
+    assert sample.moved_bytes == 2 * GIB
+    # 150 % of half a second.
+    assert sample.cpu_s == 0.75
+
+
+@pytest.mark.parametrize(
+    "text", ["", "not json", "{}", "[]", '{"end": {}}', '{"end": null}']
+)
+def test_no_report_is_an_error(text: str) -> None:
+    with pytest.raises(BenchError, match="no report"):
+        iperf3.read_report(text)
+
+
+def test_what_iperf3_complains_about_is_passed_on() -> None:
+    with pytest.raises(BenchError, match="iperf3: server busy"):
+        iperf3.read_report('{"error": "server busy"}')
+
+
+def test_if_it_is_missing_the_remedy_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    absent = iperf3.missing()
+    assert absent is not None
+    assert "apt-get install iperf3" in absent.remedy
+
+
+def test_a_server_that_does_not_start_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = tmp_path / "iperf3"
+    fake.write_text("#!/bin/sh\necho cannot bind\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    contender = iperf3.Iperf3()
+    try:
+        with pytest.raises(BenchError, match="cannot bind"):
+            contender.start()
+    finally:
+        contender.stop()
+
+
+@pytest.mark.skipif(
+    shutil.which("iperf3") is None, reason="iperf3 is not installed here"
+)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("verb", ["send", "get"])
+def test_the_real_one(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iperf3, "ROUND_BYTES_MIN", 0)
+    work = Work(verb=verb, nbytes=MIB, count=8, in_flight=4)
+    contender = iperf3.Iperf3()
+    try:
+        contender.start()
+        contender.check(work)
+        sample = contender.round(work)
+    finally:
+        contender.stop()
+    # What the receiver has seen when the sender is through may be a little less.
+    assert sample.moved_bytes >= MIB
+    assert sample.values[0] > 0
+    assert sample.cpu_s > 0
+    assert contender.facts()["version"].startswith("iperf 3")

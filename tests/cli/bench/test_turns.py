@@ -1,0 +1,64 @@
+"""Who does what when: everybody in each round, checked first, stopped last."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvwire.cli.bench.errors import BenchError
+from kvwire.cli.bench.turns import steps, take_turns
+from tests.cli.bench.contenders import Scripted, benchmark, case
+
+ROUNDS = 4
+
+
+def test_everybody_takes_turns_and_who_begins_changes() -> None:
+    log: list[tuple[str, str]] = []
+    a, b = Scripted("a", log=log), Scripted("b", log=log)
+    take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
+    timed = [name for name, call in log if call == "round"][2:]
+    assert "".join(timed) == "abbaabba"
+
+
+def test_the_bytes_are_checked_before_anything_is_timed() -> None:
+    log: list[tuple[str, str]] = []
+    a, b = Scripted("a", log=log), Scripted("b", log=log)
+    take_turns(benchmark(case(a, b), case(a)), ROUNDS, lambda _: None)
+    calls = [call for _, call in log]
+    assert calls[:2] == ["start", "start"]
+    assert calls[-2:] == ["stop", "stop"]
+    # A check and a round that does not count, for each contender of each case.
+    assert calls[2:8] == ["check", "round"] * 3
+    assert "check" not in calls[8:]
+
+
+def test_samples_are_kept_round_by_round_without_the_first() -> None:
+    warm_up = [99.0]
+    a = Scripted("a", [warm_up, [1.0, 2.0], [3.0]])
+    (finding,) = take_turns(benchmark(case(a)), 2, lambda _: None)
+    found = finding.samples["a"]
+    assert [list(sample.values) for sample in found.rounds] == [[1.0, 2.0], [3.0]]
+    assert found.values == [1.0, 2.0, 3.0]
+
+
+def test_progress_is_reported_as_often_as_announced() -> None:
+    said: list[str] = []
+    whole = benchmark(case(Scripted("a"), Scripted("b")), case(Scripted("a")))
+    take_turns(whole, ROUNDS, said.append)
+    assert len(said) == steps(whole, ROUNDS) == 3 * (ROUNDS + 1)
+    assert set(said) == {"1 KiB send: a", "1 KiB send: b"}
+
+
+def test_a_contender_of_two_cases_is_started_once() -> None:
+    log: list[tuple[str, str]] = []
+    a = Scripted("a", log=log)
+    take_turns(benchmark(case(a), case(a)), 1, lambda _: None)
+    assert [call for _, call in log].count("start") == 1
+
+
+@pytest.mark.parametrize("failing", ["start", "check", "round"])
+def test_everybody_is_stopped_whatever_fails(failing: str) -> None:
+    log: list[tuple[str, str]] = []
+    a, b = Scripted("a", log=log), Scripted("b", log=log, failing=failing)
+    with pytest.raises(BenchError, match=f"b failed to {failing}"):
+        take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
+    assert log[-2:] == [("a", "stop"), ("b", "stop")]
