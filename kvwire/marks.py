@@ -14,10 +14,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from kvwire.claims import Claims
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Ids
 from kvwire.kv.paged import PagedCache
 
 Which = int | slice | None
@@ -29,6 +28,14 @@ class Mark(NamedTuple):
     group: str
     layers: range
     blocks: range
+
+
+class _Group(NamedTuple):
+    """What marks of one group are checked against."""
+
+    layers: range
+    blocks: range
+    claims: Claims
 
 
 class Marks:
@@ -48,16 +55,18 @@ class Marks:
     ) -> None:
         self.log: list[Mark] = []
         self.finished = False
-        self._cache = cache
-        self._lists = lists
         self._loop = loop
         self._thread = threading.get_ident()
         self._wake = wake
         self._woken = False
         self._lock = threading.Lock()
         self._later = 0
-        self._marked: dict[str, Bits] = {
-            name: np.zeros((group.spec.layers, lists[name].size), np.bool_)
+        self._groups = {
+            name: _Group(
+                group.spec.layer_indices,
+                range(lists[name].size),
+                Claims(group.spec.layers, lists[name].size),
+            )
             for name, group in cache.groups.items()
         }
 
@@ -110,7 +119,7 @@ class Marks:
     @property
     def complete(self) -> bool:
         """Whether everything was marked."""
-        return all(bits.all() for bits in self._marked.values())
+        return all(group.claims.complete for group in self._groups.values())
 
     def wake(self) -> None:
         """Have the loop look at the log soon; one wake-up for any number of marks."""
@@ -119,8 +128,13 @@ class Marks:
         self._woken = True
         if threading.get_ident() == self._thread:
             self._loop.call_soon(self._look)
-        else:
+            return
+        try:
             self._loop.call_soon_threadsafe(self._look)
+        except RuntimeError:
+            # The loop is closed, and so the transfer over. A forward pass that still
+            # runs need not know.
+            assert self._loop.is_closed()
 
     def _look(self) -> None:
         self._woken = False
@@ -128,38 +142,37 @@ class Marks:
 
     def _arrived(self, made: list[Mark]) -> None:
         with self._lock:
-            self._later -= 1
+            # In this order: the log is whole before `all_in` says so.
             self.log.extend(made)  # bounded: SEGMENTS_MAX
+            self._later -= 1
         self.wake()
 
     def _claim(self, made: list[Mark]) -> None:
         if self.finished:
             raise UsageError("ready: the transfer is finished already")
         for mark in made:
-            part = self._marked[mark.group][_slice(mark.layers), _slice(mark.blocks)]
-            if part.any():
+            if self._groups[mark.group].claims.taken(mark.layers, mark.blocks):
                 raise UsageError(
                     f"ready: part of layers {_span(mark.layers)} x blocks "
                     f"{_span(mark.blocks)} of group {mark.group!r} was marked before; "
                     f"marked memory may not change, so it is not marked twice"
                 )
         for mark in made:
-            self._marked[mark.group][_slice(mark.layers), _slice(mark.blocks)] = True
+            self._groups[mark.group].claims.claim(mark.layers, mark.blocks)
 
     def _mark(self, group: str, layers: Which, blocks: Which) -> Mark:
-        found = self._cache.groups.get(group)
+        found = self._groups.get(group)
         if found is None:
-            known = ", ".join(self._cache.groups)
+            known = ", ".join(self._groups)
             raise UsageError(f"ready: no group {group!r}; there is {known}")
-        held = found.spec.layer_indices
         return Mark(
             group,
-            _range(layers, held, f"layers of group {group!r}"),
-            _range(blocks, range(self._lists[group].size), f"blocks of {group!r}"),
+            _range(layers, found.layers, "layers", group),
+            _range(blocks, found.blocks, "blocks", group),
         )
 
     def _unnamed(self, layers: Which, blocks: Which) -> list[str]:
-        names = list(self._cache.groups)
+        names = list(self._groups)
         if len(names) > 1 and not (layers is None and blocks is None):
             raise UsageError(
                 f"ready: layers and blocks are counted in each group; pass group= one "
@@ -168,41 +181,36 @@ class Marks:
         return names
 
     def _gaps(self) -> str:
-        for group, bits in self._marked.items():
-            if not bits.all():
-                layer = int((~bits).any(axis=1).argmax())
-                block = int((~bits[layer]).argmax())
-                left = int(np.count_nonzero(~bits.any(axis=1)))
-                first = self._cache.groups[group].spec.first_layer
+        for name, group in self._groups.items():
+            if not group.claims.complete:
+                layer, block = group.claims.first_gap()
                 return (
-                    f"layer {first + layer} of block position {block} of group "
-                    f"{group!r} ({left} layers are wholly missing)"
+                    f"layer {group.layers[layer]} of block position {block} of group "
+                    f"{name!r} ({group.claims.untouched} layers are wholly missing)"
                 )
         return ""
 
 
-def _range(which: Which, held: range, where: str) -> range:
+def _range(which: Which, held: range, what: str, group: str) -> range:
     """The part that a caller names, relative to the first one held."""
     if which is None:
-        return range(len(held))
+        return held if not held.start else range(len(held))
     if isinstance(which, slice):
         start = held.start if which.start is None else which.start
         stop = held.stop if which.stop is None else which.stop
-        if which.step not in (None, 1) or start < held.start or stop > held.stop:
+        inside = held.start <= start <= stop <= held.stop
+        if which.step not in (None, 1) or not inside:
             raise UsageError(
-                f"ready: {where}: {start} to {stop} (step {which.step or 1}) is not a "
-                f"part of {held.start} to {held.stop}"
+                f"ready: {what} of group {group!r}: {start} to {stop} (step "
+                f"{which.step or 1}) is not a part of {held.start} to {held.stop}"
             )
-        return range(start - held.start, max(start, stop) - held.start)
+        return range(start - held.start, stop - held.start)
     if which not in held:
         raise UsageError(
-            f"ready: {where}: {which} is not one of {held.start} to {held.stop - 1}"
+            f"ready: {what} of group {group!r}: {which} is not one of {held.start} to "
+            f"{held.stop - 1}"
         )
     return range(which - held.start, which - held.start + 1)
-
-
-def _slice(indices: range) -> slice:
-    return slice(indices.start, indices.stop)
 
 
 def _span(indices: range) -> str:
