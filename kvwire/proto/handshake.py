@@ -131,6 +131,7 @@ class Handshake(ABC):
     is in :attr:`outgoing`, and stop when it raises or :attr:`agreement` is set.
 
     Attributes:
+        identity: What this side brings.
         outgoing: (header, body) of frames to send, oldest first; the caller empties it.
         agreement: Set when the handshake has ended well.
     """
@@ -142,7 +143,7 @@ class Handshake(ABC):
         self.outgoing: list[tuple[bytes, bytes]] = []
         self.agreement: Agreement | None = None
         self.state = state
-        self._identity = identity
+        self.identity = identity
         self._nonce = nonce
         self._header: Header | None = None
         self._raw_header = b""
@@ -183,9 +184,9 @@ class Handshake(ABC):
 
     def refuse(self, code: WireCode) -> None:
         """Tell the peer why; nothing else is sent after it."""
-        low, high = self._identity.versions
+        low, high = self.identity.versions
         message = Refuse(
-            code=code, version_min=low, version_max=high, trust=self._identity.trust
+            code=code, version_min=low, version_max=high, trust=self.identity.trust
         )
         self.state = HandshakeState.FAILED
         self._send(FrameType.REFUSE, message.encode())
@@ -213,7 +214,7 @@ class Handshake(ABC):
         self.outgoing.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX, three in all
 
     def _refused(self, said: Refuse) -> HandshakeError:
-        mine = self._identity
+        mine = self.identity
         if said.code == WireCode.VERSION:
             return VersionMismatch(
                 f"peer speaks protocol versions {said.version_min} to "
@@ -234,7 +235,7 @@ class Handshake(ABC):
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
         """Compare the fields that both sides name: KVW-HS-08."""
-        mine = dict(self._identity.profile)
+        mine = dict(self.identity.profile)
         differing = [
             (name, mine[name], value)
             for name, value in theirs
@@ -281,7 +282,7 @@ class ClientHandshake(Handshake):
 
     def _accepted(self, body: bytes) -> None:
         """The server has said ACCEPT: KVW-HS-06 and KVW-HS-07."""
-        identity, accept = self._identity, Accept.decode(body)
+        identity, accept = self.identity, Accept.decode(body)
         low, high = identity.versions
         if not low <= accept.version <= high:
             self.refuse(WireCode.VERSION)
@@ -324,7 +325,7 @@ class ClientHandshake(Handshake):
             role=self.role,
             digest=self._digest,
             keys=keys,
-            terms=common_terms(self._identity.terms, accept.terms),
+            terms=common_terms(self.identity.terms, accept.terms),
             peer_terms=accept.terms,
             peer=PeerInfo(
                 name=choice.name,
@@ -377,7 +378,7 @@ class ServerHandshake(Handshake):
             role=self.role,
             digest=self._digest,
             keys=keys,
-            terms=common_terms(self._identity.terms, hello.terms),
+            terms=common_terms(self.identity.terms, hello.terms),
             peer_terms=hello.terms,
             peer=PeerInfo(
                 name=offer.name,
@@ -401,7 +402,7 @@ class ServerHandshake(Handshake):
 
     def _greeted(self, body: bytes) -> None:
         """The client has said HELLO: KVW-HS-06 and KVW-HS-07."""
-        identity, hello = self._identity, Hello.decode(body)
+        identity, hello = self.identity, Hello.decode(body)
         low, high = identity.versions
         version = min(high, hello.version_max)
         if version < max(low, hello.version_min):
@@ -444,13 +445,13 @@ class ServerHandshake(Handshake):
         expected = keys.client_proof(self._digest + self._proof)
         if not same(Confirm.decode(body).mac, expected):
             self.refuse(WireCode.AUTHENTICATION)
-            raise _trust_error(self._identity.trust, self._identity.trust)
+            raise _trust_error(self.identity.trust, self.identity.trust)
         self._next()
-        if self._identity.trust is TrustMode.PSK:
+        if self.identity.trust is TrustMode.PSK:
             self.framing.use_seals(self.role, keys.seal)
 
     def _offered(self, offer: Offer) -> None:
-        mine = self._identity
+        mine = self.identity
         try:
             self._check_profile(offer.profile)
         except ProfileMismatch:

@@ -89,6 +89,12 @@ class Shaking:
         """The handshake of one side."""
         return self.client if role is Role.CLIENT else self.server
 
+    def terms(self, role: Role) -> Terms:
+        """What that side has said of its own limits; the handshake must be over."""
+        other = self.of(role.other).agreement
+        assert other is not None
+        return other.peer_terms
+
 
 def begin(
     client: Identity | None = None,
@@ -118,7 +124,8 @@ def choose_first(server: ServerHandshake) -> None:
         Verdict(backend.name, place == 0, "first" if place == 0 else "not first")
         for place, backend in enumerate(server.offer.backends)
     )
-    server.choose(Choice(name="server", verdicts=verdicts, profile=()))
+    mine = server.identity
+    server.choose(Choice(name=mine.name, verdicts=verdicts, profile=mine.profile))
 
 
 def receive(handshake: Handshake, frame: Frame) -> None:

@@ -17,7 +17,7 @@ frame that was made by hand.
 from __future__ import annotations
 
 from kvwire.proto.handshake import Identity
-from kvwire.testing.handshakes import begin, identity, shake
+from kvwire.testing.handshakes import Shaking, begin, identity, shake
 from kvwire.testing.peer import Peer
 from kvwire.types import Role, TrustMode
 
@@ -40,6 +40,7 @@ class ConnectionPair:
         trust: TrustMode = TrustMode.LOOPBACK,
         client: Identity | None = None,
         server: Identity | None = None,
+        shaken: Shaking | None = None,
         now: float = 1000.0,
     ) -> None:
         """Shake hands.
@@ -48,18 +49,17 @@ class ConnectionPair:
             trust: The trust mode of both ends.
             client: What the client brings, if not the default.
             server: What the server brings, if not the default.
+            shaken: Instead of all three: a handshake that has ended well.
             now: When.
         """
-        mine = client or identity("client", trust=trust)
-        theirs = server or identity("server", trust=trust)
-        shaking = shake(begin(mine, theirs))
+        if shaken is None:
+            mine = client or identity("client", trust=trust)
+            theirs = server or identity("server", trust=trust)
+            shaken = shake(begin(mine, theirs))
         self.now = now
-        ends = []
-        for handshake, own in ((shaking.client, mine), (shaking.server, theirs)):
-            assert handshake.agreement is not None
-            framing = handshake.framing
-            ends.append(Peer(handshake.agreement, framing, terms=own.terms, now=now))
-        self.client, self.server = ends
+        self.client, self.server = (
+            Peer(shaken.of(role), terms=shaken.terms(role), now=now) for role in Role
+        )
 
     def of(self, role: Role) -> Peer:
         """The end with a role."""

@@ -22,13 +22,13 @@ from kvwire.proto.events import (
     SegmentMarked,
 )
 from kvwire.proto.flows import Arrival, Chunk, Place
-from kvwire.proto.framing import Framing
-from kvwire.proto.handshake import Agreement
+from kvwire.proto.handshake import Handshake
 from kvwire.proto.holds import Holds
 from kvwire.proto.regions import Region, Regions
 from kvwire.proto.requests import Request as CoreRequest
 from kvwire.proto.segments import Segment, Transfer
 from kvwire.testing.handshakes import Frame
+from kvwire.testing.inlet import Inlet
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId
 from kvwire.wire.control import Access, Body, encode_body
@@ -57,13 +57,13 @@ class Peer:
         place: Gives a marked segment its memory; None leaves it without.
     """
 
-    def __init__(
-        self, agreement: Agreement, framing: Framing, *, terms: Terms, now: float
-    ) -> None:
+    def __init__(self, handshake: Handshake, *, terms: Terms, now: float) -> None:
+        """Go on from a handshake that has ended well."""
+        assert handshake.agreement is not None
         self.now = now
         self.core = Connection(
-            agreement,
-            framing,
+            handshake.agreement,
+            handshake.framing,
             Holds(),
             terms=terms,
             ping_interval_s=2.0,
@@ -84,6 +84,8 @@ class Peer:
         self._regions = Regions()
         self._leaving: deque[Chunk] = deque()
         self._held: dict[CoreRequest, bytes] = {}
+        self._inlet = Inlet(self._begin, self._end)
+        self._arrival: Arrival | None = None
 
     # --- what an application does -----------------------------------------------------
 
@@ -226,6 +228,11 @@ class Peer:
 
     # --- what a link does -------------------------------------------------------------
 
+    def feed(self, data: bytes) -> None:
+        """Bytes have come, in pieces of any size."""
+        self.core.heard(self.now)
+        self._inlet.feed(data)
+
     def receive(self, frame: Frame) -> None:
         """A whole frame has come."""
         header, body = frame
@@ -301,6 +308,14 @@ class Peer:
         core.holds.drained.clear()
 
     # --- inside -----------------------------------------------------------------------
+
+    def _begin(self, raw: bytes) -> int | None:
+        self._arrival = self.header(raw)
+        return None if self._arrival is None else self._arrival.length
+
+    def _end(self, body: bytes) -> None:
+        assert self._arrival is not None
+        self.body(self._arrival, body)
 
     def _take_frames(self) -> None:
         while self.core.outbox.frames:

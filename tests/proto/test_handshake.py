@@ -497,7 +497,7 @@ def refuse_with(handshake: Handshake, code: int) -> None:
     if code in set(WireCode):
         handshake.refuse(WireCode(code))
         return
-    mode = handshake._identity.trust
+    mode = handshake.identity.trust
     body = Refuse(code=code, version_min=1, version_max=1, trust=mode).encode()
     handshake.outgoing.append(handshake.framing.control(FrameType.REFUSE, body))
 
