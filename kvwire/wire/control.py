@@ -58,13 +58,17 @@ class BackendOffer(Body, array_like=True, frozen=True, gc=False):
 
 
 class Offer(Body, array_like=True, frozen=True, gc=False):
-    """OFFER: the client's name, transports by preference, and facts that must agree."""
+    """OFFER: the client's name, transports by preference, facts that must agree.
+
+    ``resumes`` names the connection that this one takes the place of, if it does.
+    """
 
     name: Name
     backends: Annotated[tuple[BackendOffer, ...], Meta(max_length=BACKENDS_MAX)]
     profile: Annotated[
         tuple[tuple[Name, Name], ...], Meta(max_length=PROFILE_FIELDS_MAX)
     ]
+    resumes: Annotated[bytes, Meta(max_length=16)] = b""
 
 
 class Verdict(Body, array_like=True, frozen=True, gc=False):
