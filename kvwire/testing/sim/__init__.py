@@ -1,1 +1,1 @@
-"""The protocol core under simulated faults; ``python -m kvwire.testing.sim`` runs it."""
+"""The core under simulated faults; ``python -m kvwire.testing.sim`` runs it."""

@@ -10,7 +10,7 @@ from kvwire.proto.regions import Region as CoreRegion
 from kvwire.proto.requests import Request
 from kvwire.proto.state import Kind
 from kvwire.testing.sim.memory import Lease
-from kvwire.types import Access, BufferId, Generation
+from kvwire.types import BufferId, Generation
 
 if TYPE_CHECKING:
     from kvwire.testing.sim.endpoint import Endpoint
@@ -188,6 +188,3 @@ class Mailbox:
         self.messages: list[Message] = []
         self.receives = 0
         self.taken: list[tuple[int, int]] = []
-
-
-DIRECTION = {Kind.PUT: Access.WRITE, Kind.GET: Access.READ}

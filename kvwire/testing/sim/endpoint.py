@@ -14,8 +14,10 @@ from kvwire.proto.events import Ended, MemoryWanted, RequestDone
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Known
+from kvwire.testing.sim.lane import Frame, Landing
 from kvwire.testing.sim.memory import Lease
-from kvwire.testing.sim.net import End, Frame, Landing
+from kvwire.testing.sim.net import End
+from kvwire.testing.sim.plan import Dice
 from kvwire.testing.sim.violation import demand
 from kvwire.types import BufferId
 
@@ -49,6 +51,7 @@ class Endpoint:
         closing: The application has called ``close``.
         ended: The core has said that it is over.
         down: The wire has gone.
+        longest: No message is longer.
     """
 
     def __init__(self, world: World, node: Node, end: End, core: Connection) -> None:
@@ -69,8 +72,43 @@ class Endpoint:
         self._queue_bytes = world.plan.setup.queue_bytes
         self._seen_bytes = end.received_bytes
         self._timer_at = -1.0
+        terms = core.agreement.terms
+        chunk, eager = terms.chunk_bytes, terms.eager_bytes
+        self._sizes = (
+            *(0, 1, 63, 64, 65, eager, eager + 1, chunk - 1, chunk, chunk + 1),
+            *(2 * chunk, 3 * chunk + 17, 5 * chunk),
+        )
+        self.longest = max(self._sizes)
         node.endpoints.append(self)
         self.set_timer()
+
+    # --- the application --------------------------------------------------------------
+
+    def note(self, ask: Ask, *, numbered: bool = True) -> None:
+        """Remember a request that the core has taken."""
+        ask.core.context = ask
+        self.open[ask] = None
+        if numbered and ask.core.wire_id is not None:
+            self.asks[ask.core.wire_id] = ask
+
+    def keep(self, ask: Ask, *, numbered: bool = True) -> None:
+        """Remember it, and carry out what the core says to it."""
+        self.note(ask, numbered=numbered)
+        self.pump()
+        self.set_timer()
+
+    def size(self, dice: Dice) -> int:
+        """A number of bytes, near one of the borders there are."""
+        return self._sizes[dice.below(len(self._sizes))]
+
+    def deadline(self, dice: Dice) -> float | None:
+        """When a request has to be over, if it has to."""
+        setup = self._world.plan.setup
+        if dice.share() >= setup.deadlines:
+            return None
+        longest_s = setup.latency_s[1]
+        after_s = (0.0, longest_s, 4 * longest_s, 0.3, 2.0)[dice.below(5)]
+        return self.node.clock + after_s
 
     # --- the wire ---------------------------------------------------------------------
 
@@ -192,8 +230,8 @@ class Endpoint:
         self.pump()
         if not core.closed:
             demand(core.next_tick > now, "timer", "the next tick is in the past")
-            self._world.judge.no_deadline_passed(self, now)
-            self._world.judge.no_silence(self)
+            self._world.judge.truth.no_deadline_passed(self, now)
+            self._world.judge.truth.no_silence(self)
         self.set_timer()
 
     def _send_chunk(self, chunk: Chunk) -> None:
@@ -222,7 +260,7 @@ class Endpoint:
             judge.wanted(self, event)
             self._world.provide(self, event)
         elif isinstance(event, Ended):
-            judge.ends(self, event)
+            judge.truth.ends(self, event)
             self.ended = event
             if event.graceful:
                 self.end.close()

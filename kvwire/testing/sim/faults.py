@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvwire.testing.sim.endpoint import Endpoint
 from kvwire.testing.sim.forgery import forge
-from kvwire.testing.sim.net import End, Lane, Wire
+from kvwire.testing.sim.lane import Lane
+from kvwire.testing.sim.net import End, Wire
 from kvwire.testing.sim.plan import TAMPERING, Dice, Step, Verb
 from kvwire.testing.sim.tamper import Tamper
 
@@ -97,9 +98,9 @@ class Faults:
             case "cancel":
                 app.cancel_all(endpoint)
             case "close regions":
-                app.close_regions()
+                app.regions.close_all()
             case "receive":
-                app.receive_all(endpoint)
+                app.messages.receive_all(endpoint)
             case _:
                 app.close(endpoint)
 

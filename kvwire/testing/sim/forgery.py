@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from kvwire.limits import EAGER_BYTES_MAX, REQUEST_ID_MAX
 from kvwire.proto.framing import Framing
 from kvwire.testing.sim.endpoint import Endpoint
-from kvwire.testing.sim.net import End, Frame
+from kvwire.testing.sim.lane import Frame
+from kvwire.testing.sim.net import End
 from kvwire.testing.sim.plan import Dice
 from kvwire.types import Role
 from kvwire.wire.control import (

@@ -7,43 +7,24 @@ compared with where bytes go, what completions say, and why connections end.
 from __future__ import annotations
 
 from bisect import bisect
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kvwire.errors import (
-    AccessDenied,
-    ClosedOK,
-    ConnectionClosed,
-    ConnectionLost,
-    DeadlineExceeded,
-    IntegrityError,
-    KVWireError,
-    MessageTooLarge,
-    PeerCancelled,
-    PeerError,
-    PeerUnresponsive,
-    RequestCancelled,
-    StaleRegion,
-    UsageError,
-)
-from kvwire.limits import STALL_TOLERANCE_S
-from kvwire.proto.events import Ended, MemoryWanted, RequestDone
+from kvwire.errors import ClosedOK
+from kvwire.proto.events import MemoryWanted, RequestDone
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.proto.requests import Request
 from kvwire.proto.state import Kind
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Mailbox, Message
 from kvwire.testing.sim.content import content
-from kvwire.testing.sim.kv_judge import KVJudge
-from kvwire.testing.sim.net import Frame
+from kvwire.testing.sim.judge_kv import KVJudge
+from kvwire.testing.sim.lane import Frame
+from kvwire.testing.sim.truth import Truth
 from kvwire.testing.sim.violation import Violation, demand
 
 if TYPE_CHECKING:
     from kvwire.testing.sim.endpoint import Endpoint
     from kvwire.testing.sim.world import World
-
-# What a peer is told about a grant that is not its own, whatever is wrong with it.
-_NO_GRANT: Final = "no such grant on this connection"
-_SAME_ANSWER: Final = frozenset({"wrong token", "foreign", "unknown"})
 
 
 class Judge:
@@ -52,14 +33,14 @@ class Judge:
     Attributes:
         completed_count: Completions seen.
         kv: Does the same for KV transfers.
+        truth: Does the same for what errors say.
     """
 
     def __init__(self, world: World) -> None:
         self.completed_count = 0
         self.kv = KVJudge()
+        self.truth = Truth(world)
         self._world = world
-        setup = world.plan.setup
-        self._patience_s = setup.ping_interval_s * setup.ping_misses
         self._eager: dict[int, Message] = {}
 
     def eager_sent(self, message: Message) -> None:
@@ -166,7 +147,7 @@ class Judge:
             held = endpoint.node.holds.held(ask.buffer)
             demand(not held, "memory-reuse", "a success, and the link uses its memory")
         if event.error is not None:
-            self._check_error(ask, event.error)
+            self.truth.error(ask, event.error)
         elif moves:
             self.kv.succeeded(ask)
         elif ask.kind is Kind.RECV:
@@ -175,15 +156,6 @@ class Judge:
             _check_one_sided(ask)
         if moves:
             endpoint.node.app.kv.over(ask)
-
-    def no_deadline_passed(self, endpoint: Endpoint, now: float) -> None:
-        """After a tick nothing is open whose deadline has passed."""
-        for ask in endpoint.open:
-            demand(
-                ask.deadline is None or ask.deadline > now,
-                "deadline",
-                "a request is open after its deadline",
-            )
 
     def _check_received(self, ask: Ask, event: RequestDone) -> None:
         endpoint, memory = ask.endpoint, ask.endpoint.node.memory
@@ -217,120 +189,6 @@ class Judge:
         demand(not message.taken, "completion", "a message was received twice")
         message.taken = True
         _check_order(_mailbox(ask), ask.place, message.place)
-
-    def refused(self, ask: Ask, error: ConnectionClosed | UsageError) -> None:
-        """The core would not start a request: is there a reason?"""
-        if isinstance(error, UsageError):
-            small = self._world.plan.setup.small_tables
-            demand(small, "limit", f"no room for a {ask.kind.value}: {error}")
-        else:
-            self.refused_as_closed(ask.endpoint)
-
-    def refused_as_closed(self, endpoint: Endpoint) -> None:
-        """The core says that the connection is closed, or closing."""
-        peer = endpoint.peer
-        demand(
-            endpoint.closing
-            or endpoint.core.error is not None
-            or (peer is not None and peer.closing),
-            "untrue",
-            "refused as closed, which it is not",
-        )
-
-    # --- errors -----------------------------------------------------------------------
-
-    def _check_error(self, ask: Ask, error: KVWireError) -> None:
-        if not self._is_true(ask, error):
-            raise Violation("untrue", f"{ask} failed with {error!r}, which is not so")
-        if isinstance(error, AccessDenied) and ask.aim is not None:
-            says_no_grant = _NO_GRANT in str(error)
-            demand(
-                says_no_grant or ask.aim.wrong not in _SAME_ANSWER,
-                "oracle",
-                f"the answer to a {ask.aim.wrong} grant tells more: {error}",
-            )
-
-    def _is_true(self, ask: Ask, error: KVWireError) -> bool:
-        """Whether what the error says has happened."""
-        endpoint, aim = ask.endpoint, ask.aim
-        match error:
-            case RequestCancelled():
-                return ask.cancelled
-            case DeadlineExceeded():
-                now = endpoint.node.clock
-                mine = ask.deadline is not None and ask.deadline <= now
-                return mine or self._world.plan.setup.deadlines > 0
-            case PeerCancelled():
-                return endpoint.peer is None or endpoint.peer.node.app.cancels > 0
-            case AccessDenied():
-                # A full table forgets grants that are stale before it says no.
-                return aim is not None and (aim.wrong != "" or not aim.current)
-            case StaleRegion():
-                return aim is not None and not aim.current
-            case IntegrityError():
-                tampered = endpoint.end.into.tampered or endpoint.end.out.tampered
-                return tampered and self._world.plan.setup.checked
-            case PeerError():
-                # The peer closes, and has not answered a transfer of ours.
-                moves = ask.kind in (Kind.OUTGOING, Kind.INCOMING)
-                return moves and endpoint.peer is not None and endpoint.peer.closing
-            case MessageTooLarge():
-                box = _mailbox(ask)
-                return any(message.nbytes > ask.nbytes for message in box.messages)
-            case ClosedOK() if ask.kind in (Kind.PUT, Kind.GET):
-                return False  # what was begun is delivered before a clean end
-            case ConnectionClosed():
-                peer = endpoint.peer
-                ended = endpoint.core.error is not None
-                return ended or endpoint.closing or (peer is not None and peer.closing)
-            case _:
-                return False
-
-    def ends(self, endpoint: Endpoint, event: Ended) -> None:
-        """A connection is over: only once, and for the reason it gives?"""
-        error, peer = event.error, endpoint.peer
-        self._world.note(endpoint.name, "ended", repr(error))
-        demand(endpoint.ended is None, "closed", "a connection ended twice")
-        if isinstance(error, ClosedOK):
-            closing = endpoint.closing or (peer is not None and peer.closing)
-            demand(closing, "untrue", "closed on purpose, by nobody")
-        elif isinstance(error, PeerUnresponsive):
-            self._check_silence(endpoint)
-        else:
-            demand(isinstance(error, ConnectionLost), "untrue", repr(error))
-
-    def _check_silence(self, endpoint: Endpoint) -> None:
-        """Whoever calls its peer dead has not heard of it for long enough."""
-        world, lane = self._world, endpoint.end.into
-        setup = world.plan.setup
-        # A jump of the clock passes for the rest of the interval it falls into.
-        jumps_s = endpoint.node.jumps * setup.ping_interval_s
-        silence_s = world.now - lane.last_arrival()
-        demand(
-            silence_s >= self._patience_s - jumps_s - 2 * STALL_TOLERANCE_S,
-            "blame",
-            f"{endpoint.name} calls its peer dead, whose bytes came {silence_s:.3f} s "
-            f"ago; its patience is {self._patience_s:g} s",
-        )
-        # A ping waits behind payload that arrives with pauses, for any time.
-        demand(
-            setup.gap or not lane.wire.healthy,
-            "blame",
-            f"{endpoint.name} calls a peer dead that lives and can be reached",
-        )
-
-    def no_silence(self, endpoint: Endpoint) -> None:
-        """After a tick nobody has been silent for longer than is borne."""
-        world, node = self._world, endpoint.node
-        if node.was_late:
-            return  # its own lateness is forgiven to its peer
-        silence_s = world.now - endpoint.end.into.last_arrival()
-        longest_s = self._patience_s + world.plan.setup.ping_interval_s
-        demand(
-            silence_s < longest_s + STALL_TOLERANCE_S,
-            "detection",
-            f"{endpoint.name} has not noticed a silence of {silence_s:.3f} s",
-        )
 
     # --- the end ----------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from kvwire.proto.handshake import (
     ServerHandshake,
 )
 from kvwire.testing.sim.endpoint import Endpoint
-from kvwire.testing.sim.net import End, Frame, Landing
+from kvwire.testing.sim.lane import Frame, Landing
+from kvwire.testing.sim.net import End
 from kvwire.testing.sim.violation import demand
 from kvwire.types import Role
 from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import enum
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from kvwire.limits import CHUNK_BYTES_MIN, PING_MISSES
 from kvwire.types import TrustMode
 from kvwire.wire.hello import Terms
+
+T = TypeVar("T")
 
 
 class Verb(enum.Enum):
@@ -121,6 +124,10 @@ class Dice:
     def share(self) -> float:
         """A number from 0 to 1, of two decimals."""
         return self.below(100) / 99
+
+    def pick(self, choices: Sequence[T]) -> T | None:
+        """One of these; None if there is none."""
+        return choices[self.below(len(choices))] if choices else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from kvwire.types import TrustMode
 from kvwire.wire.header import HANDSHAKE_TYPES
 
 if TYPE_CHECKING:
-    from kvwire.testing.sim.net import Frame, Lane
+    from kvwire.testing.sim.lane import Frame, Lane
     from kvwire.testing.sim.world import World
 
 _HEADER: Final = "header"

@@ -228,10 +228,10 @@ class World:
         if delay_s:
             endpoint.node.after(delay_s, self._provide_late, endpoint, event)
         else:
-            endpoint.node.app.provide(endpoint, event)
+            endpoint.node.app.messages.provide(endpoint, event)
 
     def _provide_late(self, endpoint: Endpoint, event: MemoryWanted) -> None:
-        endpoint.node.app.provide(endpoint, event)
+        endpoint.node.app.messages.provide(endpoint, event)
         endpoint.pump()
 
     def _act(self, step: Step) -> None:
@@ -251,7 +251,7 @@ class World:
 
     def _commit_all(self) -> None:
         for node in self.nodes:
-            node.after(0.0, node.app.commit_all)
+            node.after(0.0, node.app.kv.commit_all)
 
     def _close_all(self) -> None:
         self._closing = True
@@ -265,7 +265,7 @@ class World:
                 self.judge.settled(endpoint)
             if self._rng.random() < 0.5:
                 for endpoint in node.endpoints:
-                    node.app.take_messages(endpoint)
+                    node.app.messages.take_what_is_there(endpoint)
                     left = inside.landed_messages(endpoint)
                     demand(not left, "completion", "a message cannot be received")
             held = sum(len(endpoint.held) for endpoint in node.endpoints)

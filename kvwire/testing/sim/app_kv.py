@@ -50,9 +50,9 @@ class KVApp:
 
     # --- deeds ------------------------------------------------------------------------
 
-    def open(self, endpoint: Endpoint, deadline: float | None, dice: Dice) -> None:
+    def open(self, endpoint: Endpoint, dice: Dice) -> None:
         """Ask the peer for a transfer, as its producer or as its consumer."""
-        pull = dice.one_in(2)
+        pull, deadline = dice.one_in(2), endpoint.deadline(dice)
         transfer = Transfer(
             id=b"t%d" % self._world.next_serial(), priority=dice.below(_PRIORITIES)
         )
@@ -63,20 +63,18 @@ class KVApp:
                 transfer, _DESCRIPTION, pull=pull, deadline=deadline
             )
         except (ConnectionClosed, UsageError) as exc:
-            self._world.judge.refused(ask, exc)
+            self._world.judge.truth.refused(ask, exc)
             return
-        self._keep(ask)
         self._world.note(endpoint.name, "opens", kind.value)
-        endpoint.pump()
-        endpoint.set_timer()
+        endpoint.keep(ask)
 
-    def mark(self, endpoint: Endpoint, dice: Dice, sizes: tuple[int, ...]) -> None:
+    def mark(self, endpoint: Endpoint, dice: Dice) -> None:
         """Mark some segments of a transfer that this side produces."""
         ask = _moving(endpoint, dice)
         if ask is None:
             return
         for _ in range(1 + dice.below(4)):
-            nbytes = max(1, sizes[dice.below(len(sizes))])
+            nbytes = max(1, endpoint.size(dice))
             part = Part(self._world.next_serial(), nbytes)
             part.buffer, part.lease = self._node.lend(nbytes, readable=True)
             self._node.memory.store(part.lease, 0, content(part.serial, nbytes))
@@ -97,10 +95,11 @@ class KVApp:
             endpoint.core.transfers.commit(ask.core, complete=dice.one_in(2))
             endpoint.pump()
 
-    def commit_all(self, endpoint: Endpoint) -> None:
+    def commit_all(self) -> None:
         """Mark nothing more of any transfer."""
-        while _moving(endpoint, Dice(0)) is not None:
-            self.commit(endpoint, Dice(0))
+        for endpoint in self._node.endpoints:
+            while _moving(endpoint, Dice(0)) is not None:
+                self.commit(endpoint, Dice(0))
 
     # --- events -----------------------------------------------------------------------
 
@@ -137,7 +136,7 @@ class KVApp:
     def _opened(self, endpoint: Endpoint, request: Request) -> None:
         ask = Ask(endpoint, request.kind, 0)
         ask.core = request
-        self._keep(ask)
+        endpoint.note(ask)
         delay_s = self._world.afterthought_s()
         if delay_s:
             self._node.after(delay_s, self._answer_late, ask)
@@ -169,13 +168,6 @@ class KVApp:
         ask.parts[segment.number] = part
         endpoint.core.transfers.place(segment, part.buffer)
 
-    def _keep(self, ask: Ask) -> None:
-        endpoint = ask.endpoint
-        assert ask.core.wire_id is not None
-        ask.core.context = ask
-        endpoint.open[ask] = None
-        endpoint.asks[ask.core.wire_id] = ask
-
     def _forget(self, ask: Ask) -> None:
         ask.endpoint.core.transfers.forget(ask.core)
         self._node.collect()
@@ -197,4 +189,4 @@ def _moving(endpoint: Endpoint, dice: Dice) -> Ask | None:
         and ask.core.state is State.MOVING
         and not ask.committed
     ]
-    return asks[dice.below(len(asks))] if asks else None
+    return dice.pick(asks)
