@@ -337,12 +337,6 @@ class Communicator(Offering):
     def start(self, end: Incoming | Outgoing) -> None:
         """See Offering."""
         self._check_open()
-        if self.quarantined_bytes > self.config.quarantine_bytes:
-            raise UsageError(
-                f"{self.quarantined_bytes} bytes of transfers that are over have not "
-                f"drained, more than quarantine_bytes={self.config.quarantine_bytes}: "
-                f"wait for drained() of some of them"
-            )
         self.exchange.offer(end)
 
     @property

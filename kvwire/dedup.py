@@ -15,34 +15,50 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.geometry import Geometry, GroupGeometry
 
 Hashes: TypeAlias = "Sequence[bytes] | Mapping[str, Sequence[bytes]] | None"
-"""One hash for each block of the list; for each group of a grouped cache."""
+"""One hash for each block of the list, of each group of a grouped cache. A last block
+that is not full may go without: it has no name, and always moves."""
 Have: TypeAlias = "object | Callable[[bytes], bool] | None"
 """A collection of hashes, or a predicate on one."""
 
 
-def listed_hashes(hashes: Hashes, lists: Mapping[str, Ids]) -> dict[str, list[bytes]]:
-    """The hashes of each group, checked against the block lists.
+def listed_hashes(hashes: Hashes, geometry: Geometry) -> dict[str, list[bytes]]:
+    """The hashes of each group, checked against its block list.
 
     Raises:
-        UsageError: A group is unknown or missing, or its hashes are not one a block.
+        UsageError: A group is unknown or missing, its hashes are not one a block, or
+            one of them is not bytes.
     """
     if hashes is None:
         return {}
+    names = [group.name for group in geometry.groups]
     if not isinstance(hashes, Mapping):
-        if len(lists) != 1:
-            raise UsageError(f"hashes: pass {{group: hashes}} for {', '.join(lists)}")
-        hashes = {next(iter(lists)): hashes}
-    if set(hashes) != set(lists):
-        raise UsageError(f"hashes: the groups are {', '.join(lists)}")
-    for group, ids in lists.items():
-        if len(hashes[group]) != ids.size:
-            raise UsageError(
-                f"hashes: {len(hashes[group])} for the {ids.size} blocks of group "
-                f"{group!r}"
-            )
-    return {group: list(hashes[group]) for group in lists}
+        if len(names) != 1:
+            raise UsageError(f"hashes: pass {{group: hashes}} for {', '.join(names)}")
+        hashes = {names[0]: hashes}
+    if set(hashes) != set(names):
+        raise UsageError(f"hashes: the groups are {', '.join(names)}")
+    return {
+        group.name: _of_group(hashes[group.name], group) for group in geometry.groups
+    }
+
+
+def _of_group(hashes: Sequence[object], group: GroupGeometry) -> list[bytes]:
+    full = group.capacity // group.spec.block_tokens
+    if len(hashes) not in (group.blocks, full):
+        raise UsageError(
+            f"hashes: {len(hashes)} for the {group.blocks} blocks of group "
+            f"{group.name!r}"
+        )
+    found = [one for one in hashes if isinstance(one, bytes)]
+    if len(found) != len(hashes):
+        raise UsageError(
+            f"hashes: one of group {group.name!r} is not bytes; a hash is bytes, the "
+            f"same in every process"
+        )
+    return found
 
 
 def digest(hashes: Mapping[str, list[bytes]]) -> bytes:
@@ -75,7 +91,9 @@ def held(
             test = frozenset(have).__contains__  # type: ignore[call-overload]
         except TypeError:
             raise UsageError("have=: a collection of hashes, or a predicate") from None
-    return {
-        group: np.fromiter(map(test, hashes[group]), np.bool_, ids.size)
-        for group, ids in lists.items()
-    }
+    found: dict[str, Bits] = {}
+    for group, ids in lists.items():
+        named = hashes[group]
+        found[group] = np.zeros(ids.size, np.bool_)
+        found[group][: len(named)] = np.fromiter(map(test, named), np.bool_, len(named))
+    return found

@@ -6,19 +6,19 @@ something is (as Nagle's algorithm has it for small packets); large marks are cu
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from kvwire.description import Description
-from kvwire.errors import KVWireError, ProfileMismatch, WireCode
+from kvwire.errors import KVWireError, ProfileMismatch, UsageError, WireCode
 from kvwire.kv.landed import Landed
-from kvwire.kv.outcome import Outcome, Timings, outcome_of
+from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
-from kvwire.limits import SEGMENT_BYTES
+from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
 from kvwire.marks import Mark
+from kvwire.phases import Phases
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.state import State
-from kvwire.transfer import Attempt, TransferEvent
+from kvwire.transfer import DAMAGED, Attempt, TransferEvent
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -30,9 +30,9 @@ class Delivery(Attempt):
 
     Attributes:
         asked: This side asked, so it asks again after a lost link.
-        attempts: Links it has run on before.
         suspended: Its link was lost, and it waits for another.
         incarnation: The consumer's.
+        planned: The consumer was met, and this is its plan.
     """
 
     plan: TransferPlan
@@ -43,18 +43,20 @@ class Delivery(Attempt):
         self.outgoing = outgoing
         self.incarnation = connection.peer.incarnation
         self.asked = False
-        self.attempts = 0
         self.suspended = False
         self.planned = False
         self.reason = ""
+        self._phases = Phases(outgoing.phases.created)
+        self._resumed = False
         self._cursor = 0
         self._held: list[Mark] = []
+        self._held_bytes = 0
         self._under_way = 0
         self._sent: dict[int, Segment] = {}
+        self._damaged: list[Segment] = []
         self._settled = False
         self._committed = False
         self._grouped = 1
-        self._times = dict.fromkeys(("agreed", "first", "last", "over"), 0.0)
 
     @property
     def waits(self) -> bool:
@@ -63,9 +65,8 @@ class Delivery(Attempt):
 
     def agreed(self, description: Description) -> None:
         """See Attempt."""
-        self.peer_end = description.end
         try:
-            self.plan_with(description, landed=description.landed)
+            self.plan_with(description)
             if description.plan != self.plan.digest:
                 raise ProfileMismatch(
                     "the two sides would walk the bytes in different orders; their "
@@ -77,43 +78,34 @@ class Delivery(Attempt):
             return
         self.send_marks()
 
-    def plan_with(
-        self,
-        description: Description,
-        *,
-        landed: tuple[tuple[int, int, int, int, int], ...],
-    ) -> None:
+    def plan_with(self, description: Description) -> None:
         """Plan against the consumer's half.
 
         Raises:
             ProfileMismatch: The two halves do not fit; names the fields.
+            UsageError: The consumer says what it has of blocks that there are not.
         """
-        out = self.outgoing
-        if out.hashes and description.hashes and out.hashes != description.hashes:
-            raise ProfileMismatch(
-                "the block hashes of the two lists differ: other tokens",
-                fields=("hashes",),
-            )
+        self._phases.note("met")
+        out, self.peer_end = self.outgoing, description.end
+        description.require_same_hashes(out.hashes)
         peer = description.read_geometry()
+        # Without hashes on both sides nobody knows that it has the same blocks.
+        comparable = out.hashes and description.hashes
         plan = TransferPlan(
             out.cache,
             out.lists,
             peer,
             Side.PRODUCER,
             tokens=out.tokens,
-            have=description.read_have(peer),
+            have=description.read_have(peer) if comparable else None,
         )
+        out.require_same_tokens(plan)
         if not self.planned:
             self.plan, self.landed, self.planned = plan, Landed(plan), True
-        for box in landed:
-            segment = Segment(*box)
-            self.plan.check(segment)
-            self.landed.mark(segment)
-        if description.settled:
-            for segment in self.plan.segments():
-                self.landed.mark(segment)
+        for box in description.landed:
+            self.landed.mark(Segment(*box))
         self._settled = description.settled
-        self._times["agreed"] = self._times["agreed"] or monotonic()
+        self._phases.note("agreed")
 
     def send_marks(self) -> None:
         """Turn the marks that have come since the last time into segments."""
@@ -124,11 +116,15 @@ class Delivery(Attempt):
             return
         # Asked before the log is read: another thread may add the last mark meanwhile.
         all_in = marks.all_in
-        while self._cursor < len(marks.log):
-            self._take(marks.log[self._cursor])
-            self._cursor += 1
-        if all_in or not self._under_way:
-            self._flush()
+        try:
+            while self._cursor < len(marks.log):
+                self._take(marks.log[self._cursor])
+                self._cursor += 1
+            if all_in or not self._under_way:
+                self._flush()
+        except UsageError as exc:
+            self.outgoing.stop(exc, WireCode.TOO_LARGE)
+            return
         if all_in:
             self._committed = True
             self.connection.core.transfers.commit(core, complete=marks.complete)
@@ -140,12 +136,15 @@ class Delivery(Attempt):
         for number in event.numbers:
             self.landed.mark(self._sent[number])
         self._under_way -= len(event.numbers)
-        self._times["last"] = monotonic()
+        self._phases.note_again("last")
         self.send_marks()
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""
-        self._times["over"] = monotonic()
+        if error is None:
+            assert self.core is not None
+            damaged = self.connection.core.transfers.transfer(self.core).damaged
+            self._damaged = [self._sent[number] for number in damaged]
         self.outgoing.delivery_ended(self, error)
 
     def suspend(self) -> None:
@@ -156,43 +155,29 @@ class Delivery(Attempt):
         """Go on with another link."""
         self.connection = connection
         self.suspended = False
-        self.attempts += 1
+        self._resumed = True
         self._cursor = 0
-        self._held, self._sent, self._committed = [], {}, False
+        self._held, self._held_bytes = [], 0
+        self._sent, self._committed = {}, False
         self._under_way = 0
 
     def outcome(self, reason: str) -> Outcome:
         """What this consumer got."""
-        times, created = self._times, self.outgoing.created
-        end = times["over"] or monotonic()
-        first, last = times["first"] or end, times["last"] or end
-        agreed = times["agreed"] or end
         return outcome_of(
             self.landed,
+            reasons=[(DAMAGED, self.plan.covering(self._damaged))],
             otherwise=self.reason or reason,
-            timings=Timings(
-                queue_s=0.0 if self.asked else agreed - created,
-                memory_wait_s=agreed - created if self.asked else 0.0,
-                wire_s=max(0.0, last - first),
-                commit_s=max(0.0, end - last),
-            ),
+            timings=self._phases.timings(memory=self.asked),
             layers_grouped=self._grouped,
         )
 
     def _take(self, mark: Mark) -> None:
         """Hold a mark back until it makes a segment, together with its neighbours."""
-        held = self._held
-        if held:
-            before = held[-1]
-            joins = (
-                before.group == mark.group
-                and before.blocks == mark.blocks
-                and before.layers.stop == mark.layers.start
-            )
-            if not joins:
-                self._flush()
-        self._held.append(mark)
-        if sum(map(self._nbytes, self._held)) >= self.outgoing.group_bytes:
+        if self._held and not _joins(self._held[-1], mark):
+            self._flush()
+        self._held.append(mark)  # bounded: SEGMENTS_MAX
+        self._held_bytes += sum(map(self.plan.nbytes_of, self._named(mark)))
+        if self._held_bytes >= self.outgoing.group_bytes:
             self._flush()
 
     def _flush(self) -> None:
@@ -203,60 +188,71 @@ class Delivery(Attempt):
         whole = Mark(
             first.group, range(first.layers.start, last.layers.stop), first.blocks
         )
-        self._held = []
-        for segment in self._segments(whole):
-            self._send(segment)
+        self._held, self._held_bytes = [], 0
+        for segment in self._named(whole):
+            for part in self._lacking(segment):
+                for piece in self._cut(part):
+                    self._send(piece)
 
     def _send(self, segment: Segment) -> None:
         nbytes = self.plan.nbytes_of(segment)
-        box = (
-            segment.group,
-            segment.layer,
-            segment.layers,
-            segment.granule,
-            segment.granules,
-        )
         if not nbytes or self._settled:
             return
+        if len(self._sent) >= SEGMENTS_MAX:
+            raise UsageError(
+                f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
+                f"or blocks at once"
+            )
         assert self.core is not None
-        self._times["first"] = self._times["first"] or monotonic()
+        self._phases.note("first")
         self._grouped = max(self._grouped, segment.layers)
         lent = self.outgoing.communicator.buffers.lend(self.plan.fragments(segment))
-        sent = self.connection.core.transfers.mark(self.core, box, lent, nbytes)
-        self._sent[sent.number] = segment
+        core = self.connection.core.transfers
+        sent = core.mark(self.core, segment.box, lent, nbytes)
+        self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
         self._under_way += 1
 
-    def _segments(self, mark: Mark) -> list[Segment]:
-        """A mark as segments, none much larger than SEGMENT_BYTES."""
+    def _named(self, mark: Mark) -> tuple[Segment, ...]:
+        """A mark in the words of the plan."""
         first = self.outgoing.cache.groups[mark.group].spec.first_layer
-        layers = [slice(first + mark.layers.start, first + mark.layers.stop)]
-        if self.attempts:
-            # Layer by layer, so that what has landed before can be left out.
-            layers = [slice(first + n, first + n + 1) for n in mark.layers]
+        layers = slice(first + mark.layers.start, first + mark.layers.stop)
         blocks = slice(mark.blocks.start, mark.blocks.stop)
-        found = [s for n in layers for s in self.plan.segments(n, blocks, mark.group)]
-        pieces = [piece for segment in found for piece in self._cut(segment)]
-        if self.attempts:
-            return [piece for piece in pieces if not self.landed.has(piece)]
-        return pieces
+        return self.plan.segments(layers, blocks, mark.group)
+
+    def _lacking(self, segment: Segment) -> list[Segment]:
+        """What of a segment is to be sent: after a lost link, what has not landed."""
+        return self.landed.lacking(segment) if self._resumed else [segment]
 
     def _cut(self, segment: Segment) -> list[Segment]:
-        pieces = -(-self.plan.nbytes_of(segment) // SEGMENT_BYTES)
-        if pieces < 2:
+        """A segment as pieces, none much larger than SEGMENT_BYTES.
+
+        Of whole layers, so that the first can be read while the others come, unless the
+        bytes of a block's layers lie together.
+        """
+        nbytes = self.plan.nbytes_of(segment)
+        if nbytes <= SEGMENT_BYTES:
             return [segment]
-        step = -(-segment.granules // pieces)
+        order = self.plan.groups[segment.group].order
+        layers = segment.layers
+        if order.index("layer") < order.index("block"):
+            layers = max(1, SEGMENT_BYTES * segment.layers // nbytes)
+        pieces = -(-nbytes * layers // segment.layers // SEGMENT_BYTES)
+        granules = -(-segment.granules // max(1, pieces))
         return [
-            Segment(
-                segment.group,
-                segment.layer,
-                segment.layers,
-                start,
-                min(step, segment.granule + segment.granules - start),
-            )
-            for start in range(
-                segment.granule, segment.granule + segment.granules, step
-            )
+            Segment(segment.group, layer.start, len(layer), part.start, len(part))
+            for layer in _cut_range(segment.layer_range, layers)
+            for part in _cut_range(segment.granule_range, granules)
         ]
 
-    def _nbytes(self, mark: Mark) -> int:
-        return sum(self.plan.nbytes_of(s) for s in self._segments(mark))
+
+def _cut_range(whole: range, step: int) -> list[range]:
+    return [whole[start : start + step] for start in range(0, len(whole), step)]
+
+
+def _joins(before: Mark, mark: Mark) -> bool:
+    """Whether a mark goes on with the layers of the one before."""
+    return (
+        before.group == mark.group
+        and before.blocks == mark.blocks
+        and before.layers.stop == mark.layers.start
+    )

@@ -21,12 +21,14 @@ from kvwire.limits import (
     DESCRIPTION_BYTES_MAX,
     KV_BLOCKS_MAX,
     KV_GROUPS_MAX,
+    LANDED_BOX_BYTES,
+    LANDED_BOXES_MAX,
     NAME_CHARS_MAX,
-    SEGMENTS_MAX,
 )
 
 GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+END_BYTES = 8
 
 
 class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -34,14 +36,15 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         geometry: See :meth:`kvwire.kv.geometry.Geometry.encode`; checked by its decode.
+        end: Random bytes that name this end of the transfer over all its links.
+        met: The peer's end, if it was met on an earlier link; else empty. Only with
+            that one, and with no other transfer of the same name, does this end go on.
+        hashes: A digest over the block hashes of the list, where they are given.
         have: Consumer: per group a bitmap of the positions it has, little-endian.
         landed: Consumer, after a lost link: boxes that have landed before.
-        hashes: A digest over the block hashes of the list, where they are given.
         plan: The digest of the answerer's plan; empty in an OPEN.
         settled: Consumer, after a lost link: it has all it was sent, and only its last
             word may be missing. Nothing is sent again.
-        end: 8 random bytes that name this end of the transfer over all its links.
-        attempt: 0 for the first, counted up by each new link.
     """
 
     geometry: tuple[
@@ -54,30 +57,33 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         ],
         ...,
     ]
+    end: Annotated[bytes, Meta(min_length=END_BYTES, max_length=END_BYTES)]
+    met: Annotated[bytes, Meta(max_length=END_BYTES)] = b""
+    hashes: Annotated[bytes, Meta(max_length=32)] = b""
     have: Annotated[
         tuple[tuple[GroupName, Annotated[bytes, Meta(max_length=KV_BLOCKS_MAX)]], ...],
         Meta(max_length=KV_GROUPS_MAX),
     ] = ()
     landed: Annotated[
-        tuple[tuple[U32, U32, U32, U32, U32], ...], Meta(max_length=SEGMENTS_MAX)
+        tuple[tuple[U32, U32, U32, U32, U32], ...], Meta(max_length=LANDED_BOXES_MAX)
     ] = ()
-    hashes: Annotated[bytes, Meta(max_length=32)] = b""
     plan: Annotated[bytes, Meta(max_length=16)] = b""
     settled: bool = False
-    end: Annotated[bytes, Meta(max_length=8)] = b""
-    attempt: U32 = 0
 
     def encode(self) -> bytes:
         """The bytes that travel.
 
         Raises:
-            UsageError: They would be more than one frame holds.
+            UsageError: They would be more than one frame holds, now or, with what has
+                landed by then, after a lost link.
         """
         data = msgspec.msgpack.encode(self)
-        if len(data) > DESCRIPTION_BYTES_MAX:
+        to_come = LANDED_BOX_BYTES * (LANDED_BOXES_MAX - len(self.landed))
+        if len(data) > DESCRIPTION_BYTES_MAX - to_come:
             raise UsageError(
-                f"the description of this transfer has {len(data)} bytes, more than "
-                f"{DESCRIPTION_BYTES_MAX}: move fewer blocks in one transfer"
+                f"the description of this transfer has {len(data)} bytes and may have "
+                f"{DESCRIPTION_BYTES_MAX - to_come}: move fewer blocks at once, "
+                f"or leave out have="
             )
         return data
 
@@ -103,6 +109,19 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
             return Geometry.decode(self.geometry)
         except UsageError as exc:
             raise ProfileMismatch(f"the peer's description: {exc}") from None
+
+    def require_same_hashes(self, hashes: bytes) -> None:
+        """Refuse a list that holds other tokens, as far as both sides say.
+
+        Raises:
+            ProfileMismatch: Both sides give hashes, and they differ.
+        """
+        if hashes and self.hashes and hashes != self.hashes:
+            raise ProfileMismatch(
+                "hashes: those of the producer's list and those of the consumer's "
+                "differ, so they are of other tokens or cut into other blocks",
+                fields=("hashes",),
+            )
 
     def read_have(self, consumer: Geometry) -> dict[str, Bits]:
         """What the consumer has, one bool for each position of its lists.

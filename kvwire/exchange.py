@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.description import Description
 from kvwire.errors import (
@@ -38,6 +38,21 @@ End = Outgoing | Incoming
 # A producer and a consumer of one name may live in one communicator, in tests above
 # all.
 Key = tuple[bytes, bool]
+Question = tuple["Connection", TransferOpened]
+
+
+class Tombstone(NamedTuple):
+    """A transfer that ended before all of its peers knew.
+
+    Attributes:
+        reason: Why it ended.
+        end: Its name over all links, as peers who met it know it.
+        answers: How many peers may still ask.
+    """
+
+    reason: str
+    end: bytes
+    answers: int
 
 
 class Exchange:
@@ -48,11 +63,12 @@ class Exchange:
     """
 
     def __init__(self) -> None:
-        self.live: set[End] = set()
+        # Ordered sets, so that what happens to several happens in their order.
+        self.live: dict[End, None] = {}
         self._waiting: dict[Key, End] = {}
-        self._asked: dict[Key, list[tuple[Connection, TransferOpened]]] = {}
+        self._asked: dict[Key, dict[CoreRequest, Question]] = {}
         self._last_words: dict[tuple[bytes, bytes], LastWord] = {}
-        self._tombstones: OrderedDict[Key, tuple[str, int]] = OrderedDict()
+        self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
 
     # --- our side ---------------------------------------------------------------------
 
@@ -60,7 +76,8 @@ class Exchange:
         """``publish`` or ``expect``: wait for the peer, or meet one that waits.
 
         Raises:
-            UsageError: The id is in use.
+            UsageError: The id is in use, the transfer is too large to be described, or
+                too much memory is in quarantine.
         """
         key = _key(end)
         if key in self._waiting:
@@ -69,73 +86,122 @@ class Exchange:
                 f"transfer {end.id!r} is {verb} already, and has not ended; ids may be "
                 f"used again only after that"
             )
+        end.check_room()
+        end.description().encode()
         self._tombstones.pop(key, None)
         self._waiting[key] = end
-        self.live.add(end)
+        self.live[end] = None
+        end.begin()
         end.start_lease()
-        for connection, opened in self._asked.pop(key, []):
-            self.opened(connection, opened)
+        self._ask_again(key)
 
     def ask(self, end: End, connection: Connection) -> None:
-        """``pull`` or ``push``: ask the peer."""
-        self.live.add(end)
+        """``pull`` or ``push``: ask the peer.
+
+        Raises:
+            UsageError: Too much memory is in quarantine, or the peer has too many
+                transfers to answer already.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        end.check_room()
+        self.live[end] = None
         try:
             end.ask(connection)
         except KVWireError:
-            self.live.discard(end)
+            self.live.pop(end, None)
             raise
+        end.begin()
 
     def over(self, end: End, reason: str) -> None:
         """A transfer has ended."""
-        self.live.discard(end)
+        self.live.pop(end, None)
         key = _key(end)
-        if self._waiting.get(key) is end:
-            del self._waiting[key]
-            if end.unmet:
-                # bounded: TOMBSTONES_MAX
-                self._tombstones[key] = (reason, end.unmet)
-                if len(self._tombstones) > TOMBSTONES_MAX:
-                    self._tombstones.popitem(last=False)
+        if self._waiting.get(key) is not end:
+            return
+        del self._waiting[key]
+        if end.unmet:
+            # bounded: TOMBSTONES_MAX
+            self._tombstones[key] = Tombstone(reason, end.end, end.unmet)
+            if len(self._tombstones) > TOMBSTONES_MAX:
+                self._tombstones.popitem(last=False)
+        self._ask_again(key)
 
     # --- the peer's side --------------------------------------------------------------
 
     def opened(self, connection: Connection, event: TransferOpened) -> None:
         """A peer asks: match it, answer it, or let it wait."""
         request = event.request
-        key = (event.id, request.kind is Kind.OUTGOING)
         if request.over:
-            connection.core.transfers.forget(request)
             return
         try:
             description = Description.decode(event.description)
         except KVWireError as exc:
             _refuse(connection, request, exc, WireCode.PROFILE)
             return
+        key = (event.id, request.kind is Kind.OUTGOING)
         word = self._heard_before(key, description)
-        end = self._waiting.get(key)
-        answer = end.answer_to(connection, description) if end else Answer.LATER
         if word is not None:
             word.meet(connection, request)
-        elif end is not None and answer is Answer.YES:
-            end.meet(connection, request, description)
-        elif answer is Answer.NO:
-            _refuse(connection, request, PeerError("it is taken"), WireCode.OTHER)
-        elif end is None and (key in self._tombstones or _goes_on(description)):
-            error = PeerError(f"it has ended: {self._last_reason(key)}")
-            _refuse(connection, request, error, WireCode.OTHER)
-        else:
-            # bounded: TRANSFERS_WAITING_MAX per connection, by the core
-            self._asked.setdefault(key, []).append((connection, event))
+            return
+        end = self._waiting.get(key)
+        if end is None or description.met not in (b"", end.end):
+            self._missed(connection, event, description)
+            return
+        match end.answer_to(connection, description):
+            case Answer.YES:
+                end.meet(connection, request, description)
+            case Answer.NO:
+                _refuse(connection, request, PeerError("it is taken"), WireCode.OTHER)
+            case Answer.LATER:
+                self._stash(connection, event)
 
     def request_over(self, request: CoreRequest, connection: Connection) -> None:
-        """A question that still waited has ended: the peer gave up, or is gone."""
-        for key, asked in list(self._asked.items()):
-            left = [pair for pair in asked if pair[1].request is not request]
-            if left:
-                self._asked[key] = left
-            else:
-                del self._asked[key]
+        """A question has ended: refused, or the peer gave up, or is gone."""
+        transfer = connection.core.transfers.transfer(request)
+        key = (transfer.id, request.kind is Kind.OUTGOING)
+        asked = self._asked.get(key, {})
+        asked.pop(request, None)
+        if not asked:
+            self._asked.pop(key, None)
         connection.core.transfers.forget(request)
+
+    def _missed(
+        self, connection: Connection, event: TransferOpened, description: Description
+    ) -> None:
+        """There is no such transfer: it is over, or not there yet."""
+        key = (event.id, event.request.kind is Kind.OUTGOING)
+        grave = self._tombstones.get(key)
+        if grave is not None and description.met in (b"", grave.end):
+            self._answered(key, grave)
+            reason = grave.reason
+        elif description.met:
+            reason = "nothing is known of it"
+        else:
+            self._stash(connection, event)
+            return
+        error = PeerError(f"it has ended: {reason}")
+        _refuse(connection, event.request, error, WireCode.OTHER)
+
+    def _answered(self, key: Key, grave: Tombstone) -> None:
+        """Each peer who may ask is told once why a transfer has ended.
+
+        After that the id can be used anew, untainted by its last use.
+        """
+        if grave.answers > 1:
+            grave = grave._replace(answers=grave.answers - 1)
+            self._tombstones[key] = grave  # bounded: TOMBSTONES_MAX
+        else:
+            del self._tombstones[key]
+
+    def _stash(self, connection: Connection, event: TransferOpened) -> None:
+        key = (event.id, event.request.kind is Kind.OUTGOING)
+        # bounded: TRANSFERS_WAITING_MAX per connection, by the core
+        self._asked.setdefault(key, {})[event.request] = (connection, event)
+
+    def _ask_again(self, key: Key) -> None:
+        """Ask once more for those who wait for a transfer of this name."""
+        for connection, event in self._asked.pop(key, {}).values():
+            self.opened(connection, event)
 
     # --- connections ------------------------------------------------------------------
 
@@ -144,10 +210,8 @@ class Exchange:
         for end in list(self.live):
             end.lost(connection)
         # A peer may have asked on its new link before we knew that the old one is gone.
-        asked, self._asked = self._asked, {}
-        for pairs in asked.values():
-            for asker, event in pairs:
-                self.opened(asker, event)
+        for key in list(self._asked):
+            self._ask_again(key)
 
     def interrupted(self, incarnation: bytes) -> bool:
         """Whether some transfer with a peer waits for another link."""
@@ -200,27 +264,19 @@ class Exchange:
             end.stop(error, WireCode.GOING_AWAY)
 
     def reattach(self, connection: Connection) -> None:
-        """There is a new link to a peer: ask again for what was ours to ask for."""
+        """There is a new link to a peer: ask again for what was ours to ask for.
+
+        If this link is gone again, or full, the next one is the same to them.
+        """
+        incarnation = connection.peer.incarnation
         for end in list(self.live):
-            if end.asks(connection.peer.incarnation):
-                # If this link is gone again, the next one is the same to it.
-                with suppress(ConnectionClosed):
+            if end.asks(incarnation):
+                with suppress(ConnectionClosed, UsageError):
                     end.ask(connection)
         for word in list(self._last_words.values()):
-            same_peer = word.incarnation == connection.peer.incarnation
-            if word.asks and same_peer and word.core is None:
-                with suppress(ConnectionClosed):
+            if word.asks and word.incarnation == incarnation and word.core is None:
+                with suppress(ConnectionClosed, UsageError):
                     word.ask(connection)
-
-    def _last_reason(self, key: Key) -> str:
-        """Why a transfer ended that the peer asks for; said once to each who may ask.
-
-        After that the id can be used anew, untainted by its last use.
-        """
-        reason, answers = self._tombstones.pop(key, ("nothing is known of it", 0))
-        if answers > 1:
-            self._tombstones[key] = (reason, answers - 1)  # bounded: TOMBSTONES_MAX
-        return reason
 
     def _heard_before(self, key: Key, description: Description) -> LastWord | None:
         """The last word that a producer which pushes again has not heard."""
@@ -235,14 +291,8 @@ def _key(end: End) -> Key:
     return end.key, isinstance(end, Outgoing)
 
 
-def _goes_on(description: Description) -> bool:
-    """Whether a consumer goes on with what this side has begun to send before."""
-    return description.settled or bool(description.landed)
-
-
 def _refuse(
     connection: Connection, request: CoreRequest, error: KVWireError, code: WireCode
 ) -> None:
     connection.core.refuse(request, error, code)
-    connection.core.transfers.forget(request)
     connection.run()

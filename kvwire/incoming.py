@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvwire.dedup import Hashes, Have, digest, held, listed_hashes
@@ -12,18 +11,17 @@ from kvwire.errors import (
     KVWireError,
     PeerCancelled,
     ProfileMismatch,
-    ProtocolError,
     UsageError,
     WireCode,
 )
 from kvwire.kv.landed import Landed
-from kvwire.kv.outcome import Outcome, Timings, outcome_of
+from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.last_word import LastWord
 from kvwire.limits import LANDED_BOXES_MAX
 from kvwire.proto.segments import Segment as CoreSegment
 from kvwire.receipt import Receipt, missing_chunks
-from kvwire.transfer import Answer, KVTransfer, recoverable
+from kvwire.transfer import DAMAGED, UNMARKED, Answer, KVTransfer, recoverable
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -47,17 +45,16 @@ class Incoming(KVTransfer):
             raise UsageError(
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
-        listed = listed_hashes(hashes, self.lists)
+        listed = listed_hashes(hashes, self.geometry)
         self.have = held(have, listed, self.lists)
         self.hashes = digest(listed)
         self.receipt: Receipt | None = None
+        self.met = b""
         self.planned = False
-        self.boxes: list[tuple[int, int, int, int, int]] = []
+        self.told: list[Segment] = []
         self._layers_grouped = 1
+        self._damaged: list[Segment] = []
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
-        self._times = dict.fromkeys(("met", "agreed", "first", "last", "over"), 0.0)
-        self._partial = ""
-        self._attempts = 0
 
     async def layer(self, layer: int, group: str | None = None) -> None:
         """Wait until a layer of every block has landed, and may be read.
@@ -102,12 +99,10 @@ class Incoming(KVTransfer):
     def answer_to(self, connection: Connection, description: Description) -> Answer:
         """Whether a peer that offers it may send it."""
         receipt = self.receipt
-        if self.outcome is not None:
-            return Answer.NO
         if receipt is None:
             return Answer.YES
         same_peer = receipt.incarnation == connection.peer.incarnation
-        if not same_peer or receipt.peer_end != description.end:
+        if not same_peer or self.met != description.end:
             return Answer.NO
         return Answer.YES if receipt.waits else Answer.LATER
 
@@ -143,7 +138,7 @@ class Incoming(KVTransfer):
                 receipt,
                 key=self.key,
                 priority=self.priority,
-                description=self.description(b"").encode(),
+                description=self.description().encode(),
                 pull=True,
             )
         except KVWireError:
@@ -155,17 +150,14 @@ class Incoming(KVTransfer):
     def meet(self, connection: Connection, core: Any, description: Description) -> None:
         """Push: the peer of a connection offers it."""
         receipt = self._new_receipt(connection)
-        receipt.core, receipt.peer_end = core, description.end
-        core.context = receipt
+        receipt.core, core.context = core, receipt
         try:
             self.plan_with(description)
         except KVWireError as exc:
-            self.receipt = None
-            connection.core.refuse(core, exc, WireCode.PROFILE)
-            connection.core.transfers.forget(core)
-            connection.run()
+            receipt.refuse(exc, WireCode.PROFILE)
             return
         answer = self.description(self.plan.digest)
+        receipt.begin()
         connection.core.transfers.agree(core, answer.encode())
         connection.run()
 
@@ -194,57 +186,45 @@ class Incoming(KVTransfer):
         Raises:
             ProfileMismatch: The two halves do not fit; names the fields.
         """
-        if self.hashes and description.hashes and self.hashes != description.hashes:
+        self.phases.note("met")
+        description.require_same_hashes(self.hashes)
+        if self.met not in (b"", description.end):
             raise ProfileMismatch(
-                "the block hashes of the two lists differ: other tokens",
-                fields=("hashes",),
+                "the peer has another transfer of this name now", fields=("end",)
             )
+        # Without hashes on both sides nobody knows that it has the same blocks.
+        comparable = self.hashes and description.hashes
         plan = TransferPlan(
             self.cache,
             self.lists,
             description.read_geometry(),
             Side.CONSUMER,
             tokens=self.tokens,
-            have=self.have,
+            have=self.have if comparable else None,
         )
+        self.met = description.end
         if not self.planned:
             self.plan, self.landed, self.planned = plan, Landed(plan), True
-        self._times["agreed"] = self._times["agreed"] or monotonic()
+            # What is not carried, or was here before, is not waited for.
+            self._open_gates()
+        self.phases.note("agreed")
 
-    def place(self, core: CoreSegment) -> Segment:
-        """Give a segment its memory.
-
-        Raises:
-            ProtocolError: It is not a part of this transfer, or its length is wrong.
-        """
-        segment = Segment(*core.box)
-        try:
-            self.plan.check(segment)
-        except UsageError as exc:
-            raise ProtocolError("KVW-TR-09", str(exc)) from None
-        if core.nbytes != self.plan.nbytes_of(segment):
-            raise ProtocolError(
-                "KVW-TR-09",
-                f"segment {core.number} of {core.nbytes} bytes, the plan has "
-                f"{self.plan.nbytes_of(segment)}",
-            )
-        self._times["first"] = self._times["first"] or monotonic()
+    def segment_placed(self, segment: Segment) -> None:
+        """A segment is on its way."""
+        self.phases.note("first")
         self._layers_grouped = max(self._layers_grouped, segment.layers)
-        return segment
 
     def segment_landed(self, core: CoreSegment, segment: Segment) -> None:
         """All of a segment is here; open the gates it opens."""
         if core.damaged:
-            self._partial = "its bytes arrived damaged"
-            self.landed.mark_but(segment, missing_chunks(core, self._chunk_bytes()))
+            self._damaged.append(segment)  # bounded: SEGMENTS_MAX
+            assert self.receipt is not None
+            missing = missing_chunks(core, self.receipt.chunk_bytes())
+            self.landed.mark_but(segment, missing)
             return
         self.landed.mark(segment)
-        self.boxes.append(core.box)
-        self._times["last"] = monotonic()
-        for (layer, group), gates in list(self._gates.items()):
-            if self._has(layer, group):
-                del self._gates[layer, group]
-                _open(gates)
+        self.phases.note_again("last")
+        self._open_gates()
 
     def receipt_ended(self, error: KVWireError | None) -> None:
         """The request of the receipt is over."""
@@ -264,34 +244,29 @@ class Incoming(KVTransfer):
 
     def settled(self) -> None:
         """All that the producer has marked is here."""
-        self._end(self._partial or "it was not marked ready by the producer")
+        self._end(UNMARKED)
 
     # --- inside -----------------------------------------------------------------------
 
     def _new_receipt(self, connection: Connection) -> Receipt:
         self.stop_lease()
-        self._times["met"] = self._times["met"] or monotonic()
-        self._attempts += self.receipt is not None
         self.receipt = Receipt(self, connection)
         return self.receipt
 
-    def description(self, plan: bytes) -> Description:
+    def description(self, plan: bytes = b"") -> Description:
         """This side's half; ``plan`` is the digest of its plan, in an answer."""
+        # What does not fit is sent again, which is only slower.
+        self.told = self.landed.boxes(LANDED_BOXES_MAX) if self.met else []
         return Description(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
-            have=pack_have(self.have),
-            # What does not fit is sent again, which is only slower.
-            landed=tuple(self.boxes[:LANDED_BOXES_MAX]),
+            end=self.end,
+            met=self.met,
             hashes=self.hashes,
+            have=pack_have(self.have),
+            landed=tuple(segment.box for segment in self.told),
             plan=plan,
             settled=self.outcome is not None,
-            end=self.end,
-            attempt=self._attempts,
         )
-
-    def _chunk_bytes(self) -> int:
-        assert self.receipt is not None
-        return self.receipt.chunk_bytes()
 
     def _check_layer(self, layer: int, group: str | None) -> None:
         groups = self.cache.groups
@@ -304,8 +279,13 @@ class Incoming(KVTransfer):
     def _has(self, layer: int, group: str | None) -> bool:
         return self.planned and self.landed.layer(layer, group)
 
+    def _open_gates(self) -> None:
+        for (layer, group), gates in list(self._gates.items()):
+            if self._has(layer, group):
+                del self._gates[layer, group]
+                _open(gates)
+
     def _end(self, reason: str) -> None:
-        self._times["over"] = monotonic()
         attempts = [] if self.receipt is None else [self.receipt]
         outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
         self.communicator.exchange.over(self, reason)
@@ -315,22 +295,11 @@ class Incoming(KVTransfer):
         self._gates.clear()
 
     def _outcome_now(self, reason: str) -> Outcome:
-        if self.receipt is not None:
-            for segment, missing in self.receipt.parts:
-                self.landed.mark_but(segment, missing)
-        times = self._times
-        over, agreed = times["over"], times["agreed"]
-        first, last = times["first"] or over, times["last"] or over
         return outcome_of(
             self.landed,
+            reasons=[(DAMAGED, self.plan.covering(self._damaged))],
             otherwise=reason,
-            timings=Timings(
-                queue_s=max(0.0, (times["met"] or over) - self.created),
-                handshake_s=max(0.0, agreed - (times["met"] or agreed)),
-                memory_wait_s=0.0,
-                wire_s=max(0.0, last - first),
-                commit_s=max(0.0, over - last),
-            ),
+            timings=self.phases.timings(memory=False),
             layers_grouped=self._layers_grouped,
         )
 

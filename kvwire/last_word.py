@@ -25,7 +25,7 @@ class LastWord(Attempt):
     def __init__(self, incoming: Incoming, receipt: Receipt, *, asks: bool) -> None:
         super().__init__(receipt.connection)
         self.incoming = incoming
-        self.peer_end = receipt.peer_end
+        self.peer_end = incoming.met
         self.key = (incoming.key, incoming.end)
         self.incarnation = receipt.incarnation
         self.asks = asks
@@ -37,7 +37,7 @@ class LastWord(Attempt):
             self,
             key=self.incoming.key,
             priority=0,
-            description=self.incoming.description(b"").encode(),
+            description=self.incoming.description().encode(),
             pull=True,
         )
 

@@ -84,8 +84,10 @@ SEGMENT_BYTES: Final = 16 * MIB
 # Layers smaller than this together travel together: below it a layer costs more to
 # announce than its transfer hides.
 GROUP_BYTES: Final = 256 * KIB
-# Boxes a consumer names as landed when it goes on with another link; 16 bytes each.
-LANDED_BOXES_MAX: Final = 2000
+# Boxes a consumer names as landed when it goes on with another link, each in up to 26
+# bytes. Layers that came one after the other are one box.
+LANDED_BOXES_MAX: Final = 1000
+LANDED_BOX_BYTES: Final = 26
 # Ids of transfers that have ended badly, kept to answer those who ask too late.
 TOMBSTONES_MAX: Final = 4096
 # Segments one LANDED, and the one SETTLED, may name: 5 bytes each at most.
@@ -133,6 +135,7 @@ assert EAGER_BYTES <= EAGER_BYTES_MAX <= CHUNK_BYTES_MIN
 assert EAGER_BYTES_MAX <= EAGER_WINDOW_BYTES <= EAGER_WINDOW_BYTES_MAX
 assert MESSAGE_BYTES <= REQUEST_BYTES_MAX
 assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - KIB
+assert LANDED_BOX_BYTES * LANDED_BOXES_MAX < DESCRIPTION_BYTES_MAX - 16 * KIB
 assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"

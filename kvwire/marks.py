@@ -10,6 +10,7 @@ the log from wherever it stands.
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from kvwire.claims import Claims
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.paged import PagedCache
+from kvwire.limits import SEGMENTS_MAX
 
 Which = int | slice | None
 
@@ -44,6 +46,7 @@ class Marks:
     Attributes:
         log: Marks whose bytes may be sent, oldest first; grows, never shrinks.
         finished: No mark will come any more.
+        failed: Why something that was marked will never be ready; "" if it may be.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Marks:
     ) -> None:
         self.log: list[Mark] = []
         self.finished = False
+        self.failed = ""
         self._loop = loop
         self._thread = threading.get_ident()
         self._wake = wake
@@ -75,7 +79,8 @@ class Marks:
 
         Raises:
             UsageError: A layer, block or group that there is not, something marked
-                before, a finished transfer, or an ``after`` that cannot be waited for.
+                before, a finished transfer, too many marks, or an ``after`` that cannot
+                be waited for.
         """
         names = [group] if group is not None else self._unnamed(layers, blocks)
         made = [self._mark(name, layers, blocks) for name in names]
@@ -93,7 +98,7 @@ class Marks:
         if after is None:
             self.wake()
         else:
-            after.add_done_callback(lambda _: self._arrived(made))
+            after.add_done_callback(lambda done: self._arrived(made, done))
 
     def finish(self, *, partial: bool) -> None:
         """No mark will come any more.
@@ -113,8 +118,8 @@ class Marks:
 
     @property
     def all_in(self) -> bool:
-        """Whether the log is whole: finished, and no mark waits for its ``after``."""
-        return self.finished and not self._later
+        """Whether the log is whole: finished, and every ``after`` has come true."""
+        return self.finished and not self._later and not self.failed
 
     @property
     def complete(self) -> bool:
@@ -126,11 +131,11 @@ class Marks:
         if self._woken:
             return
         self._woken = True
-        if threading.get_ident() == self._thread:
-            self._loop.call_soon(self._look)
-            return
         try:
-            self._loop.call_soon_threadsafe(self._look)
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._look)
+            else:
+                self._loop.call_soon_threadsafe(self._look)
         except RuntimeError:
             # The loop is closed, and so the transfer over. A forward pass that still
             # runs need not know.
@@ -140,25 +145,41 @@ class Marks:
         self._woken = False
         self._wake()
 
-    def _arrived(self, made: list[Mark]) -> None:
+    def _arrived(self, made: list[Mark], after: Any) -> None:
+        failure = _failure(after)
         with self._lock:
             # In this order: the log is whole before `all_in` says so.
-            self.log.extend(made)  # bounded: SEGMENTS_MAX
+            if failure:
+                self.failed = f"what {self._named(made)} waited for {failure}"
+            else:
+                self.log.extend(made)  # bounded: SEGMENTS_MAX
             self._later -= 1
         self.wake()
 
     def _claim(self, made: list[Mark]) -> None:
         if self.finished:
             raise UsageError("ready: the transfer is finished already")
+        if len(self.log) + self._later >= SEGMENTS_MAX:
+            raise UsageError(
+                f"ready: more than {SEGMENTS_MAX} marks in one transfer; mark more "
+                f"layers or blocks at once"
+            )
         for mark in made:
             if self._groups[mark.group].claims.taken(mark.layers, mark.blocks):
                 raise UsageError(
-                    f"ready: part of layers {_span(mark.layers)} x blocks "
-                    f"{_span(mark.blocks)} of group {mark.group!r} was marked before; "
-                    f"marked memory may not change, so it is not marked twice"
+                    f"ready: part of {self._named([mark])} was marked before; marked "
+                    f"memory may not change, so it is not marked twice"
                 )
         for mark in made:
             self._groups[mark.group].claims.claim(mark.layers, mark.blocks)
+
+    def _named(self, made: list[Mark]) -> str:
+        return ", ".join(
+            f"layers {_span(self._groups[mark.group].layers, mark.layers)} x blocks "
+            f"{_span(self._groups[mark.group].blocks, mark.blocks)} of group "
+            f"{mark.group!r}"
+            for mark in made
+        )
 
     def _mark(self, group: str, layers: Which, blocks: Which) -> Mark:
         found = self._groups.get(group)
@@ -195,23 +216,42 @@ def _range(which: Which, held: range, what: str, group: str) -> range:
     """The part that a caller names, relative to the first one held."""
     if which is None:
         return held if not held.start else range(len(held))
+    where = f"ready: {what} of group {group!r}"
     if isinstance(which, slice):
-        start = held.start if which.start is None else which.start
-        stop = held.stop if which.stop is None else which.stop
+        start = held.start if which.start is None else _index(which.start, where)
+        stop = held.stop if which.stop is None else _index(which.stop, where)
         inside = held.start <= start <= stop <= held.stop
         if which.step not in (None, 1) or not inside:
             raise UsageError(
-                f"ready: {what} of group {group!r}: {start} to {stop} (step "
-                f"{which.step or 1}) is not a part of {held.start} to {held.stop}"
+                f"{where}: {start} to {stop} (step {which.step or 1}) is not a part of "
+                f"{held.start} to {held.stop}"
             )
         return range(start - held.start, stop - held.start)
-    if which not in held:
+    index = _index(which, where)
+    if index not in held:
         raise UsageError(
-            f"ready: {what} of group {group!r}: {which} is not one of {held.start} to "
-            f"{held.stop - 1}"
+            f"{where}: {index} is not one of {held.start} to {held.stop - 1}"
         )
-    return range(which - held.start, which - held.start + 1)
+    return range(index - held.start, index - held.start + 1)
 
 
-def _span(indices: range) -> str:
-    return f"{indices.start} to {indices.stop - 1}"
+def _index(which: object, where: str) -> int:
+    try:
+        return operator.index(which)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"{where}: {which!r} is neither a number nor a slice of numbers"
+        ) from None
+
+
+def _span(held: range, indices: range) -> str:
+    return f"{held.start + indices.start} to {held.start + indices.stop - 1}"
+
+
+def _failure(after: Any) -> str:
+    """How a future failed; "" if it did not."""
+    try:
+        after.result()
+    except BaseException as exc:  # noqa: BLE001 - whatever it failed with
+        return f"failed: {type(exc).__name__}: {exc}"
+    return ""

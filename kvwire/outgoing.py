@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any, Self
 from kvwire.dedup import Hashes, digest, listed_hashes
 from kvwire.delivery import Delivery
 from kvwire.description import Description
-from kvwire.errors import KVWireError, RequestCancelled, WireCode
+from kvwire.errors import (
+    KVWireError,
+    ProfileMismatch,
+    RequestCancelled,
+    UsageError,
+    WireCode,
+)
 from kvwire.kv.outcome import join_outcomes
+from kvwire.kv.plan import TransferPlan
 from kvwire.limits import GROUP_BYTES
 from kvwire.marks import Marks, Which
-from kvwire.transfer import Answer, KVTransfer, recoverable
+from kvwire.transfer import UNMARKED, Answer, KVTransfer, recoverable
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -39,8 +46,12 @@ class Outgoing(KVTransfer):
         **keywords: Any,
     ) -> None:
         super().__init__(*args, **keywords)
+        if group_bytes is not None and group_bytes < 1:
+            raise UsageError(
+                f"group_bytes={group_bytes}: at least 1, for layer by layer"
+            )
         self.consumers = consumers
-        self.hashes = digest(listed_hashes(hashes, self.lists))
+        self.hashes = digest(listed_hashes(hashes, self.geometry))
         self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
         self.marks = Marks(self.cache, self.lists, self.loop, self._marked)
         self.deliveries: list[Delivery] = []
@@ -91,24 +102,30 @@ class Outgoing(KVTransfer):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish, or abort if the block was left by an exception."""
+        """Finish, or abort if the block was left by an exception.
+
+        Raises:
+            UsageError: Parts were not marked; the transfer is aborted.
+        """
         if kind is not None:
             self.abort(f"{kind.__name__} in the producer")
         elif not self.done():
-            self.finish()
+            try:
+                self.finish()
+            except UsageError as exc:
+                self.abort(str(exc))
+                raise
 
     # --- the exchange -----------------------------------------------------------------
 
     def answer_to(self, connection: Connection, description: Description) -> Answer:
         """Whether a peer that asks may have it."""
         known = self._known(connection, description)
-        if self.outcome is not None or (known is not None and known.over):
+        if known is None:
+            return Answer.YES if len(self.deliveries) < self.consumers else Answer.NO
+        if known.over:
             return Answer.NO
-        if known is not None:
-            return Answer.YES if known.waits else Answer.LATER
-        if description.landed or description.settled:
-            return Answer.NO  # it goes on with another transfer of this name
-        return Answer.YES if len(self.deliveries) < self.consumers else Answer.NO
+        return Answer.YES if known.waits else Answer.LATER
 
     @property
     def unmet(self) -> int:
@@ -128,55 +145,53 @@ class Outgoing(KVTransfer):
             for d in self.deliveries
         )
 
+    def description(self, met: bytes = b"", plan: bytes = b"") -> Description:
+        """This side's half.
+
+        Args:
+            met: The consumer's end, if this side goes on with it.
+            plan: The digest of this side's plan, in an answer.
+        """
+        return Description(
+            geometry=self.geometry.encode(),  # type: ignore[arg-type]
+            end=self.end,
+            met=met,
+            hashes=self.hashes,
+            plan=plan,
+        )
+
     def ask(self, connection: Connection) -> None:
         """Push: ask the peer of a connection to take it."""
+        self.waits_for_memory = True
         waiting = [d for d in self.deliveries if d.waits]
         delivery = self._delivery(connection, waiting[0] if waiting else None)
-        description = Description(
-            geometry=self.geometry.encode(),  # type: ignore[arg-type]
-            hashes=self.hashes,
-            end=self.end,
-            attempt=delivery.attempts,
-        )
         delivery.asked = True
         try:
             connection.start_transfer(
                 delivery,
                 key=self.key,
                 priority=self.priority,
-                description=description.encode(),
+                description=self.description(met=delivery.peer_end).encode(),
                 pull=False,
             )
         except KVWireError:
-            if delivery.attempts:
+            if waiting:
                 delivery.suspend()
-                self.start_lease()
             else:
                 self.deliveries.remove(delivery)
+            self._watch()
             raise
 
     def meet(self, connection: Connection, core: Any, description: Description) -> None:
         """Pull: the peer of a connection asks for it."""
-        known = self._known(connection, description)
-        delivery = self._delivery(connection, known)
-        delivery.core, delivery.peer_end = core, description.end
-        core.context = delivery
+        delivery = self._delivery(connection, self._known(connection, description))
+        delivery.core, core.context = core, delivery
         try:
-            delivery.plan_with(description, landed=description.landed)
+            delivery.plan_with(description)
         except KVWireError as exc:
-            self.deliveries.remove(delivery)
-            if not self.deliveries:
-                self.start_lease()
-            connection.core.refuse(core, exc, WireCode.PROFILE)
-            connection.core.transfers.forget(core)
-            connection.run()
+            delivery.refuse(exc, WireCode.PROFILE)
             return
-        answer = Description(
-            geometry=self.geometry.encode(),  # type: ignore[arg-type]
-            hashes=self.hashes,
-            end=self.end,
-            plan=delivery.plan.digest,
-        )
+        answer = self.description(plan=delivery.plan.digest)
         connection.core.transfers.agree(core, answer.encode())
         delivery.send_marks()
 
@@ -194,7 +209,7 @@ class Outgoing(KVTransfer):
 
     def runs_on(self, connection: Connection) -> bool:
         """See KVTransfer."""
-        return any(d.connection is connection for d in self.deliveries)
+        return any(d.connection is connection and not d.over for d in self.deliveries)
 
     def lost(self, connection: Connection) -> None:
         """See KVTransfer."""
@@ -210,7 +225,7 @@ class Outgoing(KVTransfer):
             return
         if recoverable(error) and self.communicator.config.resume:
             delivery.suspend()
-            self.start_lease()
+            self._watch()
             return
         delivery.over = True
         delivery.reason = "" if error is None else str(error)
@@ -222,7 +237,25 @@ class Outgoing(KVTransfer):
             if self.outcome is None:
                 self._finish(str(error))
         elif sum(d.over for d in self.deliveries) == self.consumers:
-            self._finish("it was not marked ready by the producer")
+            self._finish(UNMARKED)
+
+    def require_same_tokens(self, plan: TransferPlan) -> None:
+        """Refuse a consumer whose list is for more or fewer tokens than another's.
+
+        Raises:
+            ProfileMismatch: It is.
+        """
+        mine = {walk.group: walk.tokens for walk in plan.groups}
+        for other in self.deliveries:
+            theirs = mine
+            if other.planned:
+                theirs = {walk.group: walk.tokens for walk in other.plan.groups}
+            if mine != theirs:
+                raise ProfileMismatch(
+                    f"the consumers of one transfer want other tokens: {theirs} and "
+                    f"{mine}",
+                    fields=("tokens",),
+                )
 
     def _known(
         self, connection: Connection, description: Description
@@ -236,25 +269,32 @@ class Outgoing(KVTransfer):
 
     def _delivery(self, connection: Connection, known: Delivery | None) -> Delivery:
         """A new consumer, or one whose last connection was lost."""
-        self.stop_lease()
-        if known is not None:
-            known.resume(connection)
-            return known
-        delivery = Delivery(self, connection)
-        self.deliveries.append(delivery)  # bounded by `consumers`
+        if known is None:
+            delivery = Delivery(self, connection)
+            self.deliveries.append(delivery)  # bounded by `consumers`
+        else:
+            delivery = known
+            delivery.resume(connection)
+        self._watch()
         return delivery
 
+    def _watch(self) -> None:
+        """Run the lease anew while a consumer is missing."""
+        self.stop_lease()
+        if self.unmet:
+            self.start_lease()
+
     def _marked(self) -> None:
+        if self.marks.failed and self.outcome is None:
+            self.abort(self.marks.failed)
         for delivery in self.deliveries:
             delivery.send_marks()
 
     def _finish(self, reason: str) -> None:
         outcomes = [d.outcome(reason) for d in self.deliveries if d.planned]
-        if not outcomes:
-            outcome = self.nothing(reason)
-        elif len(outcomes) == 1:
-            outcome = outcomes[0]
-        else:
-            outcome = join_outcomes(outcomes)
+        if len(outcomes) < self.consumers:
+            # Those who never came have nothing.
+            tokens = dict(outcomes[0].tokens) if outcomes else None
+            outcomes.append(self.nothing(reason, tokens))
         self.communicator.exchange.over(self, reason)
-        self.record(outcome, self.deliveries)
+        self.record(join_outcomes(outcomes), self.deliveries)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.description import Description
-from kvwire.errors import KVWireError, ProfileMismatch, WireCode
+from kvwire.errors import (
+    KVWireError,
+    ProfileMismatch,
+    ProtocolError,
+    UsageError,
+    WireCode,
+)
+from kvwire.kv.landed import Landed
 from kvwire.kv.plan import Segment
 from kvwire.proto.events import (
     SegmentLanded,
@@ -13,6 +20,7 @@ from kvwire.proto.events import (
     TransferCommitted,
     TransferSettled,
 )
+from kvwire.proto.segments import CHUNK_LANDED
 from kvwire.proto.segments import Segment as CoreSegment
 from kvwire.transfer import Attempt, TransferEvent
 
@@ -30,7 +38,6 @@ class Receipt(Attempt):
         self.incarnation = connection.peer.incarnation
         self.asked = False
         self.suspended = False
-        self.parts: list[tuple[Segment, list[tuple[int, int]]]] = []
         self._segments: dict[int, Segment] = {}
 
     @property
@@ -38,10 +45,15 @@ class Receipt(Attempt):
         """Whether its link is lost, and has touched memory for the last time."""
         return self.suspended and self.core is None
 
+    def begin(self) -> None:
+        """The plan is made; what was told to have landed does not come again."""
+        self._promised = Landed(self.incoming.plan)
+        for segment in self.incoming.told:
+            self._promised.mark(segment)
+
     def agreed(self, description: Description) -> None:
         """See Attempt."""
         incoming = self.incoming
-        self.peer_end = description.end
         try:
             incoming.plan_with(description)
             if description.plan != incoming.plan.digest:
@@ -52,13 +64,16 @@ class Receipt(Attempt):
                 )
         except KVWireError as exc:
             self.refuse(exc, WireCode.PROFILE)
+            return
+        self.begin()
 
     def event(self, event: TransferEvent) -> None:
         """See Attempt."""
         if isinstance(event, SegmentMarked):
             core = event.segment
-            segment = self.incoming.place(core)
-            self._segments[core.number] = segment
+            segment = self._check(core)
+            self._segments[core.number] = segment  # bounded: SEGMENTS_MAX
+            self.incoming.segment_placed(segment)
             lent = self.incoming.communicator.buffers.lend(
                 self.incoming.plan.fragments(segment)
             )
@@ -82,21 +97,46 @@ class Receipt(Attempt):
         """Bytes of a chunk on this connection."""
         return self.connection.core.agreement.terms.chunk_bytes
 
+    def _check(self, core: CoreSegment) -> Segment:
+        """What of the plan a marked segment is.
+
+        Raises:
+            ProtocolError: None of it, another length, or some of it has come before.
+        """
+        plan, segment = self.incoming.plan, Segment(*core.box)
+        try:
+            plan.check(segment)
+        except UsageError as exc:
+            raise ProtocolError("KVW-TR-09", str(exc)) from None
+        if core.nbytes != plan.nbytes_of(segment):
+            raise ProtocolError(
+                "KVW-TR-09",
+                f"segment {core.number} of {core.nbytes} bytes, the plan has "
+                f"{plan.nbytes_of(segment)}",
+            )
+        if self._promised.touches(segment):
+            raise ProtocolError(
+                "KVW-TR-11", f"segment {core.number}: part of it was marked before"
+            )
+        self._promised.mark(segment)
+        return segment
+
     def _note_parts(self) -> None:
-        """Note the segments that never became whole, and what of them is missing."""
+        """Of segments that never became whole: note what of them is here."""
         if self.core is None:
             return
         segments = self.connection.core.transfers.transfer(self.core).segments
         for number, segment in self._segments.items():
             if not segments[number].over:
                 missing = missing_chunks(segments[number], self.chunk_bytes())
-                self.parts.append((segment, missing))
+                self.incoming.landed.mark_but(segment, missing)
 
 
 def missing_chunks(core: CoreSegment, chunk_bytes: int) -> list[tuple[int, int]]:
     """(offset, bytes) of the chunks of a segment that have not landed intact."""
+    states = core.arrived or bytes(-(-core.nbytes // chunk_bytes))
     return [
         (index * chunk_bytes, min(chunk_bytes, core.nbytes - index * chunk_bytes))
-        for index, state in enumerate(core.arrived)
-        if state != 2
+        for index, state in enumerate(states)
+        if state != CHUNK_LANDED
     ]

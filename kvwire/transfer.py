@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import secrets
 from collections.abc import Generator, Iterable
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvwire.clock import absolute
-from kvwire.description import Description
+from kvwire.description import END_BYTES, Description
 from kvwire.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -31,6 +31,7 @@ from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import TRANSFER_ID_BYTES_MAX
+from kvwire.phases import Phases
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
     from kvwire.communicator import Communicator
     from kvwire.connection import Connection
+
+DAMAGED = "its bytes arrived damaged"
+UNMARKED = "it was not marked ready by the producer"
 
 TransferEvent = (
     SegmentMarked
@@ -133,6 +137,9 @@ class KVTransfer:
     to the loop of the communicator, unless they say otherwise.
     """
 
+    # A push meets its peer when that has given memory.
+    waits_for_memory = False
+
     def __init__(
         self,
         communicator: Communicator,
@@ -149,8 +156,12 @@ class KVTransfer:
             raise UsageError(
                 f"cache: {type(cache).__name__} is not a kvwire.PagedCache"
             )
-        if not 0 <= priority <= 255:
-            raise UsageError(f"priority={priority}: 0 to 255; a higher one goes first")
+        if type(priority) is not int or not 0 <= priority <= 255:
+            raise UsageError(
+                f"priority={priority!r}: 0 to 255; a higher one goes first"
+            )
+        if lease_s is not None and not 0 < lease_s < math.inf:
+            raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")
         self.id = id
         self.key = transfer_key(id)
         self.cache = cache
@@ -162,16 +173,14 @@ class KVTransfer:
         self.geometry: Geometry = describe(cache, self.lists, tokens)
         self.deadline = absolute(deadline)
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
-        self.created = monotonic()
-        self.end = secrets.token_bytes(8)
+        self.phases = Phases()
+        self.end = secrets.token_bytes(END_BYTES)
         self._outcome: Outcome | None = None
         self._done: asyncio.Future[Outcome] = self.loop.create_future()
         self._drained = asyncio.Event()
         self._busy = 0
         self._lease: asyncio.TimerHandle | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        if self.deadline is not None:
-            self._expiry = self.loop.call_at(self.deadline, self._expired)
 
     def __repr__(self) -> str:
         state = "under way" if self._outcome is None else "over"
@@ -210,6 +219,28 @@ class KVTransfer:
         if self._outcome is None:
             self.stop(RequestCancelled(reason), WireCode.CANCELLED)
 
+    # --- for the exchange -------------------------------------------------------------
+
+    def check_room(self) -> None:
+        """Refuse to begin while too much memory waits to be let go of.
+
+        Raises:
+            UsageError: It does.
+        """
+        quarantined = self.communicator.quarantined_bytes
+        limit = self.communicator.config.quarantine_bytes
+        if quarantined > limit:
+            raise UsageError(
+                f"{quarantined} bytes of transfers that are over have not drained, "
+                f"more than quarantine_bytes={limit}: wait for drained() of some of "
+                f"them"
+            )
+
+    def begin(self) -> None:
+        """It is taken on: from here on its deadline counts."""
+        if self.deadline is not None and self._outcome is None:
+            self._expiry = self.loop.call_at(self.deadline, self._expired)
+
     # --- for the two ends -------------------------------------------------------------
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
@@ -230,12 +261,12 @@ class KVTransfer:
         raise NotImplementedError
 
     def start_lease(self) -> None:
-        """Nobody is at work on it: it ends unless that changes within the lease."""
+        """A peer is missing: it ends unless that changes within the lease."""
         if self._lease is None and self._outcome is None:
             self._lease = self.loop.call_later(self.lease_s, self._lease_over)
 
     def stop_lease(self) -> None:
-        """Somebody is at work on it."""
+        """Every peer is at work on it."""
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
@@ -262,9 +293,15 @@ class KVTransfer:
         attempt.forget()
         buffers.collect()
 
-    def nothing(self, reason: str) -> Outcome:
+    def nothing(self, reason: str, tokens: Tokens = None) -> Outcome:
         """The outcome of a transfer of which nothing was ever agreed."""
-        return nothing_landed(self.cache, self.lists, reason, tokens=self.tokens)
+        return nothing_landed(
+            self.cache,
+            self.lists,
+            reason,
+            tokens=self.tokens if tokens is None else tokens,
+            timings=self.phases.timings(memory=self.waits_for_memory),
+        )
 
     def _one_free(self) -> None:
         self._busy -= 1
@@ -280,7 +317,7 @@ class KVTransfer:
         self._lease = None
         if self._outcome is None:
             error = DeadlineExceeded(
-                f"the lease of {self.lease_s:g} s ended and nobody was at work on it"
+                f"the lease of {self.lease_s:g} s ended while a peer was missing"
             )
             self.stop(error, WireCode.DEADLINE)
 

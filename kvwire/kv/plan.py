@@ -24,7 +24,7 @@ import enum
 import hashlib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,13 +71,23 @@ class Segment:
     granules: int
 
     @property
+    def box(self) -> tuple[int, int, int, int, int]:
+        """The five numbers, as both sides name it."""
+        return self.group, self.layer, self.layers, self.granule, self.granules
+
+    @property
     def layer_range(self) -> range:
         """The model's indices of its layers."""
         return range(self.layer, self.layer + self.layers)
 
     @property
-    def granule_slice(self) -> slice:
+    def granule_range(self) -> range:
         """Its granules within the group."""
+        return range(self.granule, self.granule + self.granules)
+
+    @property
+    def granule_slice(self) -> slice:
+        """The same, for arrays."""
         return slice(self.granule, self.granule + self.granules)
 
 
@@ -245,6 +255,13 @@ class TransferPlan:
         """The local blocks that a segment is a part of."""
         walk = self.groups[segment.group]
         return self.lists[walk.group][self.positions(segment)]
+
+    def covering(self, segments: Iterable[Segment]) -> dict[str, Bits]:
+        """Which positions of each local block list some segments are a part of."""
+        found = {name: np.zeros(ids.size, np.bool_) for name, ids in self.lists.items()}
+        for segment in segments:
+            found[self.groups[segment.group].group][self.positions(segment)] = True
+        return found
 
     def granules_per_block(self, group: int) -> int:
         """Granules in one local block of a group."""

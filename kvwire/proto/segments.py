@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvwire.proto.requests import Request
 from kvwire.proto.state import State
@@ -10,6 +11,10 @@ from kvwire.types import BufferId
 
 Box = tuple[int, int, int, int, int]
 """(group, layer, layers, granule, granules)"""
+
+# What becomes of a chunk at the consumer.
+CHUNK_ARRIVING: Final = 1
+CHUNK_LANDED: Final = 2
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,8 +28,7 @@ class Segment:
         buffer: Its memory; None on the consumer until the front has given it.
         moved: Bytes handed to the link (producer) or verified (consumer).
         in_flight: Chunks the link still works on.
-        arrived: Consumer: one byte per chunk, 1 once its header was seen and 2 once it
-            has landed.
+        arrived: Consumer: one byte per chunk, 0 until its header has come.
         damaged: A chunk of it did not match its checksum.
         over: Landed, acknowledged, or damaged: nothing more happens to it.
     """

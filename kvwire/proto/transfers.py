@@ -53,7 +53,13 @@ from kvwire.proto.flows import Arrival, Flows, Place
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import Request, Requests
-from kvwire.proto.segments import Box, Segment, Transfer
+from kvwire.proto.segments import (
+    CHUNK_ARRIVING,
+    CHUNK_LANDED,
+    Box,
+    Segment,
+    Transfer,
+)
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
 from kvwire.wire.control import Agree, Commit, Landed, Mark, Open, Settled
@@ -337,7 +343,7 @@ class Transfers:
         number = self._flows.chunk_number(header, segment.nbytes)
         if segment.arrived[number]:
             raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
-        segment.arrived[number] = 1
+        segment.arrived[number] = CHUNK_ARRIVING
         return self._flows.land(header, segment.buffer, header.offset, segment=segment)
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
@@ -350,7 +356,7 @@ class Transfers:
             return
         segment.moved += arrival.length
         if intact:
-            segment.arrived[arrival.offset // self._chunk_bytes] = 2
+            segment.arrived[arrival.offset // self._chunk_bytes] = CHUNK_LANDED
         else:
             segment.damaged = True
         if segment.moved < segment.nbytes:
