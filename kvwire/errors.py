@@ -241,12 +241,12 @@ def _classes_by_code() -> dict[WireCode, type[KVWireError]]:
 _BY_CODE = _classes_by_code()
 
 
-def shown(text: str) -> str:
+def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:
     """A peer's string as errors and logs show it: quoted, without controls, short."""
     quoted = repr(text)
-    if len(quoted) <= LOG_CHARS_MAX:
+    if len(quoted) <= chars_max:
         return quoted
-    return quoted[: LOG_CHARS_MAX - 3] + "..."
+    return quoted[: chars_max - 3] + "..."
 
 
 def error_from_code(code: int, text: str) -> KVWireError:

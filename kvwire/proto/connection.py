@@ -31,6 +31,7 @@ from kvwire.errors import (
     error_from_code,
     shown,
 )
+from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.events import Ended
 from kvwire.proto.flows import Arrival, Chunk, Flows, Place
 from kvwire.proto.framing import Framing
@@ -494,7 +495,8 @@ class Connection:
         if request is None:
             self._messages.withdrawn(header.request)
             return
-        text = f"the peer ended it: {shown(body.reason)}"
+        # Whole, as it may name every field that differs.
+        text = f"the peer ended it: {shown(body.reason, REASON_CHARS_MAX)}"
         error = error_from_code(body.code, text)
         if request.kind in _MET_BY_PEER and body.code == WireCode.GOING_AWAY:
             error = ClosedOK(text)
