@@ -23,7 +23,7 @@ from kvwire.errors import (
     StaleRegion,
     WireCode,
 )
-from kvwire.limits import LOG_CHARS_MAX
+from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.flows import Place
 from kvwire.proto.state import Phase
 from kvwire.testing.pair import ConnectionPair
@@ -274,7 +274,7 @@ def test_whatever_the_peer_says_is_a_request_error(
     expect_error(pair.client, request, kind)
     text = str(pair.client.error(request))
     assert "\n" not in text
-    assert len(text) < LOG_CHARS_MAX + 60
+    assert len(text) < REASON_CHARS_MAX + 60
 
 
 # --- closing
