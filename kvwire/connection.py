@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 from kvwire.backend import Link
@@ -131,25 +132,17 @@ class Connection(Asking):
         nbytes = payload.nbytes
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
-        at = absolute(deadline)
+        at = None if deadline is None else absolute(deadline)
         small = nbytes <= EAGER_BYTES_MAX and self._pump.has_room
         if small and isinstance(payload, memoryview):
             check = checksum(payload) if self._check else None
             header = self.core.eager_header(tag, nbytes, check)
             if header is not None:
                 self._pump.send_eager(header, payload if nbytes else None)
-                request: Request[int] = Request()
-                request.complete(nbytes, None)
-                return request
+                return Request.completed(nbytes)
         _check_size(nbytes)
-        return self._begin(
-            Request(
-                self,
-                post=lambda: self._lend(
-                    payload, lambda lent: self.core.send(tag, lent, nbytes, at)
-                ),
-            )
-        )
+        post = partial(self._message, self.core.send, tag, payload, at)
+        return self._begin(Request(self, post=post))
 
     @overload
     def recv(self, tag: int, *, deadline: Deadline = None) -> Request[bytearray]: ...
@@ -187,14 +180,11 @@ class Connection(Asking):
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
         at = None if deadline is None else absolute(deadline)
         if into is None:
-            core, limit = self.core, self._message_bytes
-            return self._begin(
-                Request(self, post=lambda: core.recv(tag, None, limit, at))
-            )
+            post = partial(self.core.recv, tag, None, self._message_bytes, at)
+            return self._begin(Request(self, post=post))
         payload = as_payload(into, writable=True, what="into")
-        return self._begin(
-            Request(self, into=payload, post=lambda: self._post(tag, payload, at))
-        )
+        post = partial(self._message, self.core.recv, tag, payload, at)
+        return self._begin(Request(self, into=payload, post=post))
 
     # --- one-sided --------------------------------------------------------------------
 
@@ -403,13 +393,17 @@ class Connection(Asking):
             self._buffers.take_back(lent)
             raise
 
-    def _post(
-        self, tag: int, payload: memoryview | Fragments, at: float | None
+    def _message(
+        self,
+        verb: Callable[[int, BufferId, int, float | None], CoreRequest],
+        tag: int,
+        payload: memoryview | Fragments,
+        at: float | None,
     ) -> CoreRequest:
-        """Post a receive, of which there are many; otherwise as :meth:`_lend`."""
+        """As :meth:`_lend`, for a verb of messages."""
         lent = self._buffers.lend(payload)
         try:
-            return self.core.recv(tag, lent, payload.nbytes, at)
+            return verb(tag, lent, payload.nbytes, at)
         except KVWireError:
             self._buffers.take_back(lent)
             raise

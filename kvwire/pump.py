@@ -168,20 +168,8 @@ class Pump(LinkHandler):
         if self._running:
             return  # called from inside a run, which goes on until nothing is left
         outbox = core.outbox
-        self._running = True
-        try:
-            while True:
-                if outbox.frames or core.sending:
-                    self._send(core)
-                if not outbox.events:
-                    break
-                events, outbox.events = outbox.events, []
-                for event in events:
-                    if isinstance(event, Ended):
-                        self._end_link(graceful=event.graceful)
-                    self._on_event(event)
-        finally:
-            self._running = False
+        if outbox.events or outbox.frames or core.sending:
+            self._carry_out(core)
         if self._buffers.holds.drained:
             self._buffers.collect()
 
@@ -208,6 +196,23 @@ class Pump(LinkHandler):
             self._timer.cancel()
         self._timer_at = at
         self._timer = self._loop.call_at(at, self._safely, self._tick)
+
+    def _carry_out(self, core: Core) -> None:
+        outbox = core.outbox
+        self._running = True
+        try:
+            while True:
+                if outbox.frames or core.sending:
+                    self._send(core)
+                if not outbox.events:
+                    break
+                events, outbox.events = outbox.events, []
+                for event in events:
+                    if isinstance(event, Ended):
+                        self._end_link(graceful=event.graceful)
+                    self._on_event(event)
+        finally:
+            self._running = False
 
     def _send(self, core: Core) -> None:
         """Hand over frames and chunks until the link is full or nothing is left."""
