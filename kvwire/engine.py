@@ -3,35 +3,33 @@
 An engine that is no asyncio program (a scheduler's step loop, a worker's forward pass)
 uses this. Marks are handed over without waiting; waits block the calling thread on a
 lock and not on a poll; an engine with nothing to do costs no CPU.
+
+Everything may be called from any thread but the engine's own. What is read without
+asking the loop (an outcome, which layers have landed) only ever changes from unknown to
+known, so an answer may be late and never wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import concurrent.futures
 import os
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Coroutine, Iterable
+import warnings
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from kvwire.communicator import Communicator
 from kvwire.communicator import open as open_communicator
 from kvwire.config import Config
 from kvwire.connection import Connection
-from kvwire.errors import UsageError
 from kvwire.incoming import Incoming
+from kvwire.io_thread import IOThread
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
 from kvwire.marks import Which
 from kvwire.outgoing import Outgoing
 from kvwire.types import Address, PeerInfo, TransportReport
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -50,29 +48,27 @@ class Engine:
         config: Config | str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> None:
-        self._pid = os.getpid()
-        self._loop = _new_loop()
-        self._thread = threading.Thread(
-            target=_run, args=(self._loop,), name="kvwire-engine", daemon=True
-        )
-        self._thread.start()
-        self._lock = threading.Lock()
-        self._closed = False
+        self._thread = IOThread("kvwire-engine")
         try:
-            self._communicator = self.call(_opened(config, arguments))
+            self._communicator = self._thread.call(_opened(config, arguments))
         except BaseException:
-            self._stop_thread()
+            self._thread.close()
             raise
-        # A daemon thread is cut off at exit; connections deserve a proper end.
-        self._at_exit = _closer(weakref.ref(self))
-        atexit.register(self._at_exit)
+        self._thread.at_end(self._communicator.close)
 
     def __repr__(self) -> str:
-        return f"<Engine {'closed' if self._closed else self._communicator}>"
+        state = "closed" if self._thread.ended else self._communicator
+        return f"<Engine {state}>"
+
+    def __del__(self) -> None:
+        # Not there if the constructor has failed.
+        thread = getattr(self, "_thread", None)
+        if thread is not None and thread.begin_close():
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
 
     def listen(self, address: str | Address) -> Address:
         """See :meth:`kvwire.Communicator.listen`."""
-        return self.call(self._communicator.listen(address))
+        return self._thread.call(self._communicator.listen(address))
 
     def connect(
         self,
@@ -82,7 +78,7 @@ class Engine:
         timeout_s: float | None = None,
     ) -> EngineConnection:
         """See :meth:`kvwire.Communicator.connect`."""
-        connection = self.call(
+        connection = self._thread.call(
             self._communicator.connect(
                 address, transport=transport, timeout_s=timeout_s
             )
@@ -99,7 +95,9 @@ class Engine:
             TimeoutError: None came in time. None is lost by that.
             ClosedOK: The engine was closed.
         """
-        return EngineConnection(self, self.call(self._communicator.accept(), timeout))
+        # Timed on the loop: a connection is taken by us or by nobody.
+        connection = self._thread.call(_accepted(self._communicator, timeout))
+        return EngineConnection(self, connection)
 
     def publish(
         self,
@@ -111,7 +109,9 @@ class Engine:
         """See :meth:`kvwire.Communicator.publish`."""
         return EngineOutgoing(
             self,
-            self.run(lambda: self._communicator.publish(id, cache, blocks, **options)),
+            self._thread.run(
+                lambda: self._communicator.publish(id, cache, blocks, **options)
+            ),
         )
 
     def expect(
@@ -124,26 +124,23 @@ class Engine:
         """See :meth:`kvwire.Communicator.expect`."""
         return EngineIncoming(
             self,
-            self.run(lambda: self._communicator.expect(id, cache, blocks, **options)),
+            self._thread.run(
+                lambda: self._communicator.expect(id, cache, blocks, **options)
+            ),
         )
 
     def close(self) -> None:
         """End every transfer and connection, then the thread.
 
-        Takes at most ``close_timeout_s``. Transfers in flight end with an outcome, and
-        those who wait for them are woken. More than one call does no harm.
+        Takes about ``close_timeout_s`` at most. Transfers in flight end with an outcome
+        and those who wait for them are woken with it; other calls fail with
+        :exc:`~kvwire.ClosedOK`. Every caller returns once all is over; calling it again
+        does no harm. After a fork the child's copy has nothing to close.
+
+        Raises:
+            UsageError: From the engine's own thread.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        atexit.unregister(self._at_exit)
-        if self._pid != os.getpid():
-            return  # a fork has no thread of its own to end
-        asyncio.run_coroutine_threadsafe(
-            self._communicator.close(), self._loop
-        ).result()
-        self._stop_thread()
+        self._thread.close()
 
     def __enter__(self) -> Self:
         """The engine itself; it is closed at the end of the block."""
@@ -155,61 +152,15 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close it, or abort if the block was left by an exception."""
+        if error is not None:
+            self._thread.post(self._communicator.abort)
         self.close()
 
-    # --- for what it hands out --------------------------------------------------------
-
-    def call(
-        self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None
-    ) -> T:
-        """Run a coroutine on the engine's loop and wait for its result.
-
-        Raises:
-            UsageError: From the engine's own thread, after a fork, or once closed.
-            TimeoutError: It took longer than ``timeout`` seconds; it was cancelled.
-        """
-        try:
-            self._check_thread()
-        except UsageError:
-            coroutine.close()
-            raise
-        waiting = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return waiting.result(timeout)
-        except concurrent.futures.TimeoutError:
-            if not waiting.cancel() and waiting.done():
-                return waiting.result()
-            raise TimeoutError(f"not within {timeout:g} s") from None
-
-    def run(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's loop and wait for its result.
-
-        Raises:
-            UsageError: As :meth:`call`.
-        """
-
-        async def call() -> T:
-            return function()
-
-        return self.call(call())
-
-    def post(self, function: Callable[[], None]) -> None:
-        """Run a function on the engine's loop soon, without waiting for it."""
-        if not self._closed:
-            self._loop.call_soon_threadsafe(function)
-
-    def _check_thread(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError("this Engine is of the process before the fork")
-        if self._closed:
-            raise UsageError("the Engine is closed")
-        if threading.current_thread() is self._thread:
-            raise UsageError("an Engine cannot be waited for from its own thread")
-
-    def _stop_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+    @property
+    def thread(self) -> IOThread:
+        """Where its communicator lives; for what it hands out, and for tests."""
+        return self._thread
 
 
 class EngineConnection:
@@ -247,7 +198,8 @@ class EngineConnection:
         """See :meth:`kvwire.Connection.pull`."""
         pull = self._connection.pull
         return EngineIncoming(
-            self._engine, self._engine.run(lambda: pull(id, cache, blocks, **options))
+            self._engine,
+            self._engine.thread.run(lambda: pull(id, cache, blocks, **options)),
         )
 
     def push(
@@ -260,16 +212,17 @@ class EngineConnection:
         """See :meth:`kvwire.Connection.push`."""
         push = self._connection.push
         return EngineOutgoing(
-            self._engine, self._engine.run(lambda: push(id, cache, blocks, **options))
+            self._engine,
+            self._engine.thread.run(lambda: push(id, cache, blocks, **options)),
         )
 
     def close(self) -> None:
         """See :meth:`kvwire.Connection.close`."""
-        self._engine.call(self._connection.close())
+        self._engine.thread.call(self._connection.close())
 
     def abort(self, reason: str = "aborted by this side") -> None:
         """See :meth:`kvwire.Connection.abort`."""
-        self._engine.post(lambda: self._connection.abort(reason))
+        self._engine.thread.post(lambda: self._connection.abort(reason))
 
 
 class _EngineTransfer:
@@ -301,7 +254,7 @@ class _EngineTransfer:
         known = self._end.outcome
         if known is not None:
             return known
-        return self._engine.call(_outcome(self._end), timeout)
+        return self._engine.thread.call(_outcome(self._end), timeout)
 
     def wait_drained(self, timeout: float | None = None) -> None:
         """Wait until nothing of kvwire can touch the blocks any more.
@@ -310,11 +263,11 @@ class _EngineTransfer:
             TimeoutError: Not within ``timeout`` seconds. The blocks are *not* free.
         """
         if not self._end.is_drained:
-            self._engine.call(self._end.drained(), timeout)
+            self._engine.thread.call(self._end.drained(), timeout)
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; memory is free once drained. Does not wait."""
-        self._engine.post(lambda: self._end.abort(reason))
+        self._engine.thread.post(lambda: self._end.abort(reason))
 
 
 class EngineOutgoing(_EngineTransfer):
@@ -330,11 +283,17 @@ class EngineOutgoing(_EngineTransfer):
         group: str | None = None,
         after: Any = None,
     ) -> None:
-        """See :meth:`kvwire.Outgoing.ready`; does not wait."""
+        """See :meth:`kvwire.Outgoing.ready`; does not wait.
+
+        Once the transfer is over, or the engine closed, a mark has no effect: a forward
+        pass need not know.
+        """
+        self._engine.thread.check_process()
         self._end.ready(layers, blocks, group=group, after=after)
 
     def finish(self, *, partial: bool = False) -> None:
         """See :meth:`kvwire.Outgoing.finish`; does not wait."""
+        self._engine.thread.check_process()
         self._end.finish(partial=partial)
 
 
@@ -351,35 +310,15 @@ class EngineIncoming(_EngineTransfer):
         Raises:
             UsageError: There is no such layer or group.
             RequestError: The transfer ended without it.
+            ClosedOK: The engine is closed and it had not landed.
             TimeoutError: Not within ``timeout`` seconds; the transfer goes on.
         """
         if not self._end.layer_landed(layer, group):
-            self._engine.call(self._end.layer(layer, group), timeout)
+            self._engine.thread.call(self._end.layer(layer, group), timeout)
 
     def layer_landed(self, layer: int, *, group: str | None = None) -> bool:
         """Whether a layer of every block has landed; does not wait."""
         return self._end.layer_landed(layer, group)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    if sys.platform == "win32":
-        return asyncio.new_event_loop()
-    import uvloop  # noqa: PLC0415 - not there on Windows
-
-    return uvloop.new_event_loop()
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
 
 
 async def _opened(
@@ -388,14 +327,13 @@ async def _opened(
     return await open_communicator(config, **arguments)
 
 
+async def _accepted(communicator: Communicator, timeout: float | None) -> Connection:
+    try:
+        async with asyncio.timeout(timeout):
+            return await communicator.accept()
+    except TimeoutError:
+        raise TimeoutError(f"no connection within {timeout:g} s") from None
+
+
 async def _outcome(end: Outgoing | Incoming) -> Outcome:
     return await end
-
-
-def _closer(engine: weakref.ref[Engine]) -> Callable[[], None]:
-    def close() -> None:
-        found = engine()
-        if found is not None:
-            found.close()
-
-    return close

@@ -1,0 +1,199 @@
+"""A thread with an event loop, for callers that have none.
+
+::
+
+    RUNNING --close()--> ENDING: what was registered to end it runs
+                            |    calls are still taken, so that those who wait for
+                            |    something learn how it ended
+                            v
+                         ENDED: no call is taken, every call has its result; the thread
+                                is over
+
+A call waits on a lock and the loop waits in the kernel: nobody polls. The thread is a
+daemon, so a program that forgets to close it can end; at the exit of the interpreter it
+is closed as if somebody had asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvwire.errors import ClosedOK, UsageError
+from kvwire.limits import CLOSE_TIMEOUT_S
+
+T = TypeVar("T")
+
+
+class IOThread:
+    """An event loop on a daemon thread, until it is closed.
+
+    Raises:
+        RuntimeError: The system has no more threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pid = os.getpid()
+        self._loop = _new_loop()
+        self._lock = threading.Lock()
+        self._stopping = asyncio.Event()
+        self._at_end: Callable[[], Awaitable[None]] | None = None
+        self._closing = False
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
+        atexit.register(self.close)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no call is taken any more."""
+        return self._ended
+
+    def at_end(self, end: Callable[[], Awaitable[None]]) -> None:
+        """What to run on the loop when the thread is closed."""
+        self._at_end = end
+
+    def call(
+        self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None
+    ) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            UsageError: From the thread itself, or after a fork.
+            ClosedOK: The thread has ended.
+            TimeoutError: It took longer than ``timeout`` seconds; it was cancelled.
+        """
+        try:
+            self.check_process()
+            self._check_other_thread()
+            waiting = self._begin(coroutine)
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return waiting.result(timeout)
+        except concurrent.futures.CancelledError:
+            raise ClosedOK("the Engine is closed") from None
+        except TimeoutError:
+            # The coroutine's own, such as ETIMEDOUT, or that of waiting.
+            if waiting.cancel():
+                raise TimeoutError(f"not within {timeout:g} s") from None
+            return waiting.result()
+        except BaseException:
+            waiting.cancel()
+            raise
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run a function on the loop and wait for its result.
+
+        Raises:
+            UsageError, ClosedOK: As :meth:`call`.
+        """
+
+        async def call() -> T:
+            return function()
+
+        return self.call(call())
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run a function on the loop soon; nothing happens if the thread has ended.
+
+        Raises:
+            UsageError: After a fork.
+        """
+        self.check_process()
+        with self._lock:
+            if not self._ended:
+                self._loop.call_soon_threadsafe(function)
+
+    def check_process(self) -> None:
+        """Refuse a child of the process that made the thread: it has no such thread.
+
+        Raises:
+            UsageError: This is a fork.
+        """
+        if self._pid != os.getpid():
+            raise UsageError(
+                "this Engine is of the process before the fork; make a new one"
+            )
+
+    def close(self) -> None:
+        """End what runs on the loop and wait for the thread. Any number of times.
+
+        Raises:
+            UsageError: From the thread itself.
+        """
+        if self._pid != os.getpid():
+            return  # a fork has no such thread to end
+        self._check_other_thread()
+        self.begin_close()
+        self._thread.join()
+
+    def begin_close(self) -> bool:
+        """Begin to close, from any thread, without waiting. Never raises.
+
+        Takes no lock, since the garbage collector may call it from anywhere.
+
+        Returns:
+            Whether it is this call that began it.
+        """
+        if self._closing or self._pid != os.getpid():
+            return False
+        self._closing = True
+        atexit.unregister(self.close)
+        with contextlib.suppress(RuntimeError):  # the thread has ended by itself
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        return True
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _check_other_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "an Engine cannot be waited for from its own thread, which does the "
+                "work; its callbacks use kvwire's coroutines"
+            )
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        with self._lock:
+            if self._ended:
+                raise ClosedOK("the Engine is closed")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live())
+
+    async def _live(self) -> None:
+        try:
+            await self._stopping.wait()
+            if self._at_end is not None:
+                await self._at_end()
+        finally:
+            with self._lock:
+                self._ended = True
+            # Calls that were taken are in the loop's queue; this is behind them.
+            await asyncio.sleep(0)
+            # They end by themselves with what they wait for. Whatever does not is
+            # cancelled when the loop is closed.
+            if left := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(left, timeout=CLOSE_TIMEOUT_S)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # noqa: PLC0415 - not there on Windows
+
+    return uvloop.new_event_loop()

@@ -1,0 +1,348 @@
+"""An engine: from any thread, to any end, and gone without a trace."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+import kvwire
+from tests.scenarios.world import BLOCKS, LAYERS, Memory, same
+from tests.support.pairs import SCHEMES, anywhere
+
+# Long against everything that is waited for here; only a hang takes as long.
+PATIENCE_S = 10.0
+EVERY = list(range(BLOCKS))
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """A producer's engine and a consumer's, connected.
+
+    Attributes:
+        p: The producer's; it listens.
+        c: The consumer's; it connects.
+        asking: The consumer's end.
+        offering: The producer's end.
+        source: The producer's memory, stamped.
+        target: The consumer's.
+    """
+
+    p: kvwire.Engine
+    c: kvwire.Engine
+    asking: kvwire.engine.EngineConnection
+    offering: kvwire.engine.EngineConnection
+    source: Memory
+    target: Memory
+
+    def begin(
+        self, id: str
+    ) -> tuple[kvwire.engine.EngineOutgoing, kvwire.engine.EngineIncoming]:
+        """Both ends of a pull."""
+        out = self.p.publish(id, self.source.cache, EVERY)
+        return out, self.asking.pull(id, self.target.cache, EVERY)
+
+
+@contextmanager
+def engines(scheme: str = "tcp") -> Iterator[Engines]:
+    """Closed at the end, the consumer first."""
+    with kvwire.Engine(name="prefill") as p, kvwire.Engine(name="decode") as c:
+        asking = c.connect(p.listen(anywhere(scheme)))
+        offering = p.accept(PATIENCE_S)
+        source = Memory()
+        source.stamp(EVERY)
+        yield Engines(p, c, asking, offering, source, Memory())
+
+
+# --- transfers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_layer_by_layer(scheme: str, verb: str) -> None:
+    with engines(scheme) as e:
+        if verb == "pull":
+            out, inc = e.begin("t")
+        else:
+            inc = e.c.expect("t", e.target.cache, EVERY)
+            out = e.offering.push("t", e.source.cache, EVERY)
+        for layer in range(LAYERS):
+            assert not inc.layer_landed(layer)
+            out.ready(layers=layer)
+            inc.wait_layer(layer, PATIENCE_S)
+            assert inc.layer_landed(layer)
+            assert same(e.source, EVERY, e.target, EVERY, [layer])
+        assert not out.done()
+        out.finish()
+        for end in (inc, out):
+            assert end.wait(PATIENCE_S).complete
+            assert end.done()
+            assert end.outcome is not None
+            end.wait_drained(PATIENCE_S)
+    # What is known stays known.
+    assert inc.wait() is inc.outcome
+    inc.wait_drained()
+    inc.wait_layer(0)
+    assert "over" in repr(out)
+
+
+def test_marks_from_several_threads_while_the_loop_is_busy() -> None:
+    """Every mark counts once, whoever makes it; the last one need not come last."""
+    with engines() as e, ThreadPoolExecutor(LAYERS + 1) as pool:
+        busy = threading.Event()
+        busy.set()
+
+        def spin() -> None:
+            if busy.is_set():
+                e.p.thread.post(spin)
+
+        spin()
+        for number in range(25):
+            out, inc = e.begin(f"t{number}")
+            marks = [pool.submit(_mark_by_block, out, layer) for layer in range(LAYERS)]
+            for mark in marks:
+                mark.result(PATIENCE_S)
+            out.finish()
+            assert inc.wait(PATIENCE_S).complete
+            assert same(e.source, EVERY, e.target, EVERY)
+        busy.clear()
+
+
+def _mark_by_block(out: kvwire.engine.EngineOutgoing, layer: int) -> None:
+    for block in range(BLOCKS):
+        out.ready(layers=layer, blocks=block)
+
+
+def test_the_last_mark_and_the_commit_race_with_the_loop() -> None:
+    """A commit never overtakes a mark that was made before it."""
+    with engines("inproc") as e:
+        for number in range(300):
+            out, inc = e.begin(f"t{number}")
+            for layer in range(LAYERS):
+                out.ready(layers=layer)
+            out.finish()
+            assert inc.wait(PATIENCE_S).complete
+
+
+def test_one_of_several_threads_that_mark_the_same_wins() -> None:
+    with engines("inproc") as e, ThreadPoolExecutor(4) as pool:
+        out, _ = e.begin("t")
+        marks = [pool.submit(out.ready, layers=0) for _ in range(4)]
+        errors = [mark.exception(PATIENCE_S) for mark in marks]
+        assert errors.count(None) == 1
+        assert all(isinstance(x, kvwire.UsageError) for x in errors if x)
+        out.abort()
+
+
+def test_a_wait_that_takes_too_long_leaves_the_transfer_going() -> None:
+    with engines() as e:
+        out, inc = e.begin("t")
+        out.ready(layers=0)
+        inc.wait_layer(0, PATIENCE_S)
+        for wait in (inc.wait, out.wait, inc.wait_drained, out.wait_drained):
+            with pytest.raises(TimeoutError, match=r"not within 0\.01 s"):
+                wait(0.01)
+        with pytest.raises(TimeoutError):
+            inc.wait_layer(1, 0.01)
+        out.ready(layers=slice(1, None))
+        out.finish()
+        inc.wait_layer(1, PATIENCE_S)
+        assert inc.wait(PATIENCE_S).complete
+        assert out.wait(PATIENCE_S).complete
+        inc.wait_drained(PATIENCE_S)
+        out.wait_drained(PATIENCE_S)
+
+
+def test_abort_tells_the_other_side() -> None:
+    with engines() as e:
+        out, inc = e.begin("t")
+        out.ready(layers=0)
+        inc.wait_layer(0, PATIENCE_S)
+        out.abort("no more")
+        assert not inc.wait(PATIENCE_S).complete
+        with pytest.raises(kvwire.RequestError, match="layer 1 did not land"):
+            inc.wait_layer(1, PATIENCE_S)
+        inc.wait_drained(PATIENCE_S)
+        out.wait_drained(PATIENCE_S)
+
+
+def test_wrong_arguments_are_told_in_the_line_that_makes_them() -> None:
+    with engines("inproc") as e:
+        out, inc = e.begin("t")
+        with pytest.raises(kvwire.UsageError, match="layers"):
+            out.ready(layers=LAYERS)
+        with pytest.raises(kvwire.UsageError, match=f"layer {LAYERS}"):
+            inc.wait_layer(LAYERS)
+        with pytest.raises(kvwire.UsageError, match="never marked"):
+            out.finish()
+        with pytest.raises(kvwire.UsageError, match="published already"):
+            e.p.publish("t", e.source.cache, EVERY)
+        out.finish(partial=True)
+        assert inc.wait(PATIENCE_S).usable_prefix == 0
+
+
+# --- connections ----------------------------------------------------------------------
+
+
+def test_connections_say_who_is_there() -> None:
+    with engines() as e:
+        assert e.asking.peer.name == "prefill"
+        assert e.offering.peer.name == "decode"
+        assert e.asking.transport == "tcp"
+        assert e.asking.transport_report.taken == "tcp"
+        assert "prefill" in repr(e.asking)
+        assert "1 connections" in repr(e.p)
+        e.asking.close()
+        with pytest.raises(kvwire.ConnectionClosed):
+            e.asking.pull("t", e.target.cache, EVERY)
+        again = e.c.connect(e.p.listen("127.0.0.1:0"))
+        again.abort("enough")
+        with pytest.raises(kvwire.ConnectionClosed):
+            again.pull("t", e.target.cache, EVERY)
+
+
+def test_accepts_that_take_too_long_lose_no_connection() -> None:
+    """Every connection comes out of some accept, however many of them gave up."""
+    count = 30
+    with ExitStack() as stack:
+        p = stack.enter_context(kvwire.Engine(name="prefill"))
+        c = stack.enter_context(kvwire.Engine(name="decode"))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        with pytest.raises(TimeoutError, match=r"no connection within 0\.01 s"):
+            p.accept(0.01)
+        address = p.listen(anywhere("inproc"))
+        connecting = pool.submit(lambda: [c.connect(address) for _ in range(count)])
+        accepted = 0
+        while accepted < count:
+            try:
+                p.accept(0.0005)
+            except TimeoutError:
+                continue
+            accepted += 1
+        assert len(connecting.result(PATIENCE_S)) == count
+        with pytest.raises(TimeoutError):
+            p.accept(0.01)
+
+
+def test_errors_of_connect_keep_their_types() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        kvwire.Engine(profile={"model": "a"}) as one,
+        kvwire.Engine(profile={"model": "b"}) as other,
+    ):
+        port = silent.getsockname()[1]
+        with pytest.raises(kvwire.HandshakeTimeout):
+            one.connect(f"127.0.0.1:{port}", timeout_s=0.05)
+        silent.close()
+        with pytest.raises(ConnectionRefusedError):
+            one.connect(f"127.0.0.1:{port}")
+        with pytest.raises(kvwire.ProfileMismatch, match="model"):
+            one.connect(other.listen("127.0.0.1:0"))
+        with pytest.raises(kvwire.BackendUnavailable):
+            one.connect("nowhere://x:1")
+
+
+# --- the end --------------------------------------------------------------------------
+
+
+def test_close_wakes_everybody_with_an_outcome() -> None:
+    """Of both engines, whatever they wait for."""
+    with engines() as e, ThreadPoolExecutor(8) as pool:
+        out, inc = e.begin("t")
+        out.ready(layers=0)
+        inc.wait_layer(0, PATIENCE_S)
+        outcomes = [pool.submit(end.wait) for end in (out, inc, inc)]
+        drains = [pool.submit(end.wait_drained) for end in (out, inc)]
+        layer = pool.submit(inc.wait_layer, 1)
+        accept = pool.submit(e.c.accept)
+        e.c.close()
+        for outcome in outcomes:
+            assert not outcome.result(PATIENCE_S).complete
+        for drain in drains:
+            drain.result(PATIENCE_S)
+        assert isinstance(layer.exception(PATIENCE_S), kvwire.RequestError)
+        assert isinstance(accept.exception(PATIENCE_S), kvwire.ClosedOK)
+        assert len(inc.wait().missing) == BLOCKS
+    # A forward pass may still be running.
+    out.ready(layers=1)
+    out.abort()
+    inc.abort()
+    with pytest.raises(kvwire.ClosedOK):
+        e.p.publish("u", e.source.cache, EVERY)
+    with pytest.raises(kvwire.ClosedOK):
+        e.p.listen("127.0.0.1:0")
+    assert repr(e.p) == "<Engine closed>"
+
+
+def test_close_from_several_threads() -> None:
+    with engines() as e, ThreadPoolExecutor(8) as pool:
+        ends = [pool.submit(engine.close) for engine in (e.p, e.c) for _ in range(4)]
+        for end in ends:
+            end.result(PATIENCE_S)
+        assert e.p.thread.ended
+
+
+def test_its_own_thread_is_refused() -> None:
+    with kvwire.Engine() as engine:
+        for call in (engine.close, engine.accept):
+            with pytest.raises(kvwire.UsageError, match="own thread"):
+                engine.thread.run(call)
+
+
+def test_a_block_left_by_an_exception_does_not_wait() -> None:
+    """The peer hears no farewell, as from ``async with``."""
+    with kvwire.Engine() as p:
+        address = p.listen("127.0.0.1:0")
+        with pytest.raises(ZeroDivisionError), kvwire.Engine() as c:  # noqa: PT012
+            inc = c.connect(address).pull("t", Memory().cache, EVERY)
+            raise ZeroDivisionError
+        assert not inc.wait().complete
+
+
+def test_a_wrong_configuration_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(kvwire.UsageError, match="psk_file"):
+        kvwire.Engine(trust="psk")
+    with pytest.raises(kvwire.UsageError, match="did you mean"):
+        kvwire.Engine(nmae="x")
+    assert threading.active_count() == before
+    gc.collect()
+
+
+def test_an_engine_nobody_has_any_more_ends() -> None:
+    """It says so, since connections deserve a proper end."""
+    ended: queue.Queue[bool] = queue.Queue()
+    with pytest.warns(ResourceWarning, match="never closed"):
+        _open_and_forget(ended)
+    assert ended.get(timeout=PATIENCE_S)
+
+
+def _open_and_forget(ended: queue.Queue[bool]) -> None:
+    engine = kvwire.Engine()
+    communicator = engine._communicator
+
+    async def end() -> None:
+        await communicator.close()
+        ended.put(True)
+
+    engine.thread.at_end(end)
+    del engine
+    gc.collect()
+
+
+def test_an_idle_engine_costs_nothing() -> None:
+    """A second in which nothing happens; a poll of 1 ms takes some 20 ms of CPU."""
+    with engines() as e:
+        _, inc = e.begin("t")
+        before_s = time.process_time()
+        with pytest.raises(TimeoutError):
+            inc.wait(1.0)
+        assert time.process_time() - before_s < 0.1

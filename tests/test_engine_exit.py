@@ -1,0 +1,123 @@
+"""Processes that end, or fork, with an engine in them.
+
+Each test is a program of its own: what matters is its exit status, its output, and that
+it ends at all.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# Two interpreters start within it, also on a busy machine.
+TIMEOUT_S = 15
+BEGIN = """
+import os, sys, threading, warnings
+import numpy as np
+import kvwire
+from tests.scenarios.world import BLOCKS, Memory
+
+every = list(range(BLOCKS))
+source, target = Memory(), Memory()
+p, c = kvwire.Engine(name="p"), kvwire.Engine(name="c")
+asking = c.connect(p.listen("127.0.0.1:0"))
+out = p.publish("t", source.cache, every)
+inc = asking.pull("t", target.cache, every)
+out.ready(layers=0)
+inc.wait_layer(0, 10)
+"""
+
+
+def _run(program: str) -> str:
+    """What a program prints; it must end well and complain about nothing."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_exit_without_close() -> None:
+    """With a transfer in flight and a thread that waits for it."""
+    out = _run(
+        """
+        threading.Thread(target=inc.wait, daemon=True).start()
+        print("last line")
+        """
+    )
+    assert out == "last line\n"
+
+
+def test_exit_of_the_interpreter_ends_connections_properly() -> None:
+    """The peer learns that it was meant, and not that a process died."""
+    out = _run(
+        """
+        import atexit
+        # Runs after the engines were closed, the last registered first.
+        atexit.unregister(p.thread.close), atexit.unregister(c.thread.close)
+        atexit.register(lambda: print(out.outcome.complete, p.thread.ended))
+        atexit.register(p.thread.close), atexit.register(c.thread.close)
+        """
+    )
+    assert out == "False True\n"
+
+
+def test_exit_by_an_exception() -> None:
+    """The exception is what the user sees, and the status is its."""
+    program = BEGIN + "raise SystemExit(3)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_cannot_use_it_and_can_make_its_own() -> None:
+    """Nothing of the parent's is touched by the child, whatever it tries."""
+    out = _run(
+        """
+        warnings.simplefilter("ignore")  # of forking with threads, which is the point
+
+        def refused(call):
+            try:
+                call()
+            except kvwire.UsageError as exc:
+                return "fork" in str(exc)
+
+        child = os.fork()
+        if not child:
+            calls = [
+                p.accept, inc.wait, inc.wait_drained, lambda: inc.wait_layer(1),
+                lambda: out.ready(layers=1), out.finish, out.abort, inc.abort,
+                asking.close, asking.abort, lambda: p.listen("127.0.0.1:0"),
+                lambda: p.publish("u", source.cache, every),
+                lambda: asking.pull("u", target.cache, every),
+            ]
+            print([refused(call) for call in calls] == [True] * len(calls))
+            p.close()
+            with kvwire.Engine(name="p2") as p2, kvwire.Engine(name="c2") as c2:
+                own = p2.publish("t", source.cache, every)
+                got = c2.connect(p2.listen("127.0.0.1:0")).pull(
+                    "t", target.cache, every
+                )
+                own.ready()
+                own.finish()
+                print(got.wait(10).complete)
+            sys.exit()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        out.ready(layers=slice(1, None))
+        out.finish()
+        print(inc.wait(10).complete)
+        p.close(), c.close()
+        """
+    )
+    assert out.split() == ["True", "True", "0", "True"]
