@@ -211,6 +211,7 @@ class _Way:
         while data:
             self._look_for_cut()
             arrived, data = await self._queue.get()
+            self._look_for_cut()  # the toxics may be others by now
             if self._stopped:
                 continue
             await self._wait_for(arrived)

@@ -34,8 +34,10 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def through(*toxics: Toxic, seed: int = 0) -> AsyncIterator[tuple[Ends, Ends]]:
-    """A client and a server with the proxy between them."""
+async def through(
+    *toxics: Toxic, made: list[Proxy] | None = None
+) -> AsyncIterator[tuple[Ends, Ends]]:
+    """A client and a server, with the proxy between them that ``made`` is given."""
     accepted: asyncio.Queue[Ends] = asyncio.Queue()
 
     async def accept(
@@ -45,7 +47,9 @@ async def through(*toxics: Toxic, seed: int = 0) -> AsyncIterator[tuple[Ends, En
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with Proxy(Address("tcp", "127.0.0.1", port), *toxics, seed=seed) as proxy:
+    async with Proxy(Address("tcp", "127.0.0.1", port), *toxics) as proxy:
+        if made is not None:
+            made.append(proxy)
         client = await asyncio.open_connection("127.0.0.1", proxy.address.port)
         there = await accepted.get()
         yield client, there
@@ -214,25 +218,15 @@ async def test_a_server_that_is_not_there() -> None:
 
 
 async def test_toxics_may_change_while_bytes_pass() -> None:
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(100):
-            writer.write(data)
-        writer.close()
-
-    async with (
-        await asyncio.start_server(echo, "127.0.0.1", 0) as server,
-        Proxy(Address("tcp", *server.sockets[0].getsockname())) as proxy,
-    ):
-        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.address.port)
+    made: list[Proxy] = []
+    async with through(made=made) as ((_, writer), (reader, _)):
+        (proxy,) = made
         writer.write(b"heard")
         assert await reader.readexactly(5) == b"heard"
-        assert proxy.passed == {TO_SERVER: 5, TO_CLIENT: 5}
-        proxy.toxics = (Cut(TO_CLIENT, 0, Ending.SILENCE),)
+        assert proxy.passed == {TO_SERVER: 5, TO_CLIENT: 0}
+        proxy.toxics = (Cut(TO_SERVER, 0, Ending.SILENCE),)
         writer.write(b"not heard")
         await expect_silence(reader.read(1))
-        assert proxy.passed == {TO_SERVER: 14, TO_CLIENT: 5}
-        writer.close()
-        await writer.wait_closed()
 
 
 # --- schedules ------------------------------------------------------------------------
