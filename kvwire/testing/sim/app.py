@@ -174,6 +174,7 @@ class App:
 
     def _storm(self, endpoint: Endpoint, dice: Dice) -> None:
         """Begin a lot and cancel all of it, now or a little later."""
+        self._world.note(endpoint.name, Verb.STORM.value)
         for _ in range(2 + dice.below(10)):
             verb = _STORM[dice.below(len(_STORM))]
             self._deeds[verb](endpoint, Dice(dice.below(1 << 16) * 0x9E37_79B9))

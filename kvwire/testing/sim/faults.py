@@ -14,7 +14,7 @@ from kvwire.testing.sim.tamper import Tamper
 if TYPE_CHECKING:
     from kvwire.testing.sim.world import World
 
-_AMBUSHES = ("cut", "abort", "cancel", "close regions", "receive", "close")
+AMBUSHES = ("cut", "abort", "cancel", "close regions", "receive", "close")
 _STALLS_S = (0.1, 0.3, 1.0, 3.0, 9.0, 20.0)
 
 
@@ -78,7 +78,7 @@ class Faults:
             end.out.ambush = lambda lane: self._spring(lane, dice)
         elif verb is Verb.FORGE:
             forge(self._world, end, dice)
-        elif verb in TAMPERING:
+        elif verb is not Verb.DAMAGE or self._world.plan.setup.checked:
             end.out.armed.append(Tamper(self._world, verb, dice))
 
     def _spring(self, lane: Lane, dice: Dice) -> None:
@@ -88,7 +88,7 @@ class Faults:
         if end.closed or end.node.dead or not isinstance(end.handler, Endpoint):
             return
         app, endpoint = end.node.app, end.handler
-        choice = _AMBUSHES[dice.below(len(_AMBUSHES))]
+        choice = AMBUSHES[dice.below(len(AMBUSHES))]
         self._world.note(endpoint.name, "ambushed", choice)
         match choice:
             case "cut":

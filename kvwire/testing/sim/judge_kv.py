@@ -48,8 +48,8 @@ class KVJudge:
         part = ask.parts[segment.number]
         part.landed = True
         if segment.damaged:
-            endpoint = ask.endpoint
-            demand(endpoint.end.into.tampered, "untrue", "damage that never was")
+            damaged = ask.endpoint.end.into.damaged
+            demand(damaged, "untrue", "damage that never was")
             return
         demand(part.covered == part.nbytes, "completion", "a segment with holes landed")
         assert part.lease is not None

@@ -109,6 +109,7 @@ class Lane:
         blocked_until: Nothing arrives before.
         armed: What will happen to the frames that are sent next.
         history: Every control frame sent, None for another one; for reflection.
+        damaged: A bit of a payload has been turned; the frame is as good as any other.
         tampered: Something has happened to a frame that no link allows.
         rewritten: That was in the handshake, and every checksum is right again.
         mail: The messages that were sent, by tag.
@@ -124,6 +125,7 @@ class Lane:
         self.blocked_until = 0.0
         self.armed: deque[Tamper] = deque()
         self.history: list[tuple[bytes, bytes] | None] = []
+        self.damaged = False
         self.tampered = False
         self.rewritten = False
         self.mail: dict[int, Mailbox] = {}

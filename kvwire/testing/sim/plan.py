@@ -45,6 +45,7 @@ class Verb(enum.Enum):
     CUT = "cut"
     PARTITION = "partition"
     FLIP = "flip"
+    DAMAGE = "damage"
     DROP = "drop"
     DOUBLE = "double"
     SWAP = "swap"
@@ -80,12 +81,15 @@ _WORK: Final[dict[Verb, float]] = {
 FAULTS: Final = tuple(verb for verb in Verb if verb not in _WORK)
 # Faults that a wire with the promises of a link never shows; the core has to notice.
 TAMPERING: Final = frozenset(
-    {Verb.FLIP, Verb.DROP, Verb.DOUBLE, Verb.SWAP, Verb.REFLECT, Verb.REWRITE}
+    {
+        *(Verb.FLIP, Verb.DAMAGE, Verb.DROP, Verb.DOUBLE, Verb.SWAP),
+        *(Verb.REFLECT, Verb.REWRITE),
+    }
 )
 
 
 # No connection outlives these; were they frequent, little else would be tested.
-_DEADLY: Final = TAMPERING | {Verb.CUT, Verb.CRASH, Verb.FORGE}
+_DEADLY: Final = TAMPERING - {Verb.DAMAGE} | {Verb.CUT, Verb.CRASH, Verb.FORGE}
 
 
 class Step(NamedTuple):
@@ -204,7 +208,7 @@ def make_plan(seed: int) -> Plan:
     begin = 8 * setup.latency_s[1]
     end = begin + rng.choice((0.05, 0.3, 1.0, 4.0, 15.0))
     weights = {verb: weight * rng.choice((0.3, 1, 2)) for verb, weight in _WORK.items()}
-    verbs = rng.choices(list(weights), list(weights.values()), k=rng.randrange(12, 48))
+    verbs = rng.choices(list(weights), list(weights.values()), k=rng.randrange(16, 64))
     for fault in faults:
         verbs += [fault] * rng.choice((1, 1, 2))
     steps = [_make_step(rng, verb, setup.nodes, begin, end) for verb in verbs]
@@ -220,7 +224,7 @@ def _make_step(
     rng: random.Random, verb: Verb, nodes: int, begin: float, end: float
 ) -> Step:
     # A third of what changes frames does so while hands are shaken.
-    early = verb is Verb.REWRITE or (verb in TAMPERING and rng.random() < 0.3)
+    early = verb is Verb.REWRITE or (verb in _DEADLY and rng.random() < 0.3)
     at = 0.0 if early else rng.uniform(begin, end)
     return Step(at, verb, rng.randrange(nodes), rng.getrandbits(192))
 

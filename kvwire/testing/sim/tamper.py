@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from kvwire.testing.sim.lane import Frame, Lane
     from kvwire.testing.sim.world import World
 
-_HEADER: Final = "header"
-_BODY: Final = "body"
-_PAYLOAD: Final = "payload"
-_WHERE: Final = (_HEADER, _BODY, _PAYLOAD, _PAYLOAD)
 # Where the checks lie in a header; see kvwire.wire.header.
 _PAYLOAD_CHECK: Final = slice(24, 28)
 _HEADER_CHECK: Final = slice(28, 32)
@@ -34,7 +30,7 @@ _UNPROVEN: Final = frozenset(int(kind) for kind in HANDSHAKE_TYPES)
 class Tamper:
     """One thing that will happen to the next frames of a lane."""
 
-    __slots__ = ("_dice", "_held_back", "_skip", "_verb", "_where", "_world")
+    __slots__ = ("_dice", "_held_back", "_in_body", "_skip", "_verb", "_world")
 
     def __init__(self, world: World, verb: Verb, dice: Dice) -> None:
         self._world = world
@@ -42,10 +38,8 @@ class Tamper:
         self._dice = dice
         self._held_back: Frame | None = None
         self._skip = dice.below(2)
-        self._where = _WHERE[dice.below(len(_WHERE))]
+        self._in_body = dice.one_in(2)
         setup = world.plan.setup
-        if self._where is _PAYLOAD and not setup.checked:
-            self._where = _HEADER  # nobody would notice
         if verb is Verb.REFLECT and setup.trust is TrustMode.LOOPBACK:
             self._verb = Verb.DROP  # without a key nobody can tell who made a frame
 
@@ -65,8 +59,10 @@ class Tamper:
     def _suits(self, lane: Lane, frame: Frame) -> bool:
         payload = frame.body is None or frame.serial > 0
         match self._verb:
-            case Verb.FLIP if self._where is not _HEADER:
-                return frame.length > 0 and payload is (self._where is _PAYLOAD)
+            case Verb.DAMAGE:
+                return payload and frame.length > 0
+            case Verb.FLIP:
+                return not payload or not self._in_body
             case Verb.REWRITE:
                 return frame.header[0] in _UNPROVEN
             case Verb.REFLECT:
@@ -78,6 +74,10 @@ class Tamper:
         match self._verb:
             case Verb.FLIP:
                 self._flip(lane, frame)
+            case Verb.DAMAGE:
+                self._world.note(lane.source.node.name, "payload flipped")
+                lane.damaged = True
+                frame.flip = self._dice.below(8 * frame.length)
             case Verb.DROP:
                 self._note(lane, "frame lost")
                 if frame.chunk is not None:
@@ -99,20 +99,16 @@ class Tamper:
         return False
 
     def _flip(self, lane: Lane, frame: Frame) -> None:
-        """Turn a bit of a header, of a control body or of a payload."""
-        if self._where is _HEADER:
+        """Turn a bit of a header or of a control body."""
+        if self._in_body:
+            self._note(lane, "body flipped")
+            assert frame.body is not None
+            frame.body = _flipped(frame.body, self._dice.below(8 * frame.length))
+            frame.harm = "damaged body"
+        else:
             self._note(lane, "header flipped")
             frame.header = _flipped(frame.header, self._dice.below(8 * HEADER_BYTES))
             frame.harm = "damaged header"
-            return
-        bit = self._dice.below(8 * frame.length)
-        self._note(lane, f"{self._where} flipped")
-        if self._where is _PAYLOAD:
-            frame.flip = bit
-            return
-        assert frame.body is not None
-        frame.body = _flipped(frame.body, bit)
-        frame.harm = "damaged body"
 
     def _swap(self, lane: Lane, frame: Frame) -> bool:
         first, self._held_back = self._held_back, None

@@ -103,7 +103,7 @@ class Truth:
 
     def _damaged(self, ask: Ask) -> bool:
         end = ask.endpoint.end
-        return self._setup.checked and (end.into.tampered or end.out.tampered)
+        return self._setup.checked and (end.into.damaged or end.out.damaged)
 
     # --- connections ------------------------------------------------------------------
 

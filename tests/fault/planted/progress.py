@@ -36,13 +36,11 @@ BUGS: Final = (
     Planted(
         name="credit is not returned for a message that came damaged",
         module="kvwire.proto.messages",
-        before="        self._flows.release(arrival)\n"
-        "        self._taken(arrival.header.length)\n",
-        after="        self._flows.release(arrival)\n"
-        "        if intact:\n"
-        "            self._taken(arrival.header.length)\n",
+        before="        self._taken(waiting.nbytes)\n        if waiting.error:\n",
+        after="        if not waiting.error:\n"
+        "            self._taken(waiting.nbytes)\n"
+        "        if waiting.error:\n",
         rules=frozenset({"credit"}),
-        seeds=5000,
     ),
     Planted(
         name="a message may be sent without credit for it",
