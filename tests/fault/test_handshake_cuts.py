@@ -1,0 +1,107 @@
+"""Goal R7: a connection cut at every byte of its handshake, {FIN, RST, silence}.
+
+Each case judges both roles. The client gets one documented error within its deadline,
+the server notes one outcome, and nothing is left of either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvwire
+from kvwire import Address, Communicator, ConnectionLost, HandshakeTimeout
+from kvwire.backend import Backend, Link
+from kvwire.testing.proxy import Proxy
+from kvwire.testing.toxics import Cut, Direction, Ending
+from kvwire.trust import write_key_file
+from tests.support.pairs import until
+
+HANDSHAKE_S = 0.4
+# For a machine that is busy with something else.
+SLACK_S = 8.0
+# Attempts at once: a silent one takes HANDSHAKE_S, but no processor.
+AT_ONCE = {Ending.FIN: 16, Ending.RST: 16, Ending.SILENCE: 200}
+# Errors that `connect` documents for a peer that goes away.
+DOCUMENTED = (HandshakeTimeout, ConnectionLost, OSError)
+
+
+@pytest.fixture
+async def sides(tmp_path: Path) -> AsyncIterator[tuple[Communicator, Communicator]]:
+    # Debug mode takes a traceback for every one of some 100,000 callbacks.
+    asyncio.get_running_loop().set_debug(False)
+    write_key_file(tmp_path / "key")
+    config = kvwire.Config(
+        trust="psk", psk_file=str(tmp_path / "key"), handshake_timeout_s=HANDSHAKE_S
+    )
+    async with (
+        kvwire.open(config, name="near") as near,
+        kvwire.open(config, name="far") as far,
+    ):
+        yield near, far
+
+
+async def handshake_bytes(near: Communicator, far: Address, way: Direction) -> int:
+    """How long a whole handshake is in one direction."""
+    async with Proxy(far) as proxy:
+        connection = await near.connect(proxy.address)
+        length = proxy.passed[way]
+        await connection.close()
+    return length
+
+
+async def attempts(near: Communicator, far: Address, cuts: Iterator[Cut]) -> None:
+    """Connect once through each cut, one after the other."""
+    for cut in cuts:
+        async with Proxy(far, cut) as proxy, asyncio.timeout(HANDSHAKE_S + SLACK_S):
+            try:
+                await near.connect(proxy.address)
+            except DOCUMENTED:
+                continue
+            pytest.fail(f"{proxy}: connected all the same")
+
+
+@pytest.mark.parametrize("ending", AT_ONCE)
+@pytest.mark.parametrize("way", Direction)
+async def test_every_byte(
+    sides: tuple[Communicator, Communicator],
+    way: Direction,
+    ending: Ending,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = sides
+    address = await far.listen("127.0.0.1:0")
+    length = await handshake_bytes(near, address, way)
+    await (await far.accept()).wait_closed()
+    assert length > 256
+
+    accepted: list[Link] = []
+    accept = far._reception.accept
+
+    def counted(link: Link, backend: Backend) -> None:
+        accepted.append(link)
+        accept(link, backend)
+
+    monkeypatch.setattr(far._reception, "accept", counted)
+    caplog.set_level(logging.INFO, "kvwire")
+    cuts = (Cut(way, at, ending) for at in range(length))
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE[ending]):
+            group.create_task(attempts(near, address, cuts))
+    await until(lambda: not near._pumps and not far._pumps)
+    await until(lambda: not far._reception._tasks)
+
+    # A cut may be so early that the server never hears of the connection.
+    assert length * 0.9 < len(accepted) <= length
+    assert len(caplog.records) == len(accepted)
+    for comm in sides:
+        assert not comm.live_connections
+        assert len(comm.buffers) == 0
+    # Where only the server's last words were cut, it had a connection; it has ended.
+    while len(far._reception.inbound):
+        assert (await far.accept()).closed
