@@ -14,7 +14,7 @@ from kvwire.errors import UsageError
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.types import Access
 
-_LAYOUT: Final = struct.Struct("<4sB3x16sQQ16sQQ")
+_LAYOUT: Final = struct.Struct("<4sI16sQQ16sQQ")
 _MAGIC: Final = b"kvg1"
 
 

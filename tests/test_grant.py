@@ -48,8 +48,14 @@ def test_other_bytes_are_no_grant(raw: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(0, b"kvg2"), (4, b"\0"), (4, b"\4"), (24, b"\xff" * 8), (56, b"\xff" * 8)],
-    ids=["magic", "no access", "unknown access", "grant", "offset"],
+    [
+        *((0, b"kvg2"), (4, b"\0"), (4, b"\4"), (5, b"\1"), (7, b"\1")),
+        *((24, b"\xff" * 8), (56, b"\xff" * 8)),
+    ],
+    ids=[
+        *("magic", "no access", "unknown access", "beside access", "behind access"),
+        *("grant", "offset"),
+    ],
 )
 def test_each_field_is_checked(at: int, value: bytes) -> None:
     raw = bytearray(GRANT.to_bytes())
