@@ -103,22 +103,22 @@ class Peer:
         self, tag: int, data: bytes, *, deadline: float | None = None
     ) -> CoreRequest | None:
         """Send a message; None if it travels at once and so is over."""
-        header = self.core.eager_header(tag, len(data), checksum(memoryview(data)))
-        request = None
+        core, size = self.core, len(data)
+        header = core.eager_header(tag, size, checksum(memoryview(data)))
         if header is not None:
             self.wire.append((header, data))
-        else:
-            request = self.core.send(tag, self.lend(data), len(data), deadline)
-        self.collect()
-        return request
+            return None
+        return self._start(data, lambda lent: core.send(tag, lent, size, deadline))
 
     def recv(
         self, tag: int, nbytes: int | None = 4096, *, deadline: float | None = None
     ) -> CoreRequest:
         """Receive a message into a new buffer; without a size, into what it needs."""
-        buffer = None if nbytes is None else self.lend(nbytes)
-        limit = 2**20 if nbytes is None else nbytes
-        request = self.core.recv(tag, buffer, limit, deadline)
+        core = self.core
+        if nbytes is not None:
+            size = nbytes
+            return self._start(size, lambda lent: core.recv(tag, lent, size, deadline))
+        request = core.recv(tag, None, 2**20, deadline)
         self.collect()
         return request
 
@@ -158,16 +158,13 @@ class Peer:
         self, data: bytes, target: Access, *, deadline: float | None = None
     ) -> CoreRequest:
         """Write into the other end's memory."""
-        request = self.core.put(self.lend(data), len(data), target, deadline)
-        self.collect()
-        return request
+        core, size = self.core, len(data)
+        return self._start(data, lambda lent: core.put(lent, size, target, deadline))
 
     def get(self, source: Access, *, deadline: float | None = None) -> CoreRequest:
         """Read the other end's memory into a new buffer."""
-        buffer = self.lend(source.nbytes)
-        request = self.core.get(buffer, source.nbytes, source, deadline)
-        self.collect()
-        return request
+        core, size = self.core, source.nbytes
+        return self._start(size, lambda lent: core.get(lent, size, source, deadline))
 
     def cancel(self, request: CoreRequest) -> None:
         """End a request."""
@@ -316,6 +313,19 @@ class Peer:
     def _end(self, body: bytes) -> None:
         assert self._arrival is not None
         self.body(self._arrival, body)
+
+    def _start(
+        self, data: bytes | int, start: Callable[[BufferId], CoreRequest]
+    ) -> CoreRequest:
+        """Lend memory to a request; if it cannot start, the memory comes back."""
+        lent = self.lend(data)
+        try:
+            return start(lent)
+        except KVWireError:
+            self.core.holds.retire(lent)
+            raise
+        finally:
+            self.collect()
 
     def _take_frames(self) -> None:
         while self.core.outbox.frames:
