@@ -46,6 +46,7 @@ from kvwire.proto.requests import Request, Requests
 from kvwire.proto.segments import Transfer
 from kvwire.proto.state import PHASE_TRANSITIONS, Kind, Phase, State, Turn
 from kvwire.proto.transfers import Transfers
+from kvwire.proto.voice import Voice
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId, RegionId
 from kvwire.wire.control import (
@@ -154,6 +155,7 @@ class Connection:
         self._liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
+        self._voice = Voice(interval_s=ping_interval_s, now=now, said=framing.sent)
         self._close_by: float | None = None
 
     @property
@@ -270,7 +272,7 @@ class Connection:
     @property
     def next_tick(self) -> float:
         """When to call ``tick`` at the latest."""
-        due = self._liveness.due
+        due = min(self._liveness.due, self._voice.due)
         for other in (self._requests.next_deadline, self._close_by):
             if other is not None and other < due:
                 due = other
@@ -286,12 +288,13 @@ class Connection:
             self._end(ConnectionLost("the peer did not finish closing in time"))
             return
         verdict = self._liveness.look(now)
-        if verdict is Verdict.PING:
-            self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
-        elif verdict is Verdict.DEAD:
+        if verdict is Verdict.DEAD:
             silence_s = self._liveness.silence_s(now)
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
+        missed = self._voice.is_missed(now, self.outbox.framing.sent)
+        if missed or verdict is Verdict.PING:
+            self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
         self._settle()
 
     # --- the application --------------------------------------------------------------
