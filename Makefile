@@ -14,7 +14,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test check format cover wheel clean demo test-demo
+.PHONY: test check format cover fuzz wheel clean demo test-demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
@@ -31,6 +31,12 @@ format: $(STAMP)
 # Each module of wire/ and proto/ against its own test file, every branch.
 cover: $(STAMP)
 	$(BIN)/python -m tests.support.module_coverage
+
+# Hostile bytes for each target, so many seconds. atheris has wheels for Linux.
+SECONDS ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel

@@ -311,6 +311,17 @@ def test_close_ends_what_the_peer_waits_for() -> None:
         assert len(end.core.holds) == 0
 
 
+@pytest.mark.parametrize("phase", list(Phase))
+def test_close_may_be_called_in_every_phase(phase: Phase) -> None:
+    """And again, and leads to an end."""
+    pair = in_phase(phase)
+    for _ in range(2):
+        pair.server.close(timeout_s=1.0)
+    pair.advance(6.0)
+    assert pair.server.core.phase is Phase.CLOSED
+    assert pair.server.core.error is not None
+
+
 def test_close_has_a_deadline() -> None:
     """A peer that never finishes does not hold it up."""
     pair = ConnectionPair()

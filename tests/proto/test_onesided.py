@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from kvwire.errors import (
     StaleRegion,
 )
 from kvwire.limits import REQUEST_BYTES_MAX
+from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import Request
 from kvwire.proto.state import State
 from kvwire.testing.pair import ConnectionPair
@@ -347,6 +349,27 @@ def test_damage_on_the_way(verb: Verb) -> None:
     receiver.receive((header, body[:-1] + b"\x99"))
     expect_fine(pair)
     expect_error(pair.client, request, IntegrityError)
+
+
+@pytest.mark.rule("KVW-DT-04", "breaks")
+def test_ten_thousand_bursts_of_damage() -> None:
+    """Goal R2: up to 32 neighbouring bits in any state, anywhere in a payload."""
+    chance = random.Random(2)
+    whole = chance.randbytes(4096)
+    check, as_number = checksum(memoryview(whole)), int.from_bytes(whole, "little")
+    for _ in range(10_000):
+        burst = chance.randrange(1, 2**32) << chance.randrange(8 * len(whole) - 31)
+        damaged = (as_number ^ burst).to_bytes(len(whole), "little")
+        assert checksum(memoryview(damaged)) != check
+    for place in range(0, len(whole), 64):
+        pair = ConnectionPair()
+        request = pair.client.get(pair.server.grant(pair.server.expose(whole)))
+        pair.deliver(pair.client)
+        header, body = pair.server.wire.popleft()
+        end = bytes([body[place] ^ 1 << chance.randrange(8)]) + body[place + 1 :]
+        pair.client.receive((header, body[:place] + end))
+        expect_fine(pair)
+        expect_error(pair.client, request, IntegrityError)
 
 
 def test_payload_of_a_refused_put_goes_nowhere() -> None:
