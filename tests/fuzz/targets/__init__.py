@@ -1,0 +1,1 @@
+"""One module for each target, each with a function ``run``."""

@@ -1,0 +1,30 @@
+"""One target under atheris, in this process; see ``python -m tests.fuzz``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import atheris
+
+_INSTRUMENTED = ["kvwire.wire", "kvwire.proto", "kvwire.grant"]
+
+
+def main() -> None:
+    """Never returns: libFuzzer ends the process."""
+    name = sys.argv.pop(1)
+    # Whatever imports kvwire imports the core with it, so nothing does before this.
+    with atheris.instrument_imports(include=_INSTRUMENTED):
+        guard = importlib.import_module("tests.fuzz.guard")
+        run = importlib.import_module(f"tests.fuzz.targets.{name}").run
+
+    def one(data: bytes) -> None:
+        with guard.nothing_runs():
+            run(data)
+
+    atheris.Setup(sys.argv, one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
