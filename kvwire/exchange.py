@@ -28,7 +28,7 @@ from kvwire.limits import TOMBSTONES_MAX
 from kvwire.outgoing import Outgoing
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.state import Kind
-from kvwire.transfer import Answer, transfer_key
+from kvwire.transfer import Answer, Unheard, transfer_key
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -47,12 +47,12 @@ class Tombstone(NamedTuple):
     Attributes:
         reason: Why it ended.
         end: Its name over all links, as peers who met it know it.
-        answers: How many peers may still ask.
+        unheard: The peers who may still ask.
     """
 
     reason: str
     end: bytes
-    answers: int
+    unheard: Unheard
 
 
 class Exchange:
@@ -119,9 +119,9 @@ class Exchange:
         if self._waiting.get(key) is not end:
             return
         del self._waiting[key]
-        if end.unmet:
+        if any(end.unheard):
             # bounded: TOMBSTONES_MAX
-            self._tombstones[key] = Tombstone(reason, end.end, end.unmet)
+            self._tombstones[key] = Tombstone(reason, end.end, end.unheard)
             if len(self._tombstones) > TOMBSTONES_MAX:
                 self._tombstones.popitem(last=False)
         self._ask_again(key)
@@ -171,8 +171,7 @@ class Exchange:
         """There is no such transfer: it is over, or not there yet."""
         key = (event.id, event.request.kind is Kind.OUTGOING)
         grave = self._tombstones.get(key)
-        if grave is not None and description.met in (b"", grave.end):
-            self._answered(key, grave)
+        if grave is not None and self._answers(key, grave, description):
             reason = grave.reason
         elif description.met:
             reason = "nothing is known of it"
@@ -182,16 +181,24 @@ class Exchange:
         error = PeerError(f"it has ended: {reason}")
         _refuse(connection, event.request, error, WireCode.OTHER)
 
-    def _answered(self, key: Key, grave: Tombstone) -> None:
-        """Each peer who may ask is told once why a transfer has ended.
+    def _answers(self, key: Key, grave: Tombstone, description: Description) -> bool:
+        """Whether a peer is to be told why a transfer has ended: each of them once.
 
         After that the id can be used anew, untainted by its last use.
         """
-        if grave.answers > 1:
-            grave = grave._replace(answers=grave.answers - 1)
-            self._tombstones[key] = grave  # bounded: TOMBSTONES_MAX
+        strangers, known = grave.unheard
+        if description.end in known:
+            known -= {description.end}
+        elif strangers and not description.met:
+            strangers -= 1
+        else:
+            return description.met == grave.end
+        left = grave._replace(unheard=Unheard(strangers, known))
+        if any(left.unheard):
+            self._tombstones[key] = left  # bounded: TOMBSTONES_MAX
         else:
             del self._tombstones[key]
+        return True
 
     def _stash(self, connection: Connection, event: TransferOpened) -> None:
         key = (event.id, event.request.kind is Kind.OUTGOING)

@@ -21,7 +21,14 @@ from kvwire.last_word import LastWord
 from kvwire.limits import LANDED_BOXES_MAX
 from kvwire.proto.segments import Segment as CoreSegment
 from kvwire.receipt import Receipt, missing_chunks
-from kvwire.transfer import DAMAGED, UNMARKED, Answer, KVTransfer, recoverable
+from kvwire.transfer import (
+    DAMAGED,
+    UNMARKED,
+    Answer,
+    KVTransfer,
+    Unheard,
+    recoverable,
+)
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -107,9 +114,13 @@ class Incoming(KVTransfer):
         return Answer.YES if receipt.waits else Answer.LATER
 
     @property
-    def unmet(self) -> int:
-        """1 if its producer does not know how it ended, and may still ask."""
-        return int(self.receipt is None or self.receipt.suspended)
+    def unheard(self) -> Unheard:
+        """The producer, if it may still ask once it is over."""
+        receipt = self.receipt
+        if receipt is None:
+            return Unheard(1, frozenset())
+        lost = receipt.suspended or receipt.refused
+        return Unheard(0, frozenset([receipt.peer_end] if lost else ()))
 
     def interrupted(self, incarnation: bytes) -> bool:
         """Whether it waits for another link to a peer."""
@@ -151,6 +162,7 @@ class Incoming(KVTransfer):
         """Push: the peer of a connection offers it."""
         receipt = self._new_receipt(connection)
         receipt.core, core.context = core, receipt
+        receipt.peer_end = description.end
         try:
             self.plan_with(description)
         except KVWireError as exc:

@@ -24,7 +24,7 @@ from kvwire.kv.outcome import join_outcomes
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import GROUP_BYTES
 from kvwire.marks import Marks, Which
-from kvwire.transfer import UNMARKED, Answer, KVTransfer, recoverable
+from kvwire.transfer import UNMARKED, Answer, KVTransfer, Unheard, recoverable
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -128,9 +128,12 @@ class Outgoing(KVTransfer):
         return Answer.YES if known.waits else Answer.LATER
 
     @property
-    def unmet(self) -> int:
-        """How many consumers do not know how it ended, and may still ask."""
-        return self.consumers - sum(not d.suspended for d in self.deliveries)
+    def unheard(self) -> Unheard:
+        """The consumers who may still ask once it is over."""
+        return Unheard(
+            self.consumers - len(self.deliveries),
+            frozenset(d.peer_end for d in self.deliveries if d.suspended or d.refused),
+        )
 
     def interrupted(self, incarnation: bytes) -> bool:
         """Whether it waits for another link to a peer."""
@@ -281,7 +284,7 @@ class Outgoing(KVTransfer):
     def _watch(self) -> None:
         """Run the lease anew while a consumer is missing."""
         self.stop_lease()
-        if self.unmet:
+        if sum(not d.suspended for d in self.deliveries) < self.consumers:
             self.start_lease()
 
     def _marked(self) -> None:

@@ -13,7 +13,7 @@ import enum
 import math
 import secrets
 from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.clock import absolute
 from kvwire.description import END_BYTES, Description
@@ -88,6 +88,18 @@ class Answer(enum.Enum):
     """Once the link that the peer has lost is known to be lost here as well."""
 
 
+class Unheard(NamedTuple):
+    """The peers of a transfer that is over who may still ask for it.
+
+    Attributes:
+        strangers: How many never came.
+        known: The ends of those who came, and may not have heard how it ended.
+    """
+
+    strangers: int
+    known: frozenset[bytes]
+
+
 class Attempt:
     """A transfer on one connection. Subclassed by the two ends."""
 
@@ -97,6 +109,8 @@ class Attempt:
         self.over = False
         # The peer's end of the transfer, over all its links.
         self.peer_end = b""
+        # This side has ended it; the peer hears of that, unless the link is lost.
+        self.refused = False
 
     def agreed(self, description: Description) -> None:
         """The peer has answered our OPEN."""
@@ -113,6 +127,7 @@ class Attempt:
     def refuse(self, error: KVWireError, code: WireCode) -> None:
         """End it, and tell the peer."""
         if self.core is not None and not self.core.over:
+            self.refused = True
             self.connection.core.refuse(self.core, error, code)
             self.connection.run()
 

@@ -68,6 +68,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now += seconds
 
 
+async def pass_time(seconds: float) -> None:
+    """Let virtual time pass; whatever is due in it happens.
+
+    Raises:
+        RuntimeError: The running loop is not in virtual time: this would be a wait.
+
+    Cancel safety: safe, it only waits.
+    """
+    if not isinstance(asyncio.get_running_loop(), VirtualTimeLoop):
+        raise RuntimeError("pass_time: this loop is in real time; wait for an event")
+    await asyncio.sleep(seconds)
+
+
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in virtual time, as ``asyncio.run`` does in real time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop, debug=False) as runner:

@@ -1,1 +1,1 @@
-"""Races and faults of KV transfers, named after the ids of docs/topics/reliability.md."""
+"""Races and faults of KV transfers, by their ids in docs/topics/reliability.md."""

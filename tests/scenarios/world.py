@@ -1,8 +1,8 @@
-"""A producer and a consumer with stamped caches, on any transport, that can be stopped.
+"""A producer and a consumer with stamped caches, on a link that can be stopped.
 
-Every block of the producer holds values that name its layer and block, the consumer's are
-filled with FREE. So what landed, what did not, and what was written where it must not be
-are told apart by looking.
+Every block of the producer holds values that name its layer and block, the consumer's
+are filled with FREE. So what landed, what did not, and what was written where it must
+not be are told apart by looking.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ SPEC = kvwire.KVSpec(
     layers=LAYERS, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32"
 )
 FREE = -1.0
+# Below the timeout of a test, which would end the whole run.
+PATIENCE_S = 10.0
 Tensor = npt.NDArray[np.float32]
 
 
@@ -99,10 +101,28 @@ class World:
         self.source, self.target = Memory(), Memory()
         self.source.stamp(range(BLOCKS))
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Let the loop run until something holds; a timeout of the test bounds it."""
-        while not condition():
-            await asyncio.sleep(0.001)
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Let the loop run until something holds that no event announces.
+
+        Raises:
+            TimeoutError: It does not.
+        """
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                moment = asyncio.Event()
+                asyncio.get_running_loop().call_later(0.001, moment.set)
+                await moment.wait()
+
+    async def stays_open(
+        self, end: kvwire.Outgoing | kvwire.Incoming, seconds: float
+    ) -> bool:
+        """Whether a transfer goes on for so long at least."""
+        try:
+            async with asyncio.timeout(seconds):
+                await end
+        except TimeoutError:
+            return True
+        return False
 
     def freeze(self, connection: kvwire.Connection) -> Callable[[], None]:
         """Stop one end from reading; call the result to let it go on."""

@@ -1,0 +1,133 @@
+"""Outcomes are exact: whatever happens, to any transfer, over any link."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+
+import kvwire
+from kvwire.testing import virtual_time
+from kvwire_inproc import injected
+from tests.scenarios.schedules import Marked, Schedule, schedules
+from tests.scenarios.world import BLOCKS, LAYERS, Memory, World, same, world
+
+# One block of one layer is 16 KiB, so that a mark of a few blocks is several chunks.
+SPEC = kvwire.KVSpec(
+    layers=LAYERS, kv_heads=4, head_dim=64, block_tokens=8, dtype="float32"
+)
+LEASE_S = 2.0
+
+
+@settings(max_examples=250)
+@given(schedules(BLOCKS))
+def test_whatever_happens_the_outcome_is_exact(schedule: Schedule) -> None:
+    """Landed blocks hold the producer's bytes, the others say why, no other is touched.
+
+    Both sides end, agree as far as they can know, and leave nothing behind.
+    """
+
+    async def main() -> None:
+        async with world(
+            "inproc", lease_s=LEASE_S, chunk_bytes=65_536, ping_interval_s=0.5
+        ) as w:
+            w.source, w.target = Memory(SPEC), Memory(SPEC)
+            w.source.stamp(range(BLOCKS))
+            await check_life(w, schedule)
+
+    with injected(schedule.faults):
+        virtual_time.run(main())
+
+
+async def check_life(w: World, schedule: Schedule) -> None:
+    out, inc = await _both_ends(w, schedule)
+    for step in schedule.steps:
+        match step:
+            case Marked(layers, blocks):
+                out.ready(layers, blocks)
+            case "turn":
+                await asyncio.sleep(0)
+            case "rest":
+                await virtual_time.pass_time(0.02)
+            case "cut":
+                w.cut()
+            case "abort by producer":
+                out.abort("by the producer")
+            case "abort by consumer":
+                inc.abort("by the consumer")
+    out.finish(partial=schedule.partial)
+    async with asyncio.timeout(300):
+        produced, outcome = await out, await inc
+        await out.drained()
+        check_outcome(w, schedule, outcome)
+        # The producer's blocks have a new owner, and later the consumer's.
+        w.source.stamp(range(BLOCKS), salt=9)
+        check_outcome(w, schedule, outcome, salted=True)
+        await inc.drained()
+    for tensor in w.target.tensors:
+        tensor[:] = 7.0
+    await virtual_time.pass_time(3 * LEASE_S)
+    assert all((tensor == 7.0).all() for tensor in w.target.tensors), "a late write"
+    assert outcome.complete or not produced.complete
+    consumed = set(outcome.landed.ids().tolist())
+    pairs = dict(zip(schedule.source, schedule.target, strict=True))
+    assert {pairs[block] for block in produced.landed.ids().tolist()} <= consumed
+    assert all(reason for reason in produced.missing.values())
+    if schedule.calm:
+        assert outcome.complete
+        assert produced.complete
+        assert outcome.nbytes == len(schedule.source) * SPEC.block_bytes
+
+
+async def _both_ends(
+    w: World, schedule: Schedule
+) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+    source, target = w.source.cache, w.target.cache
+
+    def produce() -> kvwire.Outgoing:
+        blocks, grouping = schedule.source, schedule.group_bytes
+        if schedule.push:
+            return w.push_side.push("t", source, blocks, group_bytes=grouping)
+        return w.p.publish("t", source, blocks, group_bytes=grouping)
+
+    def consume() -> kvwire.Incoming:
+        if schedule.push:
+            return w.d.expect("t", target, schedule.target)
+        return w.pull_side.pull("t", target, schedule.target)
+
+    if schedule.producer_first:
+        out = produce()
+        await virtual_time.pass_time(0.02)
+        return out, consume()
+    inc = consume()
+    await virtual_time.pass_time(0.02)
+    return produce(), inc
+
+
+def check_outcome(
+    w: World, schedule: Schedule, outcome: kvwire.Outcome, *, salted: bool = False
+) -> None:
+    """What the consumer was told is what is in its memory."""
+    source = w.source
+    if salted:
+        # What the blocks held before they were reused.
+        source = Memory(SPEC)
+        source.stamp(range(BLOCKS))
+    landed = set(outcome.landed.ids().tolist())
+    pairs = list(zip(schedule.source, schedule.target, strict=True))
+    for block, place in pairs:
+        assert (place in landed) != (("kv", place) in outcome.missing)
+        if place in landed:
+            assert same(source, [block], w.target, [place])
+        else:
+            assert outcome.missing["kv", place]
+            lost = outcome.missing.layers(("kv", place))
+            here = [layer for layer in range(LAYERS) if layer not in lost]
+            assert lost
+            assert same(source, [block], w.target, [place], layers=here)
+    leading = [place in landed for _, place in pairs]
+    prefix = leading.index(False) if False in leading else len(leading)
+    assert outcome.usable_prefix == prefix
+    assert outcome.usable_tokens == prefix * SPEC.block_tokens
+    assert outcome.complete == all(leading)
+    assert w.target.free(set(range(BLOCKS)) - set(schedule.target))
