@@ -1,9 +1,9 @@
 """Does the peer hear of us? A reminder to speak when we have said nothing for long.
 
-A side that only receives says nothing of its own accord. If the other sends faster than
-the wire carries, its pings wait behind megabytes of payload, no answer can come in time,
-and it would take us for dead. So whoever has sent nothing for an interval speaks first:
-the way back is free.
+A side that only receives says nothing of its own accord. If the other sends faster
+than the wire carries, its pings wait behind megabytes of payload, no answer can come in
+time, and it would take us for dead. So whoever has sent nothing for an interval speaks
+first: the way back is free.
 
 The core is told how many frames were sent and not when. So it looks twice an interval,
 and speaks when nothing was sent since the last look: after half an interval of silence

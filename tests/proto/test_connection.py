@@ -161,6 +161,18 @@ def test_a_silent_peer_is_dead_within_its_patience() -> None:
     assert len([e for e in end.events if e is end.ended]) == 1
 
 
+def test_the_earliest_timer_comes_first() -> None:
+    """A deadline, the end of a close, or a look at the peer."""
+    end = ConnectionPair().client
+    regular = end.core.next_tick
+    end.recv(TAG, deadline=end.now + 0.25)
+    assert end.core.next_tick == end.now + 0.25
+    end.send(TAG, bytes(LARGE), deadline=end.now + 60.0)
+    assert end.core.next_tick == end.now + 0.25
+    end.close(timeout_s=0.125)
+    assert end.core.next_tick == end.now + 0.125 < regular
+
+
 def test_pings_are_answered() -> None:
     """Once each, with their number."""
     pair = ConnectionPair()
