@@ -46,7 +46,7 @@ def main() -> None:
     )
     try:
         with Bars(console, requests) as bars:
-            records = asyncio.run(run(requests, bars.note))
+            records = asyncio.run(run(requests, bars.note, options.wire_gbit))
     except RoleFailed as exc:
         sys.exit(f"the demo failed: {exc}")
     files = _write(records, options.out)
@@ -72,11 +72,16 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--prompt", type=int, default=420, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate")
+    parser.add_argument(
+        "--wire-gbit", type=float, help="as over a wire of so many gigabits a second"
+    )
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     parser.add_argument(
         "--out", type=Path, default=Path("build/demo"), help="folder of the pictures"
     )
     options: argparse.Namespace = parser.parse_args()
+    if options.wire_gbit is not None and options.wire_gbit <= 0:
+        parser.error("--wire-gbit is more than 0")
     if options.prompt < 64 or options.new < 1 or options.prompt + options.new > 512:
         parser.error(
             "--prompt is at least 64, and --prompt + --new at most 512: more "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import kvwire
 from examples.demo.lines import (
     Decode,
     Event,
@@ -24,6 +25,8 @@ from examples.demo.lines import (
     events,
 )
 from examples.demo.record import Record
+from kvwire.testing.proxy import Proxy
+from kvwire.testing.toxics import Bandwidth, Direction
 
 ROOT = Path(__file__).parents[2]
 Said = TypeVar("Said", Up, Prefilled, Token, Single)
@@ -55,26 +58,30 @@ class RoleFailed(Exception):
 
 
 async def run(
-    requests: list[Request], on_event: Callable[[Event], None]
+    requests: list[Request],
+    on_event: Callable[[Event], None],
+    wire_gbit: float | None = None,
 ) -> list[Record]:
     """Prefill in one process, decode in another, and compare with a third.
 
     Args:
         requests: Served all at once.
         on_event: Called with everything the processes say, as it happens.
+        wire_gbit: Between the two, a wire of so many gigabits a second; None for the
+            machine's loopback as it is.
 
     Raises:
         RoleFailed: A process ended early, or they take longer than anyone waits.
     """
     try:
         async with asyncio.timeout(_RUN_S):
-            return await _run(requests, on_event)
+            return await _run(requests, on_event, wire_gbit)
     except TimeoutError:
         raise RoleFailed(f"no end after {_RUN_S:g} s") from None
 
 
 async def _run(
-    requests: list[Request], on_event: Callable[[Event], None]
+    requests: list[Request], on_event: Callable[[Event], None], wire_gbit: float | None
 ) -> list[Record]:
     records = {request.name: Record(request.name) for request in requests}
 
@@ -86,7 +93,10 @@ async def _run(
     async with role("single") as single:
         async with role("prefill") as prefill:
             up = await prefill.until(Up, 1, note)
-            async with role("decode", "--prefill", up.address) as decode:
+            async with (
+                wire(up.address, wire_gbit) as address,
+                role("decode", "--prefill", address) as decode,
+            ):
                 await decode.until(Up, 1, note)
                 await _disaggregated(requests, prefill, decode, note)
         # Alone on the machine, after everything that is timed.
@@ -108,6 +118,18 @@ async def _disaggregated(
             group.create_task(decode.until(Token, tokens, note))
     except* RoleFailed as failed:
         raise failed.exceptions[0] from None
+
+
+@contextlib.asynccontextmanager
+async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
+    """Where to connect to, to reach an address over a wire that is so fast."""
+    if gbit is None:
+        yield address
+        return
+    # Decode connects, so KV goes to the client.
+    limit = Bandwidth(Direction.TO_CLIENT, bytes_per_s=gbit * 1e9 / 8)
+    async with Proxy(kvwire.Address.parse(address), limit) as proxy:
+        yield str(proxy.address)
 
 
 class Role:

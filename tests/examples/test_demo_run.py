@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 def test_two_processes_say_what_one_says(tmp_path: Path) -> None:
     """One of three requests loses blocks, and exactly what is missing is computed."""
     size = ["--requests", "3", "--prompt", "200", "--new", "12"]
+    size += ["--wire-gbit", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "examples.demo", *size, "--json", "--out", tmp_path],
         cwd=ROOT,
