@@ -1,0 +1,168 @@
+"""A peer made by hand on a real socket: it says what a test tells it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvwire import Address, limits
+from kvwire.limits import HEADER_BYTES
+from kvwire.memory.checksum import checksum
+from kvwire.proto.handshake import (
+    Agreement,
+    ClientHandshake,
+    Handshake,
+    Identity,
+    ServerHandshake,
+)
+from kvwire.testing.handshakes import begin, choose_first, identity
+from kvwire.wire.control import Body, encode_body
+from kvwire.wire.decoder import Decoder, Frame
+from kvwire.wire.hello import NONCE_BYTES, Terms
+
+# The limits of a kvwire peer that nobody has configured.
+TERMS = Terms(
+    chunk_bytes=limits.CHUNK_BYTES,
+    eager_bytes=limits.EAGER_BYTES,
+    window_bytes=limits.EAGER_WINDOW_BYTES,
+    window_messages=limits.EAGER_WINDOW_MESSAGES,
+)
+_READ_BYTES = 64 * 1024
+
+
+class Stranger:
+    """One end of a TCP connection, and the frames it could send if it wanted to.
+
+    Attributes:
+        handshake: Its side of the handshake; ``shake`` carries it out.
+    """
+
+    def __init__(self, sock: socket.socket, handshake: Handshake) -> None:
+        self.handshake = handshake
+        self._socket = sock
+        self._decoder = Decoder()
+        self._frames: list[Frame] = []
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def agreement(self) -> Agreement:
+        """What the handshake has agreed on."""
+        assert self.handshake.agreement is not None
+        return self.handshake.agreement
+
+    async def shake(self) -> None:
+        """Carry out the handshake as an honest peer would."""
+        await self._say_outgoing()
+        while self.handshake.agreement is None:
+            frame = await self.hear()
+            self.handshake.header_received(frame.raw_header)
+            self.handshake.body_received(frame.body)
+            if isinstance(self.handshake, ServerHandshake) and self.handshake.offer:
+                choose_first(self.handshake)
+            await self._say_outgoing()
+
+    async def say(self, *frames: bytes) -> None:
+        """Send bytes, whatever they are."""
+        await self._loop.sock_sendall(self._socket, b"".join(frames))
+
+    async def hear(self) -> Frame:
+        """The next frame of the other side."""
+        while not self._frames:
+            data = await self._loop.sock_recv(self._socket, _READ_BYTES)
+            if not data:
+                raise EOFError
+            self._frames += self._decoder.feed(data)
+        return self._frames.pop(0)
+
+    async def expect_gone(self) -> None:
+        """Wait for the other side to end the connection, dropping what it says."""
+        with contextlib.suppress(ConnectionError):
+            while await self._loop.sock_recv(self._socket, _READ_BYTES):
+                pass
+
+    def control(self, frame_type: int, body: Body, *, request: int = 0) -> bytes:
+        """A control frame: the next in order, and sealed if that was agreed."""
+        return self.raw_control(frame_type, encode_body(body), request=request)
+
+    def raw_control(self, frame_type: int, body: bytes, *, request: int = 0) -> bytes:
+        """A control frame with a body of any bytes."""
+        framing = self.handshake.framing
+        return b"".join(framing.control(frame_type, body, request=request))
+
+    def payload(self, frame_type: int, data: bytes, **fields: Any) -> bytes:
+        """A payload frame with the right check."""
+        check = fields.pop("check", checksum(memoryview(data)))
+        framing = self.handshake.framing
+        return framing.payload(frame_type, len(data), check=check, **fields) + data
+
+    def close(self) -> None:
+        """Leave without a word."""
+        self._socket.close()
+
+    async def _say_outgoing(self) -> None:
+        outgoing = self.handshake.outgoing
+        await self.say(*(header + body for header, body in outgoing))
+        outgoing.clear()
+
+
+@contextlib.asynccontextmanager
+async def dial(
+    address: Address, who: Identity | None = None, *, shake: bool = True
+) -> AsyncIterator[Stranger]:
+    """Connect to a communicator, and shake hands with it unless told otherwise."""
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        target = (address.host, address.port)
+        await asyncio.get_running_loop().sock_connect(sock, target)
+        mine = who or identity("stranger", terms=TERMS)
+        nonces = (secrets.token_bytes(NONCE_BYTES), bytes(NONCE_BYTES))
+        stranger = Stranger(sock, begin(mine, nonces=nonces, backends=("tcp",)).client)
+        assert isinstance(stranger.handshake, ClientHandshake)
+        if shake:
+            await stranger.shake()
+        yield stranger
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    who: Identity | None = None,
+) -> AsyncIterator[tuple[Address, asyncio.Queue[Stranger]]]:
+    """An address where strangers answer; each comes out of the queue at once."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Queue[Stranger] = asyncio.Queue()
+    mine = who or identity("stranger", terms=TERMS)
+    made: list[Stranger] = []
+
+    async def answer() -> None:
+        while True:
+            sock, _ = await loop.sock_accept(listening)
+            made.append(Stranger(sock, begin(server=mine).server))
+            answered.put_nowait(made[-1])
+
+    task = asyncio.create_task(answer())
+    try:
+        yield Address("tcp", *listening.getsockname()), answered
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        listening.close()
+        for stranger in made:
+            stranger.close()
+
+
+def header_of(frame: bytes) -> bytes:
+    """The header of a frame in bytes."""
+    return frame[:HEADER_BYTES]
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """The same bytes but for one bit."""
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
