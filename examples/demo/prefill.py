@@ -54,9 +54,13 @@ async def serve(
     )
     marks = TimedMarks(out, order.lose)
     loop = asyncio.get_running_loop()
-    spans = await loop.run_in_executor(
-        compute, prefill, llama, tokens, PagedSequence(pool, blocks), marks
-    )
+    try:
+        spans = await loop.run_in_executor(
+            compute, prefill, llama, tokens, PagedSequence(pool, blocks), marks
+        )
+    except BaseException:
+        out.abort("prefill failed")
+        raise
     say(Prefilled(order.request, spans, marks.at))
     await out
     await out.drained()
