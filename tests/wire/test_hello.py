@@ -121,6 +121,17 @@ def test_what_is_written_is_read(message: Message) -> None:
     assert type(message).decode(body) == message
 
 
+def test_terms_without_features() -> None:
+    """None is offered unless somebody offers it."""
+    plain = replace(TERMS, features=0)
+    assert plain == Terms(
+        chunk_bytes=CHUNK_BYTES_MIN,
+        eager_bytes=64,
+        window_bytes=1024,
+        window_messages=8,
+    )
+
+
 @pytest.mark.rule("KVW-HS-01", "breaks")
 @every_message
 def test_another_length(message: Message) -> None:
