@@ -48,7 +48,10 @@ def _async_fixture(function: Callable[..., Any]) -> Any:
 
 @_async_fixture
 async def kvwire_pair(kvwire_backend: str) -> AsyncIterator[Loopback]:
-    """Two connected communicators; see :func:`kvwire.testing.loopback`."""
+    """Two connected communicators; see :func:`kvwire.testing.loopback`.
+
+    Cancel safety: safe, what was opened is closed.
+    """
     from kvwire.testing.harness import loopback  # noqa: PLC0415 - see the top
 
     async with loopback(kvwire_backend) as pair:

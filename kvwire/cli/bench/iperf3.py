@@ -114,6 +114,8 @@ def read_report(text: str) -> Sample:
         rate = moved_bytes / elapsed_s
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as exc:
         raise BenchError(f"iperf3 printed no report: {exc!r} in {text[:75]!r}") from exc
+    if not moved_bytes:
+        raise BenchError("iperf3 reports that nothing was received")
     return Sample([rate], moved_bytes, percent / 100 * elapsed_s)
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvwire.cli.bench import command, messages
 from kvwire.cli.bench.messages import SIZES
 from kvwire.cli.main import CALLED_WRONG, main
-from kvwire.limits import KIB
+from kvwire.limits import KIB, MIB
 from tests.cli.bench.contenders import Scripted, benchmark, case
 
 VERBS = ("send", "put", "get")
@@ -25,7 +25,7 @@ def test_messages_measures_everything_once(
 ) -> None:
     """One round, with small bulk sizes; every case has our samples and the peers'."""
     monkeypatch.setattr(messages, "SIZES", (64 * KIB, 256 * KIB))
-    monkeypatch.setattr("kvwire.cli.bench.iperf3.ROUND_BYTES_MIN", 0)
+    monkeypatch.setattr("kvwire.cli.bench.iperf3.ROUND_BYTES_MIN", 32 * MIB)
     out, plot = tmp_path / "found.json", tmp_path / "found.svg"
     arguments = ["bench", "messages", "--rounds", "1", "--round-mib", "1"]
     assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0

@@ -37,6 +37,12 @@ def test_no_report_is_an_error(text: str) -> None:
         iperf3.read_report(text)
 
 
+def test_a_report_of_nothing_is_an_error() -> None:
+    report = {"end": {**REPORT["end"], "sum_received": {"bytes": 0, "seconds": 0.5}}}
+    with pytest.raises(BenchError, match="nothing was received"):
+        iperf3.read_report(json.dumps(report))
+
+
 def test_what_iperf3_complains_about_is_passed_on() -> None:
     with pytest.raises(BenchError, match="iperf3: server busy"):
         iperf3.read_report('{"error": "server busy"}')
@@ -72,8 +78,8 @@ def test_a_server_that_does_not_start_is_an_error(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("verb", ["send", "get"])
 def test_the_real_one(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iperf3, "ROUND_BYTES_MIN", 0)
-    work = Work(verb=verb, nbytes=MIB, count=8, in_flight=4)
+    monkeypatch.setattr(iperf3, "ROUND_BYTES_MIN", 32 * MIB)
+    work = Work(verb=verb, nbytes=MIB, count=1)
     contender = iperf3.Iperf3()
     try:
         contender.start()
