@@ -1,0 +1,259 @@
+"""Goals S7, S8 and R21: what peers can cost that are slow, silent, chatty or deaf."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+import kvwire
+from kvwire import (
+    Address,
+    Connection,
+    ConnectionLost,
+    PeerUnresponsive,
+    pump,
+    reception,
+)
+from kvwire.limits import (
+    CHUNK_BYTES,
+    HEADER_BYTES,
+    KIB,
+    LINK_QUEUE_BYTES,
+    PENDING_HANDSHAKES_MAX,
+)
+from kvwire.testing.proxy import Proxy
+from kvwire.testing.toxics import Direction, Slice
+from kvwire.wire.control import Access, Ping, Ready
+from kvwire.wire.header import FrameType
+from tests.fault.stranger import Stranger, dial
+from tests.support.pairs import Pair, connected, until
+
+HANDSHAKE_S = 0.3
+SLACK_S = 5.0
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with connected(handshake_timeout_s=HANDSHAKE_S, close_timeout_s=0.5) as found:
+        yield found
+
+
+class Crowd:
+    """Sockets that have connected and do not shake hands."""
+
+    def __init__(self, address: Address) -> None:
+        self._target = (address.host, address.port)
+        self._loop = asyncio.get_running_loop()
+        self._stack = ExitStack()
+        self.sockets: list[socket.socket] = []
+
+    async def grow(self, count: int, said: bytes = b"") -> None:
+        for _ in range(count):
+            sock = self._stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            await self._loop.sock_connect(sock, self._target)
+            await self._loop.sock_sendall(sock, said)
+            self.sockets.append(sock)
+
+    async def expect_gone(self) -> None:
+        """Each of them is told to go."""
+        for sock in self.sockets:
+            try:
+                assert await self._loop.sock_recv(sock, 1) == b""
+            except ConnectionError:
+                continue
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+async def round_trips(pair: Pair, stop: asyncio.Event) -> list[float]:
+    """How long a message there and back takes, until told to stop."""
+    loop = asyncio.get_running_loop()
+    took_s: list[float] = []
+    while not stop.is_set() or not took_s:
+        began = loop.time()
+        pair.left.send(1, b"there")
+        await pair.right.recv(1)
+        pair.right.send(2, b"back")
+        await pair.left.recv(2)
+        took_s.append(loop.time() - began)
+        await asyncio.sleep(0)
+    return took_s
+
+
+# --- S7: memory -----------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4 * KIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm is Linux's")
+# The second loop would reuse what the first has freed.
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_stranger_pins_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 strangers say 10 bytes each; both ends of them live in this process."""
+    asyncio.get_running_loop().set_debug(False)
+    count = 500
+    monkeypatch.setattr(reception, "PENDING_HANDSHAKES_MAX", 2 * count)
+    async with (
+        kvwire.open(handshake_timeout_s=60) as comm,
+        Crowd(await comm.listen("127.0.0.1:0")) as crowd,
+    ):
+        await crowd.grow(50, b"0123456789")  # warms up what is only paid once
+        await until(lambda: len(comm._reception._pending) == 50)
+        gc.collect()
+        before = resident_bytes()
+        await crowd.grow(count, b"0123456789")
+        await until(lambda: len(comm._reception._pending) == 50 + count)
+        gc.collect()
+        each = (resident_bytes() - before) / count
+        print(f"a stranger pins {each / KIB:.1f} KiB (S7: 32 KiB)")
+        assert each <= 32 * KIB
+
+
+async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
+    pair: Pair,
+) -> None:
+    async with (
+        kvwire.open(handshake_timeout_s=60) as far,
+        Crowd(await far.listen("127.0.0.1:0")) as crowd,
+    ):
+        await crowd.grow(PENDING_HANDSHAKES_MAX)
+        await until(lambda: len(far._reception._pending) == PENDING_HANDSHAKES_MAX)
+        address = Address("tcp", *crowd._target)
+        for _ in range(20):
+            connection = await pair.near.connect(address)
+            await connection.close()
+        await crowd.grow(50)
+        await until(lambda: len(far._reception._pending) == PENDING_HANDSHAKES_MAX)
+        oldest = crowd.sockets[0]
+        with pytest.raises(ConnectionError):
+            await asyncio.get_running_loop().sock_recv(oldest, 1)
+
+
+# --- S8: time -------------------------------------------------------------------------
+
+
+async def test_slow_strangers_are_gone_by_the_deadline(pair: Pair) -> None:
+    """One byte each now and then keeps nobody: the deadline is for the handshake."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    healthy = asyncio.create_task(round_trips(pair, stop))
+    async with Crowd(pair.address) as crowd:
+        await crowd.grow(100, b"k")
+        began = loop.time()
+        going = asyncio.create_task(crowd.expect_gone())
+        while not going.done():
+            for sock in crowd.sockets:
+                try:
+                    sock.send(b"v")
+                except OSError:
+                    continue  # this one is gone
+            await asyncio.wait([going], timeout=0.02)
+        took_s = loop.time() - began
+        await going
+    stop.set()
+    worst_s = max(await healthy)
+    print(f"gone after {took_s:.2f} s; slowest round trip {worst_s * 1e3:.0f} ms")
+    assert took_s < HANDSHAKE_S + SLACK_S
+    assert not pair.far._reception._pending
+    assert worst_s < SLACK_S
+
+
+@pytest.mark.parametrize("way", Direction)
+async def test_a_handshake_byte_by_byte_is_as_good_as_any(way: Direction) -> None:
+    async with connected() as pair, Proxy(pair.address, Slice(way, 1)) as proxy:
+        connection = await pair.near.connect(proxy.address)
+        other = await pair.far.accept()
+        await asyncio.gather(connection.send(1, b"x" * 100), other.send(1, b"y"))
+        assert await other.recv(1) == b"x" * 100
+        assert await connection.recv(1) == b"y"
+        await connection.close()
+
+
+async def test_a_flood_of_pings_ends_its_own_connection(pair: Pair) -> None:
+    async with dial(pair.address) as stranger:
+        there = await pair.far.accept()
+        await stranger.say(
+            *(stranger.control(FrameType.PING, Ping(n)) for n in range(5000))
+        )
+        await stranger.expect_gone()
+        await there.wait_closed()
+        with pytest.raises(ConnectionLost, match="KVW-LV-02"):
+            there.send(1, b"x")
+    stop = asyncio.Event()
+    stop.set()
+    assert await round_trips(pair, stop)
+
+
+# --- R21: peers that do not read ------------------------------------------------------
+
+
+async def test_answers_to_a_deaf_peer_are_bounded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks and asks, and never reads an answer."""
+    asyncio.get_running_loop().set_debug(False)
+    limit = 256 * KIB
+    monkeypatch.setattr(pump, "CONTROL_QUEUE_BYTES_MAX", limit)
+    async with dial(pair.address) as stranger:
+        there = await pair.far.accept()
+        await ask_until_given_up(stranger, there)
+        with pytest.raises(ConnectionLost) as caught:
+            there.send(1, b"x")
+        said = re.search(r"does not read: (\d+) bytes are queued", str(caught.value))
+        assert said
+        queued_bytes = int(said[1])
+        print(f"given up with {queued_bytes / KIB:.0f} KiB queued")
+        assert 0 < queued_bytes - LINK_QUEUE_BYTES - limit < 2 * HEADER_BYTES + KIB
+
+
+async def ask_until_given_up(stranger: Stranger, there: Connection) -> None:
+    """Ask for memory that was never granted, and read no answer."""
+    nothing, request = Access(1, 1, bytes(16), 0, 1), 1
+    while not there.closed:
+        asked = [
+            stranger.control(FrameType.GET, nothing, request=number)
+            for number in range(request, request + 1000, 2)
+        ]
+        request += 1000
+        with suppress(ConnectionError):
+            await stranger.say(*asked)
+    await there.wait_closed()
+
+
+async def test_a_message_for_a_deaf_peer_waits_in_its_own_memory() -> None:
+    """It has said READY for 64 MiB; of those no more are queued than may be."""
+    async with connected(ping_interval_s=0.2, close_timeout_s=0.5) as pair:
+        async with dial(pair.address) as stranger:
+            there = await pair.far.accept()
+            request = there.send(7, bytes(64 << 20))
+            announced = await stranger.hear()
+            number = announced.header.request
+            await stranger.say(
+                stranger.control(FrameType.READY, Ready(64 << 20), request=number)
+            )
+            await until(lambda: there._pump.link.queued_bytes)
+            longest = 0
+            while not there.closed:
+                longest = max(longest, there._pump.link.queued_bytes)
+                await asyncio.sleep(0)
+            assert longest <= LINK_QUEUE_BYTES + CHUNK_BYTES
+            with pytest.raises(PeerUnresponsive):
+                await request
+            await request.released()
+        assert len(pair.far.buffers) == 0
