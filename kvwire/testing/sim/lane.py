@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kvwire.errors import ConnectionLost
+from kvwire.limits import HEADER_BYTES
 from kvwire.proto.flows import Chunk
 from kvwire.testing.sim.ask import Mailbox
 from kvwire.testing.sim.memory import Lease
@@ -31,7 +32,8 @@ class Frame:
         lease: Else the sender's memory, of which ``length`` bytes from ``offset``.
         chunk: Named when the memory is no longer needed.
         serial: The number of the message in it, for frames that carry a whole one.
-        due: When it arrives at the earliest.
+        starts: When its first byte arrives at the earliest.
+        due: When its last one does.
         begun: Its header has been delivered.
         harm: Why nobody may accept it; "" for an honest frame.
         flip: Which bit of the payload is turned on the way; -1 for none.
@@ -39,7 +41,7 @@ class Frame:
 
     __slots__ = (
         *("begun", "body", "chunk", "due", "flip", "harm", "header", "lease"),
-        *("length", "offset", "serial"),
+        *("length", "offset", "serial", "starts"),
     )
 
     def __init__(
@@ -61,6 +63,7 @@ class Frame:
         self.chunk = chunk
         self.serial = serial
         self.due = 0.0
+        self.starts = 0.0
         self.begun = False
         self.harm = ""
         self.flip = -1
@@ -132,6 +135,8 @@ class Lane:
         self.ambush: Callable[[Lane], None] | None = None
         self.landing: Landing | None = None
         self._world = world
+        rate = world.plan.setup.bytes_per_s
+        self._byte_s = 1 / rate if rate else 0.0
         self._last_due = 0.0
         self._wake_at = -1.0
         self._closing = False
@@ -155,7 +160,8 @@ class Lane:
         if self._deaf:
             return
         world = self._world
-        frame.due = max(self._last_due, world.now + world.latency())
+        frame.starts = max(self._last_due, world.now + world.latency())
+        frame.due = frame.starts + (HEADER_BYTES + frame.length) * self._byte_s
         self._last_due = frame.due
         self.frames.append(frame)
         self.queued_bytes += frame.length
@@ -195,13 +201,24 @@ class Lane:
 
     def last_arrival(self) -> float:
         """When bytes last arrived, whether or not the receiver has looked at them."""
-        arrived = self.target.heard_at
+        now, arrived = self._world.now, self.target.heard_at
         for frame in self.frames:
-            due = max(frame.due, self.blocked_until)
-            if due >= self._world.now:
+            if max(frame.starts, self.blocked_until) >= now:
                 break
-            arrived = max(arrived, due)
+            arrived = max(arrived, min(max(frame.due, self.blocked_until), now))
         return arrived
+
+    @property
+    def trickled_bytes(self) -> int:
+        """Bytes of the oldest frame that have arrived, before all of it has."""
+        now = self._world.now
+        if not self.frames or self.target.node.stalled_until > now:
+            return 0
+        frame = self.frames[0]
+        if frame.begun or max(frame.starts, self.blocked_until) >= now:
+            return 0
+        share = (now - frame.starts) / max(frame.due - frame.starts, 1e-9)
+        return int(min(share, 1.0) * (HEADER_BYTES + frame.length))
 
     def late_access(self) -> None:
         """Finish, without a word to anybody, what was under way when an end aborted."""
@@ -241,7 +258,7 @@ class Lane:
         target, handler = self.target, self.target.handler
         if not frame.begun:
             frame.begun = True
-            target.received_bytes += len(frame.header)
+            target.delivered_bytes += len(frame.header)
             self.landing = handler.header_received(frame)
             if self.landing is None:
                 # Where its body would end is not known: nothing after it is read.
@@ -257,7 +274,7 @@ class Lane:
         self.landing = None
         self.frames.popleft()
         self.queued_bytes -= frame.length
-        target.received_bytes += frame.length
+        target.delivered_bytes += frame.length
         if frame.chunk is not None:
             self._complete(frame.chunk)
         accepted = handler.body_received(frame, landing, data, intact=frame.flip < 0)
@@ -277,7 +294,7 @@ class Lane:
             return False
         half = self._read(frame)[: frame.length // 2]
         self._write(frame, landing, 0, half)
-        self.target.received_bytes += len(half)
+        self.target.delivered_bytes += len(half)
         frame.due = world.now + pause_s
         self._last_due = max(self._last_due, frame.due)
         return True

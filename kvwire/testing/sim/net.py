@@ -39,7 +39,7 @@ class End:
         out: The lane that leads away, once the wire is whole.
         aborted: This side wants to hear no more, and is not rid of the wire yet.
         closed: The wire touches nothing of this side any more.
-        received_bytes: As :attr:`kvwire.backend.Link.received_bytes`.
+        delivered_bytes: Of the frames and halves of frames that were delivered.
         heard_at: When bytes were last delivered.
     """
 
@@ -51,7 +51,7 @@ class End:
         self.node = node
         self.aborted = False
         self.closed = False
-        self.received_bytes = 0
+        self.delivered_bytes = 0
         self.heard_at = world.now
         self._closing = False
         self._world = world
@@ -60,6 +60,11 @@ class End:
     def queued_bytes(self) -> int:
         """Bytes that have not arrived yet."""
         return self.out.queued_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """As :attr:`kvwire.backend.Link.received_bytes`."""
+        return self.delivered_bytes + self.into.trickled_bytes
 
     @property
     def ending(self) -> bool:

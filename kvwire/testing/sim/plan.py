@@ -146,6 +146,7 @@ class Setup:
         ping_interval_s: Of all of them.
         ping_misses: Likewise.
         latency_s: Least and greatest time a frame is under way.
+        bytes_per_s: What the wire carries; 0 for any number.
         queue_bytes: Payload handed to a link before it is waited for.
         late: Share of completions that come late, by up to a second.
         stuck: Share of completions that do not come before the link has died.
@@ -164,6 +165,7 @@ class Setup:
     ping_interval_s: float
     ping_misses: int
     latency_s: tuple[float, float]
+    bytes_per_s: float
     queue_bytes: int
     late: float
     stuck: float
@@ -239,15 +241,20 @@ def _make_setup(rng: random.Random, *, calm: bool) -> Setup:
     chunk_bytes = rng.choice((CHUNK_BYTES_MIN, *(128, 192, 256, 256, 512, 1024, 2048)))
     low_s = rng.choice((0.000_05, 0.001, 0.02))
     interval_s = rng.choice((0.5, 1.0, 2.0))
+    misses = rng.choice((2, PING_MISSES, 4))
+    queue_bytes = chunk_bytes * rng.choice((1, 2, 4))
+    # One seed in eight has a wire so slow that a full queue outlasts all patience.
+    slow_link = rng.random() < 0.12
     return Setup(
         nodes=nodes,
         trust=rng.choice((TrustMode.LOOPBACK, TrustMode.PSK)),
         terms=tuple(_make_terms(rng, chunk_bytes) for _ in range(nodes)),
         checked=rng.random() < 0.7,
         ping_interval_s=interval_s,
-        ping_misses=rng.choice((2, PING_MISSES, 4)),
+        ping_misses=misses,
         latency_s=(low_s, low_s * rng.choice((1, 3, 8))),
-        queue_bytes=chunk_bytes * rng.choice((1, 2, 4)),
+        bytes_per_s=queue_bytes / (interval_s * misses) if slow_link else 0.0,
+        queue_bytes=queue_bytes,
         late=some(rng.choice((0.3, 1.0))),
         stuck=some(rng.choice((0.1, 1.0))),
         gap=some(0.3),

@@ -143,9 +143,8 @@ class Truth:
             f"{endpoint.name} calls its peer dead, whose bytes came {silence_s:.3f} s "
             f"ago; its patience is {self._patience_s:g} s",
         )
-        # A ping waits behind payload that arrives with pauses, for any time.
         demand(
-            self._setup.gap or not lane.wire.healthy,
+            not lane.wire.healthy,
             "blame",
             f"{endpoint.name} calls a peer dead that lives and can be reached",
         )
