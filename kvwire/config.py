@@ -88,8 +88,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     handshake_timeout_s: Seconds = limits.HANDSHAKE_TIMEOUT_S
     close_timeout_s: Seconds = limits.CLOSE_TIMEOUT_S
-    ping_interval_s: Seconds = limits.PING_INTERVAL_S
-    ping_misses: Annotated[int, Meta(ge=1, le=100)] = limits.PING_MISSES
+    ping_interval_s: Annotated[
+        float, Meta(ge=limits.PING_INTERVAL_MIN_S, le=86_400)
+    ] = limits.PING_INTERVAL_S
+    ping_misses: Annotated[
+        int, Meta(ge=limits.PING_MISSES_MIN, le=limits.PING_MISSES_MAX)
+    ] = limits.PING_MISSES
     lease_s: Seconds = limits.LEASE_S
     resume: bool = True
     quarantine_bytes: Annotated[int, Meta(ge=0)] = limits.QUARANTINE_BYTES

@@ -114,6 +114,12 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 # so a dead peer is known after 3 missed pings of 2 s.
 PING_INTERVAL_S: Final = 2.0
 PING_MISSES: Final = 3
+# Both sides may ping in an interval; twice as many as this would be a flood.
+PING_INTERVAL_MIN_S: Final = 0.2
+# With one, a silent peer would be dead before it was asked.
+PING_MISSES_MIN: Final = 2
+# The pings that wait for a peer whose loop is stuck come all at once, and may.
+PING_MISSES_MAX: Final = 10
 # gRPC disconnects a client after 2 strikes of too many pings.
 PINGS_PER_SECOND_MAX: Final = 10
 PING_STRIKES_MAX: Final = 2
@@ -139,3 +145,6 @@ assert LANDED_BOX_BYTES * LANDED_BOXES_MAX < DESCRIPTION_BYTES_MAX - 16 * KIB
 assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
+assert PING_MISSES_MIN <= PING_MISSES <= PING_MISSES_MAX
+assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2
+assert PING_MISSES_MAX + 1 <= PINGS_PER_SECOND_MAX + PING_STRIKES_MAX

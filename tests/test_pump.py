@@ -132,7 +132,7 @@ async def test_a_bug_ends_its_own_connection_only(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a timer and in a turn of its own nobody else would catch it."""
-    async with connected(ping_interval_s=0.05) as pair:
+    async with connected(ping_interval_s=0.2) as pair:
         other = await pair.near.connect(pair.address)
         FakeRoom(pair, 0)
         await moving(pair)
