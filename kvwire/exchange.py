@@ -88,7 +88,7 @@ class Exchange:
             )
         end.check_room()
         end.description().encode()
-        self._tombstones.pop(key, None)
+        self._begin_anew(key)
         self._waiting[key] = end
         self.live[end] = None
         end.begin()
@@ -119,11 +119,7 @@ class Exchange:
         if self._waiting.get(key) is not end:
             return
         del self._waiting[key]
-        if any(end.unheard):
-            # bounded: TOMBSTONES_MAX
-            self._tombstones[key] = Tombstone(reason, end.end, end.unheard)
-            if len(self._tombstones) > TOMBSTONES_MAX:
-                self._tombstones.popitem(last=False)
+        self._bury(key, Tombstone(reason, end.end, end.unheard), end.unheard)
         self._ask_again(key)
 
     # --- the peer's side --------------------------------------------------------------
@@ -143,17 +139,21 @@ class Exchange:
         if word is not None:
             word.meet(connection, request)
             return
-        end = self._waiting.get(key)
-        if end is None or description.met not in (b"", end.end):
-            self._missed(connection, event, description)
+        reason = self._ended(key, description)
+        if reason:
+            error = PeerError(f"it has ended: {reason}")
+            _refuse(connection, request, error, WireCode.OTHER)
             return
-        match end.answer_to(connection, description):
+        end = self._waiting.get(key)
+        match end.answer_to(connection, description) if end else Answer.LATER:
             case Answer.YES:
+                assert end is not None
                 end.meet(connection, request, description)
             case Answer.NO:
                 _refuse(connection, request, PeerError("it is taken"), WireCode.OTHER)
             case Answer.LATER:
-                self._stash(connection, event)
+                # bounded: TRANSFERS_WAITING_MAX per connection, by the core
+                self._asked.setdefault(key, {})[request] = (connection, event)
 
     def request_over(self, request: CoreRequest, connection: Connection) -> None:
         """A question has ended: refused, or the peer gave up, or is gone."""
@@ -165,45 +165,41 @@ class Exchange:
             self._asked.pop(key, None)
         connection.core.transfers.forget(request)
 
-    def _missed(
-        self, connection: Connection, event: TransferOpened, description: Description
-    ) -> None:
-        """There is no such transfer: it is over, or not there yet."""
-        key = (event.id, event.request.kind is Kind.OUTGOING)
-        grave = self._tombstones.get(key)
-        if grave is not None and self._answers(key, grave, description):
-            reason = grave.reason
-        elif description.met:
-            reason = "nothing is known of it"
-        else:
-            self._stash(connection, event)
-            return
-        error = PeerError(f"it has ended: {reason}")
-        _refuse(connection, event.request, error, WireCode.OTHER)
+    def _ended(self, key: Key, description: Description) -> str:
+        """Why the transfer that a peer asks for has ended; "" if it has not.
 
-    def _answers(self, key: Key, grave: Tombstone, description: Description) -> bool:
-        """Whether a peer is to be told why a transfer has ended: each of them once.
-
-        After that the id can be used anew, untainted by its last use.
+        A peer that never came is told once. After that the id can be used anew,
+        untainted by its last use.
         """
-        strangers, known = grave.unheard
-        if description.end in known:
-            known -= {description.end}
-        elif strangers and not description.met:
-            strangers -= 1
-        else:
-            return description.met == grave.end
-        left = grave._replace(unheard=Unheard(strangers, known))
-        if any(left.unheard):
-            self._tombstones[key] = left  # bounded: TOMBSTONES_MAX
-        else:
-            del self._tombstones[key]
-        return True
+        end, grave = self._waiting.get(key), self._tombstones.get(key)
+        if grave is not None:
+            strangers, known = grave.unheard
+            if description.end in known:
+                self._bury(key, grave, Unheard(strangers, known - {description.end}))
+                return grave.reason
+            if description.met == grave.end:
+                return grave.reason
+            if strangers and not description.met:
+                self._bury(key, grave, Unheard(strangers - 1, known))
+                return grave.reason
+        if description.met and (end is None or end.end != description.met):
+            return "nothing is known of it"
+        return ""
 
-    def _stash(self, connection: Connection, event: TransferOpened) -> None:
-        key = (event.id, event.request.kind is Kind.OUTGOING)
-        # bounded: TRANSFERS_WAITING_MAX per connection, by the core
-        self._asked.setdefault(key, {})[event.request] = (connection, event)
+    def _begin_anew(self, key: Key) -> None:
+        """An id is used again: only those who came for its last use hear of that."""
+        grave = self._tombstones.get(key)
+        if grave is not None:
+            self._bury(key, grave, Unheard(0, grave.unheard.known))
+
+    def _bury(self, key: Key, grave: Tombstone, unheard: Unheard) -> None:
+        """Keep the reason for as long as somebody may ask for it."""
+        self._tombstones.pop(key, None)
+        if any(unheard):
+            # bounded: TOMBSTONES_MAX
+            self._tombstones[key] = grave._replace(unheard=unheard)
+            if len(self._tombstones) > TOMBSTONES_MAX:
+                self._tombstones.popitem(last=False)
 
     def _ask_again(self, key: Key) -> None:
         """Ask once more for those who wait for a transfer of this name."""

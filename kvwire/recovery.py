@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import KVWireError
 from kvwire.limits import REDIAL_S, REDIAL_S_MAX
+from kvwire.proto.state import Phase
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator
@@ -33,9 +35,7 @@ class Recovery:
 
     def lost(self, connection: Connection) -> None:
         """A connection has ended without having been closed."""
-        task = self._communicator.loop.create_task(self._recover(connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._run(self._recover(connection))
 
     async def taken_over(self, connection: Connection, resumes: bytes) -> None:
         """A peer has come back, and says which connection it has lost.
@@ -65,7 +65,8 @@ class Recovery:
         await connection.wait_closed()
         exchange.connection_lost(connection)
         for other in communicator.live_connections:
-            if other.peer.incarnation == incarnation:
+            same_peer = other.peer.incarnation == incarnation
+            if same_peer and other.core.phase is Phase.OPEN:
                 exchange.reattach(other)
                 return
         if connection.dialled and incarnation not in self._redialling:
@@ -85,9 +86,28 @@ class Recovery:
             except (OSError, KVWireError) as exc:
                 logger.info("redialling %s: %s", lost.peer, exc)
             else:
-                if new.peer.incarnation != incarnation:
+                if new.peer.incarnation == incarnation:
+                    self._run(self._close_when_idle(new))
+                else:
                     exchange.peer_restarted(incarnation)
+                    await new.close()
                 return
             # Full jitter, so that a restarted server is not met by all at once.
             await asyncio.sleep(random.uniform(0, delay_s))  # noqa: S311 - no secret
             delay_s = min(2 * delay_s, REDIAL_S_MAX)
+
+    async def _close_when_idle(self, connection: Connection) -> None:
+        """A link that was made for transfers is not kept for anything else.
+
+        Within a lease everything that waited for it has come, or has given up.
+        """
+        exchange, incarnation = self._communicator.exchange, connection.peer.incarnation
+        while not connection.closed:
+            await asyncio.sleep(self._communicator.config.lease_s)
+            if connection.core.idle and not exchange.interrupted(incarnation):
+                await connection.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._communicator.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

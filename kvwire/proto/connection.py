@@ -163,6 +163,11 @@ class Connection:
         """Whether nothing more will be sent."""
         return self.phase is Phase.CLOSED
 
+    @property
+    def idle(self) -> bool:
+        """Whether neither side has begun anything that is not over."""
+        return not len(self._requests)
+
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, raw: bytes | memoryview) -> Arrival:

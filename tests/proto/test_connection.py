@@ -309,6 +309,22 @@ def test_close_when_idle(who: str) -> None:
         assert end.core.phase is Phase.CLOSED
 
 
+def test_idle_while_nothing_is_open() -> None:
+    """On either side, whoever has begun it."""
+    pair = ConnectionPair()
+    assert pair.client.core.idle
+    pair.server.stalled = True
+    pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.deliver(pair.client)
+    assert not pair.client.core.idle
+    assert not pair.server.core.idle
+    pair.server.stalled = False
+    pair.server.collect()
+    expect_fine(pair)
+    assert pair.client.core.idle
+    assert pair.server.core.idle
+
+
 def test_close_ends_what_the_peer_waits_for() -> None:
     """It cannot be met any more, and nobody has to wait for the deadline."""
     pair = ConnectionPair()

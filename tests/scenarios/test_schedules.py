@@ -19,7 +19,7 @@ SPEC = kvwire.KVSpec(
 LEASE_S = 2.0
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(schedules(BLOCKS))
 def test_whatever_happens_the_outcome_is_exact(schedule: Schedule) -> None:
     """Landed blocks hold the producer's bytes, the others say why, no other is touched.

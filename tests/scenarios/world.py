@@ -23,6 +23,10 @@ LAYERS, BLOCKS = 4, 32
 SPEC = kvwire.KVSpec(
     layers=LAYERS, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32"
 )
+# One layer of a block is 1 MiB: more than sockets hold, and several chunks.
+LARGE = kvwire.KVSpec(
+    layers=LAYERS, kv_heads=16, head_dim=128, block_tokens=64, dtype="float32"
+)
 FREE = -1.0
 # Below the timeout of a test, which would end the whole run.
 PATIENCE_S = 10.0
@@ -45,6 +49,11 @@ class Memory:
         ]
         self.cache = kvwire.PagedCache(spec, self.tensors)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def stamp(self, blocks: Iterable[int], salt: int = 0) -> None:
         """Write what only these blocks hold, in every layer."""
         for layer, tensor in enumerate(self.tensors):
@@ -57,6 +66,11 @@ class Memory:
         """Whether nobody has written to these blocks."""
         picked = list(blocks)
         return all((tensor[picked] == FREE).all() for tensor in self.tensors)
+
+
+def held(communicator: kvwire.Communicator) -> bool:
+    """Whether some transport may touch memory of a communicator's users now."""
+    return any(communicator.buffers.holds._counts.values())
 
 
 def same(
@@ -113,6 +127,12 @@ class World:
                 asyncio.get_running_loop().call_later(0.001, moment.set)
                 await moment.wait()
 
+    async def turns_until(self, condition: Callable[[], object]) -> None:
+        """The same turn by turn, so that what passes quickly is seen."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():  # noqa: ASYNC110 - no event announces it
+                await asyncio.sleep(0)
+
     async def stays_open(
         self, end: kvwire.Outgoing | kvwire.Incoming, seconds: float
     ) -> bool:
@@ -139,8 +159,21 @@ class World:
         return thaw
 
     def cut(self) -> None:
-        """Break the connection, as a reset on the way would."""
-        self.push_side.abort("cut by the test")
+        """Break every connection between the two, as a reset on the way would."""
+        for connection in self.p.live_connections:
+            connection.abort("cut by the test")
+
+    async def moves(self, id: str, source: list[int], target: list[int]) -> bool:
+        """Whether a whole transfer works, and brings the right bytes."""
+        out = self.p.publish(id, self.source.cache, source)
+        inc = self.pull_side.pull(id, self.target.cache, target)
+        out.ready()
+        out.finish()
+        outcomes = [await inc, await out]
+        await inc.drained()
+        await out.drained()
+        right = same(self.source, source, self.target, target)
+        return right and all(outcome.complete for outcome in outcomes)
 
 
 Scenario = Callable[[World], Coroutine[Any, Any, None]]
