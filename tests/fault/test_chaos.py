@@ -1,0 +1,109 @@
+"""Seeded bad networks under a whole workload: right bytes, or an error; never both.
+
+Toxics of every kind between two communicators that send, put and get in both
+directions. A failing seed prints its toxics, which can be pasted into
+:class:`~kvwire.testing.proxy.Proxy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+
+from kvwire import Connection, KVWireError, Request
+from kvwire.testing.proxy import Proxy
+from kvwire.testing.toxics import schedule
+from tests.support.pairs import communicators, until
+
+SEEDS = range(30)
+# Of one direction: the handshake, small messages, and some chunks.
+REACH_BYTES = 400_000
+SIZES = (0, 1, 1000, 20_000, 90_000)
+PATIENCE = timedelta(seconds=0.6)
+
+
+def stamped(sender: str, number: int, nbytes: int) -> bytes:
+    """Bytes that only this message has."""
+    return random.Random(f"{sender} {number}").randbytes(nbytes)
+
+
+async def message(
+    sender: Connection, receiver: Connection, name: str, number: int, nbytes: int
+) -> None:
+    into = bytearray(nbytes)
+    received = receiver.recv(number, into, deadline=PATIENCE)
+    sent = sender.send(number, stamped(name, number, nbytes), deadline=PATIENCE)
+    await over(sent)
+    if await over(received):
+        assert into == stamped(name, number, nbytes)
+
+
+async def one_sided(
+    user: Connection, owner: Connection, name: str, number: int, nbytes: int
+) -> None:
+    memory, back = bytearray(nbytes), bytearray(nbytes)
+    region = owner.communicator.register(memory, "readwrite")
+    try:
+        grant = region.grant(owner)
+        data = stamped(name, number, nbytes)
+        if await over(user.put(data, grant, deadline=PATIENCE)):
+            assert memory == data
+        if await over(user.get(grant, back, deadline=PATIENCE)):
+            # A put that failed may have written some of its bytes.
+            assert back == memory
+    finally:
+        await region.close()
+
+
+async def over(request: Request[int]) -> bool:
+    """Wait for the completion; whether it was a good one."""
+    good = False
+    with suppress(KVWireError):
+        await request
+        good = True
+    await request.released()
+    return good
+
+
+async def work(left: Connection, right: Connection, rng: random.Random) -> None:
+    jobs = []
+    for number in range(12):
+        (sender, receiver), name = rng.choice(
+            [((left, right), "left"), ((right, left), "right")]
+        )
+        kind = rng.choice([message, one_sided])
+        nbytes = max(rng.choice(SIZES), kind is one_sided)
+        jobs.append(kind(sender, receiver, name, number, nbytes))
+    for result in await asyncio.gather(*jobs, return_exceptions=True):
+        # What a call itself raises says that the connection had ended before.
+        if result is not None and not isinstance(result, KVWireError):
+            raise result
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_bad_network(seed: int) -> None:
+    asyncio.get_running_loop().set_debug(False)
+    toxics = schedule(seed, reach_bytes=REACH_BYTES)
+    async with (
+        communicators(
+            handshake_timeout_s=0.5, close_timeout_s=0.5, ping_interval_s=0.3
+        ) as (near, far),
+        Proxy(await far.listen("127.0.0.1:0"), *toxics, seed=seed) as proxy,
+    ):
+        print(proxy)
+        with suppress(KVWireError, OSError):
+            left = await near.connect(proxy.address)
+            async with asyncio.timeout(5):
+                right = await far.accept()
+            await work(left, right, random.Random(seed))
+            await asyncio.gather(left.close(), right.close())
+        await until(lambda: not near._pumps)
+        near.abort()
+        far.abort()
+    for comm in (near, far):
+        await until(lambda comm=comm: not comm._pumps)  # type: ignore[misc]
+        assert len(comm.buffers) == 0
