@@ -297,8 +297,9 @@ class Connection:
             silence_s = self._liveness.silence_s(now)
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
-        missed = self._voice.is_missed(now, self.outbox.framing.sent)
-        if missed or verdict is Verdict.PING:
+        said = self.outbox.framing.sent
+        asks = verdict is Verdict.PING and self._voice.is_quiet(said)
+        if self._voice.is_missed(now, said) or asks:
             self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
         self._settle()
 

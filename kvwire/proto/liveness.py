@@ -18,7 +18,7 @@ import enum
 from typing import Final
 
 from kvwire.errors import FlowControlViolation, UnexpectedFrame
-from kvwire.limits import PING_STRIKES_MAX, PINGS_PER_SECOND_MAX, STALL_TOLERANCE_S
+from kvwire.limits import PINGS_PER_SECOND_MAX, PINGS_SAVED_MAX, STALL_TOLERANCE_S
 
 _NUMBER_MASK: Final = 0xFFFF_FFFF
 
@@ -44,10 +44,9 @@ class Liveness:
         "_interval_s",
         "_last_look",
         "_misses",
-        "_pings",
-        "_pings_since",
+        "_pings_left",
+        "_pings_left_at",
         "_sent",
-        "_strikes",
         "due",
     )
 
@@ -56,9 +55,8 @@ class Liveness:
         self._misses = misses
         self._heard = now
         self._last_look = False
-        self._pings = 0
-        self._pings_since = now
-        self._strikes = 0
+        self._pings_left: float = PINGS_PER_SECOND_MAX
+        self._pings_left_at = now
         self._sent = 0
         self._answered = 0
         self.due = now + interval_s
@@ -112,20 +110,16 @@ class Liveness:
     def ping_received(self, now: float) -> None:
         """The peer pings; too many of them are an attack or a bug.
 
-        A ping beyond the tenth of a second is a strike. Strikes are forgotten when a
-        second has passed without one.
+        Each second earns ten, whether they come or not: those that a peer sent while
+        nothing could pass arrive together.
 
         Raises:
-            FlowControlViolation: One strike too many.
+            FlowControlViolation: More than were earned.
         """
-        if now - self._pings_since >= 1.0:
-            if self._pings <= PINGS_PER_SECOND_MAX:
-                self._strikes = 0
-            self._pings_since, self._pings = now, 0
-        self._pings += 1
-        if self._pings > PINGS_PER_SECOND_MAX:
-            self._strikes += 1
-            if self._strikes > PING_STRIKES_MAX:
-                raise FlowControlViolation(
-                    "KVW-LV-02", f"more than {PINGS_PER_SECOND_MAX} pings a second"
-                )
+        earned = (now - self._pings_left_at) * PINGS_PER_SECOND_MAX
+        self._pings_left = min(self._pings_left + earned, PINGS_SAVED_MAX) - 1.0
+        self._pings_left_at = now
+        if self._pings_left < 0.0:
+            raise FlowControlViolation(
+                "KVW-LV-02", f"more than {PINGS_PER_SECOND_MAX} pings a second"
+            )

@@ -25,6 +25,8 @@ def test_nothing_is_missed_before_it_is_due() -> None:
 
 def test_silence_is_noticed_within_an_interval() -> None:
     mine = voice()
+    assert mine.is_quiet(5)
+    assert not mine.is_quiet(6)
     assert mine.is_missed(101.0, 5)
     assert not mine.is_missed(102.0, 6), "the reminder itself was sent"
     assert mine.is_missed(103.0, 6)
