@@ -143,6 +143,7 @@ async def test_with_a_key_every_interface_may_be_listened_on(key: str) -> None:
     async with kvwire.open(trust="psk", psk_file=key) as comm:
         address = await comm.listen("0.0.0.0:0")
         connection = await comm.connect(f"127.0.0.1:{address.port}")
+        assert connection.peer.incarnation == comm.incarnation
         await connection.close()
 
 
@@ -332,6 +333,7 @@ async def test_keys_are_rotated_without_a_gap(key: str, tmp_path: Path) -> None:
         ):
             address = await far.listen("127.0.0.1:0")
             connection = await near.connect(address)
+            assert connection.peer.incarnation == far.incarnation
             await connection.close()
 
 

@@ -8,7 +8,7 @@ import re
 from tests.support.tree import python, sources
 
 PAGE = "docs/topics/memory-contract.md"
-_NAMED = re.compile(r"`(?:tests/[\w/]*/)?(test_\w+)(\.py)?`")
+_NAMED = re.compile(r"`(?:tests/(?:\w+/)*)?(test_\w+)(\.py)?`")
 
 
 def test_every_test_that_the_page_names_exists() -> None:
