@@ -58,6 +58,15 @@ def test_a_stall_of_ours_is_forgiven(stall_s: float) -> None:
     assert liveness.due == pytest.approx(now + PING_INTERVAL_S)
 
 
+def test_a_late_look_asks_before_it_judges() -> None:
+    """What the peer has said may lie unread; one interval later nobody is late."""
+    liveness = watch()
+    for _ in range(2):
+        assert liveness.look(liveness.due) is Verdict.PING
+    assert liveness.look(liveness.due + 60.0) is Verdict.PING
+    assert liveness.look(liveness.due + 60.0) is Verdict.DEAD
+
+
 def test_a_late_timer_within_the_tolerance_is_not_a_stall() -> None:
     """Otherwise a busy loop would never notice a dead peer."""
     liveness = watch()
