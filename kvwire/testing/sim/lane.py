@@ -189,6 +189,9 @@ class Lane:
 
     def drop(self, *, copies: bool) -> None:
         """Forget what is on its way; the ``copies`` at the front may still arrive."""
+        if trickled := self.trickled_bytes:
+            self.target.delivered_bytes += trickled
+            self.target.heard_at = self._world.now
         kept = deque[Frame]()
         if copies:
             while self.frames and self.frames[0].lease is None:

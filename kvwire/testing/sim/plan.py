@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
-from kvwire.limits import CHUNK_BYTES_MIN, PING_MISSES
+from kvwire.limits import (
+    CHUNK_BYTES_MIN,
+    PING_INTERVAL_MIN_S,
+    PING_MISSES,
+    PING_MISSES_MAX,
+    PING_MISSES_MIN,
+)
 from kvwire.types import TrustMode
 from kvwire.wire.hello import Terms
 
@@ -240,8 +246,11 @@ def _make_setup(rng: random.Random, *, calm: bool) -> Setup:
     # One seed in eight runs with the smallest chunks that are really allowed.
     chunk_bytes = rng.choice((CHUNK_BYTES_MIN, *(128, 192, 256, 256, 512, 1024, 2048)))
     low_s = rng.choice((0.000_05, 0.001, 0.02))
-    interval_s = rng.choice((0.5, 1.0, 2.0))
-    misses = rng.choice((2, PING_MISSES, 4))
+    # An interval is longer than a ping and its answer may take.
+    interval_s = rng.choice(
+        (PING_INTERVAL_MIN_S if low_s < 0.02 else 0.5, 0.5, 1.0, 2.0)
+    )
+    misses = rng.choice((PING_MISSES_MIN, PING_MISSES, PING_MISSES_MAX))
     queue_bytes = chunk_bytes * rng.choice((1, 2, 4))
     # One seed in eight has a wire so slow that a full queue outlasts all patience.
     slow_link = rng.random() < 0.12
