@@ -89,8 +89,7 @@ class Fragments:
     def shifted(self, distance: int) -> Fragments:
         """The same fragments ``distance`` bytes further on; lengths are shared."""
         moved = Fragments.__new__(Fragments)
-        step = np.array(distance, np.int64).astype(np.uint64)  # negative ones wrap
-        moved.addresses = self.addresses + step
+        moved.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
         moved.lengths = self.lengths
         moved.starts = self.starts
         moved.nbytes = self.nbytes

@@ -39,8 +39,13 @@ class Landed:
 
     def mark(self, segment: Segment) -> None:
         """Every byte of a segment has landed."""
-        part = self._part(segment)
-        self._set(segment, np.ones_like(part))
+        part, left = self._part(segment), self._left_of(segment)
+        # Streaming by layer marks one after the other: for one, counting is cheap.
+        if segment.layers == 1:
+            left[0] -= part.size - int(np.count_nonzero(part))
+        else:
+            left -= part.shape[1] - part.sum(axis=1)
+        part.fill(True)
 
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
         """Every byte of a segment has landed but some ranges.
@@ -63,8 +68,11 @@ class Landed:
 
     def touches(self, segment: Segment) -> bool:
         """Whether any byte that moves in a segment has landed."""
+        part = self._part(segment)
+        if self.plan.moves_all(segment.group):
+            return bool(part.any())
         wanted = self.plan.wanted(segment.group)[segment.granule_slice]
-        return bool((self._part(segment) & wanted).any())
+        return bool((part & wanted).any())
 
     def boxes(self, most: int) -> list[Segment]:
         """What has landed as segments, ``most`` of them at most."""
@@ -174,16 +182,20 @@ class Landed:
     def _part(self, segment: Segment) -> Bits:
         """The cells of a segment, as a view."""
         self.plan.check(segment)
+        return self._cells[segment.group][self._rows(segment), segment.granule_slice]
+
+    def _left_of(self, segment: Segment) -> npt.NDArray[np.int64]:
+        """How many cells of each of its layers have not landed, as a view."""
+        return self._left[segment.group][self._rows(segment)]
+
+    def _rows(self, segment: Segment) -> slice:
         first = segment.layer - self.plan.groups[segment.group].layers.start
-        rows = slice(first, first + segment.layers)
-        return self._cells[segment.group][rows, segment.granule_slice]
+        return slice(first, first + segment.layers)
 
     def _set(self, segment: Segment, landed: Bits) -> None:
         part = self._part(segment)
-        new = np.count_nonzero(landed & ~part, axis=1)
+        self._left_of(segment)[:] -= (landed & ~part).sum(axis=1)
         part |= landed
-        first = segment.layer - self.plan.groups[segment.group].layers.start
-        self._left[segment.group][first : first + segment.layers] -= new
 
 
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:

@@ -31,10 +31,19 @@ class GroupMap:
         memory: The group of the local cache.
         ids: The transfer's block list.
         wanted: Shape (walk.granules,): which granules are moved.
+        moves_all: Whether that is all of them.
         granules_per_block: Granules in one block of this side.
     """
 
-    __slots__ = ("_last", "granules_per_block", "ids", "memory", "walk", "wanted")
+    __slots__ = (
+        "_last",
+        "granules_per_block",
+        "ids",
+        "memory",
+        "moves_all",
+        "walk",
+        "wanted",
+    )
 
     def __init__(
         self, walk: Canonical, memory: CacheGroup, ids: Ids, wanted: Bits
@@ -43,6 +52,7 @@ class GroupMap:
         self.memory = memory
         self.ids = ids
         self.wanted = wanted
+        self.moves_all = bool(wanted.all())
         self.granules_per_block = memory.spec.block_tokens // walk.granule_tokens
         self._last: _Answer | None = None
 

@@ -230,10 +230,11 @@ class TransferPlan:
             )
 
     def nbytes_of(self, segment: Segment) -> int:
-        """Bytes of one segment."""
-        wanted = self.wanted(segment.group)[segment.granule_slice]
-        granule_bytes = self.groups[segment.group].granule_bytes
-        return segment.layers * int(np.count_nonzero(wanted)) * granule_bytes
+        """Bytes of one segment, which is inside this transfer."""
+        group_map, granules = self._maps[segment.group], segment.granules
+        if not group_map.moves_all:
+            granules = int(np.count_nonzero(group_map.wanted[segment.granule_slice]))
+        return segment.layers * granules * group_map.walk.granule_bytes
 
     def fragments(self, segment: Segment) -> Fragments:
         """Where a segment lies here, in canonical order.
@@ -270,6 +271,10 @@ class TransferPlan:
     def wanted(self, group: int) -> Bits:
         """Which granules of a group are moved, shape (granules,); it has the others."""
         return self._maps[group].wanted
+
+    def moves_all(self, group: int) -> bool:
+        """Whether all granules of a group are moved."""
+        return self._maps[group].moves_all
 
     def touched(self, segment: Segment, offset: int, nbytes: int) -> Bits:
         """The cells of a segment that a byte range of it is a part of.

@@ -81,7 +81,7 @@ def _address(view: memoryview) -> int:
 
 def _copy_pieces(source: Payload, destination: Payload) -> None:
     borders = _borders(source, destination)
-    starts, lengths = borders[:-1], np.diff(borders)
+    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
     if lengths.size <= _FEW_PIECES:
         origin, target = _places(source, starts), _places(destination, starts)
         _copy_few(origin, target, lengths)
