@@ -51,6 +51,9 @@ WAKEUP_BYTES: Final = 4 * MIB
 # --- tables ---------------------------------------------------------------------------
 # Requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096
+# Chunks that one link has and has not reported as sent. A get that only waits for that
+# is over for the peer, so admitting twice REQUESTS_MAX never refuses an honest one.
+LINK_CHUNKS_MAX: Final = REQUESTS_MAX
 # Request numbers are 32 bits and never reused within a connection.
 REQUEST_ID_MAX: Final = 2**32 - 1
 GRANTS_MAX: Final = 65_536

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
-from kvwire.limits import REQUESTS_MAX
+from kvwire.limits import LINK_CHUNKS_MAX, REQUESTS_MAX
 from kvwire.proto.holds import Holds
 from kvwire.proto.requests import SENDING, Request, Requests
 from kvwire.proto.seen import Seen
@@ -127,14 +127,14 @@ class Flows:
     @property
     def sending(self) -> bool:
         """Whether there may be a chunk to send."""
-        return bool(self._turns)
+        return bool(self._turns) and len(self._leaving) < LINK_CHUNKS_MAX
 
     def next_chunk(self) -> Chunk | None:
         """The next piece to send. Its memory is held until :meth:`chunk_sent`.
 
         A higher priority goes first; within one priority each takes its turn.
         """
-        while self._turns:
+        while self.sending:
             priority = max(self._turns)
             turn = self._turns[priority]
             mover = turn.popleft()
@@ -324,5 +324,5 @@ class Flows:
 
     def _hold(self, chunk: Chunk) -> Chunk:
         self._holds.take(chunk.buffer)
-        self._leaving[chunk] = None  # bounded: LINK_QUEUE_BYTES
+        self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
         return chunk

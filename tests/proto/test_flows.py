@@ -16,7 +16,7 @@ from kvwire.errors import (
     MalformedFrame,
     UnexpectedFrame,
 )
-from kvwire.limits import REQUESTS_MAX
+from kvwire.limits import LINK_CHUNKS_MAX, REQUESTS_MAX
 from kvwire.proto.events import RequestDone
 from kvwire.proto.flows import Arrival, Chunk, Flows, Place
 from kvwire.proto.framing import Framing
@@ -233,6 +233,21 @@ def test_memory_is_held_while_the_link_sends() -> None:
         side.flows.chunk_sent(chunk)
     assert side.holds.drained == [request.buffer]
     assert len(side.done()) == 1
+
+
+def test_a_link_that_reports_nothing_gets_no_more() -> None:
+    """And goes on with the first chunk that it has sent."""
+    side = Side()
+    for _ in range(LINK_CHUNKS_MAX + 1):
+        side.put(1)
+    leaving = [side.flows.next_chunk() for _ in range(LINK_CHUNKS_MAX)]
+    assert None not in leaving
+    assert not side.flows.sending
+    assert side.flows.next_chunk() is None
+    assert leaving[7] is not None
+    side.flows.chunk_sent(leaving[7])
+    assert side.flows.sending
+    assert side.flows.next_chunk() is not None
 
 
 def test_a_request_that_is_over_gives_up_its_turn() -> None:
