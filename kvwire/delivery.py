@@ -49,7 +49,8 @@ class Delivery(Attempt):
         self._phases = Phases(outgoing.phases.created)
         self._resumed = False
         self._cursor = 0
-        self._held: list[Mark] = []
+        # Marks that wait for their neighbours, each also in the words of the plan.
+        self._held: list[tuple[Mark, tuple[Segment, ...]]] = []
         self._held_bytes = 0
         self._under_way = 0
         self._sent: dict[int, Segment] = {}
@@ -173,10 +174,11 @@ class Delivery(Attempt):
 
     def _take(self, mark: Mark) -> None:
         """Hold a mark back until it makes a segment, together with its neighbours."""
-        if self._held and not _joins(self._held[-1], mark):
+        if self._held and not _joins(self._held[-1][0], mark):
             self._flush()
-        self._held.append(mark)  # bounded: SEGMENTS_MAX
-        self._held_bytes += sum(map(self.plan.nbytes_of, self._named(mark)))
+        named = self._named(mark)
+        self._held.append((mark, named))  # bounded: SEGMENTS_MAX
+        self._held_bytes += sum(map(self.plan.nbytes_of, named))
         if self._held_bytes >= self.outgoing.group_bytes:
             self._flush()
 
@@ -184,12 +186,12 @@ class Delivery(Attempt):
         """Send what is held back as one mark."""
         if not self._held:
             return
-        first, last = self._held[0], self._held[-1]
-        whole = Mark(
-            first.group, range(first.layers.start, last.layers.stop), first.blocks
-        )
+        (first, named), (last, _) = self._held[0], self._held[-1]
+        if last is not first:
+            layers = range(first.layers.start, last.layers.stop)
+            named = self._named(Mark(first.group, layers, first.blocks))
         self._held, self._held_bytes = [], 0
-        for segment in self._named(whole):
+        for segment in named:
             for part in self._lacking(segment):
                 for piece in self._cut(part):
                     self._send(piece)

@@ -182,16 +182,17 @@ class TransferPlan:
         Raises:
             UsageError: A layer, position or group that this side does not have.
         """
-        if group is None:
-            if len(self.groups) > 1 and not (layers is None and blocks is None):
-                raise UsageError(
-                    "layers and blocks are counted in each group: pass group= one of "
-                    f"{', '.join(walk.group for walk in self.groups)}"
-                )
-            chosen = range(len(self.groups))
-        else:
-            chosen = range(index := self.group_index(group), index + 1)
-        found = (self._segment(index, layers, blocks) for index in chosen)
+        if group is not None:
+            segment = self._segment(self.group_index(group), layers, blocks)
+            return () if segment is None else (segment,)
+        if len(self.groups) > 1 and not (layers is None and blocks is None):
+            raise UsageError(
+                "layers and blocks are counted in each group: pass group= one of "
+                f"{', '.join(walk.group for walk in self.groups)}"
+            )
+        found = (
+            self._segment(index, layers, blocks) for index in range(len(self.groups))
+        )
         return tuple(segment for segment in found if segment is not None)
 
     def group_index(self, group: str) -> int:
@@ -200,10 +201,11 @@ class TransferPlan:
         Raises:
             UsageError: There is no such group.
         """
-        names = [walk.group for walk in self.groups]
-        if group not in names:
-            raise UsageError(f"no group {group!r}; there is {', '.join(names)}")
-        return names.index(group)
+        for index, walk in enumerate(self.groups):
+            if walk.group == group:
+                return index
+        names = ", ".join(walk.group for walk in self.groups)
+        raise UsageError(f"no group {group!r}; there is {names}")
 
     def check(self, segment: Segment) -> None:
         """Refuse a segment that is not inside this transfer, such as a peer may name.
