@@ -239,8 +239,6 @@ class Communicator(Offering):
         config = wishes(self.config, transport)
         where = Address.parse(address)
         backend = self._backend(where.scheme, config)
-        if crosses_hosts(backend):
-            where = await resolve(where, self.identity.trust)
         timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
         handshake = ClientHandshake(
             self.identity,
@@ -250,6 +248,8 @@ class Communicator(Offering):
         opening = Opening(handshake, config, where.scheme, self.loop)
         try:
             async with asyncio.timeout(timeout_s) as limit:
+                if crosses_hosts(backend):
+                    where = await resolve(where, self.identity.trust)
                 pump = self.open_link(await backend.connect(where), opening)
                 connection = await hands_shaken(pump, opening)
         except TimeoutError:
@@ -349,7 +349,8 @@ class Communicator(Offering):
     async def close(self) -> None:
         """Close every listener and connection, gracefully; at most ``close_timeout_s``.
 
-        Cancel safety: safe. Closing goes on; call it again to wait for it.
+        Cancel safety: safe. What has begun to close goes on; call it again for the
+        rest.
         """
         self._stop()
         await self.recovery.close()

@@ -211,7 +211,7 @@ class Connection(Asking):
             until ``await request.released()`` returns.
         """
         payload = as_payload(buffer, writable=False)
-        return self._one_sided(payload, grant, self.core.put, Access.WRITE, deadline)
+        return self._one_sided(payload, grant, self.core.put, deadline)
 
     def get(
         self, grant: Grant, into: Any, *, deadline: Deadline = None
@@ -236,7 +236,7 @@ class Connection(Asking):
             ``await request.released()`` returns.
         """
         payload = as_payload(into, writable=True, what="into")
-        return self._one_sided(payload, grant, self.core.get, Access.READ, deadline)
+        return self._one_sided(payload, grant, self.core.get, deadline)
 
     # --- KV transfers -----------------------------------------------------------------
 
@@ -413,7 +413,6 @@ class Connection(Asking):
         payload: memoryview | Fragments,
         grant: Grant,
         start: Callable[[BufferId, int, AccessBody, float | None], CoreRequest],
-        access: Access,
         deadline: Deadline,
     ) -> Request[int]:
         nbytes = payload.nbytes

@@ -19,6 +19,7 @@ from kvwire.errors import (
     KVWireError,
     ProtocolError,
     WireCode,
+    shown,
 )
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
@@ -172,5 +173,13 @@ async def hands_shaken(pump: Pump, opening: Opening) -> Connection:
 def report_of(choice: Choice) -> TransportReport:
     """The server's verdicts as the report that both sides show."""
     return TransportReport(
-        tuple(Candidate(v.name, v.taken, v.reason) for v in choice.verdicts)
+        tuple(
+            Candidate(_printable(v.name), v.taken, _printable(v.reason))
+            for v in choice.verdicts
+        )
     )
+
+
+def _printable(text: str) -> str:
+    """A peer's words as they are, unless they could do something to a terminal."""
+    return text if text.isprintable() else shown(text)

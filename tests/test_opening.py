@@ -9,9 +9,10 @@ import pytest
 
 import kvwire
 from kvwire import Address, limits
+from kvwire.opening import report_of
 from kvwire.proto.handshake import ClientHandshake, Identity
 from kvwire.types import TrustMode
-from kvwire.wire.control import BackendOffer, Offer
+from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
 from kvwire.wire.header import Flag, FrameType, encode_header
 from kvwire.wire.hello import NONCE_BYTES, Terms
 
@@ -77,3 +78,11 @@ async def test_a_refused_peer_is_not_read_any_more(
     levels = {record.levelno for record in caplog.records}
     assert levels == {logging.INFO}, caplog.text
     assert "PING while the handshake waits for HELLO" in caplog.text
+
+
+def test_a_report_shows_no_control_characters_of_the_peer() -> None:
+    """It is printed to terminals, and the client takes it from the server."""
+    verdicts = (Verdict("tcp", True, "fine"), Verdict("x\n", False, "\x1b[31mred"))
+    report = report_of(Choice(name="s", verdicts=verdicts, profile=()))
+    assert str(report).isprintable()
+    assert str(report).startswith("tcp: taken, fine; ")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 
 import pytest
 
@@ -248,11 +249,23 @@ async def test_cancel_after_the_completion_does_nothing(pair: Pair) -> None:
 # --- deadlines and memory -------------------------------------------------------------
 
 
-async def test_a_deadline_fails_the_request_and_not_the_connection(pair: Pair) -> None:
-    request = pair.right.recv(1, deadline=0.01)
-    with pytest.raises(DeadlineExceeded) as caught:
-        await request
-    assert isinstance(caught.value, TimeoutError)
+def instant() -> float:
+    return asyncio.get_running_loop().time() + 0.01
+
+
+@pytest.mark.parametrize(
+    "deadline", [lambda: 0.01, lambda: timedelta(milliseconds=10), instant]
+)
+async def test_a_deadline_fails_the_request_and_not_the_connection(
+    pair: Pair, deadline: Callable[[], float | timedelta]
+) -> None:
+    waiting = pair.right.recv(1, deadline=deadline())
+    announced = pair.left.send(2, LARGE, deadline=deadline())
+    for request in (waiting, announced):
+        with pytest.raises(DeadlineExceeded) as caught:
+            await request
+        assert isinstance(caught.value, TimeoutError)
+        await request.released()
     await pair.left.send(1, b"late")
     assert await pair.right.recv(1) == b"late"
 
