@@ -1,7 +1,8 @@
 """One way of a wire: frames in order, each harmed, delayed or delivered.
 
-Payload is read from the sender's memory and written to the receiver's when it is
-delivered, not when it is sent.
+A wire that copies, as TCP does, reads payload from the sender's memory when it is sent.
+Any other reads it when it is delivered, as a NIC may. Both write it to the receiver's
+memory on delivery.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Frame:
         body: What follows, if the wire has a copy of it.
         lease: Else the sender's memory, of which ``length`` bytes from ``offset``.
         chunk: Named when the memory is no longer needed.
+        payload: It carries payload, and not control.
         serial: The number of the message in it, for frames that carry a whole one.
         starts: When its first byte arrives at the earliest.
         due: When its last one does.
@@ -41,7 +43,7 @@ class Frame:
 
     __slots__ = (
         *("begun", "body", "chunk", "due", "flip", "harm", "header", "lease"),
-        *("length", "offset", "serial", "starts"),
+        *("length", "offset", "payload", "serial", "starts"),
     )
 
     def __init__(
@@ -62,6 +64,7 @@ class Frame:
         self.length = length if body is None else len(body)
         self.chunk = chunk
         self.serial = serial
+        self.payload = body is None or serial > 0
         self.due = 0.0
         self.starts = 0.0
         self.begun = False
@@ -137,6 +140,7 @@ class Lane:
         self._world = world
         rate = world.plan.setup.bytes_per_s
         self._byte_s = 1 / rate if rate else 0.0
+        self._copies = world.plan.setup.copies
         self._last_due = 0.0
         self._wake_at = -1.0
         self._closing = False
@@ -149,8 +153,10 @@ class Lane:
     def put(self, frame: Frame) -> None:
         """Queue a frame, unless something happens to it on the way."""
         if self._world.keeps_history:
-            body = None if frame.body is None or frame.serial else frame.body
+            body = None if frame.payload else frame.body
             self.history.append(None if body is None else (frame.header, body))
+        if self._copies and frame.lease is not None:
+            self._copy(frame)
         if self.armed and self.armed[0].apply(self, frame):
             return
         self.append(frame)
@@ -301,6 +307,14 @@ class Lane:
         frame.due = world.now + pause_s
         self._last_due = max(self._last_due, frame.due)
         return True
+
+    def _copy(self, frame: Frame) -> None:
+        """Take a copy, as a socket does, and give the memory back before delivery."""
+        frame.body = self._read(frame)
+        frame.lease = None
+        if frame.chunk is not None:
+            self._complete(frame.chunk)
+            frame.chunk = None
 
     def _read(self, frame: Frame) -> bytes:
         if frame.body is not None:

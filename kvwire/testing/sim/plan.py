@@ -154,6 +154,7 @@ class Setup:
         latency_s: Least and greatest time a frame is under way.
         bytes_per_s: What the wire carries; 0 for any number.
         queue_bytes: Payload handed to a link before it is waited for.
+        copies: Wires copy what is sent, so that completions come before delivery.
         late: Share of completions that come late, by up to a second.
         stuck: Share of completions that do not come before the link has died.
         gap: Share of payloads that arrive in two pieces with a pause between them.
@@ -173,6 +174,7 @@ class Setup:
     latency_s: tuple[float, float]
     bytes_per_s: float
     queue_bytes: int
+    copies: bool
     late: float
     stuck: float
     gap: float
@@ -264,6 +266,7 @@ def _make_setup(rng: random.Random, *, calm: bool) -> Setup:
         latency_s=(low_s, low_s * rng.choice((1, 3, 8))),
         bytes_per_s=queue_bytes / (interval_s * misses) if slow_link else 0.0,
         queue_bytes=queue_bytes,
+        copies=rng.random() < 0.3,
         late=some(rng.choice((0.3, 1.0))),
         stuck=some(rng.choice((0.1, 1.0))),
         gap=some(0.3),

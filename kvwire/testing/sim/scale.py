@@ -22,6 +22,7 @@ _SMALL_TABLES: Final[tuple[_Change, ...]] = (
     (requests, "REQUESTS_MAX", 6),
     (messages, "REQUESTS_MAX", 6),
     (flows, "REQUESTS_MAX", 6),
+    (flows, "LINK_CHUNKS_MAX", 6),
     (regions, "GRANTS_MAX", 4),
     (transfers, "TRANSFERS_WAITING_MAX", 3),
     (transfers, "LANDED_MAX", 2),

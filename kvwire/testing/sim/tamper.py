@@ -57,16 +57,15 @@ class Tamper:
         return settled
 
     def _suits(self, lane: Lane, frame: Frame) -> bool:
-        payload = frame.body is None or frame.serial > 0
         match self._verb:
             case Verb.DAMAGE:
-                return payload and frame.length > 0
+                return frame.payload and frame.length > 0
             case Verb.FLIP:
-                return not payload or not self._in_body
+                return not (frame.payload and self._in_body)
             case Verb.REWRITE:
                 return frame.header[0] in _UNPROVEN
             case Verb.REFLECT:
-                return not payload and _mirrored(lane) is not None
+                return not frame.payload and _mirrored(lane) is not None
             case _:
                 return True
 
