@@ -117,8 +117,8 @@ BUGS: Final = (
     Planted(
         name="a side that only receives is not heard of",
         module="kvwire.proto.connection",
-        before="        if missed or verdict is Verdict.PING:\n",
-        after="        if verdict is Verdict.PING:\n",
+        before="        if self._voice.is_missed(now, said) or asks:\n",
+        after="        if self._voice.is_missed(now, said) and asks or asks:\n",
         rules=frozenset({"blame"}),
     ),
     Planted(
