@@ -302,8 +302,10 @@ class Pump(LinkHandler):
             self.link.abort()
 
     def _check_slow_peer(self) -> None:
-        if self.link.queued_bytes > LINK_QUEUE_BYTES + CONTROL_QUEUE_BYTES_MAX:
-            assert self.core is not None
+        assert self.core is not None
+        # The last chunk was queued while there was room for a byte of it.
+        payload_bytes = LINK_QUEUE_BYTES + self.core.agreement.terms.chunk_bytes
+        if self.link.queued_bytes > payload_bytes + CONTROL_QUEUE_BYTES_MAX:
             self.core.fail(
                 ConnectionLost(
                     f"the peer does not read: {self.link.queued_bytes} bytes are queued"

@@ -9,6 +9,8 @@ import pytest
 
 from kvwire import ConnectionLost
 from kvwire.limits import (
+    CHUNK_BYTES,
+    CHUNK_BYTES_MAX,
     CONTROL_QUEUE_BYTES_MAX,
     HEADER_BYTES,
     LINK_QUEUE_BYTES,
@@ -119,12 +121,21 @@ async def test_a_burst_of_small_messages_arrives_in_order() -> None:
 
 async def test_a_peer_that_does_not_read_is_given_up() -> None:
     async with connected() as pair:
-        FakeRoom(pair, LINK_QUEUE_BYTES + CONTROL_QUEUE_BYTES_MAX + HEADER_BYTES)
+        payload_bytes = LINK_QUEUE_BYTES + CHUNK_BYTES
+        FakeRoom(pair, payload_bytes + CONTROL_QUEUE_BYTES_MAX + HEADER_BYTES)
         request = pair.left.send(1, LARGE)
         with pytest.raises(ConnectionLost, match="does not read"):
             await request
         await pair.left.wait_closed()
         await request.released()
+
+
+async def test_the_largest_chunk_is_not_taken_for_a_slow_peer() -> None:
+    """One that is queued whole, although there was room for a byte of it only."""
+    async with connected(chunk_bytes=CHUNK_BYTES_MAX) as pair:
+        got = pair.right.recv(1, bytearray(2 * len(LARGE)))
+        assert await pair.left.send(1, 2 * LARGE) == 2 * len(LARGE)
+        assert await got == 2 * len(LARGE)
 
 
 @pytest.mark.parametrize("where", ["tick", "next_chunk"])
