@@ -393,6 +393,18 @@ def test_damage_fails_the_request_and_nothing_else() -> None:
     assert [event.error for event in side.done()] == [None]
 
 
+@pytest.mark.rule("KVW-DT-04", "breaks")
+def test_damage_in_the_last_chunk() -> None:
+    """It does not end the request well after all."""
+    side = Side()
+    request = side.get(5)
+    arrival = side.flows.data_header(data(request.wire_id, 0, 5))
+    side.flows.data_landed(arrival, intact=False)
+    (done,) = side.done()
+    assert isinstance(done.error, IntegrityError)
+    assert request.state is State.FAILED
+
+
 @pytest.mark.parametrize("intact", [True, False])
 def test_memory_is_held_while_the_link_writes(intact: bool) -> None:
     """A request that ends meanwhile has its memory back when the bytes are in."""
@@ -422,6 +434,7 @@ def test_a_link_that_is_gone_holds_nothing() -> None:
     assert set(side.holds.drained) == {put.buffer, get.buffer, waiting.buffer}
     assert leaving.mover.in_flight == 0
     assert not side.flows.sending
+    assert (side.flows._queued, len(side.flows._behind)) == (0, 0)
     assert len(side.holds) == 0
     side.flows.link_gone()
 

@@ -50,7 +50,8 @@ class _Tables:
         """Do what the next byte says."""
         step = reader.byte() % 6
         if step == 0 or not self._made:
-            access, nbytes = reader.pick(_DIRECTIONS), reader.number()
+            # No more than an address space holds: a region is memory of ours.
+            access, nbytes = reader.pick(_DIRECTIONS), reader.number() % 2**62
             self._made.append(self._regions.register(BufferId(1), nbytes, access))
         elif step == 1:
             self._give(reader)
