@@ -15,7 +15,7 @@ from kvwire.backend import Backend, Link
 from kvwire.errors import KVWireError
 from kvwire.inbound import Inbound
 from kvwire.limits import PENDING_HANDSHAKES_MAX
-from kvwire.opening import Opening, hands_shaken
+from kvwire.opening import Opening
 from kvwire.proto.handshake import ServerHandshake
 from kvwire.pump import Pump
 from kvwire.trust import crosses_hosts, is_loopback
@@ -81,12 +81,15 @@ class Reception:
     async def _welcome(self, pump: Pump, opening: Opening) -> None:
         communicator, remote = self._communicator, pump.link.remote_address
         timeout_s = communicator.config.handshake_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                connection = await hands_shaken(pump, opening)
-        except TimeoutError:
+        # Not cancelled by a timeout: what has ended at the last moment has ended.
+        await asyncio.wait([opening.done], timeout=timeout_s)
+        if not opening.done.done():
             logger.info("%s: %s", remote, opening.timed_out(timeout_s))
+            opening.done.cancel()
+            pump.link.abort()
             return
+        try:
+            connection = opening.done.result()
         except KVWireError as exc:
             logger.info("%s: refused: %s", remote, exc)
             return

@@ -25,7 +25,7 @@ HANDSHAKE_S = 0.4
 # For a machine that is busy with something else.
 SLACK_S = 8.0
 # Attempts at once: a silent one takes HANDSHAKE_S, but no processor.
-AT_ONCE = {Ending.FIN: 16, Ending.RST: 16, Ending.SILENCE: 200}
+AT_ONCE = {Ending.FIN: 16, Ending.RST: 16, Ending.SILENCE: 100}
 # Errors that `connect` documents for a peer that goes away.
 DOCUMENTED = (HandshakeTimeout, ConnectionLost, OSError)
 
@@ -55,14 +55,21 @@ async def handshake_bytes(near: Communicator, far: Address, way: Direction) -> i
 
 
 async def attempts(near: Communicator, far: Address, cuts: Iterator[Cut]) -> None:
-    """Connect once through each cut, one after the other."""
+    """Connect through each cut, one after the other."""
     for cut in cuts:
-        async with Proxy(far, cut) as proxy, asyncio.timeout(HANDSHAKE_S + SLACK_S):
-            try:
-                await near.connect(proxy.address)
-            except DOCUMENTED:
-                continue
-            pytest.fail(f"{proxy}: connected all the same")
+        # On a busy machine the time may be over before the bytes have come so far.
+        while not await attempt(near, far, cut):
+            pass
+
+
+async def attempt(near: Communicator, far: Address, cut: Cut) -> bool:
+    """Whether the cut was reached; there is an error either way."""
+    async with Proxy(far, cut) as proxy, asyncio.timeout(HANDSHAKE_S + SLACK_S):
+        try:
+            await near.connect(proxy.address)
+        except DOCUMENTED:
+            return proxy.passed[cut.direction] == cut.at
+        pytest.fail(f"{proxy}: connected all the same")
 
 
 @pytest.mark.parametrize("ending", AT_ONCE)
@@ -96,8 +103,8 @@ async def test_every_byte(
     await until(lambda: not near._pumps and not far._pumps)
     await until(lambda: not far._reception._tasks)
 
-    # A cut may be so early that the server never hears of the connection.
-    assert length * 0.9 < len(accepted) <= length
+    # Of a cut before the first byte the server may hear nothing.
+    assert len(accepted) >= length - 1
     assert len(caplog.records) == len(accepted)
     for comm in sides:
         assert not comm.live_connections
