@@ -36,7 +36,6 @@ from kvwire.errors import (
 )
 from kvwire.limits import (
     LANDED_MAX,
-    SEGMENTS_MAX,
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
 )
@@ -215,7 +214,6 @@ class Transfers:
         self._outbox.report(
             SegmentsAcknowledged(request=request, numbers=body.segments)
         )
-        self.settle(request)
 
     def settled(self, header: Header, body: Settled) -> None:
         """The consumer's last word: everything marked has landed, but for these."""
@@ -268,8 +266,7 @@ class Transfers:
         if (
             request.state is not State.MOVING
             or transfer.committed
-            or body.number != due
-            or due > SEGMENTS_MAX
+            or body.number != due  # which SEGMENTS_MAX bounds, so it bounds both
         ):
             raise UnexpectedFrame(
                 "KVW-TR-03",

@@ -312,17 +312,17 @@ def test_close_when_idle(who: str) -> None:
 def test_idle_while_nothing_is_open() -> None:
     """On either side, whoever has begun it."""
     pair = ConnectionPair()
-    assert pair.client.core.idle
+    ends = (pair.client, pair.server)
+    idle = [[end.core.idle for end in ends]]
     pair.server.stalled = True
     pair.client.get(pair.server.grant(pair.server.expose(100)))
     pair.deliver(pair.client)
-    assert not pair.client.core.idle
-    assert not pair.server.core.idle
+    idle.append([end.core.idle for end in ends])
     pair.server.stalled = False
     pair.server.collect()
     expect_fine(pair)
-    assert pair.client.core.idle
-    assert pair.server.core.idle
+    idle.append([end.core.idle for end in ends])
+    assert idle == [[True, True], [False, False], [True, True]]
 
 
 def test_close_ends_what_the_peer_waits_for() -> None:

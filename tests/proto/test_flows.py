@@ -242,11 +242,12 @@ def test_a_link_that_reports_nothing_gets_no_more() -> None:
         side.put(1)
     leaving = [side.flows.next_chunk() for _ in range(LINK_CHUNKS_MAX)]
     assert None not in leaving
-    assert not side.flows.sending
+    sending = [side.flows.sending]
     assert side.flows.next_chunk() is None
     assert leaving[7] is not None
     side.flows.chunk_sent(leaving[7])
-    assert side.flows.sending
+    sending.append(side.flows.sending)
+    assert sending == [False, True]
     assert side.flows.next_chunk() is not None
 
 

@@ -77,6 +77,25 @@ def test_a_transfer_of_nothing(pull: bool) -> None:
     assert m.consumer.error(m.incoming) is None
 
 
+def test_what_lands_last_is_acknowledged_before_the_last_word() -> None:
+    """Where the commit has overtaken the payload; then nothing of it is kept."""
+    m = moved()
+    m.producer.stalled = True
+    for data in (b"x", b"y"):
+        m.mark(data)
+    m.commit()
+    m.pair.run()
+    m.producer.stalled = False
+    m.producer.collect()
+    expect_fine(m.pair)
+    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    assert sorted(itertools.chain(*said)) == [1, 2]
+    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
+        assert peer.error(request) is None
+        with pytest.raises(KeyError):
+            peer.core.transfers.transfer(request)
+
+
 def test_settled_before_the_link_is_through() -> None:
     """The consumer has everything; the producer's memory is free when its link is."""
     m = moved()
