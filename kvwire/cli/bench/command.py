@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvwire import UsageError
+from kvwire.cli.bench import overlap_command
 from kvwire.cli.bench.case import Benchmark
 from kvwire.cli.bench.document import as_text, document
 from kvwire.cli.bench.messages import messages as benchmark_messages
@@ -33,6 +34,7 @@ app = App(
         "the medians. Run it where nothing else runs."
     ),
 )
+app.command(overlap_command.command, name="overlap")
 
 
 @app.command

@@ -12,11 +12,13 @@ from typing import Any, Final
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.sides.half import CALLS, Half
 from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
+from kvwire.cli.bench.sides.overlap_half import OverlapHalf
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
 from kvwire.cli.bench.sides.streams_half import StreamsHalf
 
 HALVES: Final[dict[str, Callable[[dict[str, str]], Half]]] = {
     "kvwire": lambda options: KvwireHalf(options["transport"]),
+    "overlap": lambda options: OverlapHalf(options["transport"]),
     "streams": lambda _: StreamsHalf(),
     "sockets": lambda _: SocketsHalf(),
 }
