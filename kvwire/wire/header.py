@@ -132,7 +132,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def encode_header(
-    type: int,  # noqa: A002 - the field's name
+    type: int,
     flags: int,
     sequence: int,
     length: int,

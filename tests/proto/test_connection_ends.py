@@ -13,6 +13,7 @@ from kvwire.errors import (
     UsageError,
 )
 from kvwire.limits import REQUESTS_MAX
+from kvwire.proto.events import Ended
 from kvwire.proto.state import Phase
 from kvwire.testing.pair import ConnectionPair
 from kvwire.wire.control import Fail
@@ -76,8 +77,8 @@ def test_an_end_ends_everything_once(how: str, frames: int) -> None:
     for request in expect:
         assert isinstance(pair.client.error(request), (ConnectionLost, type(None)))
     pair.run()
-    ends = [e for e in pair.client.events if e is pair.client.ended]
-    assert len(ends) == 1
+    (end,) = [e for e in pair.client.events if isinstance(e, Ended)]
+    assert not end.graceful
     assert pair.client.core.holds.retired == frozenset()
     pair.client.core.link_lost()
     if how in ("broken", "bug"):
@@ -95,7 +96,35 @@ def test_a_link_that_was_lost_with_a_reason() -> None:
     assert pair.client.error(receive) is reason
 
 
+def test_what_was_only_announced_cannot_be_received_after_the_end() -> None:
+    """It is not here, and it will not come."""
+    pair = ConnectionPair()
+    pair.client.send(TAG, LARGE)
+    pair.run()
+    pair.server.lose()
+    with pytest.raises(ConnectionLost):
+        pair.server.recv(TAG, None)
+
+
 # --- closing
+
+
+@pytest.mark.parametrize("frames", range(6))
+def test_the_peer_closes_while_this_side_puts_and_gets(frames: int) -> None:
+    """What this side has begun it still delivers, and then it answers."""
+    pair = ConnectionPair()
+    region = pair.server.expose(len(LARGE))
+    grant = pair.server.grant(region)
+    put, got = pair.client.put(LARGE, grant), pair.client.get(grant)
+    for _ in range(frames):
+        pair.deliver(pair.client)
+        pair.deliver(pair.server)
+    pair.server.close()
+    expect_fine(pair)
+    assert pair.client.error(put) is None
+    assert pair.client.error(got) is None
+    for end in (pair.client, pair.server):
+        assert type(end.core.error) is ClosedOK
 
 
 @pytest.mark.parametrize("frames", range(12))
