@@ -183,6 +183,9 @@ class Lane:
     def block(self, until: float) -> None:
         """Let nothing arrive before a time."""
         self.wire.disturbed = True
+        self._keep_trickled()
+        if self.frames:
+            self.frames[0].starts = max(self.frames[0].starts, until)
         self.blocked_until = max(self.blocked_until, until)
 
     def unblock(self) -> None:
@@ -195,9 +198,7 @@ class Lane:
 
     def drop(self, *, copies: bool) -> None:
         """Forget what is on its way; the ``copies`` at the front may still arrive."""
-        if trickled := self.trickled_bytes:
-            self.target.delivered_bytes += trickled
-            self.target.heard_at = self._world.now
+        self._keep_trickled()
         kept = deque[Frame]()
         if copies:
             while self.frames and self.frames[0].lease is None:
@@ -237,6 +238,12 @@ class Lane:
         self._write(frame, self.landing, frame.length // 2, self._read(frame))
 
     # --- inside -----------------------------------------------------------------------
+
+    def _keep_trickled(self) -> None:
+        """What has arrived of a frame stays heard, whatever becomes of the rest."""
+        if trickled := self.trickled_bytes:
+            self.target.delivered_bytes += trickled
+            self.target.heard_at = self._world.now
 
     def _wake(self, at: float) -> None:
         self._wake_at = at

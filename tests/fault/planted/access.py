@@ -17,7 +17,7 @@ BUGS: Final = (
         "region.generation:\n",
         after="        if not region.open:\n",
         rules=_REACHED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a closed region can still be reached",
@@ -35,7 +35,7 @@ BUGS: Final = (
         "row.nbytes - offset:\n",
         after="        if (offset + nbytes) % 2**32 > row.nbytes:\n",
         rules=_REACHED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="an access may go one byte beyond its grant",
@@ -43,7 +43,7 @@ BUGS: Final = (
         before="nbytes <= row.nbytes - offset:\n",
         after="nbytes <= row.nbytes - offset + 1:\n",
         rules=_REACHED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="the range of a grant begins at the beginning of its region",
@@ -58,7 +58,7 @@ BUGS: Final = (
         before="        if access & ~row.access:\n",
         after="        if access & ~row.access & ~row.region.access:\n",
         rules=_REACHED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="the token of a grant is not looked at",
@@ -66,7 +66,7 @@ BUGS: Final = (
         before="        if row is None or not proven:\n",
         after="        if row is None:\n",
         rules=_REACHED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a foreign grant gets another answer than a missing one",
@@ -76,7 +76,7 @@ BUGS: Final = (
         '            raise AccessDenied("there is no such grant")\n'
         "        if not proven:\n",
         rules=frozenset({"oracle"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="the proofs of a handshake cover its first message only",
@@ -84,7 +84,7 @@ BUGS: Final = (
         before='    return hashlib.sha256(b"".join(messages)).digest()\n',
         after="    return hashlib.sha256(messages[0]).digest()\n",
         rules=frozenset({"handshake"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="the client's proof is not looked at",
@@ -92,7 +92,7 @@ BUGS: Final = (
         before="        if not same(Confirm.decode(body).mac, expected):\n",
         after="        if not same(expected, expected):\n",
         rules=frozenset({"handshake"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="both directions are sealed with one key",
@@ -100,7 +100,7 @@ BUGS: Final = (
         before='expand(f"seal {role.name.lower()}")',
         after='expand("seal")',
         rules=_ACCEPTED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a seal may be missing",
@@ -108,7 +108,7 @@ BUGS: Final = (
         before="        if not hmac.compare_digest(seal, expected):\n",
         after="        if seal[:1] != expected[:1] and seal:\n",
         rules=_ACCEPTED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a control body that came damaged is read",
@@ -116,7 +116,7 @@ BUGS: Final = (
         before="            if zlib.crc32(body) != header.payload_check:\n",
         after="            if zlib.crc32(body) != header.payload_check and not body:\n",
         rules=_ACCEPTED | {"handshake"},
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="the sequence of frames is not looked at",
@@ -124,7 +124,7 @@ BUGS: Final = (
         before="        if header.sequence != self.received & _SEQUENCE_MASK:\n",
         after="        if header.sequence > _SEQUENCE_MASK:\n",
         rules=_ACCEPTED | {"content", "order", "completion", "credit"},
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="an unknown type of frame is skipped",
@@ -135,7 +135,7 @@ BUGS: Final = (
         "            return Arrival(Place.NOWHERE, header)\n"
         "            raise UnexpectedFrame(\n",
         rules=_ACCEPTED,
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a request number may be used again",
@@ -143,7 +143,7 @@ BUGS: Final = (
         before="        if wire_id != self._next_theirs:\n",
         after="        if not self._is_theirs(wire_id):\n",
         rules=_ACCEPTED | {"place", "completion", "accused", "AssertionError"},
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a frame for a request that never was is ignored",
@@ -151,6 +151,6 @@ BUGS: Final = (
         before="        if request is None and not 0 < wire_id < due:\n",
         after="        if request is None and wire_id < 0 < due:\n",
         rules=_ACCEPTED,
-        seeds=5000,
+        seeds=3000,
     ),
 )

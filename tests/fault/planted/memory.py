@@ -80,7 +80,7 @@ BUGS: Final = (
         before="            if request.kind in SERVING and request.region == region:\n",
         after="            if request.kind in SERVING and request.region != region:\n",
         rules=frozenset({"stale", "KeyError", "AssertionError", "drained"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="an eager message is handed over before all of it is here",

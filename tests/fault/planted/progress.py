@@ -89,7 +89,7 @@ BUGS: Final = (
         before="        if not intact:\n",
         after="        if not intact and arrival.length < 0:\n",
         rules=frozenset({"completion", "content"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="damage to a segment is not looked at",
@@ -97,7 +97,7 @@ BUGS: Final = (
         before="            segment.damaged = True\n        if segment.moved",
         after="            segment.damaged = False\n        if segment.moved",
         rules=frozenset({"completion"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a commit may close a gap",
@@ -112,7 +112,7 @@ BUGS: Final = (
         before="        stalled = late_s > STALL_TOLERANCE_S\n",
         after="        stalled = late_s < 0\n",
         rules=frozenset({"blame"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="a side that only receives is not heard of",
@@ -127,7 +127,7 @@ BUGS: Final = (
         before="        if verdict is Verdict.DEAD:\n",
         after="        if verdict is None:\n",
         rules=frozenset({"liveness", "detection"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="closing does not wake who waits for a message",
@@ -173,7 +173,7 @@ BUGS: Final = (
         before="        if tell is not None and request.wire_id is not None:\n",
         after="        if tell is WireCode.STALE and request.wire_id is not None:\n",
         rules=frozenset({"accused", "liveness", "untrue", "place", "completion"}),
-        seeds=5000,
+        seeds=3000,
     ),
     Planted(
         name="something is said after the end",
@@ -181,6 +181,6 @@ BUGS: Final = (
         before="        if self.shut:\n            return\n",
         after="",
         rules=frozenset({"closed"}),
-        seeds=5000,
+        seeds=3000,
     ),
 )
