@@ -43,7 +43,7 @@ def mark(pair: Pair, request: Request, box: Box, nbytes: int) -> None:
     pair.left.run()
 
 
-async def refused_with(pair: Pair, incoming: Any, target: Memory, rule: str) -> None:
+async def expect_refused(pair: Pair, incoming: Any, target: Memory, rule: str) -> None:
     await until(lambda: pair.right.closed)
     assert f"[{rule}]" in str(pair.right.core.error)
     incoming.abort()
@@ -89,7 +89,7 @@ async def test_a_segment_that_is_none(box: Box, beside: int) -> None:
         source, target = Memory(), Memory()
         incoming, _, request = await begun(pair, source, target)
         mark(pair, request, box, layer_bytes(source) + beside)
-        await refused_with(pair, incoming, target, "KVW-TR-09")
+        await expect_refused(pair, incoming, target, "KVW-TR-09")
         assert target.free(BLOCKS)
 
 
@@ -103,7 +103,7 @@ async def test_a_segment_that_was_marked_before(again: Box) -> None:
         whole = layer_bytes(source)
         mark(pair, request, FIRST_LAYER, whole)
         mark(pair, request, again, whole // 4 * again[2] * again[4])
-        await refused_with(pair, incoming, target, "KVW-TR-11")
+        await expect_refused(pair, incoming, target, "KVW-TR-11")
 
 
 def last_word() -> LastWord:

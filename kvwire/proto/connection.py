@@ -68,29 +68,14 @@ from kvwire.wire.control import (
     decode_body,
     narrowed,
 )
-from kvwire.wire.header import FrameType, Header
+from kvwire.wire.header import FIRST_PAYLOAD_TYPE, FrameType, Header
 from kvwire.wire.hello import Terms
 
 # The frame types that may follow the handshake and have a control body.
 _CONTROL = frozenset(
-    {
-        FrameType.PING,
-        FrameType.PONG,
-        FrameType.CLOSE,
-        FrameType.CREDIT,
-        FrameType.ANNOUNCE,
-        FrameType.READY,
-        FrameType.PUT,
-        FrameType.GET,
-        FrameType.DONE,
-        FrameType.FAIL,
-        FrameType.OPEN,
-        FrameType.AGREE,
-        FrameType.MARK,
-        FrameType.LANDED,
-        FrameType.COMMIT,
-        FrameType.SETTLED,
-    }
+    frame_type
+    for frame_type in FrameType
+    if FrameType.PING <= frame_type < FIRST_PAYLOAD_TYPE
 )
 # Plain numbers: comparing an int with a member of an enum is several times as slow.
 _MESSAGE = int(FrameType.MESSAGE)

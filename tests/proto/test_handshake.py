@@ -239,6 +239,18 @@ def test_keys_that_differ() -> None:
         assert PSK.hex()[:8] not in text
 
 
+@pytest.mark.rule("KVW-HS-07", "breaks")
+def test_no_key_is_not_a_key() -> None:
+    """A client that names no key, and proves that it holds the empty one."""
+    nobody = identity("c", trust=TrustMode.PSK, psk=b"")
+    shaking = begin(nobody, identity("s", trust=TrustMode.PSK))
+    with pytest.raises(AuthenticationFailed):
+        receive(shaking.server, shaking.client.outgoing.pop())
+    assert types([(Role.SERVER, frame) for frame in shaking.server.outgoing]) == [
+        FrameType.REFUSE
+    ]
+
+
 @pytest.mark.rule("KVW-HS-08", "breaks")
 @both_modes
 def test_profiles_that_differ(trust: TrustMode) -> None:
@@ -543,6 +555,19 @@ def test_no_secret_in_what_is_shown() -> None:
     shown = repr(mine) + repr(shaking.client.agreement)
     assert PSK.hex() not in shown
     assert repr(PSK)[2:-1] not in shown
+    assert shaking.client.agreement is not None
+    assert repr(shaking.client.agreement.digest) not in shown
+
+
+def test_this_build_speaks_version_1() -> None:
+    """And nothing else, unless somebody says so."""
+    plain = Identity(
+        name="c",
+        incarnation=bytes(16),
+        trust=TrustMode.LOOPBACK,
+        terms=identity("c").terms,
+    )
+    assert plain.versions == (1, 1)
 
 
 def test_a_hello_in_loopback_mode_names_no_key() -> None:

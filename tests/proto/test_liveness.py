@@ -127,6 +127,7 @@ def test_ten_pings_a_second_are_fine() -> None:
     liveness = watch()
     for count in range(1000):
         liveness.ping_received(100.0 + count // PINGS_PER_SECOND_MAX)
+    assert liveness._pings_left == 0.0
 
 
 @pytest.mark.rule("KVW-LV-02", "breaks")
@@ -169,3 +170,4 @@ def test_pings_that_waited_come_together() -> None:
     liveness = watch()
     for _ in range(60 * PINGS_PER_SECOND_MAX):
         liveness.ping_received(160.0)
+    assert liveness._pings_left == PINGS_PER_SECOND_MAX
