@@ -72,7 +72,7 @@ def _forged(
     ]
     if used:
         reused = ("a request number again", FrameType.ANNOUNCE, Announce(_TAG, 1), used)
-        forgeries.append(reused)
+        forgeries += [reused] * 4
     choice = dice.below(len(forgeries) + 4)
     if choice < len(forgeries):
         kind, frame_type, said, request = forgeries[choice]
