@@ -1,14 +1,15 @@
 """A soak: KV transfers under connection drops, every byte checked.
 
-    python -m kvwire.testing.soak --gib 10 [--seed 0] [--drop-s 0.5]
+    python -m kvwire.testing.soak --gib 10 [--seed 0] [--drop-s 0.5] [--psk]
 
 Two communicators in one process move blocks over TCP, in both directions of asking,
-with aborts, partial commits and connections that are cut at random moments. Each
-64-byte line of the producer's blocks is stamped with (transfer, layer, block,
-generation, line), so a byte that is misplaced, mixed or stale is told apart from one
-that is missing. A block of the consumer is poisoned when its transfer has drained, and
-the poison has to be there still when the block is used again: a late write shows,
-whenever it comes.
+with prefill in one piece and in chunks, aborts, partial commits and connections that
+are cut at random moments. Each 64-byte line of the producer's blocks is stamped with
+(transfer, layer, block, generation, line), so a byte that is misplaced, mixed or stale
+is told apart from one that is missing. A block of the consumer is poisoned when its
+transfer has drained, and the poison has to be there still when the block is used again:
+a late write shows, whenever it comes. A producer that reports a whole transfer of which
+its consumer has a part has made a *false report*.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import argparse
 import asyncio
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvwire
 from kvwire.limits import GIB
+from kvwire.trust import write_key_file
 
 LINE_BYTES = 64
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
@@ -40,6 +46,10 @@ SPEC = kvwire.KVSpec(
 NUM_BLOCKS = 96
 TRANSFERS_AT_ONCE = 4
 BLOCKS_EACH_MAX = NUM_BLOCKS // TRANSFERS_AT_ONCE
+# Chunks of one prefill.
+CHUNKS_MAX = 3
+# A round takes milliseconds, and a lease of 2 s where it is cut; longer is a hang.
+ROUND_TIMEOUT_S = 60.0
 
 
 class StampedCache:
@@ -70,10 +80,16 @@ class StampedCache:
         return (np.uint64(name) << np.uint64(16)) + self._lines
 
     def write(
-        self, transfer: int, layer: int, blocks: list[int], generation: int
+        self,
+        transfer: int,
+        layer: int,
+        blocks: list[int],
+        generation: int,
+        positions: range,
     ) -> None:
-        """Stamp one layer of some blocks."""
-        for position, block in enumerate(blocks):
+        """Stamp one layer of the blocks at some positions of a transfer's list."""
+        for position in positions:
+            block = blocks[position]
             self.words[layer][block] = self.stamp(transfer, layer, position, generation)
 
     def poison(self, blocks: list[int]) -> None:
@@ -95,19 +111,23 @@ class Tally:
     nbytes: int = 0
     wrong_bytes: int = 0
     late_bytes: int = 0
+    false_reports: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def failed(self) -> bool:
-        """Whether any byte was wrong or late."""
-        return bool(self.wrong_bytes or self.late_bytes)
+        """Whether any byte was wrong or late, or a producer claimed too much."""
+        return bool(self.wrong_bytes or self.late_bytes or self.false_reports)
 
 
 class Soak:
     """Moves stamped blocks until enough bytes have landed."""
 
-    def __init__(self, *, seed: int, goal_bytes: int, drop_s: float) -> None:
+    def __init__(
+        self, *, seed: int, goal_bytes: int, drop_s: float, psk_file: str = ""
+    ) -> None:
         self.tally = Tally()
+        self._psk_file = psk_file
         self._random = random.Random(seed)  # noqa: S311 - a schedule, no secret
         self._goal_bytes = goal_bytes
         self._drop_s = drop_s
@@ -126,7 +146,11 @@ class Soak:
         if progress is not None:
             task = progress.add_task("soak", total=self._goal_bytes)
         # A short lease: what a cut leaves behind must not hold up the next round.
-        config = kvwire.Config(lease_s=2.0)
+        config = kvwire.Config(
+            lease_s=2.0,
+            trust="psk" if self._psk_file else "loopback",
+            psk_file=self._psk_file,
+        )
         async with (
             kvwire.open(config, name="soak-p") as p,
             kvwire.open(config, name="soak-c") as c,
@@ -148,7 +172,7 @@ class Soak:
     async def _round(
         self, p: kvwire.Communicator, c: kvwire.Communicator, conn: kvwire.Connection
     ) -> None:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.timeout(ROUND_TIMEOUT_S), asyncio.TaskGroup() as group:
             for _ in range(TRANSFERS_AT_ONCE):
                 group.create_task(self._transfer(p, c, conn))
 
@@ -179,8 +203,8 @@ class Soak:
             return
         await self._produce(out, number, source)
         outcome = await inc
-        await out
-        self._check(number, target, outcome)
+        claimed = await out
+        self._check(number, target, outcome, claimed)
         await inc.drained()
         await out.drained()
         self._consumer.poison(target)
@@ -190,21 +214,43 @@ class Soak:
     async def _produce(
         self, out: kvwire.Outgoing, number: int, source: list[int]
     ) -> None:
-        """Write and mark layer by layer; now and then give up, or leave a layer out."""
+        """Write and mark chunk by chunk and layer by layer.
+
+        Now and then give up half-way, or leave the last layer of a chunk out.
+        """
         fate = self._random.random()
-        for layer in range(SPEC.layers):
-            self._producer.write(number, layer, source, number)
-            if fate < 0.05 and layer == SPEC.layers // 2:
-                out.abort("soak: aborted half-way")
-                return
-            if fate < 0.1 and layer == SPEC.layers - 1:
-                out.finish(partial=True)
-                return
-            out.ready(layers=layer)
-            await asyncio.sleep(0)
+        for positions in self._chunks(len(source)):
+            for layer in range(SPEC.layers):
+                self._producer.write(number, layer, source, number, positions)
+                if fate < 0.05 and layer == SPEC.layers // 2:
+                    out.abort("soak: aborted half-way")
+                    return
+                if fate < 0.1 and layer == SPEC.layers - 1:
+                    out.finish(partial=True)
+                    return
+                blocks = slice(positions.start, positions.stop)
+                out.ready(layers=layer, blocks=blocks)
+                await asyncio.sleep(0)
         out.finish()
 
-    def _check(self, number: int, target: list[int], outcome: kvwire.Outcome) -> None:
+    def _chunks(self, count: int) -> list[range]:
+        """The positions of a list, as a prefill may take them."""
+        cuts = self._random.sample(
+            range(1, count), min(count - 1, self._random.randrange(CHUNKS_MAX))
+        )
+        self.tally.counts["in several chunks"] += bool(cuts)
+        edges = [0, *sorted(cuts), count]
+        return [range(start, stop) for start, stop in pairwise(edges)]
+
+    def _check(
+        self,
+        number: int,
+        target: list[int],
+        outcome: kvwire.Outcome,
+        claimed: kvwire.Outcome,
+    ) -> None:
+        """Compare what landed with what was sent, and with what the producer says."""
+        self.tally.false_reports += claimed.complete and not outcome.complete
         self.tally.counts["complete" if outcome.complete else "partial"] += 1
         landed = set(outcome.landed.ids().tolist())
         for position, block in enumerate(target):
@@ -237,20 +283,38 @@ class Soak:
         return await c.connect(address)
 
 
-def main() -> int:
-    """Run the command; 0 if every byte was right."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0 if every byte was right.
+
+    Args:
+        arguments: Instead of ``sys.argv[1:]``.
+    """
     parser = argparse.ArgumentParser(prog="python -m kvwire.testing.soak")
     parser.add_argument("--gib", type=float, default=1.0, help="GiB to check")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--drop-s", type=float, default=0.5, help="mean seconds between cuts; 0: none"
     )
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--psk", action="store_true", help="prove a key and seal control frames"
+    )
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        psk_file = ""
+        if given.psk:
+            psk_file = str(Path(folder, "soak.key"))
+            write_key_file(Path(psk_file))
+        tally = _run(given, psk_file)
+    return int(tally.failed)
+
+
+def _run(given: argparse.Namespace, psk_file: str) -> Tally:
     console = Console()
     soak = Soak(
-        seed=arguments.seed,
-        goal_bytes=int(arguments.gib * GIB),
-        drop_s=arguments.drop_s,
+        seed=given.seed,
+        goal_bytes=int(given.gib * GIB),
+        drop_s=given.drop_s,
+        psk_file=psk_file,
     )
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -259,13 +323,14 @@ def main() -> int:
     seconds = time.monotonic() - began
     console.print(
         f"{tally.nbytes / GIB:.2f} GiB checked in {seconds:.1f} s, "
-        f"{tally.wrong_bytes} wrong bytes, {tally.late_bytes} late bytes"
+        f"{tally.wrong_bytes} wrong bytes, {tally.late_bytes} late bytes, "
+        f"{tally.false_reports} false reports"
     )
     for what, count in sorted(tally.counts.items()):
         console.print(f"  {what}: {count}")
     if tally.failed:
-        console.print(f"failed; again with --seed {arguments.seed}")
-    return int(tally.failed)
+        console.print(f"failed; again with --seed {given.seed}")
+    return tally
 
 
 def _take(free: list[int], count: int, source: random.Random) -> list[int]:
