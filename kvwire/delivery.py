@@ -103,8 +103,11 @@ class Delivery(Attempt):
         out.require_same_tokens(plan)
         if not self.planned:
             self.plan, self.landed, self.planned = plan, Landed(plan), True
+        before = self.landed.left
         for box in description.landed:
             self.landed.mark(Segment(*box))
+        if self.landed.left < before:
+            out.renew_lease()
         self._settled = description.settled
         self._phases.note("agreed")
 
@@ -136,6 +139,7 @@ class Delivery(Attempt):
         assert isinstance(event, SegmentsAcknowledged)
         for number in event.numbers:
             self.landed.mark(self._sent[number])
+        self.outgoing.renew_lease()
         self._under_way -= len(event.numbers)
         self._phases.note_again("last")
         self.send_marks()

@@ -235,6 +235,7 @@ class Incoming(KVTransfer):
             self.landed.mark_but(segment, missing)
             return
         self.landed.mark(segment)
+        self.renew_lease()
         self.phases.note_again("last")
         self._open_gates()
 

@@ -275,6 +275,7 @@ class Outgoing(KVTransfer):
         if known is None:
             delivery = Delivery(self, connection)
             self.deliveries.append(delivery)  # bounded by `consumers`
+            self.renew_lease()
         else:
             delivery = known
             delivery.resume(connection)
@@ -282,7 +283,7 @@ class Outgoing(KVTransfer):
         return delivery
 
     def _watch(self) -> None:
-        """Run the lease anew while a consumer is missing."""
+        """Let the lease run while a consumer is missing."""
         self.stop_lease()
         if sum(not d.suspended for d in self.deliveries) < self.consumers:
             self.start_lease()

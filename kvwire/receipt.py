@@ -123,13 +123,17 @@ class Receipt(Attempt):
 
     def _note_parts(self) -> None:
         """Of segments that never became whole: note what of them is here."""
-        if self.core is None:
+        if self.core is None or not self._segments:
             return
         segments = self.connection.core.transfers.transfer(self.core).segments
+        landed = self.incoming.landed
         for number, segment in self._segments.items():
             if not segments[number].over:
+                before = landed.left
                 missing = missing_chunks(segments[number], self.chunk_bytes())
-                self.incoming.landed.mark_but(segment, missing)
+                landed.mark_but(segment, missing)
+                if landed.left < before:
+                    self.incoming.renew_lease()
 
 
 def missing_chunks(core: CoreSegment, chunk_bytes: int) -> list[tuple[int, int]]:

@@ -32,6 +32,8 @@ class Recovery:
         self._tasks: set[asyncio.Task[None]] = set()
         # One redial for each peer, however many of its connections were lost.
         self._redialling: set[bytes] = set()
+        # Peers that were redialled a moment ago.
+        self._redialled: set[bytes] = set()
 
     def lost(self, connection: Connection) -> None:
         """A connection has ended without having been closed."""
@@ -80,6 +82,9 @@ class Recovery:
         """Try again until it works or nothing waits for it; leases end the waiting."""
         exchange, incarnation = self._communicator.exchange, lost.peer.incarnation
         delay_s = REDIAL_S
+        if incarnation in self._redialled:
+            # What breaks as soon as it is up is not to be dialled without a pause.
+            await asyncio.sleep(REDIAL_S_MAX)
         while exchange.interrupted(incarnation):
             try:
                 new = await self._communicator.redial(lost)
@@ -87,6 +92,7 @@ class Recovery:
                 logger.info("redialling %s: %s", lost.peer, exc)
             else:
                 if new.peer.incarnation == incarnation:
+                    self._note_redial(incarnation)
                     self._run(self._close_when_idle(new))
                 else:
                     exchange.peer_restarted(incarnation)
@@ -95,6 +101,12 @@ class Recovery:
             # Full jitter, so that a restarted server is not met by all at once.
             await asyncio.sleep(random.uniform(0, delay_s))  # noqa: S311 - no secret
             delay_s = min(2 * delay_s, REDIAL_S_MAX)
+
+    def _note_redial(self, incarnation: bytes) -> None:
+        self._redialled.add(incarnation)
+        self._communicator.loop.call_later(
+            REDIAL_S_MAX, self._redialled.discard, incarnation
+        )
 
     async def _close_when_idle(self, connection: Connection) -> None:
         """A link that was made for transfers is not kept for anything else.

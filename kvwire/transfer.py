@@ -195,6 +195,7 @@ class KVTransfer:
         self._drained = asyncio.Event()
         self._busy = 0
         self._lease: asyncio.TimerHandle | None = None
+        self._lease_until: float | None = None
         self._expiry: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -276,15 +277,28 @@ class KVTransfer:
         raise NotImplementedError
 
     def start_lease(self) -> None:
-        """A peer is missing: it ends unless that changes within the lease."""
+        """A peer is missing: it ends unless that changes within the lease.
+
+        What is left of the lease when a peer comes back and is lost again without any
+        progress is all there is: a link that breaks each time does not renew it.
+        """
         if self._lease is None and self._outcome is None:
-            self._lease = self.loop.call_later(self.lease_s, self._lease_over)
+            if self._lease_until is None:
+                self._lease_until = self.loop.time() + self.lease_s
+            self._lease = self.loop.call_at(self._lease_until, self._lease_over)
 
     def stop_lease(self) -> None:
         """Every peer is at work on it."""
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
+
+    def renew_lease(self) -> None:
+        """There is progress: from here on the whole of the lease is left."""
+        self._lease_until = None
+        if self._lease is not None:
+            self.stop_lease()
+            self.start_lease()
 
     def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
         """Record the outcome; the memory drains when the attempts' buffers have."""

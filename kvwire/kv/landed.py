@@ -102,6 +102,11 @@ class Landed:
         ]
 
     @property
+    def left(self) -> int:
+        """How many cells have not landed."""
+        return sum(int(left.sum()) for left in self._left)
+
+    @property
     def complete(self) -> bool:
         """Whether everything has landed."""
         return not any(left.any() for left in self._left)

@@ -1,0 +1,196 @@
+"""After a lost connection: who redials, how often, and what goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire.limits import REDIAL_S_MAX
+from kvwire.testing import virtual_time
+from kvwire_inproc import FaultPlan, injected
+from tests.scenarios.world import Scenario, World, play, same
+
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+LEASE_S = 5.0
+
+
+def virtually(scenario: Scenario, **config: Any) -> None:
+    play(scenario, "inproc", **config)
+
+
+async def half_way(w: World) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+    """A transfer of which two of four layers have landed."""
+    out = w.p.publish("t", w.source.cache, LIST)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out.ready(layers=slice(0, 2))
+    await inc.layer(1)
+    return out, inc
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_transfer_goes_on_however_often_its_link_is_lost(times: int) -> None:
+    async def scenario(w: World) -> None:
+        out, inc = await half_way(w)
+        for _ in range(times):
+            w.cut()
+            await w.until(lambda: inc.receipt and inc.receipt.suspended)
+            await w.until(lambda: inc.receipt and not inc.receipt.suspended)
+            assert not inc.done()
+        out.ready(layers=slice(2, 4))
+        out.finish()
+        assert (await inc).complete
+        assert (await out).complete
+        assert same(w.source, LIST, w.target, DEST)
+
+    virtually(scenario)
+
+
+def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -> None:
+    """It makes no progress, so nothing renews the lease."""
+    dialled = Counter[str]()
+
+    async def scenario(w: World) -> None:
+        redial = w.d.redial
+
+        async def counted(lost: kvwire.Connection) -> kvwire.Connection:
+            dialled["times"] += 1
+            return await redial(lost)
+
+        w.d.redial = counted  # type: ignore[method-assign]
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        out.ready()
+        out.finish()
+        began = w.d.loop.time()
+        assert not (await inc).complete
+        assert not (await out).complete
+        assert w.d.loop.time() - began < 2 * LEASE_S
+
+    plan = FaultPlan(seed=1, kill=1.0, kill_after=4, spare=4)
+    with injected(plan):
+        virtually(scenario, lease_s=LEASE_S)
+    assert 0 < dialled["times"] < 2 * LEASE_S / REDIAL_S_MAX
+
+
+def test_progress_renews_the_lease() -> None:
+    """Each link brings one layer, and there are more links than one lease has time."""
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        for layer in range(3):
+            out.ready(layers=layer)
+            await inc.layer(layer)
+            w.cut()
+            await virtual_time.pass_time(0.8 * LEASE_S)
+        out.ready(layers=3)
+        out.finish()
+        assert (await inc).complete
+
+    virtually(scenario, lease_s=LEASE_S)
+
+
+def test_one_redial_for_all_transfers_and_connections_of_a_peer() -> None:
+    async def scenario(w: World) -> None:
+        other = await w.d.connect(w.address)
+        ends: list[tuple[kvwire.Outgoing, kvwire.Incoming]] = []
+        for name, connection in (("a", w.pull_side), ("b", other), ("c", other)):
+            out = w.p.publish(name, w.source.cache, LIST)
+            blocks = [10 + len(ends) * 5 + n for n in range(5)]
+            ends.append((out, connection.pull(name, w.target.cache, blocks)))
+            out.ready(layers=0)
+            await ends[-1][1].layer(0)
+        w.cut()
+        await w.until(lambda: w.d.live_connections)
+        for out, inc in ends:
+            out.ready(layers=slice(1, 4))
+            out.finish()
+            assert (await inc).complete
+        assert len(w.d.live_connections) == 1
+
+    virtually(scenario)
+
+
+def test_an_open_connection_to_the_same_peer_is_taken_before_a_new_one() -> None:
+    async def scenario(w: World) -> None:
+        other = await w.d.connect(w.address)
+        out, inc = await half_way(w)
+        w.push_side.abort("this one alone")
+        out.ready(layers=slice(2, 4))
+        out.finish()
+        assert (await inc).complete
+        assert w.d.live_connections == (other,)
+
+    virtually(scenario)
+
+
+def test_a_push_over_a_lost_link_is_asked_for_again_by_its_producer() -> None:
+    """The consumer redials, as it had connected; the producer then asks again."""
+
+    async def scenario(w: World) -> None:
+        inc = w.d.expect("t", w.target.cache, DEST)
+        out = w.push_side.push("t", w.source.cache, LIST)
+        out.ready(layers=slice(0, 2))
+        await inc.layer(1)
+        w.cut()
+        out.ready(layers=slice(2, 4))
+        out.finish()
+        assert (await inc).complete
+        assert (await out).complete
+        assert same(w.source, LIST, w.target, DEST)
+
+    virtually(scenario)
+
+
+def test_a_link_made_for_transfers_is_closed_when_they_are_over() -> None:
+    async def scenario(w: World) -> None:
+        out, inc = await half_way(w)
+        w.cut()
+        await w.until(lambda: w.d.live_connections)
+        out.abort("the rest is not needed")
+        await inc
+        await virtual_time.pass_time(2 * LEASE_S)
+        assert not w.d.live_connections
+        assert not w.p.live_connections
+
+    virtually(scenario, lease_s=LEASE_S)
+
+
+def test_it_stays_while_a_transfer_uses_it() -> None:
+    async def scenario(w: World) -> None:
+        out, inc = await half_way(w)
+        w.cut()
+        await virtual_time.pass_time(5 * LEASE_S)
+        out.ready(layers=slice(2, 4))
+        out.finish()
+        assert (await inc).complete
+
+    virtually(scenario, lease_s=LEASE_S)
+
+
+def test_without_resume_a_lost_link_ends_its_transfers() -> None:
+    async def scenario(w: World) -> None:
+        out, inc = await half_way(w)
+        w.cut()
+        outcome = await inc
+        assert outcome.missing.layers(("kv", DEST[0])) == (2, 3)
+        assert not (await out).complete
+        assert not w.d.live_connections
+
+    virtually(scenario, resume=False)
+
+
+def test_a_closed_connection_is_not_redialled() -> None:
+    async def scenario(w: World) -> None:
+        out, inc = await half_way(w)
+        await w.pull_side.close()
+        assert not (await inc).complete
+        assert not (await out).complete
+        await virtual_time.pass_time(LEASE_S)
+        assert not w.d.live_connections
+
+    virtually(scenario)
