@@ -12,11 +12,18 @@ from tests.scenarios.world import Scenario, play
 Play = Callable[..., None]
 
 
-@pytest.fixture(name="play", params=["inproc", "tcp"])
-def _play(request: pytest.FixtureRequest) -> Play:
+@pytest.fixture(name="transport", params=["inproc", "tcp"])
+def _transport(request: pytest.FixtureRequest) -> str:
+    """The transport of this test."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(name="play")
+def _play(transport: str) -> Play:
     """Runs a scenario on the transport of this test."""
 
     def run(scenario: Scenario, **config: Any) -> None:
-        play(scenario, request.param, **config)
+        play(scenario, transport, **config)
 
     return run
