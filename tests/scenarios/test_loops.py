@@ -1,0 +1,132 @@
+"""R40 to R42: event loops that cancel, close, or have had nothing to do for hours."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+import kvwire
+from kvwire.testing import virtual_time
+from tests.scenarios.conftest import Play
+from tests.scenarios.world import LAYERS, World, play, same
+
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+
+
+def test_r40_a_completion_that_nobody_waits_for_any_more(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        errors: list[object] = []
+        w.d.loop.set_exception_handler(lambda _, context: errors.append(context))
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+
+        async def all_of_it() -> kvwire.Outcome:
+            return await inc
+
+        tasks = [
+            asyncio.create_task(all_of_it()),
+            asyncio.create_task(inc.layer(0)),
+            asyncio.create_task(inc.drained()),
+        ]
+        await w.until(lambda: inc.planned)
+        # In the very turn in which they would be resolved.
+        out.ready()
+        out.finish()
+        await w.turns_until(lambda: inc.layer_landed(0) or inc.done())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # The completion is a record: it is there for whoever asks next.
+        assert (await inc).complete
+        await inc.layer(LAYERS - 1)
+        await inc.drained()
+        assert not errors
+
+    play(scenario)
+
+
+def test_r40_a_call_that_fails_leaves_nothing(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        w.pull_side.abort()
+        await w.push_side.wait_closed()
+        for _ in range(3):
+            for verb, memory in (
+                (w.pull_side.pull, w.target),
+                (w.push_side.push, w.source),
+            ):
+                with pytest.raises(kvwire.ConnectionClosed):
+                    verb("t", memory.cache, LIST, deadline=0.01)
+        w.p.publish("t", w.source.cache, LIST).abort()
+        for side in (w.p, w.d):
+            assert not side.exchange.live
+            assert not len(side.buffers)
+        w.pull_side = await w.d.connect(w.address)
+        assert await w.moves("t", LIST, DEST)
+
+    play(scenario)
+
+
+def test_r41_the_loop_ends_while_transfers_run(play: Play) -> None:
+    kept: list[kvwire.Outgoing] = []
+    ended: list[kvwire.Outcome] = []
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        waits = w.p.publish("nobody comes", w.source.cache, [0])
+        expects = w.d.expect("nobody sends", w.target.cache, [0])
+        out.ready(layers=0)
+        await inc.layer(0)
+        kept.append(out)
+        # Closed in the middle of it all: everything ends, and everything is free.
+        await w.p.close()
+        for end in (out, inc, waits):
+            ended.append(await end)
+            await end.drained()
+        await w.d.close()
+        ended.append(await expects)
+        await expects.drained()
+
+    play(scenario)
+    assert [outcome.complete for outcome in ended] == [False] * 4
+    assert all(all(outcome.missing.values()) for outcome in ended)
+    # Another loop runs now, or none. A forward pass that still runs need not know.
+    kept[0].ready(layers=1)
+    thread = threading.Thread(target=kept[0].ready, kwargs={"layers": 2})
+    thread.start()
+    thread.join()
+    kept[0].abort("late")
+
+
+def test_r42_a_request_after_idle_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over inproc only: hours pass in virtual time alone."""
+    hours = 3 * 3600.0
+    monkeypatch.setattr(virtual_time, "LONGEST_S", 2 * hours)
+
+    async def scenario(w: World) -> None:
+        await virtual_time.pass_time(hours)
+        assert not w.pull_side.closed, "pings have kept it"
+        assert await w.moves("t", LIST, DEST)
+        assert len(w.d.live_connections) == 1
+
+    play(scenario, "inproc", ping_interval_s=30.0)
+
+
+def test_r42_a_request_on_a_link_that_died_in_silence(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        # A middlebox has forgotten the connection: neither side hears the other.
+        w.freeze(w.pull_side)
+        w.freeze(w.push_side)
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        out.ready()
+        out.finish()
+        # Found out by the pings, redialled, and asked for again.
+        assert (await inc).complete
+        assert (await out).complete
+        assert same(w.source, LIST, w.target, DEST)
+
+    play(scenario, ping_interval_s=0.2, ping_misses=2)

@@ -1,0 +1,266 @@
+"""R33 to R36, R39, R43, R44, R48: how peers meet, and what keeps them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import registry
+from kvwire.backend import Landing, Link, LinkHandler
+from kvwire.kv.hashing import HashScheme
+from kvwire.limits import MIB
+from kvwire.wire.header import Flag, FrameType, encode_header
+from tests.scenarios.conftest import Play
+from tests.scenarios.world import BLOCKS, SPEC, World, same
+
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+
+
+class Stranger(LinkHandler):
+    """A raw link to a listener, and nobody of kvwire behind it."""
+
+    link: Link
+
+    def __init__(self) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def at(cls, address: kvwire.Address) -> Stranger:
+        stranger = cls()
+        stranger.link = await registry.load(address.scheme)().connect(address)
+        stranger.link.start(stranger)
+        return stranger
+
+    def say(self, header: bytes, body: bytes = b"") -> None:
+        self.link.send(header, memoryview(body) if body else None)
+        self.link.flush()
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        return Landing(int.from_bytes(header[4:8], "little"), None)
+
+    def body_received(self, link: Link, landing: Landing) -> None: ...
+
+    def frame_sent(self, link: Link, token: object) -> None: ...
+
+    def link_writable(self, link: Link) -> None: ...
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        self.closed.set_result(None)
+
+
+def test_r33_a_storm_of_handshakes(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        # Each connect is a connection of its own; none waits for another's handshake.
+        timeout_s = w.d.config.handshake_timeout_s
+        async with asyncio.timeout(timeout_s):
+            burst = await asyncio.gather(*(w.d.connect(w.address) for _ in range(64)))
+        assert len(set(burst)) == 64
+        incoming = []
+        for number, connection in enumerate(burst[:8]):
+            out = w.p.publish(number, w.source.cache, [number])
+            out.ready()
+            out.finish()
+            incoming.append(connection.pull(number, w.target.cache, [number]))
+        assert all([(await inc).complete for inc in incoming])
+        assert same(w.source, range(8), w.target, range(8))
+
+    play(scenario)
+
+
+def test_r34_a_slow_handshake_holds_up_nobody(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        strangers = [await Stranger.at(w.address) for _ in range(16)]
+        assert await w.moves("t", LIST, DEST)
+        another = await w.d.connect(w.address)
+        assert not another.closed
+        assert not any(s.closed.done() for s in strangers), "they are still waited for"
+        # And each is gone by the deadline of a handshake.
+        await asyncio.gather(*(stranger.closed for stranger in strangers))
+
+    play(scenario, handshake_timeout_s=0.5)
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"kv_heads": 4}, ["kv_heads"]),
+        ({"dtype": "float16"}, ["dtype"]),
+        ({"layers": 3}, ["layers"]),
+        ({"fingerprint": "llama@2"}, ["fingerprint"]),
+        ({"head_dim": 8, "fingerprint": "draft"}, ["head_dim", "fingerprint"]),
+        ({"block_tokens": 8}, ["blocks"]),
+    ],
+    ids=str,
+)
+def test_r35_a_mismatch_is_refused_and_named_on_both_sides(
+    play: Play, push: bool, fields: dict[str, Any], names: list[str]
+) -> None:
+    async def scenario(w: World) -> None:
+        spec = replace(SPEC, **fields)
+        shape = (BLOCKS, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        tensors = [np.zeros(shape, spec.dtype) for _ in range(spec.layers)]
+        other = kvwire.PagedCache(spec, tensors)
+        if push:
+            inc = w.d.expect("t", other, DEST)
+            out = w.push_side.push("t", w.source.cache, LIST)
+        else:
+            out = w.p.publish("t", w.source.cache, LIST)
+            inc = w.pull_side.pull("t", other, DEST)
+        out.ready()
+        for end in (out, inc):
+            outcome = await end
+            assert not outcome.landed
+            (reason,) = set(outcome.missing.values())
+            for name in names:
+                assert name in reason, reason
+        assert await w.moves("u", [6, 7], [20, 21]), "the connection has not suffered"
+
+    play(scenario)
+
+
+def test_r36_the_decode_pool_is_full(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        # One transfer runs; forty more are pushed, and there is memory for none.
+        running = w.d.expect("running", w.target.cache, [0])
+        first = w.push_side.push("running", w.source.cache, [0])
+        pushed = []
+        for number in range(40):
+            out = w.push_side.push(number, w.source.cache, [number % BLOCKS])
+            out.ready()
+            out.finish()
+            pushed.append(out)
+        first.ready()
+        first.finish()
+        assert (await running).complete, "those who wait hold up nobody"
+        assert not any(out.done() for out in pushed)
+        assert w.target.free(range(1, BLOCKS)), "no byte comes before there is memory"
+        # Blocks come free two at a time, in another order than they were asked for.
+        for number in reversed(range(0, 40, 2)):
+            pair = [
+                w.d.expect(number, w.target.cache, [30]),
+                w.d.expect(number + 1, w.target.cache, [31]),
+            ]
+            for inc in pair:
+                assert (await inc).complete
+                await inc.drained()
+        assert all([(await out).complete for out in pushed])
+        assert (await first).complete
+
+    play(scenario)
+
+
+def test_r39_a_transport_that_is_missing(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        for missing in ("ucx", ["ucx", "nccl"]):
+            with pytest.raises(kvwire.BackendUnavailable, match="ucx"):
+                await w.d.connect(w.address, transport=missing)
+        # Only preferred: another is taken, and the report says why.
+        assert w.pull_side.transport == w.address.scheme
+        report = {c.name: c for c in w.pull_side.transport_report.candidates}
+        assert report[w.address.scheme].taken
+        for name, candidate in report.items():
+            assert candidate.taken == (name == w.address.scheme)
+            assert candidate.reason
+
+    play(scenario, prefer=("ucx",))
+
+
+GARBAGE = {
+    "no header of kvwire": (b"GET / HTTP/1.1\r\nHost: kvwire\r\n\r\n", b""),
+    "a damaged header": (b"\x01" + bytes(31), b""),
+    "16 MiB before the handshake": (
+        encode_header(FrameType.DATA, Flag.CHECKED, 0, 16 * MIB, 1),
+        b"",
+    ),
+    "64 KiB before the handshake": (
+        encode_header(FrameType.OPEN, Flag.CHECKED, 0, 65_536, 1),
+        b"",
+    ),
+    "a HELLO of zeros": (
+        encode_header(FrameType.HELLO, Flag.CHECKED, 0, 224),
+        bytes(224),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_r43_what_is_no_handshake_costs_nothing(play: Play, what: str) -> None:
+    async def scenario(w: World) -> None:
+        header, body = GARBAGE[what]
+        stranger = await Stranger.at(w.address)
+        tracemalloc.start()
+        try:
+            stranger.say(header, body)
+            await stranger.closed
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < MIB, "nothing is allocated by the size it named"
+        assert await w.moves("t", LIST, DEST)
+
+    play(scenario)
+
+
+def test_r44_hashes_of_another_scheme_are_no_cold_cache(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        tokens = list(range(5 * SPEC.block_tokens))
+        mine = HashScheme(SPEC.block_tokens, b"one").block_hashes(tokens)
+        theirs = HashScheme(SPEC.block_tokens, b"two").block_hashes(tokens)
+        out = w.p.publish("t", w.source.cache, LIST, hashes=mine)
+        inc = w.pull_side.pull("t", w.target.cache, DEST, hashes=theirs, have=theirs)
+        out.ready()
+        for end in (out, inc):
+            outcome = await end
+            assert not outcome.complete
+            assert all("hashes" in reason for reason in outcome.missing.values())
+        # Told to the handshake, the scheme keeps the two apart from the start.
+        for seed, names in ((b"two", "hash_seed"), (b"one", "")):
+            profile = dict(HashScheme(SPEC.block_tokens, seed).to_pairs())
+            async with kvwire.open(name="decode-1", profile=profile) as other:
+                if names:
+                    with pytest.raises(kvwire.ProfileMismatch, match=names):
+                        await other.connect(w.address)
+                else:
+                    assert not (await other.connect(w.address)).closed
+
+    play(scenario, profile=dict(HashScheme(SPEC.block_tokens, b"one").to_pairs()))
+
+
+def test_r48_a_peer_that_is_not_found_fails_its_own_request(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        good = w.p.publish("good", w.source.cache, LIST)
+        inc = w.pull_side.pull("good", w.target.cache, DEST)
+        gone = await w.d.connect(w.address)
+        other_end = await w.p.accept()
+        gone.abort()
+        await other_end.wait_closed()
+        failed: list[Exception] = []
+
+        def hook(layer: int) -> None:
+            """What a forward pass calls for each layer, for two requests."""
+            try:
+                other_end.push("bad", w.source.cache, [0]).ready(layers=layer)
+            except kvwire.KVWireError as exc:
+                failed.append(exc)
+            good.ready(layers=layer)
+
+        for layer in range(SPEC.layers):
+            hook(layer)
+        good.finish()
+        assert len(failed) == SPEC.layers
+        assert all(isinstance(exc, kvwire.ConnectionClosed) for exc in failed)
+        nowhere = "127.0.0.1:1" if w.address.scheme == "tcp" else "inproc://nowhere"
+        with pytest.raises(OSError, match=r".+"):
+            await w.p.connect(nowhere)
+        assert (await inc).complete
+        assert same(w.source, LIST, w.target, DEST)
+
+    play(scenario)
