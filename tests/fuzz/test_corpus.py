@@ -18,7 +18,7 @@ from tests.fuzz.guard import (
 from tests.fuzz.mutate import INPUT_BYTES_MAX, mutations
 
 MUTATIONS = {"header": 4000, "decoder": 2000, "handshake": 1000, "connection": 400}
-FILES_MAX = 100
+FILES_MAX = 150
 
 every_target = pytest.mark.parametrize("name", TARGETS)
 
