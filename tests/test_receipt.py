@@ -1,126 +1,252 @@
-"""What a consumer checks of each segment before it has memory."""
+"""What a producer marks is compared with the consumer's plan; a hostile one loses."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvwire.errors import ProtocolError
-from kvwire.last_word import LastWord
-from kvwire.proto.events import SegmentMarked, TransferCommitted
-from kvwire.proto.requests import Request
-from kvwire.proto.segments import Box, Segment
-from kvwire.proto.state import Kind, State
-from tests.scenarios.world import Memory, same
-from tests.support.pairs import Pair, connected, until
+import kvwire
+from kvwire.kv.plan import Segment
+from kvwire.proto.segments import Segment as CoreSegment
+from kvwire.proto.segments import Transfer
+from kvwire.proto.state import Kind
+from kvwire.receipt import missing_chunks
+from kvwire.wire.control import Commit, Done, Landed, Mark, Settled
+from kvwire.wire.header import FrameType
+from tests.scenarios.world import LAYERS, SPEC, World, play, same
 
-BLOCKS = range(4)
-# (group, layer, layers, granule, granules): the first layer of all four blocks.
-FIRST_LAYER: Box = (0, 0, 1, 0, 4)
-
-
-async def begun(pair: Pair, source: Memory, target: Memory) -> tuple[Any, Any, Request]:
-    """A push that both sides have agreed on; its two ends, and the producer's core."""
-    incoming = pair.far.expect("x", target.cache, BLOCKS)
-    outgoing = pair.left.push("x", source.cache, BLOCKS)
-    core = pair.left.core
-    await until(lambda: any(r.state is State.MOVING for r in core._requests))
-    (request,) = core._requests
-    assert request.kind is Kind.OUTGOING
-    return incoming, outgoing, request
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+LAYER_BYTES = len(LIST) * SPEC.layer_block_bytes
 
 
-def layer_bytes(memory: Memory) -> int:
-    return sum(memory.tensors[0][block].nbytes for block in BLOCKS)
+class Hostile:
+    """An agreed transfer, one end of which says what its core did not."""
+
+    def __init__(self, w: World, out: kvwire.Outgoing, inc: kvwire.Incoming) -> None:
+        self.w, self.out, self.inc = w, out, inc
+
+    @classmethod
+    async def of(cls, w: World) -> Hostile:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        await w.until(lambda: inc.planned)
+        return cls(w, out, inc)
+
+    def say(self, frame_type: FrameType, body: Any, *, producer: bool = True) -> None:
+        end = self.out.deliveries[0] if producer else self.inc.receipt
+        assert end is not None
+        assert end.core is not None
+        assert end.core.wire_id is not None
+        outbox = end.connection.core.outbox
+        outbox.send(frame_type, body, request=end.core.wire_id)
+        end.connection.run()
+
+    async def broken(self, rule: str, by: kvwire.Connection) -> None:
+        """The connection ends, naming the rule, and the process lives."""
+        await by.wait_closed()
+        assert by.core.error is not None
+        assert rule in str(by.core.error)
+        self.inc.abort()
+        self.out.abort()
+        assert not (await self.inc).landed
+        await self.inc.drained()
+        assert self.w.target.free(range(32))
+        self.w.pull_side = await self.w.d.connect(self.w.address)
+        assert await self.w.moves("another", [6, 7], [20, 21])
 
 
-def mark(pair: Pair, request: Request, box: Box, nbytes: int) -> None:
-    """Mark what the producer's front would not."""
-    lent = pair.near.buffers.lend(memoryview(bytearray(nbytes)))
-    pair.left.core.transfers.mark(request, box, lent, nbytes)
-    pair.left.run()
+def check_hostile(act: Callable[[Hostile], None], rule: str, *, consumer: bool) -> None:
+    """One side acts against a rule; the other one refuses it by its id."""
 
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        act(hostile)
+        await hostile.broken(rule, w.pull_side if consumer else w.push_side)
 
-async def expect_refused(pair: Pair, incoming: Any, target: Memory, rule: str) -> None:
-    await until(lambda: pair.right.closed)
-    assert f"[{rule}]" in str(pair.right.core.error)
-    incoming.abort()
-    outcome = await incoming
-    assert not outcome.complete
-    await incoming.drained()
-    assert target.free(block for block in range(32) if block not in BLOCKS)
+    play(scenario, "inproc", resume=False)
 
 
 @pytest.mark.rule("KVW-TR-09", "keeps")
 @pytest.mark.rule("KVW-TR-11", "keeps")
-async def test_every_layer_once() -> None:
-    """What an honest producer does."""
-    async with connected("inproc") as pair:
-        source, target = Memory(), Memory()
-        source.stamp(BLOCKS)
-        incoming, outgoing, _ = await begun(pair, source, target)
-        outgoing.ready()
-        outgoing.finish()
-        outcome = await incoming
-        assert outcome.complete
-        await outgoing
-        assert same(source, BLOCKS, target, BLOCKS)
+def test_what_is_inside_the_plan_lands() -> None:
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        for layer in range(LAYERS):
+            for blocks in (slice(0, 2), slice(2, 5)):
+                hostile.out.ready(layer, blocks)
+        hostile.out.finish()
+        assert (await hostile.inc).complete
+        assert same(w.source, LIST, w.target, DEST)
 
-
-OUTSIDE: dict[str, tuple[Box, int]] = {
-    "another group": ((1, 0, 1, 0, 4), 0),
-    "a layer too many": ((0, 0, 5, 0, 4), 0),
-    "a layer beyond": ((0, 4, 1, 0, 4), 0),
-    "no layer": ((0, 0, 0, 0, 4), 0),
-    "a block too many": ((0, 0, 1, 0, 5), 0),
-    "the largest numbers": ((2**32 - 1,) * 5, 0),
-    "a byte too few": (FIRST_LAYER, -1),
-    "a byte too many": (FIRST_LAYER, 1),
-}
+    play(scenario, "inproc")
 
 
 @pytest.mark.rule("KVW-TR-09", "breaks")
-@pytest.mark.parametrize(("box", "beside"), OUTSIDE.values(), ids=list(OUTSIDE))
-async def test_a_segment_that_is_none(box: Box, beside: int) -> None:
-    """Its bytes get no memory, whatever it says of their number."""
-    async with connected("inproc") as pair:
-        source, target = Memory(), Memory()
-        incoming, _, request = await begun(pair, source, target)
-        mark(pair, request, box, layer_bytes(source) + beside)
-        await expect_refused(pair, incoming, target, "KVW-TR-09")
-        assert target.free(BLOCKS)
+@pytest.mark.parametrize(
+    ("box", "nbytes"),
+    [
+        ((1, 0, 1, 0, 5), LAYER_BYTES),
+        ((2**32 - 1, 0, 1, 0, 5), LAYER_BYTES),
+        ((0, 4, 1, 0, 5), LAYER_BYTES),
+        ((0, 0, 5, 0, 5), 5 * LAYER_BYTES),
+        ((0, 0, 0, 0, 5), 1),
+        ((0, 0, 1, 0, 6), 6 * SPEC.layer_block_bytes),
+        ((0, 0, 1, 5, 1), SPEC.layer_block_bytes),
+        ((0, 0, 1, 2**32 - 1, 2**32 - 1), SPEC.layer_block_bytes),
+        ((0, 0, 1, 0, 0), 1),
+        ((0, 0, 1, 0, 5), LAYER_BYTES - 1),
+        ((0, 0, 1, 0, 5), LAYER_BYTES + 1),
+        ((0, 0, 1, 0, 5), 1),
+        ((0, 0, 1, 0, 5), 64 * 1024**3),
+    ],
+    ids=str,
+)
+def test_a_mark_outside_the_plan(box: Any, nbytes: int) -> None:
+    def act(hostile: Hostile) -> None:
+        hostile.say(FrameType.MARK, Mark(1, box, nbytes))
+
+    check_hostile(act, "KVW-TR-09", consumer=True)
 
 
 @pytest.mark.rule("KVW-TR-11", "breaks")
-@pytest.mark.parametrize("again", [FIRST_LAYER, (0, 0, 1, 3, 1), (0, 0, 2, 2, 2)])
-async def test_a_segment_that_was_marked_before(again: Box) -> None:
-    """All of it, or any part: what has landed is not written twice."""
-    async with connected("inproc") as pair:
-        source, target = Memory(), Memory()
-        incoming, _, request = await begun(pair, source, target)
-        whole = layer_bytes(source)
-        mark(pair, request, FIRST_LAYER, whole)
-        mark(pair, request, again, whole // 4 * again[2] * again[4])
-        await expect_refused(pair, incoming, target, "KVW-TR-11")
+@pytest.mark.parametrize("box", [(0, 0, 1, 0, 5), (0, 0, 4, 0, 1), (0, 0, 1, 4, 1)])
+def test_a_mark_of_what_was_marked_before(box: Any) -> None:
+    def act(hostile: Hostile) -> None:
+        nbytes = box[2] * box[4] * SPEC.layer_block_bytes
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        hostile.say(FrameType.MARK, Mark(2, box, nbytes))
+
+    check_hostile(act, "KVW-TR-11", consumer=True)
 
 
-def last_word() -> LastWord:
-    """Of a transfer that was settled on a link that is lost."""
-    incoming: Any = SimpleNamespace(met=b"", key=b"x", end=b"")
-    receipt: Any = SimpleNamespace(connection=None, incarnation=bytes(16))
-    return LastWord(incoming, receipt, asks=False)
+@pytest.mark.rule("KVW-TR-11", "breaks")
+def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
+    """The consumer may be reading it."""
+
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        hostile.out.ready(layers=0)
+        await hostile.inc.layer(0)
+        before = hostile.inc.receipt
+        w.cut()
+        await w.until(
+            lambda: (
+                hostile.inc.receipt is not before
+                and hostile.out.deliveries[0].core is not None
+            )
+        )
+        await w.until(lambda: hostile.inc.told and hostile.inc.planned)
+        resumed = hostile.inc.receipt
+        assert resumed is not None
+        await w.until(lambda: hasattr(resumed, "_promised"))
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        await resumed.connection.wait_closed()
+        assert "KVW-TR-11" in str(resumed.connection.core.error)
+        assert same(w.source, LIST, w.target, DEST, layers=[0])
+        hostile.inc.abort()
+        hostile.out.abort()
+
+    play(scenario, "inproc")
 
 
-@pytest.mark.rule("KVW-TR-10", "keeps")
-@pytest.mark.rule("KVW-TR-10", "breaks")
-def test_a_settled_transfer_is_not_marked_again() -> None:
-    """The consumer may be using the memory for something else; a commit is fine."""
-    request = Request(kind=Kind.INCOMING, wire_id=None, buffer=None, nbytes=0)
-    segment = Segment(request=request, number=1, box=FIRST_LAYER, nbytes=5)
-    word = last_word()
-    word.event(TransferCommitted(request=request, complete=True))
-    with pytest.raises(ProtocolError) as caught:
-        word.event(SegmentMarked(segment=segment))
-    assert caught.value.rule == "KVW-TR-10"
+@pytest.mark.parametrize(
+    ("rule", "frame_type", "body"),
+    [
+        ("KVW-TR-03", FrameType.MARK, Mark(2, (0, 0, 1, 0, 5), LAYER_BYTES)),
+        ("KVW-TR-04", FrameType.COMMIT, Commit(1, True)),
+        ("KVW-RQ-01", FrameType.DONE, Done(0)),
+        ("KVW-TR-08", FrameType.LANDED, Landed((1,))),
+        ("KVW-TR-08", FrameType.SETTLED, Settled(())),
+    ],
+    ids=lambda value: value.name if isinstance(value, FrameType) else "",
+)
+def test_a_producer_that_speaks_out_of_turn(
+    rule: str, frame_type: FrameType, body: Any
+) -> None:
+    check_hostile(lambda h: h.say(frame_type, body), rule, consumer=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "frame_type", "body"),
+    [
+        ("KVW-TR-05", FrameType.LANDED, Landed((1,))),
+        ("KVW-TR-06", FrameType.SETTLED, Settled(())),
+        ("KVW-TR-08", FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES)),
+        ("KVW-TR-08", FrameType.COMMIT, Commit(0, True)),
+    ],
+    ids=lambda value: value.name if isinstance(value, FrameType) else "",
+)
+def test_a_consumer_that_speaks_out_of_turn(
+    rule: str, frame_type: FrameType, body: Any
+) -> None:
+    def act(hostile: Hostile) -> None:
+        hostile.say(frame_type, body, producer=False)
+
+    check_hostile(act, rule, consumer=False)
+
+
+def test_a_commit_that_comes_twice() -> None:
+    def act(hostile: Hostile) -> None:
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        for _ in range(2):
+            hostile.say(FrameType.COMMIT, Commit(1, True))
+
+    check_hostile(act, "KVW-TR-04", consumer=True)
+
+
+def test_payload_for_a_segment_that_was_not_marked() -> None:
+    def act(hostile: Hostile) -> None:
+        delivery = hostile.out.deliveries[0]
+        assert delivery.core is not None
+        assert delivery.core.wire_id is not None
+        framing = delivery.connection.core.outbox.framing
+        header = framing.payload(
+            FrameType.DATA, 4, request=delivery.core.wire_id, segment=7, check=None
+        )
+        delivery.connection.link.send(header, memoryview(b"evil"))
+        delivery.connection.link.flush()
+
+    check_hostile(act, "KVW-TR-07", consumer=True)
+
+
+@pytest.mark.parametrize("description", [b"", b"\xc1", bytes(48 * 1024), b"\x90" * 99])
+@pytest.mark.parametrize("kind", [Kind.OUTGOING, Kind.INCOMING])
+def test_a_description_that_is_none(kind: Kind, description: bytes) -> None:
+    """It fails its own transfer, by name, and the connection goes on."""
+
+    async def scenario(w: World) -> None:
+        waits = w.p.publish("t", w.source.cache, LIST)
+        expects = w.p.expect("t", w.source.cache, LIST)
+        request = w.pull_side.core.open_transfer(
+            Transfer(id=waits.key),
+            description,
+            pull=kind is Kind.INCOMING,
+            deadline=None,
+        )
+        w.pull_side.run()
+        await w.until(lambda: request.over)
+        assert not waits.done()
+        assert not expects.done()
+        waits.abort()
+        expects.abort()
+        assert await w.moves("u", [6, 7], [20, 21])
+
+    play(scenario, "inproc")
+
+
+def test_chunks_that_have_not_landed() -> None:
+    segment = CoreSegment(
+        request=None,  # type: ignore[arg-type]
+        number=1,
+        box=Segment(0, 0, 1, 0, 1).box,
+        nbytes=25,
+    )
+    # Marked, and never given memory: nothing of it can have come.
+    assert missing_chunks(segment, 10) == [(0, 10), (10, 10), (20, 5)]
+    segment.arrived = bytearray([2, 1, 0])
+    assert missing_chunks(segment, 10) == [(10, 10), (20, 5)]
+    segment.arrived = bytearray([2, 2, 2])
+    assert missing_chunks(segment, 10) == []
