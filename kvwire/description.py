@@ -29,6 +29,8 @@ from kvwire.limits import (
 GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 END_BYTES = 8
+# Arrays shorter than this have their count in their first byte.
+_FIXARRAY = 16
 
 
 class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -79,6 +81,8 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """
         data = msgspec.msgpack.encode(self)
         to_come = LANDED_BOX_BYTES * (LANDED_BOXES_MAX - len(self.landed))
+        if len(self.landed) < _FIXARRAY:
+            to_come += 2  # the count of a longer array has 3 bytes and not 1
         if len(data) > DESCRIPTION_BYTES_MAX - to_come:
             raise UsageError(
                 f"the description of this transfer has {len(data)} bytes and may have "
