@@ -67,6 +67,8 @@ class Exchange:
         self.live: dict[End, None] = {}
         self._waiting: dict[Key, End] = {}
         self._asked: dict[Key, dict[CoreRequest, Question]] = {}
+        # Under which name each of these questions waits.
+        self._stashed: dict[CoreRequest, Key] = {}
         self._last_words: dict[tuple[bytes, bytes], LastWord] = {}
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
 
@@ -153,16 +155,17 @@ class Exchange:
                 _refuse(connection, request, PeerError("it is taken"), WireCode.OTHER)
             case Answer.LATER:
                 # bounded: TRANSFERS_WAITING_MAX per connection, by the core
+                self._stashed[request] = key
                 self._asked.setdefault(key, {})[request] = (connection, event)
 
     def request_over(self, request: CoreRequest, connection: Connection) -> None:
         """A question has ended: refused, or the peer gave up, or is gone."""
-        transfer = connection.core.transfers.transfer(request)
-        key = (transfer.id, request.kind is Kind.OUTGOING)
-        asked = self._asked.get(key, {})
-        asked.pop(request, None)
-        if not asked:
-            self._asked.pop(key, None)
+        key = self._stashed.pop(request, None)
+        if key is not None:
+            asked = self._asked[key]
+            del asked[request]
+            if not asked:
+                del self._asked[key]
         connection.core.transfers.forget(request)
 
     def _ended(self, key: Key, description: Description) -> str:
@@ -204,6 +207,7 @@ class Exchange:
     def _ask_again(self, key: Key) -> None:
         """Ask once more for those who wait for a transfer of this name."""
         for connection, event in self._asked.pop(key, {}).values():
+            del self._stashed[event.request]
             self.opened(connection, event)
 
     # --- connections ------------------------------------------------------------------

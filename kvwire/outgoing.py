@@ -189,6 +189,9 @@ class Outgoing(KVTransfer):
         """Pull: the peer of a connection asks for it."""
         delivery = self._delivery(connection, self._known(connection, description))
         delivery.core, core.context = core, delivery
+        transfer = connection.core.transfers.transfer(core)
+        # Chunks are scheduled here, for whichever side is in the greater hurry.
+        transfer.priority = max(transfer.priority, self.priority)
         try:
             delivery.plan_with(description)
         except KVWireError as exc:

@@ -57,6 +57,22 @@ def test_r02_one_of_several_consumers_fails_while_the_others_run(play: Play) -> 
     play(scenario)
 
 
+def test_r02_consumers_on_one_connection(play: Play) -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+        first = w.pull_side.pull("t", w.target.cache, DEST)
+        second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
+        out.ready(layers=0)
+        await first.layer(0)
+        await second.layer(0)
+        first.abort("this rank has failed")
+        assert not any(o.complete for o in (await first, await second, await out))
+        # One of two has failed, and their connection carries the next ones.
+        assert await w.moves("u", [6, 7], [28, 29])
+
+    play(scenario)
+
+
 def test_r03_lease_expires_and_the_receiver_comes_late(play: Play) -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST, lease_s=0.05)
