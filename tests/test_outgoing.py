@@ -1,0 +1,265 @@
+"""The producer's end: finishing, giving up, several consumers, marks that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+import kvwire
+from tests.scenarios.world import LAYERS, SPEC, Memory, World, play, same
+
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
+
+
+@BOTH
+def test_a_block_finishes_at_its_end(transport: str) -> None:
+    async def scenario(w: World) -> None:
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        async with w.p.publish("t", w.source.cache, LIST) as out:
+            for layer in range(LAYERS):
+                out.ready(layers=layer)
+        assert (await inc).complete
+        assert (await out).complete
+
+    play(scenario, transport)
+
+
+@BOTH
+def test_a_block_that_is_left_by_an_exception_aborts(transport: str) -> None:
+    async def scenario(w: World) -> None:
+        inc = w.d.expect("t", w.target.cache, DEST)
+        out = w.push_side.push("t", w.source.cache, LIST)
+
+        async def prefill() -> None:
+            async with out:
+                out.ready(layers=0)
+                await inc.layer(0)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await prefill()
+        outcome = await inc
+        assert "ZeroDivisionError in the producer" in outcome.missing["kv", DEST[0]]
+        assert (await out).missing["kv", LIST[0]] == "ZeroDivisionError in the producer"
+
+    play(scenario, transport)
+
+
+def test_a_block_of_a_transfer_that_has_ended() -> None:
+    """It is no mistake of the producer, so nothing is raised."""
+
+    async def scenario(w: World) -> None:
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        async with w.p.publish("t", w.source.cache, LIST) as out:
+            out.ready(layers=0)
+            inc.abort("not needed")
+            await out
+            out.ready(layers=1)
+        assert out.done()
+
+    play(scenario, "inproc")
+
+
+@BOTH
+def test_reasons_reach_the_other_side(transport: str) -> None:
+    async def scenario(w: World) -> None:
+        for name, who in (("a", "producer"), ("b", "consumer")):
+            out = w.p.publish(name, w.source.cache, LIST)
+            inc = w.pull_side.pull(name, w.target.cache, DEST)
+            await w.until(lambda inc=inc: inc.planned)  # type: ignore[misc]
+            end: kvwire.Outgoing | kvwire.Incoming = out if who == "producer" else inc
+            reason = f"the {who} has other plans: " + "x" * 150
+            end.abort(reason)
+            for outcome in (await out, await inc):
+                (said,) = set(outcome.missing.values())
+                assert reason[:100] in said
+
+    play(scenario, transport)
+
+
+@BOTH
+def test_marks_from_threads_arrive(transport: str) -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+
+        def prefill(layers: range) -> None:
+            for layer in layers:
+                out.ready(layers=layer)
+
+        threads = [
+            threading.Thread(target=prefill, args=(range(n, LAYERS, 2),))
+            for n in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        closing = threading.Thread(target=out.finish)
+        closing.start()
+        closing.join()
+        assert (await inc).complete
+        assert same(w.source, LIST, w.target, DEST)
+
+    play(scenario, transport)
+
+
+def test_a_mark_after_a_future() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        kernels: list[Future[None]] = [Future() for _ in range(LAYERS)]
+        for layer, kernel in enumerate(kernels):
+            out.ready(layers=layer, after=kernel)
+        out.finish()
+        for layer in reversed(range(LAYERS)):
+            assert not inc.layer_landed(layer)
+            # Written until the very last moment.
+            w.source.tensors[layer][LIST] = 5.0 + layer
+            kernels[layer].set_result(None)
+            await inc.layer(layer)
+            assert (w.target.tensors[layer][DEST] == 5.0 + layer).all()
+        assert (await inc).complete
+
+    play(scenario, "inproc")
+
+
+def shard(rank: int) -> kvwire.KVSpec:
+    """One of two ranks: a head of its own, and twice the tokens in a block."""
+    return kvwire.KVSpec(
+        layers=LAYERS,
+        kv_heads=1,
+        shard=(rank, 2),
+        head_dim=16,
+        block_tokens=8,
+        dtype="float32",
+    )
+
+
+@BOTH
+def test_a_tensor_parallel_group_of_consumers(transport: str) -> None:
+    """Each rank takes its heads, into blocks of another size and layout."""
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, [3, 1, 4, 5], consumers=2)
+        ranks = []
+        for rank in range(2):
+            connection = await w.d.connect(w.address)
+            # HND, and 8 tokens a block where the producer has 4.
+            tensors = [np.zeros((6, 2, 1, 8, 16), np.float32) for _ in range(LAYERS)]
+            cache = kvwire.PagedCache(shard(rank), tensors, layout="HND")
+            ranks.append((tensors, connection.pull("t", cache, [5, 2])))
+        for layer in range(LAYERS):
+            out.ready(layers=layer)
+        out.finish()
+        assert (await out).complete
+        for rank, (tensors, inc) in enumerate(ranks):
+            assert (await inc).complete
+            for layer in range(LAYERS):
+                for place, pair in ((5, (3, 1)), (2, (4, 5))):
+                    both = [w.source.tensors[layer][block] for block in pair]
+                    # (kv, token, head, dim) of two blocks, and (kv, head, token, dim).
+                    expected = np.concatenate(both, axis=1)[:, :, rank]
+                    found = tensors[layer][place][:, 0]
+                    np.testing.assert_array_equal(found, expected)
+
+    play(scenario, transport)
+
+
+def test_a_consumer_that_never_comes_makes_the_rest_incomplete() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST, consumers=2, lease_s=0.5)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        outcome = await out
+        assert not outcome.complete
+        assert len(outcome.missing) == len(LIST)
+        # Who comes later is told why.
+        late = w.pull_side.pull("t", w.target.cache, DEST)
+        assert "lease" in (await late).missing["kv", DEST[0]]
+
+    play(scenario, "inproc")
+
+
+def test_more_consumers_than_were_published_for() -> None:
+    async def scenario(w: World) -> None:
+        with pytest.raises(kvwire.UsageError, match="consumers=0"):
+            w.p.publish("t", w.source.cache, LIST, consumers=0)
+        out = w.p.publish("t", w.source.cache, LIST)
+        first = w.pull_side.pull("t", w.target.cache, DEST)
+        await w.until(lambda: first.planned)
+        second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
+        assert "it is taken" in (await second).missing["kv", 20]
+        out.ready()
+        out.finish()
+        assert (await first).complete
+
+    play(scenario, "inproc")
+
+
+def test_consumers_that_want_other_tokens() -> None:
+    """What one of them takes for a prompt is not what the other one does."""
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+        first = w.pull_side.pull("t", w.target.cache, DEST, tokens=18)
+        await w.until(lambda: first.planned)
+        second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24], tokens=19)
+        for end in (first, second, out):
+            assert not (await end).complete
+        assert "tokens" in (await second).missing["kv", 20]
+
+    play(scenario, "inproc")
+
+
+def test_one_consumer_goes_on_while_another_is_reattached() -> None:
+    async def scenario(w: World) -> None:
+        other = await w.d.connect(w.address)
+        await w.p.accept()
+        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+        first = w.pull_side.pull("t", w.target.cache, DEST)
+        second = other.pull("t", w.target.cache, [20, 21, 22, 23, 24])
+        out.ready(layers=0)
+        await first.layer(0)
+        await second.layer(0)
+        w.push_side.abort("only this one")
+        out.ready(layers=slice(1, LAYERS))
+        out.finish()
+        assert all(o.complete for o in (await first, await second, await out))
+        assert same(w.source, LIST, w.target, DEST)
+        assert same(w.source, LIST, w.target, [20, 21, 22, 23, 24])
+
+    play(scenario, "inproc")
+
+
+def test_closing_one_consumer_s_connection_after_it_was_served() -> None:
+    """It carries nothing any more, so the others are not ended with it."""
+
+    async def scenario(w: World) -> None:
+        other = await w.d.connect(w.address)
+        other_end = await w.p.accept()
+        small = Memory(SPEC)
+        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+        first = other.pull("t", small.cache, DEST, have=hashes(), hashes=hashes())
+        second = w.pull_side.pull("t", w.target.cache, DEST)
+        await w.until(lambda: first.planned and second.planned)
+        out.ready()
+        out.finish()
+        assert (await first).complete
+        await asyncio.gather(other.close(), other_end.close())
+        assert (await second).complete
+        assert (await out).complete
+
+    play(scenario, "inproc")
+
+
+def hashes() -> list[bytes]:
+    return [b"%d" % n for n in range(len(LIST))]
