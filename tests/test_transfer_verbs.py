@@ -1,0 +1,258 @@
+"""The four verbs, called wrongly: the error names the field, and nothing was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvwire
+from tests.scenarios.world import BLOCKS, LAYERS, SPEC, Memory, World, play, same
+
+LIST = [3, 1, 4]
+DEST = [10, 11, 12]
+Verb = Callable[..., Any]
+
+
+def verbs(w: World) -> dict[str, Verb]:
+    return {
+        "publish": w.p.publish,
+        "push": w.push_side.push,
+        "pull": w.pull_side.pull,
+        "expect": w.d.expect,
+    }
+
+
+VERBS = pytest.mark.parametrize("verb", ["publish", "push", "pull", "expect"])
+
+
+@contextmanager
+def nothing_sent(w: World) -> Iterator[None]:
+    """Neither side may say a word, or keep anything."""
+    frames: list[object] = []
+    for connection in (w.pull_side, w.push_side):
+        link: Any = connection.link
+        send = link.send
+
+        def noted(*args: Any, send: Any = send) -> None:
+            frames.append(args[0])
+            send(*args)
+
+        link.send = noted
+    yield
+    assert not frames
+    for side in (w.p, w.d):
+        assert not side.exchange.live
+        assert not len(side.buffers)
+
+
+def grouped() -> kvwire.PagedCache:
+    groups = {name: (SPEC, Memory().tensors) for name in ("full", "window")}
+    return kvwire.PagedCache.grouped(groups)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"blocks": [3, BLOCKS]}, "block id 32 at position 1 is out of range"),
+    ({"blocks": [-1]}, "block id -1 at position 0 is out of range"),
+    ({"blocks": [3, 1, 3]}, "block id 3 is there twice, again at position 2"),
+    ({"blocks": []}, "0 blocks"),
+    ({"blocks": [1.5]}, "a flat sequence of block ids"),
+    ({"blocks": [[1], [2]]}, "not 2-dimensional"),
+    ({"blocks": {"window": [1]}}, "no group 'window'"),
+    ({"tokens": 3}, "tokens=3 is 1 blocks of 4 tokens"),
+    ({"tokens": 13}, "tokens=13 is 4 blocks of 4 tokens"),
+    ({"tokens": {"window": 12}}, "no group window"),
+    ({"priority": 256}, "priority=256: 0 to 255"),
+    ({"priority": -1}, "priority=-1: 0 to 255"),
+    ({"priority": 1.5}, "priority=1.5: 0 to 255"),
+    ({"lease_s": 0}, "lease_s=0: a number of seconds above 0"),
+    ({"lease_s": float("nan")}, "lease_s=nan"),
+    ({"lease_s": float("inf")}, "lease_s=inf"),
+    ({"deadline": -1.0}, "deadline=-1.0"),
+    ({"deadline": float("nan")}, "deadline=nan"),
+    ({"hashes": [b"a"]}, "hashes: 1 for the 3 blocks"),
+    ({"hashes": {"window": [b"a"]}}, "hashes: the groups are kv"),
+    ({"id": ""}, "a transfer id of 0 bytes"),
+    ({"id": "x" * 256}, "a transfer id of 256 bytes"),
+    ({"id": 1.5}, "transfer id 1.5: pass a str, bytes or int"),
+    ({"id": None}, "transfer id None: pass a str, bytes or int"),
+]
+
+
+@VERBS
+@pytest.mark.parametrize(("wrong", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_a_wrong_argument(verb: str, wrong: dict[str, Any], said: str) -> None:
+    async def scenario(w: World) -> None:
+        arguments: dict[str, Any] = {"id": "t", "blocks": LIST} | wrong
+        with nothing_sent(w), pytest.raises(kvwire.UsageError) as caught:
+            verbs(w)[verb](cache=w.source.cache, **arguments)
+        assert said in str(caught.value)
+
+    play(scenario, "inproc")
+
+
+@VERBS
+def test_a_wrong_cache(verb: str) -> None:
+    async def scenario(w: World) -> None:
+        call = verbs(w)[verb]
+        with nothing_sent(w):
+            with pytest.raises(kvwire.UsageError, match="list is not a kvwire"):
+                call("t", w.source.tensors, LIST)
+            with pytest.raises(kvwire.UsageError, match="has the groups full, window"):
+                call("t", grouped(), LIST)
+            with pytest.raises(kvwire.UsageError, match="group 'window' is missing"):
+                call("t", grouped(), {"full": LIST})
+            both = {"full": LIST, "window": LIST}
+            with pytest.raises(kvwire.UsageError, match=r"pass \{group: hashes\}"):
+                call("t", grouped(), both, hashes=[b"a"] * 3)
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.parametrize("verb", ["pull", "expect"])
+def test_a_wrong_have(verb: str) -> None:
+    async def scenario(w: World) -> None:
+        call = verbs(w)[verb]
+        with nothing_sent(w):
+            with pytest.raises(kvwire.UsageError, match="only with hashes="):
+                call("t", w.target.cache, DEST, have={b"a"})
+            with pytest.raises(kvwire.UsageError, match="or a predicate"):
+                call("t", w.target.cache, DEST, hashes=[b"a"] * 3, have=7)
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (lambda shape: [np.zeros(shape, np.float16)] * LAYERS, "dtype is float16"),
+        (lambda shape: [np.zeros(shape, np.float32)] * 3, "3 tensors for layers=4"),
+        (lambda shape: [[0.0]] * LAYERS, "neither a NumPy array nor a torch"),
+        (
+            lambda shape: [np.zeros((*shape[:-1], 8), np.float32)] * LAYERS,
+            "8",
+        ),
+        (
+            lambda shape: [np.zeros(shape[1:], np.float32)] * LAYERS,
+            "layout",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tensors: Callable[..., Any], said: str) -> None:
+    """A cache is refused where it is made, so no verb ever sees it."""
+    with pytest.raises(kvwire.UsageError, match=said):
+        kvwire.PagedCache(SPEC, tensors((BLOCKS, 2, 4, 2, 16)))
+
+
+def test_tensors_that_are_not_contiguous_are_moved_as_they_lie() -> None:
+    """Strides are read and not assumed; what lies between is left alone."""
+
+    async def scenario(w: World) -> None:
+        wide = [np.full((BLOCKS, 2, 4, 2, 32), -1.0, np.float32) for _ in range(LAYERS)]
+        cache = kvwire.PagedCache(SPEC, [tensor[..., :16] for tensor in wide])
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", cache, DEST)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        for layer, tensor in enumerate(wide):
+            sent = w.source.tensors[layer][LIST]
+            assert (tensor[DEST][..., :16] == sent).all()
+            assert (tensor[..., 16:] == -1.0).all()
+
+    play(scenario, "inproc")
+
+
+@VERBS
+@pytest.mark.parametrize("id", ["t", b"t", 7, -7])
+def test_names_of_all_kinds(verb: str, id: str | bytes | int) -> None:
+    async def scenario(w: World) -> None:
+        for other in ("7", b"7", "-7"):
+            w.p.publish(other, w.source.cache, [0]).abort()
+        if verb in ("publish", "pull"):
+            out = w.p.publish(id, w.source.cache, LIST)
+            inc = w.pull_side.pull(id, w.target.cache, DEST)
+        else:
+            inc = w.d.expect(id, w.target.cache, DEST)
+            out = w.push_side.push(id, w.source.cache, LIST)
+        assert repr(id) in repr(out)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        assert same(w.source, LIST, w.target, DEST)
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.parametrize("verb", ["publish", "expect"])
+def test_an_id_that_is_in_use(verb: str) -> None:
+    async def scenario(w: World) -> None:
+        call = verbs(w)[verb]
+        first = call("t", w.source.cache, LIST)
+        with pytest.raises(kvwire.UsageError, match="already, and has not ended"):
+            call("t", w.source.cache, LIST)
+        # As text, bytes and number it is three names.
+        others = [call(id, w.source.cache, LIST) for id in (b"t", 116)]
+        for end in (first, *others):
+            end.abort()
+        call("t", w.source.cache, LIST).abort()
+
+    play(scenario, "inproc")
+
+
+@VERBS
+@pytest.mark.parametrize("form", ["number", "instant", "timedelta"])
+def test_deadlines_in_every_form(verb: str, form: str) -> None:
+    async def scenario(w: World) -> None:
+        began = w.d.loop.time()
+        deadline: Any = {
+            "number": 5.0,
+            "instant": began + 5.0,
+            "timedelta": timedelta(seconds=5),
+        }[form]
+        end = verbs(w)[verb]("t", w.source.cache, LIST, deadline=deadline)
+        outcome = await end
+        assert w.d.loop.time() - began == pytest.approx(5.0, abs=0.1)
+        assert "deadline" in outcome.missing["kv", LIST[0]]
+        await end.drained()
+
+    play(scenario, "inproc")
+
+
+def test_a_deadline_in_the_middle_is_told_to_the_other_side() -> None:
+    """What has landed by then is the outcome, and stays."""
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=1.0)
+        out.ready(blocks=slice(0, 2))
+        outcome = await inc
+        assert outcome.landed.ids().tolist() == DEST[:2]
+        assert outcome.usable_prefix == 2
+        assert "deadline" in outcome.missing["kv", DEST[2]]
+        produced = await out
+        assert produced.landed.ids().tolist() == LIST[:2]
+        assert "deadline" in produced.missing["kv", LIST[2]]
+        assert same(w.source, LIST[:2], w.target, DEST[:2])
+        assert w.target.free(DEST[2:])
+
+    play(scenario, "inproc")
+
+
+@VERBS
+def test_on_what_is_closed(verb: str) -> None:
+    async def scenario(w: World) -> None:
+        call = verbs(w)[verb]
+        await w.p.close()
+        await w.d.close()
+        for _ in range(2):
+            with pytest.raises(kvwire.ConnectionClosed):
+                call("t", w.source.cache, LIST, deadline=0.1)
+        for side in (w.p, w.d):
+            assert not side.exchange.live
+
+    play(scenario, "inproc")
