@@ -33,10 +33,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
+from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Address, MemoryKind
+
+if TYPE_CHECKING:
+    from kvwire.lane import Lane, LaneContext
 
 API_VERSION: Final = 1
 """Raised when a backend written for the previous contract would misbehave."""
@@ -50,12 +54,16 @@ class Capabilities:
     """What a backend can do; the core plans with this and nothing else.
 
     Attributes:
+        links: It carries control links: it has addresses of its own.
+        lanes: It carries data beside the control link of any transport.
         same_process: Both ends live in one process.
         same_host: Works only between processes of one host.
         memory_kinds: Kinds of memory a payload may lie in.
         confidential: Nobody on the path can read payload bytes.
     """
 
+    links: bool = True
+    lanes: bool = False
     same_process: bool = False
     same_host: bool = False
     memory_kinds: frozenset[MemoryKind] = field(
@@ -224,6 +232,14 @@ class Backend(ABC):
 
         Cancel safety: safe, a half-made link is closed.
         """
+
+    def open_lane(self, context: LaneContext) -> Lane:
+        """Prepare a data path beside a control link; see :mod:`kvwire.lane`.
+
+        Raises:
+            BackendUnavailable: It has none, or it cannot be used here.
+        """
+        raise BackendUnavailable(f"{self.scheme} carries no data beside another link")
 
     async def aclose(self) -> None:
         """Free what the backend itself holds; its links are closed before.

@@ -48,6 +48,21 @@ LINK_QUEUE_BYTES: Final = 2 * MIB
 # Bytes one wake-up of the loop may move before other connections get their turn.
 WAKEUP_BYTES: Final = 4 * MIB
 
+# --- lanes ----------------------------------------------------------------------------
+# Data paths beside one control link, which is number 0. Several sockets help while one
+# core cannot fill the wire: beyond eight they only share it.
+LANES_MAX: Final = 16
+# What a lane's other side needs to come up: UCX worker addresses are the longest, a few
+# hundred bytes for each device of the host.
+BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
+# What names a payload to the receiver's lane. Where it lies, on the same host: one
+# chunk of 1 MiB in fragments of 512 bytes at 16 bytes each.
+TICKET_BYTES_MAX: Final = 32 * KIB
+# Payloads that one lane has and the receiver has not taken yet.
+LANE_PAYLOADS_MAX: Final = 256
+# How long a lane may take to come up before the next transport is tried.
+LANE_TIMEOUT_S: Final = 2.0
+
 # --- tables ---------------------------------------------------------------------------
 # Requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096
@@ -149,6 +164,9 @@ assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - 
 assert LANDED_BOX_BYTES * LANDED_BOXES_MAX < DESCRIPTION_BYTES_MAX - 16 * KIB
 assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
+assert TICKET_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
+assert BOOTSTRAP_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
+assert LANE_TIMEOUT_S < HANDSHAKE_TIMEOUT_S
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
 assert PING_MISSES_MIN <= PING_MISSES <= PING_MISSES_MAX
 assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2
