@@ -33,7 +33,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
@@ -84,6 +84,24 @@ class Availability:
 
     available: bool
     reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact of this machine that bears on a transport; ``kvwire doctor`` prints it.
+
+    Attributes:
+        name: What was looked at, in a few words: "ptrace scope", "receive buffer".
+        state: ``"ok"``; ``"warn"``: it works, but slower or not with every peer;
+            ``"missing"``: it does not work without.
+        text: One line: what was found, and what follows from it.
+        remedy: What the user can do about it, such as an install line; or "".
+    """
+
+    name: str
+    state: Literal["ok", "warn", "missing"]
+    text: str
     remedy: str = ""
 
 
@@ -210,6 +228,15 @@ class Backend(ABC):
     @abstractmethod
     def availability(cls) -> Availability:
         """Whether this backend can run in this process now. Cheap; never raises."""
+
+    @classmethod
+    def diagnose(cls) -> tuple[Finding, ...]:
+        """What else a user should know of this machine, for ``kvwire doctor``.
+
+        May take some 100 ms and look at devices, kernel settings and libraries. Called
+        whether or not the backend is available; never raises.
+        """
+        return ()
 
     @abstractmethod
     async def listen(
