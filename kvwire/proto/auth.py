@@ -45,6 +45,7 @@ class Keys:
     confirm: bytes = field(repr=False)
     seal: dict[Role, bytes] = field(repr=False)
     grant: dict[Role, bytes] = field(repr=False)
+    lane: bytes = field(repr=False)
 
     @classmethod
     def derive(cls, psk: bytes, nonce_client: bytes, nonce_server: bytes) -> Keys:
@@ -59,7 +60,12 @@ class Keys:
             confirm=expand("client proof"),
             seal={role: expand(f"seal {role.name.lower()}") for role in Role},
             grant={role: expand(f"grant {role.name.lower()}") for role in Role},
+            lane=expand("lane"),
         )
+
+    def lane_secret(self, number: int) -> bytes:
+        """32 bytes for the two halves of one lane to know each other by."""
+        return hmac.digest(self.lane, number.to_bytes(4, "little"), "sha256")
 
     def server_proof(self, transcript: bytes) -> bytes:
         """What ACCEPT carries: the server saw this HELLO and holds the key."""

@@ -22,21 +22,18 @@ from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
-    PeerError,
     PeerUnresponsive,
     RequestCancelled,
-    RequestError,
     UnexpectedFrame,
     WireCode,
-    error_from_code,
-    shown,
 )
-from kvwire.limits import REASON_CHARS_MAX
+from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, Parts, check_numbers
 from kvwire.proto.events import Ended
 from kvwire.proto.flows import Arrival, Chunk, Flows, Place
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Agreement
 from kvwire.proto.holds import Holds
+from kvwire.proto.lanes import Lanes
 from kvwire.proto.liveness import Liveness, Verdict
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
@@ -51,22 +48,9 @@ from kvwire.types import Access as Direction
 from kvwire.types import BufferId, RegionId
 from kvwire.wire.control import (
     Access,
-    Agree,
-    Announce,
-    Body,
     Close,
-    Commit,
-    Credit,
-    Done,
-    Fail,
-    Landed,
-    Mark,
-    Open,
     Ping,
-    Ready,
-    Settled,
     decode_body,
-    narrowed,
 )
 from kvwire.wire.header import FIRST_PAYLOAD_TYPE, FrameType, Header
 from kvwire.wire.hello import Terms
@@ -80,12 +64,6 @@ _CONTROL = frozenset(
 # Plain numbers: comparing an int with a member of an enum is several times as slow.
 _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
-# Those that speak of the connection and not of a request.
-_NO_REQUEST = frozenset(
-    {FrameType.PING, FrameType.PONG, FrameType.CLOSE, FrameType.CREDIT}
-)
-# Those that begin when the application at the other end does its part.
-_MET_BY_PEER = frozenset({Kind.SEND, Kind.OUTGOING, Kind.INCOMING})
 
 
 class Connection:
@@ -95,6 +73,7 @@ class Connection:
         agreement: What the handshake agreed on.
         outbox: Frames to send and events to deal with.
         holds: Shared by the connections of a communicator.
+        lanes: Data paths beside the control link.
         phase: How far the connection is.
         error: Why it is closed, once it is.
     """
@@ -133,6 +112,13 @@ class Connection:
             holds,
             agreement.terms.chunk_bytes,
         )
+        self.lanes = Lanes(
+            role,
+            self.outbox,
+            self._flows,
+            place=self._data_header,
+            landed=self._data_landed,
+        )
         self._grants = Grants(agreement.keys.grant[role])
         self._onesided = OneSided(
             self.outbox, self._requests, self._flows, self._grants
@@ -142,6 +128,20 @@ class Connection:
         )
         self._voice = Voice(interval_s=ping_interval_s, now=now, said=framing.sent)
         self._close_by: float | None = None
+        parts = Parts(
+            self._messages,
+            self._onesided,
+            self.transfers,
+            self.lanes,
+            self._liveness,
+        )
+        self._dispatch = Dispatch(
+            self.outbox,
+            self._requests,
+            parts,
+            check_may_start=self._check_may_start,
+            peer_closed=self._peer_closed,
+        )
 
     @property
     def closed(self) -> bool:
@@ -169,20 +169,12 @@ class Connection:
                 self._check_may_start(header)
             return self._messages.message_header(header)
         if header.type == _DATA:
-            if header.segment:
-                return self.transfers.data_header(header)
-            return self._flows.data_header(header)
+            return self._data_header(header)
         if header.type not in _CONTROL:
             raise UnexpectedFrame(
                 "KVW-CN-01", f"{FrameType(header.type).name} after the handshake"
             )
-        if header.segment or header.offset:
-            raise UnexpectedFrame("KVW-CN-02", "a control frame with data fields")
-        if (header.request == 0) != (header.type in _NO_REQUEST):
-            raise UnexpectedFrame(
-                "KVW-CN-02",
-                f"{FrameType(header.type).name} for request {header.request}",
-            )
+        check_numbers(header)
         return Arrival(Place.CONTROL, header, raw=bytes(raw))
 
     def body_received(
@@ -207,13 +199,18 @@ class Connection:
             self._messages.message_landed(arrival, intact=intact)
             if self.phase is Phase.OPEN:
                 return  # there is nothing to acknowledge, and nothing to end
-        elif header.type == _DATA and header.segment:
-            self.transfers.data_landed(arrival, intact=intact)
         elif header.type == _DATA:
-            self._flows.data_landed(arrival, intact=intact)
+            self._data_landed(arrival, intact)
         elif self.error is None:
             plain = self.outbox.framing.open(header, arrival.raw, body)
-            self._control(header, decode_body(header.type, plain), now)
+            body_read = decode_body(header.type, plain)
+            self._dispatch.control(header, body_read, now)
+        self._settle()
+
+    def payload_landed(self, arrival: Arrival, now: float, *, intact: bool) -> None:
+        """A lane has put a payload in place; see ``body_received``."""
+        self._liveness.heard(now)
+        self.lanes.payload_landed(arrival, intact=intact)
         self._settle()
 
     def heard(self, now: float) -> None:
@@ -221,13 +218,22 @@ class Connection:
         self._liveness.heard(now)
 
     def chunk_sent(self, chunk: Chunk) -> None:
-        """The link no longer needs the memory of a chunk."""
-        self._flows.chunk_sent(chunk)
+        """The link, or the lane, no longer needs the memory of a chunk."""
+        if chunk.lane:
+            self.lanes.payload_sent(chunk)
+        else:
+            self._flows.chunk_sent(chunk)
+        self._settle()
+
+    def lane_gone(self, number: int, reason: str) -> None:
+        """Our half of a lane touches no memory any more, or never came up."""
+        self.lanes.lower(number, reason)
         self._settle()
 
     def link_lost(self, error: ConnectionClosed | None = None) -> None:
-        """The link has ended and touches no memory any more; the last call."""
+        """The link has ended and touches no memory any more; only lanes may follow."""
         self._flows.link_gone()
+        self.lanes.link_gone()
         self._messages.link_gone()
         if not self.closed:
             self._end(error or ConnectionLost("the peer closed the connection"))
@@ -426,77 +432,16 @@ class Connection:
 
     # --- inside -----------------------------------------------------------------------
 
-    def _control(self, header: Header, body: Body, now: float) -> None:
-        if header.type in _NO_REQUEST:
-            self._connection_control(header, body, now)
-        elif header.type >= FrameType.OPEN:
-            self._transfer_control(header, body)
+    def _data_header(self, header: Header) -> Arrival:
+        if header.segment:
+            return self.transfers.data_header(header)
+        return self._flows.data_header(header)
+
+    def _data_landed(self, arrival: Arrival, intact: bool) -> None:
+        if arrival.header.segment:
+            self.transfers.data_landed(arrival, intact=intact)
         else:
-            self._request_control(header, body)
-
-    def _connection_control(self, header: Header, body: Body, now: float) -> None:
-        match header.type:
-            case FrameType.PING:
-                self._liveness.ping_received(now)
-                self.outbox.send(FrameType.PONG, body)
-            case FrameType.PONG:
-                self._liveness.pong_received(narrowed(body, Ping).number)
-            case FrameType.CLOSE:
-                self._peer_closed(narrowed(body, Close))
-            case _:
-                self._messages.credit_received(narrowed(body, Credit))
-
-    def _request_control(self, header: Header, body: Body) -> None:
-        match header.type:
-            case FrameType.ANNOUNCE:
-                self._check_may_start(header)
-                self._messages.announced(header, narrowed(body, Announce))
-            case FrameType.READY:
-                self._messages.ready_received(header, narrowed(body, Ready))
-            case FrameType.PUT | FrameType.GET:
-                self._check_may_start(header)
-                self._onesided.asked(header, narrowed(body, Access))
-            case FrameType.DONE:
-                self._done(header, narrowed(body, Done))
-            case _:
-                self._failed(header, narrowed(body, Fail))
-
-    def _done(self, header: Header, body: Done) -> None:
-        request = self._requests.find(header.request)
-        if request is not None and request.kind is Kind.INCOMING:
-            self.transfers.confirmed(request)
-        else:
-            self._onesided.done_received(header, body)
-
-    def _transfer_control(self, header: Header, body: Body) -> None:
-        match header.type:
-            case FrameType.OPEN:
-                self._check_may_start(header)
-                self.transfers.opened(header, narrowed(body, Open))
-            case FrameType.AGREE:
-                self.transfers.agreed(header, narrowed(body, Agree))
-            case FrameType.MARK:
-                self.transfers.marked(header, narrowed(body, Mark))
-            case FrameType.LANDED:
-                self.transfers.landed_received(header, narrowed(body, Landed))
-            case FrameType.COMMIT:
-                self.transfers.committed(header, narrowed(body, Commit))
-            case _:
-                self.transfers.settled(header, narrowed(body, Settled))
-
-    def _failed(self, header: Header, body: Fail) -> None:
-        request = self._requests.find(header.request)
-        if request is None:
-            self._messages.withdrawn(header.request)
-            return
-        # Whole, as it may name every field that differs.
-        text = f"the peer ended it: {shown(body.reason, REASON_CHARS_MAX)}"
-        error = error_from_code(body.code, text)
-        if request.kind in _MET_BY_PEER and body.code == WireCode.GOING_AWAY:
-            error = ClosedOK(text)
-        elif not isinstance(error, RequestError):
-            error = PeerError(text)
-        self._requests.fail(request, error, tell=None)
+            self._flows.data_landed(arrival, intact=intact)
 
     def _peer_closed(self, body: Close) -> None:
         if self.phase in (Phase.ANSWERING, Phase.CLOSED):
@@ -507,7 +452,7 @@ class Connection:
         for request in self._messages.posted:
             self._abandon(request, closed, None)
         for request in self._requests:
-            if request.kind in _MET_BY_PEER and request.state is State.POSTED:
+            if request.kind in MET_BY_PEER and request.state is State.POSTED:
                 self._abandon(request, closed, None)
         if self.closed:
             self._end(closed, graceful=True)
@@ -515,6 +460,7 @@ class Connection:
     def _settle(self) -> None:
         """Take the step to the end when nothing is left to deliver."""
         self.transfers.acknowledge()
+        self.lanes.acknowledge()
         if self.phase not in (Phase.FLUSHING, Phase.ANSWERING):
             return
         if len(self._requests):

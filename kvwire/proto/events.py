@@ -13,6 +13,7 @@ from kvwire.errors import ConnectionClosed, KVWireError
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
+    from kvwire.proto.flows import Arrival
     from kvwire.proto.requests import Request
     from kvwire.proto.segments import Segment
 
@@ -100,6 +101,41 @@ class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
 
 
+class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """Server: the client wants a lane; answer with ``join`` or ``lower``."""
+
+    lane: int
+    backend: str
+    bootstrap: bytes
+
+
+class LaneAnswered(msgspec.Struct, frozen=True, kw_only=True):
+    """Client: the server's half is up; answer with ``up`` or ``lower``."""
+
+    lane: int
+    bootstrap: bytes
+
+
+class LaneRaised(msgspec.Struct, frozen=True, kw_only=True):
+    """Server: both halves are up. Of lane 0: no more will be raised."""
+
+    lane: int
+
+
+class LaneLowered(msgspec.Struct, frozen=True, kw_only=True):
+    """The peer's half is gone: end ours, then call ``lower``."""
+
+    lane: int
+    reason: str
+
+
+class AsideReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """A payload comes on a lane: receive it there, then call ``payload_landed``."""
+
+    arrival: Arrival
+    ticket: bytes
+
+
 Event = (
     RequestDone
     | MemoryWanted
@@ -111,4 +147,9 @@ Event = (
     | SegmentsAcknowledged
     | TransferCommitted
     | TransferSettled
+    | LaneAsked
+    | LaneAnswered
+    | LaneRaised
+    | LaneLowered
+    | AsideReceived
 )

@@ -47,7 +47,10 @@ class Place(enum.Enum):
 
 
 class Arrival(msgspec.Struct, eq=False):
-    """One frame whose header has been accepted and whose body is under way."""
+    """One frame whose header has been accepted and whose body is under way.
+
+    Its payload comes on the control link, or on a lane as the ``index``-th there.
+    """
 
     place: Place
     header: Header
@@ -56,6 +59,8 @@ class Arrival(msgspec.Struct, eq=False):
     request: Request | None = None
     segment: Segment | None = None
     raw: bytes = b""
+    lane: int = 0
+    index: int = 0
 
     @property
     def length(self) -> int:
@@ -64,9 +69,29 @@ class Arrival(msgspec.Struct, eq=False):
 
 
 class Chunk:
-    """One piece of payload to send: ``length`` bytes of ``buffer`` from ``offset``."""
+    """One piece of payload to send: ``length`` bytes of ``buffer`` from ``offset``.
 
-    __slots__ = ("buffer", "length", "mover", "offset", "position")
+    Attributes:
+        lane: Which lane carries it; 0 for the control link.
+        quiet: On a lane: whether that lane no longer needs its memory.
+        taken: On a lane: whether it has arrived; None while that is not known.
+    """
+
+    __slots__ = (
+        "buffer",
+        "index",
+        "lane",
+        "length",
+        "mover",
+        "offset",
+        "position",
+        "quiet",
+        "taken",
+    )
+
+    index: int
+    quiet: bool
+    taken: bool | None
 
     def __init__(self, mover: Mover, position: int, length: int) -> None:
         assert mover.buffer is not None
@@ -75,6 +100,7 @@ class Chunk:
         self.position = position
         self.offset = mover.base + position
         self.length = length
+        self.lane = 0
 
     @property
     def request_and_segment(self) -> tuple[Request, int]:
@@ -101,6 +127,8 @@ class Flows:
         self._on_segment_sent: Callable[[Segment], None] | None = None
         # Ordered, so that a run of the core is the same each time.
         self._leaving: dict[Chunk, None] = {}
+        # Chunks that got lost with their lane.
+        self._again: deque[Chunk] = deque()
         self._landing: dict[Arrival, None] = {}
 
     # --- sending ----------------------------------------------------------------------
@@ -127,7 +155,7 @@ class Flows:
     @property
     def sending(self) -> bool:
         """Whether there may be a chunk to send."""
-        return bool(self._turns) and len(self._leaving) < LINK_CHUNKS_MAX
+        return bool(self._turns or self._again) and len(self._leaving) < LINK_CHUNKS_MAX
 
     def next_chunk(self) -> Chunk | None:
         """The next piece to send. Its memory is held until :meth:`chunk_sent`.
@@ -135,6 +163,14 @@ class Flows:
         A higher priority goes first; within one priority each takes its turn.
         """
         while self.sending:
+            if self._again:
+                chunk = self._again.popleft()
+                if chunk.mover.state is State.MOVING:
+                    self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
+                    return chunk
+                chunk.mover.in_flight -= 1
+                self._holds.drop(chunk.buffer)
+                continue
             priority = max(self._turns)
             turn = self._turns[priority]
             mover = turn.popleft()
@@ -179,6 +215,12 @@ class Flows:
             mover.advance(Input.CONFIRMED)
         if mover.over:
             self._requests.finish(mover)
+
+    def chunk_missed(self, chunk: Chunk) -> None:
+        """A chunk got lost with its lane: it is sent again, before all others."""
+        self._leaving.pop(chunk)
+        chunk.lane = 0
+        self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
 
     # --- receiving --------------------------------------------------------------------
 
@@ -235,8 +277,8 @@ class Flows:
         """Let a body land in a buffer, which is held until it has."""
         self._holds.take(buffer)
         arrival = Arrival(Place.BUFFER, header, buffer, offset, request, segment)
-        # One for each link, since a link names one payload's place at a time.
-        self._landing[arrival] = None  # bounded: LINK_QUEUE_BYTES
+        # One on the control link, which names one payload's place at a time.
+        self._landing[arrival] = None  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
         return arrival
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
@@ -266,18 +308,31 @@ class Flows:
         self._landing.pop(arrival)
         self._holds.drop(arrival.buffer)
 
+    def missed(self, arrival: Arrival) -> None:
+        """An arrival got lost with its lane, and may come again."""
+        self.release(arrival)
+        number = arrival.header.offset // self._chunk_bytes
+        if arrival.segment is not None:
+            arrival.segment.arrived[number] = 0
+        else:
+            assert arrival.request is not None
+            assert arrival.request.arrived is not None
+            arrival.request.arrived.forget(number)
+
     # --- the end ----------------------------------------------------------------------
 
     def link_gone(self) -> None:
-        """The link has ended and touches nothing any more: drop every hold of it."""
-        for chunk in self._leaving:
+        """The control link has ended and touches nothing any more: drop its holds.
+
+        What lanes hold is dropped when they have ended.
+        """
+        for chunk in [*(c for c in self._leaving if not c.lane), *self._again]:
+            self._leaving.pop(chunk, None)
             chunk.mover.in_flight -= 1
             self._holds.drop(chunk.buffer)
-        for arrival in self._landing:
-            assert arrival.buffer is not None
-            self._holds.drop(arrival.buffer)
-        self._leaving.clear()
-        self._landing.clear()
+        for arrival in [a for a in self._landing if not a.lane]:
+            self.release(arrival)
+        self._again.clear()
         self._turns.clear()
         self._behind.clear()
         self._queued = 0

@@ -11,14 +11,18 @@ class Seen:
     for with the payload of a whole chunk.
     """
 
-    __slots__ = ("_beyond", "_next")
+    __slots__ = ("_beyond", "_holes", "_next")
 
     def __init__(self) -> None:
         self._next = 0
         self._beyond: set[int] = set()
+        self._holes: set[int] = set()
 
     def note(self, number: int) -> bool:
         """Note a chunk; False if it had come before."""
+        if number in self._holes:
+            self._holes.remove(number)
+            return True
         if number < self._next or number in self._beyond:
             return False
         if number > self._next:
@@ -30,3 +34,10 @@ class Seen:
             self._beyond.remove(self._next)
             self._next += 1
         return True
+
+    def forget(self, number: int) -> None:
+        """A chunk that was noted has got lost with its lane: it may come again."""
+        if number in self._beyond:
+            self._beyond.remove(number)
+        else:
+            self._holes.add(number)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX

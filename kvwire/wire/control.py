@@ -16,15 +16,20 @@ from msgspec import Meta
 from kvwire.errors import MalformedFrame
 from kvwire.limits import (
     BACKENDS_MAX,
+    BOOTSTRAP_BYTES_MAX,
+    CHUNK_BYTES_MAX,
     DESCRIPTION_BYTES_MAX,
     EAGER_WINDOW_BYTES_MAX,
     LANDED_MAX,
+    LANE_PAYLOADS_MAX,
+    LANES_MAX,
     NAME_CHARS_MAX,
     PROFILE_FIELDS_MAX,
     REASON_CHARS_MAX,
     REQUEST_BYTES_MAX,
     SEGMENTS_MAX,
     SETTLED_MAX,
+    TICKET_BYTES_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
 from kvwire.wire.header import FrameType
@@ -39,7 +44,9 @@ Bytes = Annotated[int, Meta(ge=0, le=REQUEST_BYTES_MAX)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Bootstrap = Annotated[bytes, Meta(max_length=4096)]
+Bootstrap = Annotated[bytes, Meta(max_length=BOOTSTRAP_BYTES_MAX)]
+Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES_MAX)]
+LaneNumber = Annotated[int, Meta(ge=1, le=LANES_MAX)]
 TransferId = Annotated[bytes, Meta(min_length=1, max_length=TRANSFER_ID_BYTES_MAX)]
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
 SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
@@ -54,7 +61,6 @@ class BackendOffer(Body, array_like=True, frozen=True, gc=False):
 
     name: Name
     api_version: U16
-    bootstrap: Bootstrap = b""
 
 
 class Offer(Body, array_like=True, frozen=True, gc=False):
@@ -72,11 +78,15 @@ class Offer(Body, array_like=True, frozen=True, gc=False):
 
 
 class Verdict(Body, array_like=True, frozen=True, gc=False):
-    """What the server decided about one transport."""
+    """What the server decided about one transport.
+
+    ``possible`` ones carry the data if none before them in the list comes up.
+    """
 
     name: Name
     taken: bool
     reason: Reason
+    possible: bool = False
 
 
 class Choice(Body, array_like=True, frozen=True, gc=False):
@@ -87,7 +97,6 @@ class Choice(Body, array_like=True, frozen=True, gc=False):
     profile: Annotated[
         tuple[tuple[Name, Name], ...], Meta(max_length=PROFILE_FIELDS_MAX)
     ]
-    bootstrap: Bootstrap = b""
 
 
 class Ping(Body, array_like=True, frozen=True, gc=False):
@@ -107,6 +116,51 @@ class Credit(Body, array_like=True, frozen=True, gc=False):
 
     messages: Annotated[int, Meta(ge=1, le=2**20)]
     nbytes: Annotated[int, Meta(ge=0, le=EAGER_WINDOW_BYTES_MAX)]
+
+
+class Raise(Body, array_like=True, frozen=True, gc=False):
+    """RAISE: the client asks for a lane, the server answers with its own half."""
+
+    lane: LaneNumber
+    backend: Name
+    bootstrap: Bootstrap
+
+
+class Raised(Body, array_like=True, frozen=True, gc=False):
+    """RAISED: the lane is up on both sides; of lane 0: no more will be raised."""
+
+    lane: Annotated[int, Meta(ge=0, le=LANES_MAX)]
+
+
+class Lower(Body, array_like=True, frozen=True, gc=False):
+    """LOWER: the sender's half of a lane is gone, or never came.
+
+    Of the ``seen`` payloads that were announced for the lane so far, those numbered in
+    ``missed`` have not arrived and all others have.
+    """
+
+    lane: LaneNumber
+    reason: Reason
+    seen: U63
+    missed: Annotated[tuple[U63, ...], Meta(max_length=LANE_PAYLOADS_MAX)]
+
+
+class Taken(Body, array_like=True, frozen=True, gc=False):
+    """TAKEN: the first ``count`` payloads of a lane have arrived."""
+
+    lane: LaneNumber
+    count: U63
+
+
+class Aside(Body, array_like=True, frozen=True, gc=False):
+    """ASIDE: a chunk whose payload travels on a lane; else as DATA."""
+
+    lane: LaneNumber
+    segment: U32
+    offset: Bytes
+    nbytes: Annotated[int, Meta(ge=1, le=CHUNK_BYTES_MAX)]
+    check: U32 | None
+    ticket: Ticket
 
 
 class Announce(Body, array_like=True, frozen=True, gc=False):
@@ -196,12 +250,17 @@ _BODIES: Final[dict[int, type[Body]]] = {
     FrameType.PONG: Ping,
     FrameType.CLOSE: Close,
     FrameType.CREDIT: Credit,
+    FrameType.RAISE: Raise,
+    FrameType.RAISED: Raised,
+    FrameType.LOWER: Lower,
+    FrameType.TAKEN: Taken,
     FrameType.ANNOUNCE: Announce,
     FrameType.READY: Ready,
     FrameType.PUT: Access,
     FrameType.GET: Access,
     FrameType.DONE: Done,
     FrameType.FAIL: Fail,
+    FrameType.ASIDE: Aside,
     FrameType.OPEN: Open,
     FrameType.AGREE: Agree,
     FrameType.MARK: Mark,

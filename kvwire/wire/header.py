@@ -30,13 +30,16 @@ import msgspec
 
 from kvwire.errors import FrameTooLarge, MalformedFrame, UnexpectedFrame
 from kvwire.limits import (
+    BOOTSTRAP_BYTES_MAX,
     CHUNK_BYTES_MAX,
     CONTROL_BODY_BYTES_MAX,
     EAGER_BYTES_MAX,
     HANDSHAKE_BODY_BYTES,
     HEADER_BYTES,
     LANDED_MAX,
+    LANE_PAYLOADS_MAX,
     SEAL_BYTES,
+    TICKET_BYTES_MAX,
 )
 
 _LAYOUT: Final = struct.Struct("<BBHIIIQII")
@@ -59,12 +62,17 @@ class FrameType(enum.IntEnum):
     PONG = 0x11
     CLOSE = 0x12
     CREDIT = 0x13
+    RAISE = 0x14
+    RAISED = 0x15
+    LOWER = 0x16
+    TAKEN = 0x17
     ANNOUNCE = 0x20
     READY = 0x21
     PUT = 0x22
     GET = 0x23
     DONE = 0x24
     FAIL = 0x25
+    ASIDE = 0x26
     OPEN = 0x30
     AGREE = 0x31
     MARK = 0x32
@@ -108,6 +116,9 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.REFUSE: (HANDSHAKE_BODY_BYTES, HANDSHAKE_BODY_BYTES + SEAL_BYTES),
     FrameType.OFFER: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.CHOICE: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.RAISE: (1, BOOTSTRAP_BYTES_MAX + 1024),
+    FrameType.LOWER: (1, 9 * LANE_PAYLOADS_MAX + 1024),
+    FrameType.ASIDE: (1, TICKET_BYTES_MAX + 128),
     FrameType.OPEN: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.AGREE: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.LANDED: (1, 5 * LANDED_MAX + 64),

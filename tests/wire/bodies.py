@@ -33,6 +33,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.lists(values(item), min_size=low or 0, max_size=size).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*map(values, items))
+        case inspect.UnionType(types=types):
+            return st.one_of(*map(values, types))
+        case inspect.NoneType():
+            return st.none()
         case inspect.StructType(cls=cls, fields=fields):
             return st.builds(cls, *(values(field.type) for field in fields))
     raise AssertionError(f"{kind} has no bound")

@@ -1,0 +1,460 @@
+"""Lanes: payload beside the control link, counted so that none is lost or doubled.
+
+A lane comes up while the connection is new, one after the other::
+
+    client                                server
+      RAISE   lane 1, backend, half ->      its half joins
+              <- RAISE    lane 1, backend, its half
+      RAISED  lane 1                ->      up on both sides
+      RAISED  lane 0                ->      no more will be raised
+
+Then each side may announce payloads for it. They are numbered from 0 in the order of
+their ASIDE frames, in each direction by itself::
+
+    sender                                receiver
+      ASIDE   lane 1, chunk, ticket ->      names the destination
+      (payload on the lane)
+              <- TAKEN    lane 1, the first 7
+
+The memory of a chunk is held until two things are known: that the lane here is through
+with it, and what has become of it there. TAKEN says that it has arrived. When a half of
+a lane is gone its side says LOWER, with how many ASIDEs it has seen and which of those
+it has missed; an ASIDE that comes later is missed too and is named in another LOWER. So
+the fate of every chunk becomes known exactly, as long as the control link lives, and
+what was missed is sent again by another way.
+
+When the control link ends, fates do not matter any more: a chunk or an arrival is then
+held until its own lane is gone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvwire.errors import FlowControlViolation, MalformedFrame, UnexpectedFrame
+from kvwire.limits import LANE_PAYLOADS_MAX, LANES_MAX, REASON_CHARS_MAX
+from kvwire.proto.events import (
+    AsideReceived,
+    LaneAnswered,
+    LaneAsked,
+    LaneLowered,
+    LaneRaised,
+)
+from kvwire.proto.flows import Arrival, Chunk, Flows
+from kvwire.proto.outbox import Outbox
+from kvwire.types import Role
+from kvwire.wire.control import (
+    Aside,
+    Body,
+    Lower,
+    Raise,
+    Raised,
+    Taken,
+    encode_body,
+    narrowed,
+)
+from kvwire.wire.header import Flag, FrameType, Header
+
+_CHECKED: Final = int(Flag.CHECKED)
+
+
+class Stage(enum.Enum):
+    """How far a lane is, from this side's view."""
+
+    ASKED = "asked"
+    """The client has said RAISE; a half is being made, here or there."""
+    ANSWERED = "answered"
+    """The server has said RAISE; its half receives, the client's may not yet."""
+    UP = "up"
+    ENDING = "ending"
+    """The peer's half is gone; this side's goes next."""
+    DOWN = "down"
+    """The half of this side is gone, or never was."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lane:
+    """One lane.
+
+    Attributes:
+        number: 1 and up, in the order of RAISE.
+        backend: What carries it.
+        sent: Payloads announced to the peer.
+        waiting: Those whose memory is held still, by index.
+        waiting_bytes: Their bytes.
+        seen: Payloads that the peer has announced.
+        arriving: Those that our half is to receive, by index.
+        taken: So many have arrived without a gap, and ``beyond`` these as well.
+        told: What the last TAKEN said.
+        missed: To be named in the next LOWER.
+    """
+
+    number: int
+    backend: str
+    stage: Stage = Stage.ASKED
+    sent: int = 0
+    waiting: dict[int, Chunk] = field(default_factory=dict)
+    waiting_bytes: int = 0
+    seen: int = 0
+    arriving: dict[int, Arrival] = field(default_factory=dict)
+    taken: int = 0
+    beyond: set[int] = field(default_factory=set)
+    told: int = 0
+    missed: list[int] = field(default_factory=list)
+
+
+class Lanes:
+    """The lanes of one connection.
+
+    Attributes:
+        settled: No more lanes will be raised.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        outbox: Outbox,
+        flows: Flows,
+        *,
+        place: Callable[[Header], Arrival],
+        landed: Callable[[Arrival, bool], None],
+    ) -> None:
+        """Make the table.
+
+        Args:
+            role: Of this side.
+            outbox: Of the connection.
+            flows: Of the connection.
+            place: Finds where a chunk belongs, and takes a hold of it.
+            landed: Takes a chunk that is in place, intact or not.
+        """
+        self.settled = False
+        self._role = role
+        self._outbox = outbox
+        self._flows = flows
+        self._place = place
+        self._landed = landed
+        self._lanes: dict[int, Lane] = {}
+        # Those with something to say at the next `acknowledge`; ordered.
+        self._to_tell: dict[Lane, None] = {}
+        self._ended = False
+
+    def control(self, frame_type: int, body: Body) -> None:
+        """Act on a frame about lanes.
+
+        Raises:
+            ProtocolError: It breaks a rule.
+        """
+        match frame_type:
+            case FrameType.RAISE:
+                self._raise_received(narrowed(body, Raise))
+            case FrameType.RAISED:
+                self._raised_received(narrowed(body, Raised))
+            case FrameType.LOWER:
+                self._lower_received(narrowed(body, Lower))
+            case _:
+                self._taken_received(narrowed(body, Taken))
+
+    # --- coming up --------------------------------------------------------------------
+
+    def next_number(self) -> int | None:
+        """The number of the next lane to ask for; None if there have been enough."""
+        number = len(self._lanes) + 1
+        return number if number <= LANES_MAX else None
+
+    def ask(self, number: int, backend: str, bootstrap: bytes) -> None:
+        """Client: send our half of a lane."""
+        assert self._role is Role.CLIENT
+        assert number == self.next_number()
+        self._add(number, backend)
+        self._say_raise(number, backend, bootstrap)
+
+    def answer(self, number: int, bootstrap: bytes) -> None:
+        """Server: our half has joined and can receive."""
+        lane = self._lanes[number]
+        if lane.stage is Stage.ASKED:
+            lane.stage = Stage.ANSWERED
+            self._say_raise(number, lane.backend, bootstrap)
+
+    def up(self, number: int) -> None:
+        """Client: our half has joined too; both sides may send."""
+        lane = self._lanes[number]
+        if lane.stage is Stage.ANSWERED:
+            lane.stage = Stage.UP
+            self._outbox.send(FrameType.RAISED, Raised(lane=number))
+
+    def settle(self) -> None:
+        """Client: no more lanes will be raised."""
+        self.settled = True
+        self._outbox.send(FrameType.RAISED, Raised(lane=0))
+
+    def _raise_received(self, body: Raise) -> None:
+        """The other half of a lane is there.
+
+        Raises:
+            UnexpectedFrame: Not the next one, or an answer to nothing.
+        """
+        if self._role is Role.SERVER:
+            if self.settled or body.lane != self.next_number():
+                raise UnexpectedFrame(
+                    "KVW-LN-01",
+                    f"RAISE of lane {body.lane}; the next one is {self.next_number()}",
+                )
+            self._add(body.lane, body.backend)
+            self._outbox.report(
+                LaneAsked(
+                    lane=body.lane, backend=body.backend, bootstrap=body.bootstrap
+                )
+            )
+            return
+        lane = self._find(body.lane, "KVW-LN-01")
+        if lane.stage is Stage.DOWN:
+            return  # our LOWER is under way
+        if lane.stage is not Stage.ASKED or lane.backend != body.backend:
+            raise UnexpectedFrame(
+                "KVW-LN-01", f"RAISE of lane {body.lane}, which is {lane.stage.value}"
+            )
+        lane.stage = Stage.ANSWERED
+        self._outbox.report(LaneAnswered(lane=body.lane, bootstrap=body.bootstrap))
+
+    def _raised_received(self, body: Raised) -> None:
+        """The client says that a lane is up, or that it raises no more.
+
+        Raises:
+            UnexpectedFrame: It is not for it to say now.
+        """
+        if self._role is Role.CLIENT or self.settled:
+            raise UnexpectedFrame("KVW-LN-02", f"RAISED of lane {body.lane}")
+        if not body.lane:
+            self.settled = True
+        else:
+            lane = self._find(body.lane, "KVW-LN-02")
+            if lane.stage is Stage.DOWN:
+                return  # our LOWER is under way
+            if lane.stage is not Stage.ANSWERED:
+                raise UnexpectedFrame(
+                    "KVW-LN-02", f"RAISED of a lane that is {lane.stage.value}"
+                )
+            lane.stage = Stage.UP
+        self._outbox.report(LaneRaised(lane=body.lane))
+
+    # --- sending ----------------------------------------------------------------------
+
+    def room(self, number: int, window_bytes: int) -> bool:
+        """Whether a lane may take one more chunk: up, and not too much under way."""
+        lane = self._lanes[number]
+        return (
+            lane.stage is Stage.UP
+            and lane.waiting_bytes < window_bytes
+            and lane.sent - next(iter(lane.waiting), lane.sent) < LANE_PAYLOADS_MAX
+        )
+
+    def aside(
+        self, chunk: Chunk, number: int, ticket: bytes, check: int | None
+    ) -> tuple[bytes, bytes]:
+        """The frame that announces a chunk; send it before any other.
+
+        From now on the chunk is held until its fate is known and ``payload_sent`` was
+        called.
+        """
+        lane = self._lanes[number]
+        assert lane.stage is Stage.UP
+        chunk.lane, chunk.index = number, lane.sent
+        chunk.quiet, chunk.taken = False, None
+        lane.sent += 1
+        lane.waiting[chunk.index] = chunk  # bounded: LANE_PAYLOADS_MAX
+        lane.waiting_bytes += chunk.length
+        request, segment = chunk.request_and_segment
+        assert request.wire_id is not None
+        body = Aside(
+            lane=number,
+            segment=segment,
+            offset=chunk.position,
+            nbytes=chunk.length,
+            check=check,
+            ticket=ticket,
+        )
+        return self._outbox.framing.control(
+            FrameType.ASIDE, encode_body(body), request=request.wire_id
+        )
+
+    def payload_sent(self, chunk: Chunk) -> None:
+        """Our half of the lane no longer needs the chunk's memory."""
+        lane = self._lanes[chunk.lane]
+        chunk.quiet = True
+        self._let_go(lane, chunk)
+
+    def _taken_received(self, body: Taken) -> None:
+        """The first so many payloads of a lane have arrived.
+
+        Raises:
+            UnexpectedFrame: More than were sent.
+        """
+        lane = self._find(body.lane, "KVW-LN-05")
+        if body.count > lane.sent:
+            raise UnexpectedFrame(
+                "KVW-LN-05", f"TAKEN {body.count} of {lane.sent} payloads"
+            )
+        for index in [i for i in lane.waiting if i < body.count]:
+            self._learn(lane, index, taken=True)
+
+    # --- receiving --------------------------------------------------------------------
+
+    def aside_received(self, header: Header, body: Aside) -> None:
+        """A chunk comes on a lane; ``header`` is that of the ASIDE.
+
+        Raises:
+            ProtocolError: The lane is not up, has too many under way, or the chunk is
+                not one that may come.
+        """
+        lane = self._find(body.lane, "KVW-LN-03")
+        index = lane.seen
+        lane.seen += 1
+        if lane.stage is Stage.DOWN:
+            lane.missed.append(index)  # bounded: LANE_PAYLOADS_MAX
+            self._to_tell[lane] = None  # bounded: LANES_MAX
+        elif lane.stage is not Stage.UP:
+            raise UnexpectedFrame(
+                "KVW-LN-03", f"payload for a lane that is {lane.stage.value}"
+            )
+        if lane.seen - lane.taken > LANE_PAYLOADS_MAX:
+            raise FlowControlViolation(
+                "KVW-LN-04", f"more than {LANE_PAYLOADS_MAX} payloads on a lane at once"
+            )
+        if lane.stage is Stage.DOWN:
+            return
+        arrival = self._place(_as_data(header, body))
+        arrival.lane, arrival.index = body.lane, index
+        lane.arriving[index] = arrival  # bounded: LANE_PAYLOADS_MAX
+        self._outbox.report(AsideReceived(arrival=arrival, ticket=body.ticket))
+
+    def payload_landed(self, arrival: Arrival, *, intact: bool) -> None:
+        """Our half of the lane has put a payload in place, or dropped it as asked."""
+        lane = self._lanes[arrival.lane]
+        del lane.arriving[arrival.index]
+        lane.beyond.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
+        while lane.taken in lane.beyond:
+            lane.beyond.remove(lane.taken)
+            lane.taken += 1
+        self._to_tell[lane] = None  # bounded: LANES_MAX
+        if arrival.buffer is not None:
+            self._landed(arrival, intact)
+
+    def acknowledge(self) -> None:
+        """Say what has become of the peer's payloads since the last time."""
+        for lane in self._to_tell:
+            if lane.stage is Stage.DOWN:
+                self._say_lower(lane, "the lane is down")
+            elif lane.taken > lane.told:
+                lane.told = lane.taken
+                body = Taken(lane=lane.number, count=lane.taken)
+                self._outbox.send(FrameType.TAKEN, body)
+        self._to_tell.clear()
+
+    # --- going down -------------------------------------------------------------------
+
+    def lower(self, number: int, reason: str) -> None:
+        """Our half of a lane is gone and touches no memory, or it never came up."""
+        lane = self._lanes[number]
+        if lane.stage is Stage.DOWN:
+            return
+        lane.stage = Stage.DOWN
+        for index, arrival in lane.arriving.items():
+            lane.missed.append(index)  # bounded: LANE_PAYLOADS_MAX
+            if arrival.buffer is not None:
+                self._flows.missed(arrival)
+        lane.arriving.clear()
+        self._say_lower(lane, reason)
+        for chunk in list(lane.waiting.values()):
+            chunk.quiet = True
+            self._let_go(lane, chunk)
+
+    def _lower_received(self, body: Lower) -> None:
+        """The peer's half of a lane is gone.
+
+        Raises:
+            MalformedFrame: What it says of our payloads cannot be.
+        """
+        lane = self._find(body.lane, "KVW-LN-06")
+        missed = frozenset(body.missed)
+        if body.seen > lane.sent or not all(
+            index < body.seen and index in lane.waiting for index in missed
+        ):
+            raise MalformedFrame(
+                "KVW-LN-06",
+                f"LOWER of lane {body.lane}: {body.seen} seen of {lane.sent}, missed "
+                f"{sorted(missed)[:5]} of those under way",
+            )
+        for index in [i for i in lane.waiting if i < body.seen]:
+            if lane.waiting[index].taken is None:
+                self._learn(lane, index, taken=index not in missed)
+        if lane.stage not in (Stage.ENDING, Stage.DOWN):
+            lane.stage = Stage.ENDING
+            self._outbox.report(LaneLowered(lane=body.lane, reason=body.reason))
+
+    def link_gone(self) -> None:
+        """The control link has ended: what lanes that are down held is free."""
+        self._ended = True
+        for lane in self._lanes.values():
+            for chunk in list(lane.waiting.values()):
+                self._let_go(lane, chunk)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _add(self, number: int, backend: str) -> None:
+        # bounded: LANES_MAX
+        self._lanes[number] = Lane(number=number, backend=backend)
+
+    def _find(self, number: int, rule: str) -> Lane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            raise UnexpectedFrame(rule, f"lane {number} was never raised")
+        return lane
+
+    def _learn(self, lane: Lane, index: int, *, taken: bool) -> None:
+        chunk = lane.waiting[index]
+        chunk.taken = taken
+        self._let_go(lane, chunk)
+
+    def _let_go(self, lane: Lane, chunk: Chunk) -> None:
+        """Drop the hold of a chunk once nothing can need it, or send it again."""
+        if not chunk.quiet or (chunk.taken is None and not self._ended):
+            return
+        del lane.waiting[chunk.index]
+        lane.waiting_bytes -= chunk.length
+        if chunk.taken is False and not self._ended:
+            self._flows.chunk_missed(chunk)
+        else:
+            self._flows.chunk_sent(chunk)
+
+    def _say_raise(self, number: int, backend: str, bootstrap: bytes) -> None:
+        body = Raise(lane=number, backend=backend, bootstrap=bootstrap)
+        self._outbox.send(FrameType.RAISE, body)
+
+    def _say_lower(self, lane: Lane, reason: str) -> None:
+        missed, lane.missed = tuple(lane.missed), []
+        body = Lower(
+            lane=lane.number,
+            reason=reason[:REASON_CHARS_MAX],
+            seen=lane.seen,
+            missed=missed,
+        )
+        self._outbox.send(FrameType.LOWER, body)
+
+
+def _as_data(header: Header, body: Aside) -> Header:
+    """The DATA header that the chunk would have come under on the control link."""
+    return Header(
+        type=FrameType.DATA,
+        flags=0 if body.check is None else _CHECKED,
+        sequence=header.sequence,
+        length=body.nbytes,
+        request=header.request,
+        segment=body.segment,
+        offset=body.offset,
+        payload_check=body.check or 0,
+        header_check=0,
+    )
