@@ -43,6 +43,21 @@ def test_gathered_or_not_it_is_the_same(length: int) -> None:
     assert checksum(fragments) == checksum(memoryview(data))
 
 
+@pytest.mark.parametrize("runs", [1, 3, 7, 8, 9, 30])
+def test_of_runs_of_different_lengths(runs: int) -> None:
+    data = np.random.default_rng(2).integers(0, 256, 700_001, np.uint8).tobytes()
+    edges = np.cumsum([200 + run % 2 for run in range(runs) for _ in range(40)])
+    assert checksum(cut(data, set(edges.tolist()))) == checksum(memoryview(data))
+
+
+@pytest.mark.parametrize("offset", [1, 4095, 4096, 5000])
+def test_of_a_chunk_that_begins_and_ends_within_a_fragment(offset: int) -> None:
+    data = np.random.default_rng(3).integers(0, 256, 600_000, np.uint8).tobytes()
+    fragments = cut(data, set(range(0, len(data), 4096)))
+    chunk = memoryview(data)[offset : offset + 400_001]
+    assert checksum(fragments.slice(offset, len(chunk))) == checksum(chunk)
+
+
 @given(st.binary(min_size=1, max_size=500), st.data())
 def test_a_flipped_bit_changes_it(data: bytes, choice: st.DataObject) -> None:
     bit = choice.draw(st.integers(0, len(data) * 8 - 1))
