@@ -73,6 +73,25 @@ class MemoryKind(enum.StrEnum):
 
     HOST = "host"
     CUDA = "cuda"
+    SIMULATED = "simulated"
+    """Memory of a device that a process plays for its own tests: host code that touches
+    it directly is ended by the processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What owns memory that host code cannot touch, such as ``cuda:0``.
+
+    Attributes:
+        kind: Any but ``HOST``.
+        index: Its number, as its own library counts.
+    """
+
+    kind: MemoryKind
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +164,19 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One transport that was considered for a connection."""
+    """One transport that was considered for a connection.
+
+    Attributes:
+        name: Of its backend.
+        taken: It carries the connection's data.
+        reason: Why it does, or does not.
+        possible: It may carry the data if those before it cannot.
+    """
 
     name: str
     taken: bool
     reason: str
+    possible: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {'taken' if self.taken else 'refused'}, {self.reason}"

@@ -67,6 +67,13 @@ TABLE = (
         stdlib=_DATA_MODULES,
     ),
     Layer(
+        # Reads the C struct behind an array of another library.
+        covers=("kvwire.kv.dlpack",),
+        kvwire=_BASE,
+        others=set(),
+        stdlib={*_DATA_MODULES, "ctypes"},
+    ),
+    Layer(
         covers=("kvwire.kv",),
         kvwire=_BASE,
         others={"numpy"},

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import UsageError
+from kvwire.types import Device
 
 UINT64: Final = np.dtype(np.uint64)
 Array = npt.NDArray[np.uint64]
@@ -30,9 +31,19 @@ class Fragments:
         nbytes: Total bytes.
         owner: Whatever must stay alive while the addresses are used.
         writable: Whether the memory may be written to.
+        device: What the addresses belong to; None for host memory. No host code may
+            touch the addresses of a device.
     """
 
-    __slots__ = ("addresses", "lengths", "nbytes", "owner", "starts", "writable")
+    __slots__ = (
+        "addresses",
+        "device",
+        "lengths",
+        "nbytes",
+        "owner",
+        "starts",
+        "writable",
+    )
 
     def __init__(
         self,
@@ -41,6 +52,7 @@ class Fragments:
         *,
         owner: object,
         writable: bool,
+        device: Device | None = None,
     ) -> None:
         if addresses.dtype != UINT64 or lengths.dtype != UINT64:
             raise UsageError("fragments: addresses and lengths must be uint64 arrays")
@@ -55,6 +67,7 @@ class Fragments:
         self.nbytes = int(self.starts[-1])
         self.owner = owner
         self.writable = writable
+        self.device = device
 
     def __len__(self) -> int:
         """The number of fragments."""
@@ -75,7 +88,7 @@ class Fragments:
             )
         if length == 0:
             empty = np.empty(0, np.uint64)
-            return Fragments(empty, empty, owner=self.owner, writable=self.writable)
+            return self._part(empty, empty)
         first = int(np.searchsorted(self.starts, np.uint64(offset), "right")) - 1
         last = int(np.searchsorted(self.starts, np.uint64(offset + length), "left"))
         addresses = self.addresses[first:last].copy()
@@ -84,7 +97,7 @@ class Fragments:
         skipped = np.uint64(offset) - self.starts[first]
         addresses[0] += skipped
         lengths[0] -= skipped
-        return Fragments(addresses, lengths, owner=self.owner, writable=self.writable)
+        return self._part(addresses, lengths)
 
     def shifted(self, distance: int) -> Fragments:
         """The same fragments ``distance`` bytes further on; lengths are shared."""
@@ -95,6 +108,7 @@ class Fragments:
         moved.nbytes = self.nbytes
         moved.owner = self.owner
         moved.writable = self.writable
+        moved.device = self.device
         return moved
 
     def merged(self) -> Fragments:
@@ -105,10 +119,13 @@ class Fragments:
         if not touches.any():
             return self
         heads = np.flatnonzero(np.concatenate(([True], ~touches)))
-        lengths = np.add.reduceat(self.lengths, heads)
+        return self._part(self.addresses[heads], np.add.reduceat(self.lengths, heads))
+
+    def _part(self, addresses: Array, lengths: Array) -> Fragments:
         return Fragments(
-            self.addresses[heads],
+            addresses,
             lengths,
             owner=self.owner,
             writable=self.writable,
+            device=self.device,
         )

@@ -108,6 +108,7 @@ class GroupMap:
             np.full(addresses.size, run, np.uint64),
             owner=self.memory.owners,
             writable=self.memory.writable,
+            device=self.memory.device,
         ).merged()
 
     def _table(self, layers: range) -> Ids:

@@ -20,7 +20,7 @@ from kvwire.kv.blocks import DEFAULT_GROUP, Blocks, Ids, block_lists
 from kvwire.kv.layout import AXES, Axis, choose_dims, overlapping, read_axes
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import TensorView, tensor_view
-from kvwire.types import MemoryKind
+from kvwire.types import Device, MemoryKind
 
 GroupSource: TypeAlias = "tuple[KVSpec, object] | tuple[KVSpec, object, str]"
 """What describes one group: spec, tensors and, where it is not the default, layout."""
@@ -32,27 +32,28 @@ class PagedCache:
     Args:
         spec: What the tensors hold.
         tensors: One tensor for each layer; or one cross-layer tensor; or either with a
-            (keys, values) pair in place of a tensor. NumPy arrays or torch tensors on
-            the CPU. They are kept alive, never copied and never resized.
+            (keys, values) pair in place of a tensor. NumPy, torch or CuPy, or anything
+            that :func:`kvwire.kv.tensors.tensor_view` reads, all on one device. They
+            are kept alive, never copied and never resized.
         layout: Axis order of each tensor; see :mod:`kvwire.kv.layout`.
 
     Attributes:
         groups: The cache's groups by name; a plain cache has one, ``"kv"``.
-        kind: Which memory it lies in.
+        device: What its memory belongs to; None for host memory.
 
     Raises:
         UsageError: A tensor does not fit spec or layout; names tensor and field.
     """
 
-    __slots__ = ("groups", "kind")
+    __slots__ = ("device", "groups")
 
     groups: Mapping[str, CacheGroup]
-    kind: MemoryKind
+    device: Device | None
 
     def __init__(self, spec: KVSpec, tensors: object, layout: str = "NHD") -> None:
         group = CacheGroup(DEFAULT_GROUP, spec, tensors, layout)
         self.groups = {DEFAULT_GROUP: group}
-        self.kind = group.kind
+        self.device = group.device
 
     @classmethod
     def grouped(
@@ -79,8 +80,16 @@ class PagedCache:
             )
             for name, source in groups.items()
         }
-        cache.kind = next(iter(cache.groups.values())).kind
+        first = next(iter(cache.groups.values()))
+        for group in cache.groups.values():
+            _check_device(group.device, first.device, f"group {group.name!r}", "group")
+        cache.device = first.device
         return cache
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Which memory it lies in."""
+        return MemoryKind.HOST if self.device is None else self.device.kind
 
     @property
     def spec(self) -> KVSpec:
@@ -137,14 +146,14 @@ class CacheGroup:
         strides: Bytes between steps along ``block``, ``token``, ``head`` and ``dim``; 0
             for an axis of one element.
         order: The memory order: every axis, outermost first.
-        kind: Which memory it lies in.
+        device: What its memory belongs to; None for host memory.
         writable: Whether every tensor may be written to.
         owners: The tensors.
     """
 
     __slots__ = (
         "bases",
-        "kind",
+        "device",
         "name",
         "num_blocks",
         "order",
@@ -163,7 +172,7 @@ class CacheGroup:
         self.bases = bases
         self.num_blocks = axes["block"].extent
         self.strides = {axis: axes[axis].stride for axis in _INNER}
-        self.kind = views[0].kind
+        self.device = views[0].device
         self.writable = all(view.writable for view in views)
         self.owners = tuple(view.owner for view in views)
         nested = _nested_axes(bases, axes, spec.item_bytes)
@@ -233,6 +242,8 @@ def _place(
             if not views:
                 shared = axes
             _check_alike(shared, axes, where)
+            if views:
+                _check_device(view.device, views[0].device, where, "tensor")
             rows = slice(None) if layered else slice(index, index + 1)
             columns = slice(part, part + 1) if apart else slice(None)
             bases[rows, columns] = view.address + _steps(axes, bases[rows, columns])
@@ -263,6 +274,16 @@ def _check_alike(
                 f"that of the first tensor is {first[axis].stride}; make a cache group "
                 "for tensors of each kind"
             )
+
+
+def _check_device(
+    device: Device | None, first: Device | None, where: str, what: str
+) -> None:
+    if device != first:
+        raise UsageError(
+            f"{where}: in memory of {device or 'the host'}, the first {what} in that "
+            f"of {first or 'the host'}; a cache lies on one device"
+        )
 
 
 def _nested_axes(

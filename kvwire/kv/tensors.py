@@ -1,21 +1,31 @@
 """Arrays and tensors as address, shape and strides, without importing their library.
 
-NumPy arrays are read through ``__array_interface__``; tensors through ``data_ptr``,
-``stride`` and ``element_size``, which is what torch offers. An element type that NumPy
-lacks (bfloat16, float8) may also come as raw bytes: any integer or void type of as many
-bytes stands for it.
+=================================  ========================  =======================
+read through                       such as                   in
+=================================  ========================  =======================
+``__array_interface__``            NumPy                     host memory
+``data_ptr``, ``stride``, ...      torch                     host memory, CUDA
+``__cuda_array_interface__``       CuPy, Numba, JAX          CUDA
+DLPack                             whatever is left          host memory, CUDA
+=================================  ========================  =======================
+
+Only address, length and device count; elements are never looked at. An element type
+that a library lacks (bfloat16, float8) may come as raw bytes: any integer or void type
+of as many bytes stands for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
 from kvwire.errors import UsageError
+from kvwire.kv.dlpack import CUDA, CUDA_HOST, HOST, DLPackLike, read_dlpack
 from kvwire.kv.spec import DTYPE_BYTES
-from kvwire.types import MemoryKind
+from kvwire.types import Device, MemoryKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class TensorView:
         strides: Bytes from one element to the next along each dimension.
         dtype: The element type's name, as its library prints it.
         item_bytes: Bytes of one element.
-        kind: Which memory it is in.
+        device: What its memory belongs to; None for host memory.
         writable: Whether it may be written to.
         owner: The tensor, which keeps the memory alive.
     """
@@ -38,9 +48,14 @@ class TensorView:
     strides: tuple[int, ...]
     dtype: str
     item_bytes: int
-    kind: MemoryKind
+    device: Device | None
     writable: bool
     owner: object
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Which memory it is in."""
+        return MemoryKind.HOST if self.device is None else self.device.kind
 
     def require_dtype(self, dtype: str, where: str) -> None:
         """Refuse elements of another type than the spec's.
@@ -59,35 +74,43 @@ class TensorView:
 
 
 def tensor_view(tensor: object, where: str) -> TensorView:
-    """Read where a NumPy array or a torch-like tensor lies.
+    """Read where an array or tensor lies.
 
     Args:
-        tensor: The array or tensor; nothing is copied.
+        tensor: The array or tensor; nothing is copied, and no device is waited for.
         where: What to call it in errors, such as ``"tensors[3]"``.
 
     Raises:
-        UsageError: It is neither, or it is not in host memory.
+        UsageError: It is neither, or in memory that kvwire does not know.
     """
     if isinstance(tensor, np.ndarray):
         return _view_of_array(tensor)
     if isinstance(tensor, _TorchLike):
         return _view_of_torch(tensor, where)
     if hasattr(tensor, "__cuda_array_interface__"):
-        raise _not_host(where, "CUDA")
+        return _view_of_cuda_array(tensor, where)
+    if isinstance(tensor, DLPackLike):
+        return _view_of_dlpack(tensor, where)
     raise UsageError(
         f"{where}: a {type(tensor).__name__} is neither a NumPy array nor a torch "
-        "tensor"
+        "tensor, nor does it speak __cuda_array_interface__ or DLPack"
     )
 
 
 # What a cache of bytes that NumPy has no name for is usually allocated as.
 _NOT_IN_NUMPY: Final = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 _RAW_PREFIXES: Final = ("uint", "int", "void")
+_DEVICE_KINDS: Final = {
+    "cuda": MemoryKind.CUDA,
+    "simulated": MemoryKind.SIMULATED,
+}
 
 
-class _Device(Protocol):
+class _TorchDevice(Protocol):
     @property
     def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
 
 
 @runtime_checkable
@@ -99,7 +122,7 @@ class _TorchLike(Protocol):
     @property
     def dtype(self) -> object: ...
     @property
-    def device(self) -> _Device: ...
+    def device(self) -> _TorchDevice: ...
     def data_ptr(self) -> int: ...
     def stride(self) -> tuple[int, ...]: ...
     def element_size(self) -> int: ...
@@ -114,15 +137,15 @@ def _view_of_array(
         strides=array.strides,
         dtype=array.dtype.name,
         item_bytes=array.itemsize,
-        kind=MemoryKind.HOST,
+        device=None,
         writable=array.flags.writeable,
         owner=array,
     )
 
 
 def _view_of_torch(tensor: _TorchLike, where: str) -> TensorView:
-    if tensor.device.type != "cpu":
-        raise _not_host(where, tensor.device.type)
+    # By its pointer and never by its array interface: that of torch has no float8, and
+    # refuses tensors that ask for a gradient.
     item_bytes = tensor.element_size()
     return TensorView(
         address=tensor.data_ptr(),
@@ -130,14 +153,78 @@ def _view_of_torch(tensor: _TorchLike, where: str) -> TensorView:
         strides=tuple(int(n) * item_bytes for n in tensor.stride()),
         dtype=str(tensor.dtype).removeprefix("torch."),
         item_bytes=item_bytes,
-        kind=MemoryKind.HOST,
+        device=_torch_device(tensor.device, where),
         writable=True,
         owner=tensor,
     )
 
 
-def _not_host(where: str, device: str) -> UsageError:
+def _torch_device(device: _TorchDevice, where: str) -> Device | None:
+    if device.type == "cpu":
+        return None
+    kind = _DEVICE_KINDS.get(device.type)
+    if kind is None:
+        raise _unknown(where, device.type)
+    return Device(kind, device.index or 0)
+
+
+def _view_of_cuda_array(array: Any, where: str) -> TensorView:
+    described: Mapping[str, Any] = array.__cuda_array_interface__
+    if described.get("mask") is not None:
+        raise UsageError(f"{where}: a masked array; only plain memory can be moved")
+    dtype = np.dtype(described["typestr"])
+    address, read_only = described["data"]
+    shape = tuple(int(n) for n in described["shape"])
+    strides = described.get("strides")
+    if strides is None:
+        # The interface says so of arrays that are contiguous in C order.
+        strides = [dtype.itemsize] * len(shape)
+        for dim in range(len(shape) - 2, -1, -1):
+            strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return TensorView(
+        address=int(address),
+        shape=shape,
+        strides=tuple(int(n) for n in strides),
+        dtype=dtype.name,
+        item_bytes=dtype.itemsize,
+        device=Device(MemoryKind.CUDA, _cuda_index(array, where)),
+        writable=not read_only,
+        owner=array,
+    )
+
+
+def _cuda_index(array: Any, where: str) -> int:
+    """Which GPU an array is on: the CUDA array interface does not say it itself."""
+    index = getattr(getattr(array, "device", None), "id", None)  # CuPy
+    if isinstance(index, int):
+        return index
+    if hasattr(array, "__dlpack_device__"):
+        return int(array.__dlpack_device__()[1])
+    raise UsageError(
+        f"{where}: a {type(array).__name__} does not say which GPU it is on (neither "
+        "by .device.id nor by __dlpack_device__); wrap it with cupy.asarray"
+    )
+
+
+def _view_of_dlpack(array: DLPackLike, where: str) -> TensorView:
+    found = read_dlpack(array, where)
+    kind, index = found.device
+    if kind not in (HOST, CUDA, CUDA_HOST):
+        raise _unknown(where, f"number {kind} of DLPack")
+    return TensorView(
+        address=found.address,
+        shape=found.shape,
+        strides=found.strides,
+        dtype=found.dtype,
+        item_bytes=found.item_bytes,
+        device=Device(MemoryKind.CUDA, index) if kind == CUDA else None,
+        writable=True,
+        owner=found.owner,
+    )
+
+
+def _unknown(where: str, device: str) -> UsageError:
     return UsageError(
-        f"{where}: device is {device}; a PagedCache holds host memory, so pass a "
-        "tensor on the CPU"
+        f"{where}: device is {device}; kvwire moves host memory and that of CUDA "
+        "devices, so pass a tensor on one of these"
     )

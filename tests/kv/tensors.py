@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 
 class FakeDevice:
-    """Has a type, such as ``cpu``."""
+    """Has a type, such as ``cpu``, and a number."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, index: int | None) -> None:
         self.type = kind
+        self.index = index
 
 
 class FakeTensor:
@@ -22,14 +23,19 @@ class FakeTensor:
         array: Its memory.
         dtype: What its dtype prints as, such as ``torch.bfloat16``.
         device: The device's type.
+        index: The device's number, which torch has for GPUs only.
     """
 
     def __init__(
-        self, array: npt.NDArray[Any], dtype: str, device: str = "cpu"
+        self,
+        array: npt.NDArray[Any],
+        dtype: str,
+        device: str = "cpu",
+        index: int | None = None,
     ) -> None:
         self._array = array
         self.dtype = dtype
-        self.device = FakeDevice(device)
+        self.device = FakeDevice(device, index)
         self.shape = array.shape
 
     def data_ptr(self) -> int:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
+from kvwire.types import Device, MemoryKind
 
 pieces = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), max_size=8)
 
@@ -77,3 +78,16 @@ def test_arrays_that_are_no_fragments() -> None:
     for addresses, lengths, message in wrong:
         with pytest.raises(UsageError, match=message):
             Fragments(addresses, lengths, owner=None, writable=False)
+
+
+def test_every_part_is_of_the_same_device() -> None:
+    device = Device(MemoryKind.CUDA, 1)
+    whole = Fragments(
+        np.array([64, 72, 96], np.uint64),
+        np.array([8, 8, 8], np.uint64),
+        owner=None,
+        writable=True,
+        device=device,
+    )
+    parts = [whole.slice(4, 8), whole.slice(0, 0), whole.shifted(8), whole.merged()]
+    assert [part.device for part in parts] == [device] * 4

@@ -208,7 +208,7 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
             r"tensors\[2\]: 8 blocks, the first .* has 9",
         ),
         ([*good[:2], padded], "NHD", r"tensors\[2\]: axis 'block' has a stride of 384"),
-        ([*good[:2], on_gpu], "NHD", r"tensors\[2\]: device is cuda"),
+        ([*good[:2], on_gpu], "NHD", r"tensors\[2\]: in memory of cuda:0"),
         ([*good[:2], None], "NHD", r"tensors\[2\]: a NoneType is neither"),
         (
             [*good[:2], good[0]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import tensor_view
-from kvwire.types import MemoryKind
+from kvwire.types import Device, MemoryKind
 from tests.kv.tensors import FakeTensor
 
 
@@ -43,17 +44,104 @@ def test_a_tensor_in_place() -> None:
     assert view.owner is tensor
 
 
+class CudaArray:
+    """Speaks ``__cuda_array_interface__``, as CuPy does."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (3, 4),
+            "typestr": "<f2",
+            "data": (0x7000_0000, False),
+            "strides": None,
+            "version": 3,
+        } | changed
+        self.device = SimpleNamespace(id=1)
+
+
+def test_a_cuda_array_in_place() -> None:
+    array = CudaArray()
+    view = tensor_view(array, "t")
+    assert view.device == Device(MemoryKind.CUDA, 1)
+    assert (view.address, view.shape, view.strides) == (0x7000_0000, (3, 4), (8, 2))
+    assert (view.dtype, view.item_bytes, view.writable) == ("float16", 2, True)
+    assert view.owner is array
+    strided = tensor_view(CudaArray(strides=(16, 4), data=(64, True)), "t")
+    assert (strided.strides, strided.writable) == ((16, 4), False)
+
+
+def test_bfloat16_of_a_cuda_array_is_bytes() -> None:
+    """What torch's own interface says of it, and CuPy's of a view of its bytes."""
+    for typestr in ("<V2", "<u2"):
+        tensor_view(CudaArray(typestr=typestr), "t").require_dtype("bfloat16", "t")
+
+
+def test_which_gpu_a_cuda_array_is_on() -> None:
+    array = CudaArray()
+    array.device = SimpleNamespace()
+    with pytest.raises(UsageError, match="t: a CudaArray does not say which GPU"):
+        tensor_view(array, "t")
+    array.__dlpack_device__ = lambda: (2, 3)  # type: ignore[attr-defined]
+    assert tensor_view(array, "t").device == Device(MemoryKind.CUDA, 3)
+
+
+def test_a_masked_cuda_array_is_refused() -> None:
+    with pytest.raises(UsageError, match="t: a masked array"):
+        tensor_view(CudaArray(mask=object()), "t")
+
+
+def test_a_cuda_tensor_in_place() -> None:
+    tensor = FakeTensor(np.zeros((2, 3), np.uint8), "torch.float8_e4m3fn", "cuda", 1)
+    view = tensor_view(tensor, "t")
+    assert view.device == Device(MemoryKind.CUDA, 1)
+    assert view.kind is MemoryKind.CUDA
+    view.require_dtype("float8_e4m3fn", "t")
+
+
 def test_other_memory_is_refused() -> None:
     """R38-like: at start-up, not at the first transfer."""
-    tensor = FakeTensor(np.zeros(3), "torch.float16", device="cuda")
-    with pytest.raises(UsageError, match=r"tensors\[3\]: device is cuda; .* CPU"):
+    tensor = FakeTensor(np.zeros(3), "torch.float16", device="mps")
+    with pytest.raises(UsageError, match=r"tensors\[3\]: device is mps; .* CUDA"):
         tensor_view(tensor, "tensors[3]")
 
-    class CudaArray:
-        __cuda_array_interface__: dict[str, object] = {}  # noqa: RUF012
 
-    with pytest.raises(UsageError, match="t: device is CUDA"):
-        tensor_view(CudaArray(), "t")
+class OnlyDLPack:
+    """An array of a library that speaks nothing else."""
+
+    def __init__(self, array: Any, device: tuple[int, int]) -> None:
+        self._array = array
+        self._device = device
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+
+def test_dlpack_is_read_in_place() -> None:
+    array = np.zeros((3, 4), np.float16)
+    view = tensor_view(OnlyDLPack(array, (1, 0)), "t")
+    assert view.address == array.ctypes.data
+    assert (view.shape, view.strides) == (array.shape, array.strides)
+    assert (view.dtype, view.device) == ("float16", None)
+    on_gpu = tensor_view(OnlyDLPack(array, (2, 1)), "t")
+    assert on_gpu.device == Device(MemoryKind.CUDA, 1)
+    with pytest.raises(UsageError, match="t: device is number 8 of DLPack"):
+        tensor_view(OnlyDLPack(array, (8, 0)), "t")
+
+
+def test_one_cache_one_device() -> None:
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="float16")
+    host = np.zeros((3, 2, 2, 1, 4), np.float16)
+    device = FakeTensor(np.zeros_like(host), "torch.float16", "cuda")
+    with pytest.raises(UsageError, match=r"tensors\[1\]: in memory of cuda:0, the "):
+        PagedCache(spec, [host, device])
+    one = KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float16")
+    with pytest.raises(UsageError, match="group 'b': in memory of cuda:0, the first"):
+        PagedCache.grouped({"a": (one, host), "b": (one, device)})
+    cache = PagedCache(one, device)
+    assert cache.device == Device(MemoryKind.CUDA, 0)
+    assert cache.kind is MemoryKind.CUDA
 
 
 @pytest.mark.parametrize("other", [[1.0], b"abc", memoryview(b"abc"), None, 7])
