@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from kvwire.testing.conformance.rig import Rig
 
 T = TypeVar("T")
-Run = Callable[["Rig"], Awaitable[None]]
+# What a check works with: a rig of links, or one of lanes.
+R = TypeVar("R")
 
 
 class CheckFailed(AssertionError):
@@ -30,7 +31,7 @@ def require(condition: bool, otherwise: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class CheckOf(Generic[R]):
     """One thing that every backend must do.
 
     Attributes:
@@ -41,10 +42,10 @@ class Check:
 
     id: str
     promise: str
-    run: Run
+    run: Callable[[R], Awaitable[None]]
 
 
-class Group:
+class GroupOf(Generic[R]):
     """Checks about one subject, in the order they are written.
 
     Args:
@@ -53,20 +54,21 @@ class Group:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.checks: list[Check] = []
+        self.checks: list[CheckOf[R]] = []
 
-    def check(self, name: str, promise: str) -> Callable[[Run], Run]:
+    def check(
+        self, name: str, promise: str
+    ) -> Callable[[Callable[[R], Awaitable[None]]], None]:
         """Register the decorated coroutine as one check."""
 
-        def register(run: Run) -> Run:
+        def register(run: Callable[[R], Awaitable[None]]) -> None:
             self._add(name, promise, run)
-            return run
 
         return register
 
     def each(
         self, name: str, promise: str, cases: Mapping[str, T]
-    ) -> Callable[[Callable[[Rig, T], Awaitable[None]]], None]:
+    ) -> Callable[[Callable[[R, T], Awaitable[None]]], None]:
         """Register the decorated coroutine as one check for each case.
 
         Args:
@@ -75,8 +77,8 @@ class Group:
             cases: By name; the value is passed to the coroutine.
         """
 
-        def register(run: Callable[[Rig, T], Awaitable[None]]) -> None:
-            def bound(value: T) -> Run:
+        def register(run: Callable[[R, T], Awaitable[None]]) -> None:
+            def bound(value: T) -> Callable[[R], Awaitable[None]]:
                 return lambda rig: run(rig, value)
 
             for case, value in cases.items():
@@ -84,7 +86,17 @@ class Group:
 
         return register
 
-    def _add(self, name: str, promise: str, run: Run) -> None:
-        check = Check(id=f"{self.name}.{name}", promise=promise, run=run)
+    def _add(
+        self, name: str, promise: str, run: Callable[[R], Awaitable[None]]
+    ) -> None:
+        check = CheckOf(id=f"{self.name}.{name}", promise=promise, run=run)
         assert all(other.id != check.id for other in self.checks), f"two {check.id}"
         self.checks.append(check)
+
+
+Check: TypeAlias = CheckOf["Rig"]
+"""A check of links."""
+
+
+class Group(GroupOf["Rig"]):
+    """Checks of links about one subject."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from kvwire.testing.conformance.check import Check, CheckFailed
+from kvwire.testing.conformance.check import CheckFailed, CheckOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class Result:
         reason: Why it failed; "" if it passed.
     """
 
-    check: Check
+    check: CheckOf[Any]
     seconds: float
     reason: str = ""
 

@@ -28,7 +28,7 @@ class Verdicts:
 
     def __init__(self) -> None:
         self.found: list[str] = []
-        self.inside: list[tuple[Side, str]] = []
+        self.inside: list[tuple[object, str]] = []
         self.changed: Callable[[], None] = lambda: None
 
     def add(self, text: str) -> None:

@@ -14,8 +14,9 @@ import weakref
 from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
+from kvwire.testing.conformance.bench import open_descriptors
 from kvwire.testing.conformance.check import Group, require
-from kvwire.testing.conformance.rig import Rig, open_descriptors
+from kvwire.testing.conformance.rig import Rig
 
 group = Group("leak")
 
