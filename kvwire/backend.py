@@ -225,6 +225,11 @@ class Backend(ABC):
     capabilities: ClassVar[Capabilities]
 
     @classmethod
+    def rank(cls) -> int:
+        """Its place among those that no user has a preference for: lower goes first."""
+        return 50
+
+    @classmethod
     @abstractmethod
     def availability(cls) -> Availability:
         """Whether this backend can run in this process now. Cheap; never raises."""

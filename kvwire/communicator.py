@@ -43,7 +43,7 @@ from kvwire.pump import Pump
 from kvwire.reception import Reception
 from kvwire.recovery import Recovery
 from kvwire.region import Region
-from kvwire.selection import local_refusal, wishes
+from kvwire.selection import control_refusal, local_refusal, wishes
 from kvwire.transfer_verbs import Offering
 from kvwire.trust import crosses_hosts, load_keys, resolve
 from kvwire.types import Access, Address
@@ -252,6 +252,7 @@ class Communicator(Offering):
                     where = await resolve(where, self.identity.trust)
                 pump = self.open_link(await backend.connect(where), opening)
                 connection = await hands_shaken(pump, opening)
+                await _lanes_up(connection, config.lanes)
         except TimeoutError:
             if not limit.expired():
                 raise  # the system's own: ETIMEDOUT is an OSError
@@ -408,12 +409,21 @@ class Communicator(Offering):
             raise ClosedOK("the communicator is closed")
 
     def _backend(self, scheme: str, config: Config) -> Backend:
-        reason = local_refusal(config, scheme, scheme)
+        reason = control_refusal(config, scheme)
         if reason:
             raise BackendUnavailable(f"transport {scheme!r}: {reason}")
-        if scheme not in self._backends:
-            self._backends[scheme] = registry.load(scheme)()
-        return self._backends[scheme]
+        return self.lane_backend(scheme)
+
+    def lane_backend(self, name: str) -> Backend:
+        """The backend called ``name``, of which there is one for all connections.
+
+        Raises:
+            BackendUnavailable: It is not installed.
+        """
+        if name not in self._backends:
+            # bounded: BACKENDS_MAX
+            self._backends[name] = registry.load(name)()
+        return self._backends[name]
 
     def open_link(self, link: Link, opening: Opening) -> Pump:
         """Start a link; when the handshake on it has ended, it has a connection."""
@@ -450,9 +460,19 @@ class Communicator(Offering):
             core,
             peer=replace(agreement.peer, address=pump.link.remote_address),
             report=report_of(agreement.choice),
+            scheme=opening.scheme,
         )
         self._connections.add(connection)
         return connection
+
+
+async def _lanes_up(connection: Connection, count: int) -> None:
+    """Wait for the transport of the data; without it there is no connection."""
+    try:
+        await connection.raise_lanes(count)
+    except BaseException as exc:
+        connection.abort(str(exc) or "no transport for the data came up")
+        raise
 
 
 def _offer(identity: Identity, config: Config, scheme: str, resumes: bytes) -> Offer:

@@ -42,6 +42,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         prefer: Transports in the order they are tried; those not named come last.
         require: If not empty, only these transports may be used.
         forbid: Transports that are never used.
+        lanes: Data paths of the transport that is taken. More than one help where one
+            core or one flow cannot fill the wire.
+        backends: Settings of single transports, such as ``{"ucx": {"TLS": "tcp"}}``.
         profile: Facts both sides must agree on where both name them, such as the
             model's revision; a difference is named in the error.
         checksum: ``"on"`` verifies every payload byte, ``"off"`` trusts the transport.
@@ -69,6 +72,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefer: Names = ()
     require: Names = ()
     forbid: Names = ()
+    lanes: Annotated[int, Meta(ge=1, le=limits.LANES_MAX)] = 1
+    backends: Annotated[
+        dict[ProfileText, dict[ProfileText, str]],
+        Meta(max_length=limits.BACKENDS_MAX),
+    ] = {}
     profile: Annotated[
         dict[ProfileText, ProfileText], Meta(max_length=limits.PROFILE_FIELDS_MAX)
     ] = {}
@@ -195,10 +203,20 @@ def _from_text(key: str, text: str) -> Any:
     """Environment values are text: lists are separated by commas, tables are a=b."""
     if key in ("prefer", "require", "forbid", "psk_accept_files"):
         return [part.strip() for part in text.split(",") if part.strip()]
-    if key == "profile":
-        pairs = (part.partition("=") for part in text.split(",") if part.strip())
-        return {name.strip(): value.strip() for name, _, value in pairs}
-    return text
+    if key not in ("profile", "backends"):
+        return text
+    pairs = (part.partition("=") for part in text.split(",") if part.strip())
+    flat = {name.strip(): value.strip() for name, _, value in pairs}
+    return _nested(flat) if key == "backends" else flat
+
+
+def _nested(flat: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """``ucx.TLS=tcp`` is the setting TLS of the transport ucx."""
+    settings: dict[str, dict[str, str]] = {}
+    for path, value in flat.items():
+        name, _, setting = path.partition(".")
+        settings.setdefault(name, {})[setting] = value
+    return settings
 
 
 def _checked_keys(values: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from kvwire.memory.copy import copy
 from kvwire.outgoing import Outgoing
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import (
+    AsideReceived,
     Ended,
     Event,
     MemoryWanted,
@@ -45,7 +46,9 @@ from kvwire.proto.requests import Request as CoreRequest
 from kvwire.proto.segments import Transfer
 from kvwire.proto.state import Kind
 from kvwire.pump import Pump
+from kvwire.raising import LaneEvent, Raising
 from kvwire.request import Request
+from kvwire.selection import tried
 from kvwire.transfer import Attempt, TransferEvent
 from kvwire.transfer_verbs import Asking
 from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
@@ -80,6 +83,7 @@ class Connection(Asking):
         *,
         peer: PeerInfo,
         report: TransportReport,
+        scheme: str,
     ) -> None:
         self.communicator = communicator
         self.peer = peer
@@ -93,7 +97,18 @@ class Connection(Asking):
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
-        pump.connect(core, self._on_event)
+        pump.connect(core, self._on_event, self._lost)
+        self._raising = Raising(
+            core,
+            pump.lanes,
+            report=report,
+            scheme=scheme,
+            remote=peer.address,
+            open_backend=communicator.lane_backend,
+            settings=communicator.config.backends,
+            run=pump.run,
+        )
+        pump.lanes.on_change = self._fall_back
 
     def __repr__(self) -> str:
         state = self.core.phase.value
@@ -103,6 +118,45 @@ class Connection(Asking):
     def closed(self) -> bool:
         """Whether nothing more can be sent."""
         return self.core.closed
+
+    # --- lanes ------------------------------------------------------------------------
+
+    async def raise_lanes(self, count: int) -> None:
+        """Client: bring up the transport for the data, with ``count`` data paths.
+
+        Raises:
+            BackendUnavailable: None of those that are allowed can.
+            ConnectionClosed: The connection has ended.
+
+        Cancel safety: the connection is to be aborted.
+        """
+        await self._raising.raise_lanes(count)
+        self._show_transport()
+
+    async def lanes_raised(self) -> None:
+        """Server: wait until the client has done that, or has gone.
+
+        Cancel safety: safe, it only watches.
+        """
+        if self._raising.due:
+            await asyncio.shield(self._raising.settled)
+        self._show_transport()
+
+    def _show_transport(self) -> None:
+        raising = self._raising
+        self.transport = raising.taken
+        self.transport_report = tried(
+            self.transport_report, raising.taken, raising.why, raising.failed
+        )
+
+    def _fall_back(self, name: str, reason: str) -> None:
+        """The lanes of a transport have broken; the control link carries the data."""
+        self._raising.fall_back(name, reason)
+        self._show_transport()
+
+    def _lost(self) -> bool:
+        self._raising.cancel()
+        return not self._raising.busy
 
     # --- messages ---------------------------------------------------------------------
 
@@ -464,7 +518,9 @@ class Connection(Asking):
             self._pump.run()
         elif isinstance(event, Ended):
             self.communicator.connection_ended(self, event.error)
-        else:
+        elif isinstance(event, LaneEvent):
+            self._raising.event(event)
+        elif not isinstance(event, AsideReceived):  # which the pump deals with
             self._transfer_event(event)
 
     def _transfer_event(

@@ -38,9 +38,9 @@ What a lane promises, and the conformance kit checks:
    nor writes it.
 2. Every payload that was sent and received under the same ticket ends in both
    callbacks, or else ``lane_closed`` is called.
-3. ``lane_closed`` is called exactly once after ``join`` returned, last of all
-   callbacks, and only when the lane touches no memory any more. A lane that cannot
-   prove this yet does not call it yet: its memory stays in quarantine.
+3. ``lane_closed`` is called exactly once if ``join`` returned, last of all callbacks,
+   and only when the lane touches no memory any more. A lane that cannot prove this yet
+   does not call it yet: its memory stays in quarantine.
 4. Callbacks run on the loop's thread, never from inside ``send``, ``receive``,
    ``close`` or ``abort``. ``flush`` may call them. A handler that raises loses its
    lane.
@@ -55,6 +55,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvwire.backend import Landing, Payload
+from kvwire.limits import MIB
 from kvwire.types import Address, Role
 
 
@@ -106,6 +107,11 @@ class Lane(ABC):
 
     bytes_min: int = 1
     """Smaller payloads travel on the control link: there they are faster."""
+    window_bytes: int = 4 * MIB
+    """Payload that may be under way: the lane's rate times its round trip, and more.
+
+    A larger window only delays what is more urgent and comes later.
+    """
 
     @property
     @abstractmethod
@@ -159,7 +165,11 @@ class Lane(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End the lane now. Never raises. ``lane_closed`` follows when it is quiet."""
+        """End the lane now. Never raises. ``lane_closed`` follows when it is quiet.
+
+        Also ends a lane that never joined, without ``lane_closed``; a ``join`` that is
+        under way then raises.
+        """
 
     @property
     @abstractmethod

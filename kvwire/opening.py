@@ -37,6 +37,7 @@ class Opening:
 
     Attributes:
         handshake: The protocol's side of it.
+        scheme: The transport of the link.
         done: The connection it led to, or the error that ended it.
     """
 
@@ -63,7 +64,7 @@ class Opening:
         self.handshake = handshake
         self.done: asyncio.Future[Connection] = loop.create_future()
         self._config = config
-        self._scheme = scheme
+        self.scheme = scheme
         self._busy = busy
 
     def begin(self, link: Link, agreed: Callable[[Agreement], Connection]) -> None:
@@ -124,12 +125,12 @@ class Opening:
         if not isinstance(handshake, ServerHandshake) or handshake.offer is None:
             return
         offered = [(o.name, o.api_version) for o in handshake.offer.backends]
-        report = judge(self._config, self._scheme, offered)
+        report = judge(self._config, self.scheme, offered)
         handshake.choose(
             Choice(
                 name=self._config.name,
                 verdicts=tuple(
-                    Verdict(c.name, c.taken, c.reason[:REASON_CHARS_MAX])
+                    Verdict(c.name, c.taken, c.reason[:REASON_CHARS_MAX], c.possible)
                     for c in report.candidates
                 ),
                 profile=tuple(sorted(self._config.profile.items())),
@@ -174,7 +175,7 @@ def report_of(choice: Choice) -> TransportReport:
     """The server's verdicts as the report that both sides show."""
     return TransportReport(
         tuple(
-            Candidate(_printable(v.name), v.taken, _printable(v.reason))
+            Candidate(_printable(v.name), v.taken, _printable(v.reason), v.possible)
             for v in choice.verdicts
         )
     )

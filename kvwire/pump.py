@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.buffer_table import BufferTable
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
+from kvwire.integrity import matches
+from kvwire.lanes import Lanes
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
 from kvwire.memory.checksum import checksum
 from kvwire.opening import Opening
 from kvwire.proto.connection import Connection as Core
-from kvwire.proto.events import Ended, Event
+from kvwire.proto.events import AsideReceived, Ended, Event
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.types import BufferId
-from kvwire.wire.header import Flag, Header
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
     from kvwire.proto.handshake import Agreement
 
 logger = logging.getLogger("kvwire")
-
-_CHECKED = int(Flag.CHECKED)
 
 
 class _Landing(Landing):
@@ -49,11 +48,15 @@ class Pump(LinkHandler):
     Attributes:
         link: The link.
         core: The protocol of the connection, once the handshake is over.
+        lanes: Its data paths beside the link, then too.
         held: Messages that nobody has asked for yet, by the core's numbers.
-        ended: Set when the link has closed: nothing touches memory any more.
+        ended: Set when the link and its lanes have closed: nothing touches memory any
+            more.
     """
 
+    lanes: Lanes
     _on_event: Callable[[Event], None]
+    _on_lost: Callable[[], bool]
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Pump(LinkHandler):
         self._timer_at = 0.0
         self._seen_bytes = 0
         self._running = False
+        self._closed = False
         self._again: asyncio.Handle | None = None
 
     def open(self, opening: Opening, agreed: Callable[[Agreement], Connection]) -> None:
@@ -84,11 +88,29 @@ class Pump(LinkHandler):
         self.link.start(self)
         opening.begin(self.link, agreed)
 
-    def connect(self, core: Core, on_event: Callable[[Event], None]) -> None:
-        """From now on frames belong to ``core`` and its events go to ``on_event``."""
+    def connect(
+        self,
+        core: Core,
+        on_event: Callable[[Event], None],
+        on_lost: Callable[[], bool],
+    ) -> None:
+        """From now on frames belong to ``core`` and its events go to ``on_event``.
+
+        ``on_lost`` is called once the link has closed and as long as it returns False:
+        something of the connection is not over.
+        """
         self._opening = None
         self.core = core
+        self.lanes = Lanes(
+            core,
+            self._buffers,
+            self._loop,
+            check_payload=self._check,
+            run=self.run,
+            check_ended=self._check_ended,
+        )
         self._on_event = on_event
+        self._on_lost = on_lost
         self.set_timer()
 
     # --- the link ---------------------------------------------------------------------
@@ -121,7 +143,7 @@ class Pump(LinkHandler):
                 assert isinstance(payload, memoryview)
                 core.body_received(arrival, now, body=bytes(payload))
             else:
-                intact = _matches(payload, arrival.header)
+                intact = matches(payload, arrival.header)
                 if arrival.place is Place.HOLD and intact:
                     assert arrival.buffer is not None
                     assert isinstance(payload, memoryview)
@@ -146,8 +168,7 @@ class Pump(LinkHandler):
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
         """See LinkHandler."""
-        if not self.ended.done():
-            self.ended.set_result(None)
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -156,8 +177,10 @@ class Pump(LinkHandler):
         if self._opening is not None:
             self._opening.link_closed(error)
         if self.core is not None:
+            self.lanes.end()
             self.core.link_lost(_as_closed(error))
             self.run()
+        self._check_ended()
 
     # --- carrying out -----------------------------------------------------------------
 
@@ -204,10 +227,16 @@ class Pump(LinkHandler):
             while True:
                 if outbox.frames or core.sending:
                     self._send(core)
+                flushed = self.lanes.flush()
                 if not outbox.events:
+                    if flushed:
+                        continue
                     break
                 events, outbox.events = outbox.events, []
                 for event in events:
+                    if isinstance(event, AsideReceived):
+                        self._receive_aside(event)
+                        continue
                     if isinstance(event, Ended):
                         self._end_link(graceful=event.graceful)
                     self._on_event(event)
@@ -247,12 +276,20 @@ class Pump(LinkHandler):
             header, body = frames.popleft()
             link.send(header, memoryview(body))
         queued_bytes = 0
+        lanes = self.lanes
         while link.queued_bytes < LINK_QUEUE_BYTES:
+            if lanes.up and lanes.full:
+                break
             chunk = core.next_chunk()
             if chunk is None:
                 break
             queued_bytes += chunk.length
-            self._send_chunk(core, chunk)
+            half = lanes.pick(link.queued_bytes) if lanes.up else None
+            if half is None or chunk.length < half.lane.bytes_min:
+                self._send_chunk(core, chunk)
+            else:
+                header, body = lanes.send(half, chunk)
+                link.send(header, memoryview(body))
         return queued_bytes
 
     def _send_chunk(self, core: Core, chunk: Chunk) -> None:
@@ -267,7 +304,20 @@ class Pump(LinkHandler):
             return self._buffers.part(arrival.buffer, arrival.offset, length)
         return None if place is Place.NOWHERE else memoryview(bytearray(length))
 
+    def _receive_aside(self, event: AsideReceived) -> None:
+        try:
+            self.lanes.receive(event, self._destination(event.arrival))
+        except ProtocolError as exc:
+            self._broken(exc)
+
+    def _check_ended(self) -> None:
+        if not self._closed or self.ended.done():
+            return
+        if self.core is None or (self._on_lost() and self.lanes.quiet):
+            self.ended.set_result(None)
+
     def _end_link(self, *, graceful: bool) -> None:
+        self.lanes.end(graceful=graceful)
         if graceful:
             self.link.close()
         else:
@@ -312,15 +362,6 @@ class Pump(LinkHandler):
                 )
             )
             self.run()
-
-
-def _matches(payload: Payload | None, header: Header) -> bool:
-    """Whether a payload is the one that was sent, as far as anybody can tell."""
-    return (
-        not header.flags & _CHECKED
-        or payload is None
-        or checksum(payload) == header.payload_check
-    )
 
 
 def _as_closed(error: Exception | None) -> ConnectionClosed | None:

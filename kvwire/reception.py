@@ -94,6 +94,12 @@ class Reception:
             logger.info("%s: refused: %s", remote, exc)
             return
         self._pending.pop(pump, None)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await connection.lanes_raised()
+        except TimeoutError:
+            connection.abort(f"no transport for the data within {timeout_s:g} s")
+            return
         resumes = connection.core.agreement.offer.resumes
         if resumes:
             await communicator.recovery.taken_over(connection, resumes)

@@ -1,20 +1,25 @@
-"""Which transport a connection uses, and why each other one was not taken.
+"""Which transport carries a connection's data, and why each other one does not.
 
 Both sides name what they have; the server decides with both sides' wishes and says why
 for every candidate. ``require`` leaves nothing else, ``forbid`` removes, ``prefer``
-orders. Nothing is skipped in silence: the report lists every backend that either side
-knows of.
+orders, and those that nobody has a preference for follow by their rank. The transport
+of the control link carries data too, unless it is ruled out; the others do so on lanes
+beside it. What is possible may still fail when it is tried: then the next one is.
+Nothing is skipped in silence: the report lists every backend that either side knows of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from kvwire import registry
 from kvwire.backend import API_VERSION, Availability
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable
 from kvwire.types import Candidate, TransportReport
+
+_NOT_NEEDED = "another was preferred"
 
 
 def wishes(config: Config, transport: str | Iterable[str] | None) -> Config:
@@ -42,15 +47,37 @@ def refusal(config: Config, name: str) -> str:
     return ""
 
 
+def control_refusal(config: Config, scheme: str) -> str:
+    """Why this side does not use a transport for control links; "" if it does.
+
+    One that is not required may still carry the control link of one that is.
+    """
+    if scheme in config.forbid:
+        return "forbidden by `forbid`"
+    found = registry.availability(scheme)
+    if not found.available:
+        return f"{found.reason}{'; ' + found.remedy if found.remedy else ''}"
+    if not registry.load(scheme).capabilities.links:
+        return (
+            "has no addresses of its own; connect to a tcp:// address, and the data "
+            "goes over it"
+        )
+    if all(local_refusal(config, name, scheme) for name in config.require):
+        return refusal(config, scheme)
+    return ""
+
+
 def local_refusal(config: Config, name: str, scheme: str) -> str:
-    """Why this side does not offer a transport on a link of a scheme; "" if it does."""
+    """Why this side does not offer a transport beside a link of a scheme; or ""."""
     ruled_out = refusal(config, name)
     if ruled_out:
         return ruled_out
     found = registry.availability(name)
     if not found.available:
         return found.reason
-    if name != scheme:
+    if name == scheme:
+        return ""
+    if not registry.load(name).capabilities.lanes:
         return f"needs an address of its own; this connection was made over {scheme}"
     return ""
 
@@ -64,6 +91,10 @@ def judge(
         config: This side's wishes.
         scheme: The transport the connection came in over.
         offered: (name, contract version) of what the client offers.
+
+    Returns:
+        The candidates in the order in which they are tried. The first of those that
+        are possible is taken.
     """
     theirs = dict(offered)
     candidates: list[Candidate] = []
@@ -74,18 +105,53 @@ def judge(
             reason = "not offered by the client"
         if not reason and theirs[name] != API_VERSION:
             reason = f"client has contract {theirs[name]}, this side {API_VERSION}"
-        if not reason and taken:
-            reason = "another was preferred"
-        taken = taken or not reason
+        possible = not reason
+        if possible and taken:
+            reason = _NOT_NEEDED
         candidates.append(
-            Candidate(name, not reason, reason or "offered by both sides")
+            Candidate(name, not reason, reason or "offered by both sides", possible)
         )
+        taken = taken or possible
     return TransportReport(tuple(candidates))
 
 
+def tried(
+    report: TransportReport, taken: str, why: str, failed: Mapping[str, str]
+) -> TransportReport:
+    """The report once transports were tried, or one has broken.
+
+    Args:
+        report: The report so far.
+        taken: What carries the data now.
+        why: Why it does.
+        failed: By name, why what was tried does not.
+    """
+    return TransportReport(
+        tuple(
+            replace(c, taken=True, reason=why)
+            if c.name == taken
+            else replace(c, taken=False, reason=failed.get(c.name, _reason(c)))
+            for c in report
+        )
+    )
+
+
+def _reason(candidate: Candidate) -> str:
+    return _NOT_NEEDED if candidate.taken else candidate.reason
+
+
 def _ordered(config: Config, names: Iterable[str]) -> list[str]:
-    rank = {name: index for index, name in enumerate(config.prefer)}
-    return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
+    wished = {name: index for index, name in enumerate(config.prefer)}
+    return sorted(
+        names, key=lambda name: (wished.get(name, len(wished)), _rank(name), name)
+    )
+
+
+def _rank(name: str) -> int:
+    try:
+        return registry.load(name).rank()
+    except BackendUnavailable:
+        return 99  # it cannot be taken: last in the report
 
 
 def _why_not(name: str) -> str:

@@ -165,6 +165,10 @@ class Lanes:
         number = len(self._lanes) + 1
         return number if number <= LANES_MAX else None
 
+    def backend(self, number: int) -> str:
+        """What carries a lane."""
+        return self._lanes[number].backend
+
     def ask(self, number: int, backend: str, bootstrap: bytes) -> None:
         """Client: send our half of a lane."""
         assert self._role is Role.CLIENT

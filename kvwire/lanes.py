@@ -1,0 +1,261 @@
+"""The lanes of one connection at work: which of them carries the next chunk.
+
+While none is up, the control link carries all payload. Lanes of its own transport share
+the payload with it; lanes of another transport carry all of it, but for chunks that are
+too small to be worth the detour. When the last lane has gone, payload travels on the
+control link again, if its transport may carry data: otherwise the connection ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvwire.backend import Landing, Payload
+from kvwire.errors import ConnectionLost, KVWireError, ProtocolError
+from kvwire.integrity import matches
+from kvwire.lane import Lane, LaneHandler
+from kvwire.limits import LINK_QUEUE_BYTES, TICKET_BYTES_MAX
+from kvwire.memory.checksum import checksum
+from kvwire.proto.events import AsideReceived, LaneLowered
+from kvwire.proto.flows import Arrival, Chunk
+
+if TYPE_CHECKING:
+    from kvwire.buffer_table import BufferTable
+    from kvwire.proto.connection import Connection as Core
+
+logger = logging.getLogger("kvwire")
+
+
+class Half:
+    """Our half of one lane.
+
+    Attributes:
+        number: The lane's number.
+        backend: What carries it.
+        lane: The backend's half.
+        up: Both halves are there: it may be sent on.
+        lowered: What the peer said when its half went away, or "".
+    """
+
+    __slots__ = ("backend", "lane", "lowered", "number", "up")
+
+    def __init__(self, number: int, backend: str, lane: Lane) -> None:
+        self.number = number
+        self.backend = backend
+        self.lane = lane
+        self.up = False
+        self.lowered = ""
+
+
+class _Landing(Landing):
+    __slots__ = ("arrival",)
+
+    def __init__(self, arrival: Arrival, payload: Payload | None) -> None:
+        self.length = arrival.header.length
+        self.payload = payload
+        self.arrival = arrival
+
+
+class Lanes(LaneHandler):
+    """The halves of one connection's lanes, and the choice between them.
+
+    Attributes:
+        up: Those that may be sent on.
+        shared: The control link carries payload beside them.
+        fallback: The control link may carry payload when none of them is left.
+        on_change: Called with the name of a transport that has broken, and why.
+        check_ended: To be called when something may have become quiet.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        buffers: BufferTable,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        check_payload: bool,
+        run: Callable[[], None],
+        check_ended: Callable[[], None],
+    ) -> None:
+        self.up: list[Half] = []
+        self.shared = False
+        self.fallback = True
+        self.on_change: Callable[[str, str], None] | None = None
+        self._core = core
+        self._buffers = buffers
+        self._loop = loop
+        self._check = check_payload
+        self._run = run
+        self.check_ended = check_ended
+        # bounded: LANES_MAX
+        self._halves: dict[Lane, Half] = {}
+        self._dirty: dict[Lane, None] = {}
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no lane can touch any memory."""
+        return not self._halves
+
+    # --- coming up --------------------------------------------------------------------
+
+    def add(self, half: Half) -> None:
+        """Know a half that is about to join."""
+        self._halves[half.lane] = half  # bounded: LANES_MAX
+
+    def drop(self, half: Half, reason: str) -> None:
+        """Forget a half that has not joined; it is ended."""
+        self._halves.pop(half.lane, None)
+        half.lane.abort()
+        self._core.lane_gone(half.number, reason)
+        self._run()
+
+    def knows(self, half: Half) -> bool:
+        """Whether a half that has joined is still there, on both sides."""
+        return half.lane in self._halves and not half.lowered
+
+    def raised(self, number: int) -> None:
+        """Both halves of a lane are there."""
+        for half in self._halves.values():
+            if half.number == number and not half.lowered:
+                half.up = True
+                self.up.append(half)  # bounded: LANES_MAX
+
+    # --- sending ----------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether the next chunk has to wait for a lane."""
+        return not self.shared and self._roomiest() is None
+
+    def pick(self, link_queued_bytes: int) -> Half | None:
+        """What carries the next chunk; None for the control link."""
+        half = self._roomiest()
+        if half is None or not self.shared:
+            return half
+        return half if half.lane.queued_bytes <= link_queued_bytes else None
+
+    def send(self, half: Half, chunk: Chunk) -> tuple[bytes, bytes]:
+        """Queue a chunk on a lane; returns the frame that announces it."""
+        payload = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
+        check = checksum(payload) if self._check else None
+        ticket = half.lane.send(payload, chunk)
+        assert len(ticket) <= TICKET_BYTES_MAX
+        self._dirty[half.lane] = None  # bounded: LANES_MAX
+        return self._core.lanes.aside(chunk, half.number, ticket, check)
+
+    def flush(self) -> bool:
+        """Move what was queued; False if there was nothing."""
+        if not self._dirty:
+            return False
+        dirty, self._dirty = self._dirty, {}
+        for lane in dirty:
+            if lane in self._halves:
+                lane.flush()
+        return True
+
+    # --- receiving --------------------------------------------------------------------
+
+    def receive(self, event: AsideReceived, payload: Payload | None) -> None:
+        """Let a lane receive what the peer has announced.
+
+        Raises:
+            ProtocolError: The ticket is not one of the peer's lane.
+        """
+        arrival = event.arrival
+        half = next(h for h in self._halves.values() if h.number == arrival.lane)
+        half.lane.receive(event.ticket, _Landing(arrival, payload))
+        self._dirty[half.lane] = None  # bounded: LANES_MAX
+
+    def lowered(self, event: LaneLowered) -> None:
+        """The peer's half of a lane is gone."""
+        for half in list(self._halves.values()):
+            if half.number == event.lane:
+                half.lowered = event.reason or "the peer ended it"
+                if half in self.up:
+                    self.up.remove(half)
+                half.lane.abort()
+
+    # --- the lanes --------------------------------------------------------------------
+
+    def payload_sent(self, lane: Lane, token: object) -> None:
+        """See LaneHandler."""
+        assert isinstance(token, Chunk)
+        self._core.chunk_sent(token)
+        self._run()
+
+    def payload_received(self, lane: Lane, landing: Landing) -> None:
+        """See LaneHandler."""
+        assert isinstance(landing, _Landing)
+        arrival = landing.arrival
+        intact = matches(landing.payload, arrival.header)
+        self._core.payload_landed(arrival, self._loop.time(), intact=intact)
+        self._run()
+
+    def lane_writable(self, lane: Lane) -> None:
+        """See LaneHandler."""
+        self._run()
+
+    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
+        """See LaneHandler."""
+        half = self._halves.pop(lane)
+        if half in self.up:
+            self.up.remove(half)
+        reason = half.lowered or str(error or "this side ended it")
+        self._core.lane_gone(half.number, reason)
+        if self._core.error is None and half.up:
+            self._broken(half, reason, error)
+        self._run()
+        self.check_ended()
+
+    def end(self, *, graceful: bool = False) -> None:
+        """End every lane; :attr:`quiet` tells when nothing touches memory any more."""
+        self.up.clear()
+        for lane in list(self._halves):
+            if graceful:
+                lane.close()
+            else:
+                lane.abort()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _roomiest(self) -> Half | None:
+        best: Half | None = None
+        for half in self.up:
+            queued_bytes = half.lane.queued_bytes
+            if (
+                queued_bytes < LINK_QUEUE_BYTES
+                and (best is None or queued_bytes < best.lane.queued_bytes)
+                and self._core.lanes.room(half.number, half.lane.window_bytes)
+            ):
+                best = half
+        return best
+
+    def _broken(self, half: Half, reason: str, error: Exception | None) -> None:
+        """A lane that carried data is gone: go on without it, if that is allowed."""
+        peer = self._core.agreement.peer
+        if isinstance(error, ProtocolError):
+            self._core.fail(error)
+        elif self.up:
+            logger.warning("peer %s: a lane of %s: %s", peer, half.backend, reason)
+        elif self.fallback:
+            logger.warning(
+                "peer %s: %s failed, and the control link carries the data now: %s",
+                peer,
+                half.backend,
+                reason,
+            )
+            if self.on_change is not None:
+                self.on_change(half.backend, reason)
+        else:
+            self._core.fail(
+                _lost(f"{half.backend} failed and no other transport is allowed", error)
+            )
+
+
+def _lost(text: str, error: Exception | None) -> KVWireError:
+    lost = ConnectionLost(f"{text}: {error}" if error else text)
+    lost.__cause__ = error
+    return lost

@@ -1,0 +1,297 @@
+"""Brings the lanes of a new connection up, one transport after the other.
+
+The client goes through the transports that the server has found possible, in that
+order, until one has come up on both sides. The server answers. Both keep why each one
+failed, so that both can say it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from kvwire.backend import Backend
+from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
+from kvwire.lane import LaneContext
+from kvwire.lanes import Half, Lanes
+from kvwire.limits import LANE_TIMEOUT_S
+from kvwire.proto.connection import Connection as Core
+from kvwire.proto.events import LaneAnswered, LaneAsked, LaneLowered, LaneRaised
+from kvwire.types import Address, TransportReport
+
+logger = logging.getLogger("kvwire")
+
+OpenBackend = Callable[[str], Backend]
+Settings = Mapping[str, Mapping[str, str]]
+LaneEvent = LaneAsked | LaneAnswered | LaneRaised | LaneLowered
+
+
+class Raising:
+    """The raising of one connection's lanes, on either side.
+
+    Attributes:
+        failed: Why a transport did not come up, by name.
+        taken: The transport that carries the data.
+        why: Why that one does.
+        settled: Done when no more lanes will be raised.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        lanes: Lanes,
+        *,
+        report: TransportReport,
+        scheme: str,
+        remote: Address | None,
+        open_backend: OpenBackend,
+        settings: Settings,
+        run: Callable[[], None],
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            core: The protocol of the connection.
+            lanes: Where halves go.
+            report: The server's verdicts, in the order in which they are tried.
+            scheme: The transport of the control link.
+            remote: Where that leads.
+            open_backend: Gives a backend by its name, or raises BackendUnavailable.
+            settings: Of each backend.
+            run: Carries out what the core says.
+        """
+        self.failed: dict[str, str] = {}
+        self.taken = report.taken
+        self.why = next((c.reason for c in report if c.taken), "")
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._core = core
+        self._lanes = lanes
+        self._possible = tuple(c.name for c in report if c.possible)
+        self._scheme = scheme
+        self._remote = remote
+        self._open_backend = open_backend
+        self._settings = settings
+        self._run = run
+        # Lanes that the server is asked for, by number.
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        lanes.fallback = scheme in self._possible
+
+    @property
+    def due(self) -> bool:
+        """Whether data is to go on lanes, which are not there yet."""
+        return self.taken not in ("", self._scheme)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a half is being made."""
+        return bool(self._tasks)
+
+    def event(self, event: LaneEvent) -> None:
+        """Act on what the core says about lanes."""
+        match event:
+            case LaneAsked():
+                self._asked(event)
+            case LaneAnswered():
+                self._answered(event)
+            case LaneRaised():
+                self._raised(event)
+            case LaneLowered():
+                self._lowered(event)
+
+    # --- the client -------------------------------------------------------------------
+
+    async def raise_lanes(self, count: int) -> None:
+        """Bring up the first transport that can, with ``count`` data paths.
+
+        Raises:
+            BackendUnavailable: None of those that are allowed can; says why, for each.
+            ConnectionClosed: The connection has ended.
+
+        Cancel safety: the connection is to be aborted.
+        """
+        if not self.due and count == 1:
+            return
+        for name in self._possible:
+            if name == self._scheme:
+                self._take(name, "offered by both sides", shared=True)
+                await self._raise_more(name, count - 1)
+                break
+            try:
+                half = await self._raise(name)
+            except BackendUnavailable as exc:
+                self.failed[name] = str(exc)
+                logger.warning(
+                    "peer %s: %s cannot carry the data: %s",
+                    self._core.agreement.peer,
+                    name,
+                    exc,
+                )
+                continue
+            self._take(name, half.lane.description)
+            await self._raise_more(name, count - 1)
+            break
+        else:
+            reasons = "; ".join(f"{n}: {why}" for n, why in self.failed.items())
+            raise BackendUnavailable(f"no transport that is allowed works: {reasons}")
+        self._core.lanes.settle()
+        self._settle()
+        self._run()
+
+    async def _raise_more(self, name: str, count: int) -> None:
+        """More lanes of a transport that is taken; without them it works too."""
+        for _ in range(count):
+            try:
+                await self._raise(name)
+            except BackendUnavailable as exc:
+                logger.warning("only some lanes of %s came up: %s", name, exc)
+                return
+
+    async def _raise(self, name: str) -> Half:
+        """Bring up one lane.
+
+        Raises:
+            BackendUnavailable: It cannot.
+            ConnectionClosed: The connection has ended.
+        """
+        ended = self._core.error
+        if ended is not None:
+            raise type(ended)(str(ended)) from ended
+        number = self._core.lanes.next_number()
+        if number is None:
+            raise BackendUnavailable("too many lanes were tried")
+        half = self._half(name, number)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer  # bounded: LANES_MAX
+        self._core.lanes.ask(number, name, half.lane.bootstrap)
+        self._lanes.add(half)
+        self._run()
+        try:
+            async with asyncio.timeout(LANE_TIMEOUT_S):
+                await half.lane.join(await answer, self._lanes)
+        except BaseException as exc:
+            given_up = self._given_up(half, exc)
+            if given_up is exc:
+                raise
+            raise given_up from exc
+        finally:
+            del self._answers[number]
+        if not self._lanes.knows(half):
+            raise BackendUnavailable(half.lowered or "it broke as soon as it was up")
+        self._core.lanes.up(number)
+        self._lanes.raised(number)
+        self._run()
+        return half
+
+    def _answered(self, event: LaneAnswered) -> None:
+        """The server's half is there."""
+        answer = self._answers.get(event.lane)
+        if answer is not None and not answer.done():
+            answer.set_result(event.bootstrap)
+
+    # --- the server -------------------------------------------------------------------
+
+    def _asked(self, event: LaneAsked) -> None:
+        """The client asks for a lane: join with it, in a task of its own."""
+        task = asyncio.get_running_loop().create_task(self._answer(event))
+        self._tasks.add(task)  # bounded: LANES_MAX
+        task.add_done_callback(self._answer_given)
+
+    def _raised(self, event: LaneRaised) -> None:
+        """A lane is up on both sides; of lane 0: there will be no more."""
+        if event.lane:
+            self._lanes.raised(event.lane)
+            return
+        up = self._lanes.up
+        name = up[0].backend if up else self._scheme
+        if name == self._scheme:
+            self._take(name, "offered by both sides", shared=True)
+        else:
+            self._take(name, up[0].lane.description)
+        self._settle()
+
+    async def _answer(self, event: LaneAsked) -> None:
+        name, number = event.backend, event.lane
+        half: Half | None = None
+        try:
+            if name not in self._possible:
+                raise BackendUnavailable(f"{name} was not agreed on")
+            half = self._half(name, number)
+            self._lanes.add(half)
+            async with asyncio.timeout(LANE_TIMEOUT_S):
+                await half.lane.join(event.bootstrap, self._lanes)
+        except BaseException as exc:
+            if half is None:
+                reason = str(exc)
+                self._core.lane_gone(number, reason)
+                self._run()
+            else:
+                reason = str(self._given_up(half, exc))
+            self.failed[name] = reason  # bounded: BACKENDS_MAX
+            if not isinstance(exc, Exception):
+                raise
+            return
+        if self._lanes.knows(half):
+            self._core.lanes.answer(number, half.lane.bootstrap)
+            self._run()
+
+    def _answer_given(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._lanes.check_ended()
+
+    # --- both -------------------------------------------------------------------------
+
+    def _lowered(self, event: LaneLowered) -> None:
+        """The peer's half is gone, or never came."""
+        answer = self._answers.get(event.lane)
+        if answer is not None and not answer.done():
+            answer.set_exception(BackendUnavailable(f"the peer: {event.reason}"))
+        elif not self.settled.done():
+            self.failed.setdefault(  # bounded: LANES_MAX
+                self._core.lanes.backend(event.lane), f"the peer: {event.reason}"
+            )
+        self._lanes.lowered(event)
+
+    def fall_back(self, name: str, reason: str) -> None:
+        """The last lane of a transport has broken; the control link takes over."""
+        self.failed[name] = reason  # bounded: BACKENDS_MAX
+        self._take(self._scheme, f"{name} failed: {reason}", shared=True)
+
+    def cancel(self) -> None:
+        """The connection ends: nothing more comes up."""
+        for task in self._tasks:
+            task.cancel()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ConnectionLost("the connection has ended"))
+        self._settle()
+
+    def _half(self, name: str, number: int) -> Half:
+        backend = self._open_backend(name)
+        context = LaneContext(
+            role=self._core.agreement.role,
+            number=number,
+            secret=self._core.agreement.keys.lane_secret(number),
+            remote_address=self._remote,
+            settings=self._settings.get(name, {}),
+        )
+        return Half(number, name, backend.open_lane(context))
+
+    def _given_up(self, half: Half, exc: BaseException) -> BaseException:
+        """Undo a half that has not come up; what its raiser gets."""
+        if isinstance(exc, TimeoutError):
+            exc = BackendUnavailable(f"it did not come up in {LANE_TIMEOUT_S:g} s")
+        elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
+            logger.error("a bug of backend %s", half.backend, exc_info=exc)
+            exc = BackendUnavailable(f"a bug of the backend: {exc!r}")
+        self._lanes.drop(half, str(exc) or "cancelled")
+        return exc
+
+    def _take(self, name: str, why: str, *, shared: bool = False) -> None:
+        self.taken, self.why = name, why
+        self._lanes.shared = shared
+
+    def _settle(self) -> None:
+        if not self.settled.done():
+            self.settled.set_result(None)
