@@ -93,11 +93,13 @@ TABLE = (
     ),
     Layer(covers=("kvwire.config",), kvwire=_BASE, others={"msgspec"}),
     Layer(
-        covers=("kvwire.backend", "kvwire.registry", "kvwire.selection"),
+        covers=(
+            *("kvwire.backend", "kvwire.lane", "kvwire.registry", "kvwire.selection"),
+        ),
         # Each other; the contract's Payload is kv's Fragments; wishes are configured.
         kvwire={
             *(*_BASE, "kvwire.config", "kvwire.memory", "kvwire.kv.fragments"),
-            *("kvwire.backend", "kvwire.registry", "kvwire.selection"),
+            *("kvwire.backend", "kvwire.lane", "kvwire.registry", "kvwire.selection"),
         },
         others=set(),
     ),
@@ -113,10 +115,15 @@ TABLE = (
     ),
     Layer(
         covers=("kvwire.cli", "kvwire.__main__"),
-        # keygen writes the files that trust reads.
-        kvwire={*_PUBLIC, "kvwire.observe", "kvwire.store", "kvwire.trust"},
-        # The benchmark's processes run on a loop of their choice.
-        others={"cyclopts", "numpy", "rich", "uvloop"},
+        kvwire={
+            *(*_PUBLIC, "kvwire.observe", "kvwire.store"),
+            # keygen writes the files that trust reads.
+            "kvwire.trust",
+            # The doctor asks every backend what it finds.
+            *("kvwire.backend", "kvwire.registry"),
+        },
+        # The benchmark's processes run on a loop of their choice; doctors speak JSON.
+        others={"cyclopts", "msgspec", "numpy", "rich", "uvloop"},
     ),
     Layer(
         covers=("kvwire.testing.pytest_plugin",),

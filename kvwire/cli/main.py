@@ -34,6 +34,11 @@ app.command(
     name="bench",
     help="Measure kvwire beside what you would otherwise use.",
 )
+app.command(
+    "kvwire.cli.doctor.command:app",
+    name="doctor",
+    help="Say what can run here, what cannot, and what to do about it.",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     tokens = None if arguments is None else list(arguments)
     try:
-        app(tokens, exit_on_error=False, result_action="return_none")
+        # A command that has an exit status of its own returns it.
+        status = app(tokens, exit_on_error=False, result_action="return_value")
     except CycloptsError:
         return CALLED_WRONG  # it has been printed
     except kvwire.KVWireError as exc:
@@ -55,4 +61,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return CALLED_WRONG if isinstance(exc, kvwire.UsageError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0
+    return status or 0

@@ -1,0 +1,154 @@
+"""``kvwire doctor --selftest ADDR``: the same command on two hosts, one report on both.
+
+Whoever can bind the address listens, and the other one connects, waiting for it if it
+is early. It then tries every transport that either side has, at several sizes of
+fragments, and sends what it found back, so that both users have the same report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvwire import Communicator, Connection, ConnectionLost, KVWireError, UsageError
+from kvwire.cli.doctor.attendant import attend
+from kvwire.cli.doctor.examination import Examination
+from kvwire.cli.doctor.probe import examine_peer, is_doctor, try_out
+from kvwire.cli.doctor.trial import Report
+from kvwire.cli.doctor.words import FRAGMENT_BYTES, PASS_BYTES, Done, Finish, ask
+from kvwire.types import Address
+
+# Somebody has to walk over to the other terminal.
+WAIT_S: Final = 300.0
+_AGAIN_S: Final = 0.5
+# The address is another host's, or the other side was here first.
+_NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+# Both hosts can bind these.
+_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - refused, not bound
+
+
+async def selftest(
+    communicator: Communicator,
+    address: Address,
+    examination: Examination,
+    progress: Callable[[str], None],
+    *,
+    wait_s: float = WAIT_S,
+    pass_bytes: int = PASS_BYTES,
+) -> Report:
+    """Measure with whoever runs the same at the other side.
+
+    Args:
+        communicator: With the doctor's profile.
+        address: Of one of the two hosts.
+        examination: What this host is like.
+        progress: Told in a line what happens now.
+        wait_s: How long to wait for the other side.
+        pass_bytes: Bytes of one pass.
+
+    Raises:
+        UsageError: The address is that of every host.
+        KVWireError: The other side did not come, or is no doctor.
+    """
+    if address.host in _WILDCARDS:
+        raise UsageError(f"--selftest {address}: name the address of one of the hosts")
+    try:
+        bound = await communicator.listen(address)
+    except OSError as exc:
+        if exc.errno not in _NOT_OURS:
+            raise KVWireError(f"--selftest {address}: {exc.strerror}") from exc
+        progress(f"connecting to {address}")
+        return await _probe(communicator, address, examination, progress, wait_s)
+    progress(f"listening on {bound}; run the same command on the other host")
+    return await _attend(communicator, examination, wait_s, pass_bytes)
+
+
+async def _attend(
+    communicator: Communicator,
+    examination: Examination,
+    wait_s: float,
+    pass_bytes: int,
+) -> Report:
+    came: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+
+    def heard(connection: Connection, report: Report | None) -> None:
+        del connection
+        if report is not None and not came.done():
+            came.set_result(report)
+
+    serving = asyncio.create_task(
+        attend(communicator, examination, heard, pass_bytes=pass_bytes)
+    )
+    try:
+        async with asyncio.timeout(wait_s):
+            return await came
+    except TimeoutError:
+        raise KVWireError(f"nobody finished a self-test within {wait_s:g} s") from None
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _probe(
+    communicator: Communicator,
+    address: Address,
+    examination: Examination,
+    progress: Callable[[str], None],
+    wait_s: float,
+) -> Report:
+    there: list[Examination] = []
+
+    async def before(connection: Connection) -> None:
+        if is_doctor(connection):
+            there.append(await examine_peer(connection))
+
+    await _until_there(communicator, address, wait_s)
+    progress("what both sides choose")
+    trials = [await try_out(communicator, address, (), before=before)]
+    if not there:
+        raise KVWireError(trials[0].error)
+    for candidate in trials[0].candidates:
+        progress(f"transport {candidate.name}")
+        trials.append(
+            await try_out(
+                communicator, address, FRAGMENT_BYTES, transport=candidate.name
+            )
+        )
+    report = Report(
+        address=str(address),
+        here=examination,
+        there=there[0],
+        trials=tuple(trials),
+    )
+    await _hand_over(communicator, address, report)
+    return report
+
+
+async def _until_there(
+    communicator: Communicator, address: Address, wait_s: float
+) -> None:
+    """Wait until somebody listens."""
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            connection = await communicator.connect(address)
+        except (OSError, ConnectionLost) as exc:
+            if time.monotonic() >= end:
+                raise KVWireError(f"{address}: {exc}, for {wait_s:g} s") from None
+            await asyncio.sleep(_AGAIN_S)
+        else:
+            await connection.close()
+            return
+
+
+async def _hand_over(
+    communicator: Communicator, address: Address, report: Report
+) -> None:
+    connection = await communicator.connect(address)
+    try:
+        await ask(connection, Finish(report), Done)
+    finally:
+        await connection.close()
