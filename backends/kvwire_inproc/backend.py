@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
+from kvwire.lane import Lane, LaneContext
 from kvwire.types import Address
 from kvwire_inproc.faults import FaultyWay
+from kvwire_inproc.lane import InprocLane
 from kvwire_inproc.link import InprocLink, join
 from kvwire_inproc.plan import FaultPlan, injected_plan
 from kvwire_inproc.way import Way
@@ -30,12 +32,17 @@ class InprocBackend(Backend):
 
     scheme: ClassVar[str] = "inproc"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_process=True, same_host=True, confidential=True
+        lanes=True, same_process=True, same_host=True, confidential=True
     )
 
     def __init__(self, faults: FaultPlan | None = None) -> None:
         self._faults = faults if faults is not None else injected_plan()
         self._ways = itertools.count()
+
+    @classmethod
+    def rank(cls) -> int:
+        """First: whoever has an inproc address is in this process."""
+        return 0
 
     @classmethod
     def availability(cls) -> Availability:
@@ -77,6 +84,10 @@ class InprocBackend(Backend):
         except RuntimeError:  # the loop was closed a moment ago
             raise _refused(address) from None
         return left
+
+    def open_lane(self, context: LaneContext) -> Lane:
+        """One half of a lane within this process."""
+        return InprocLane(context)
 
     def _way(self, lock: threading.RLock) -> Way:
         """What one link of this side sends goes this way."""
