@@ -12,11 +12,12 @@ known, so an answer may be late and never wrong.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kvwire.communicator import Communicator
 from kvwire.communicator import open as open_communicator
@@ -30,6 +31,8 @@ from kvwire.kv.paged import PagedCache
 from kvwire.marks import Which
 from kvwire.outgoing import Outgoing
 from kvwire.types import Address, PeerInfo, TransportReport
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -128,6 +131,24 @@ class Engine:
                 lambda: self._communicator.expect(id, cache, blocks, **options)
             ),
         )
+
+    def start(
+        self, work: Callable[[Communicator], Coroutine[Any, Any, T]]
+    ) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the engine's loop without waiting for it.
+
+        For what takes several steps, such as connecting and then pulling. It may use
+        everything of the communicator; the result is read from any thread.
+
+        Args:
+            work: Called with the communicator, on the calling thread; the coroutine
+                that it returns runs on the loop.
+
+        Raises:
+            UsageError: From the engine's own thread, or after a fork.
+            ClosedOK: The engine is closed.
+        """
+        return self._thread.start(work(self._communicator))
 
     def close(self) -> None:
         """End every transfer and connection, then the thread.
@@ -290,6 +311,11 @@ class EngineOutgoing(_EngineTransfer):
         """
         self._engine.thread.check_process()
         self._end.ready(layers, blocks, group=group, after=after)
+
+    def extend(self, blocks: Blocks) -> None:
+        """See :meth:`kvwire.Outgoing.extend`; does not wait."""
+        self._engine.thread.check_process()
+        self._end.extend(blocks)
 
     def finish(self, *, partial: bool = False) -> None:
         """See :meth:`kvwire.Outgoing.finish`; does not wait."""

@@ -74,13 +74,7 @@ class IOThread:
             ClosedOK: The thread has ended.
             TimeoutError: It took longer than ``timeout`` seconds; it was cancelled.
         """
-        try:
-            self.check_process()
-            self._check_other_thread()
-            waiting = self._begin(coroutine)
-        except BaseException:
-            coroutine.close()
-            raise
+        waiting = self.start(coroutine)
         try:
             return waiting.result(timeout)
         except concurrent.futures.CancelledError:
@@ -92,6 +86,20 @@ class IOThread:
             return waiting.result()
         except BaseException:
             waiting.cancel()
+            raise
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the loop without waiting for it.
+
+        Raises:
+            UsageError, ClosedOK: As :meth:`call`.
+        """
+        try:
+            self.check_process()
+            self._check_other_thread()
+            return self._begin(coroutine)
+        except BaseException:
+            coroutine.close()
             raise
 
     def run(self, function: Callable[[], T]) -> T:

@@ -13,11 +13,14 @@ import asyncio
 import operator
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvwire.claims import Claims
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import UNNAMED, Ids
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
 
@@ -32,12 +35,36 @@ class Mark(NamedTuple):
     blocks: range
 
 
-class _Group(NamedTuple):
-    """What marks of one group are checked against."""
+@dataclass(slots=True)
+class _Group:
+    """What marks of one group are checked against.
+
+    The list of a growing transfer has room for blocks that are not named yet; it is the
+    transfer's own, so whoever reads it finds the names where they will be.
+    """
 
     layers: range
-    blocks: range
+    ids: Ids
     claims: Claims
+    named: int
+
+    @property
+    def blocks(self) -> range:
+        """The positions of the list."""
+        return range(self.ids.size)
+
+    def check_names(self, group: str, ids: Ids) -> None:
+        """Refuse names that have no room or were given before."""
+        if self.named + ids.size > self.ids.size:
+            raise UsageError(
+                f"extend: {ids.size} more blocks of group {group!r}; {self.named} of "
+                f"{self.ids.size} are named already"
+            )
+        twice = ids[np.isin(ids, self.ids[: self.named])]
+        if twice.size:
+            raise UsageError(
+                f"extend: block {int(twice[0])} of group {group!r} was named before"
+            )
 
 
 class Marks:
@@ -68,11 +95,27 @@ class Marks:
         self._groups = {
             name: _Group(
                 group.spec.layer_indices,
-                range(lists[name].size),
+                lists[name],
                 Claims(group.spec.layers, lists[name].size),
+                int(np.count_nonzero(lists[name] != UNNAMED)),
             )
             for name, group in cache.groups.items()
         }
+
+    def name(self, lists: Mapping[str, Ids]) -> None:
+        """Name the next blocks of each group's list.
+
+        Raises:
+            UsageError: There is no room for them, or one of them was named before.
+        """
+        with self._lock:
+            for name, ids in lists.items():
+                self._groups[name].check_names(name, ids)
+            for name, ids in lists.items():
+                group = self._groups[name]
+                # In this order: what is named can be read.
+                group.ids[group.named : group.named + ids.size] = ids
+                group.named += ids.size
 
     def add(self, layers: Which, blocks: Which, group: str | None, after: Any) -> None:
         """Check a mark and let it flow, at once or when ``after`` is done.
@@ -186,11 +229,18 @@ class Marks:
         if found is None:
             known = ", ".join(self._groups)
             raise UsageError(f"ready: no group {group!r}; there is {known}")
-        return Mark(
+        mark = Mark(
             group,
             _range(layers, found.layers, "layers", group),
             _range(blocks, found.blocks, "blocks", group),
         )
+        if mark.blocks.stop > found.named:
+            raise UsageError(
+                f"ready: blocks of group {group!r} up to position "
+                f"{mark.blocks.stop - 1}, but only {found.named} are named; extend() "
+                f"names more"
+            )
+        return mark
 
     def _unnamed(self, layers: Which, blocks: Which) -> list[str]:
         names = list(self._groups)

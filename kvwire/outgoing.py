@@ -20,6 +20,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
+from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.outcome import join_outcomes
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import GROUP_BYTES
@@ -42,9 +43,11 @@ class Outgoing(KVTransfer):
         *args: Any,
         consumers: int = 1,
         group_bytes: int | None = None,
+        growing: bool = False,
         hashes: Hashes = None,
         **keywords: Any,
     ) -> None:
+        self.growing = growing
         super().__init__(*args, **keywords)
         if group_bytes is not None and group_bytes < 1:
             raise UsageError(
@@ -55,6 +58,20 @@ class Outgoing(KVTransfer):
         self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
         self.marks = Marks(self.cache, self.lists, self.loop, self._marked)
         self.deliveries: list[Delivery] = []
+
+    def extend(self, blocks: Blocks) -> None:
+        """Name the next blocks of a growing transfer. Thread-safe and non-blocking.
+
+        Args:
+            blocks: Their ids, or ``{group: ids}``. They follow those named before.
+
+        Raises:
+            UsageError: The transfer is not growing, they are more than ``tokens`` need,
+                or one of them is out of range or named before.
+        """
+        if not self.growing:
+            raise UsageError("extend: this transfer was not begun with growing=True")
+        self.marks.name(self.cache.block_lists(blocks))
 
     def ready(
         self,
@@ -115,6 +132,26 @@ class Outgoing(KVTransfer):
             except UsageError as exc:
                 self.abort(str(exc))
                 raise
+
+    def listed(self, blocks: Blocks) -> BlockLists:
+        """See KVTransfer; a growing transfer has room for what its tokens need."""
+        lists = super().listed(blocks)
+        if not self.growing:
+            return lists
+        if self.tokens is None:
+            raise UsageError(
+                "growing=True: tokens= says how many the whole transfer will have"
+            )
+        room: dict[str, int] = {}
+        for name, ids in lists.items():
+            tokens = self.tokens if isinstance(self.tokens, int) else self.tokens[name]
+            room[name] = -(-tokens // self.cache.groups[name].spec.block_tokens)
+            if room[name] < ids.size:
+                raise UsageError(
+                    f"growing=True: {ids.size} blocks of group {name!r} are more than "
+                    f"the {room[name]} that tokens={tokens} need"
+                )
+        return lists.padded(room)
 
     # --- the exchange -----------------------------------------------------------------
 

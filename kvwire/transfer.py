@@ -26,7 +26,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.kv.blocks import Blocks, Ids
+from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
@@ -184,7 +184,7 @@ class KVTransfer:
         self.loop = communicator.loop
         self.priority = priority
         self.tokens = tokens
-        self.lists: dict[str, Ids] = cache.block_lists(blocks)
+        self.lists = self.listed(blocks)
         self.geometry: Geometry = describe(cache, self.lists, tokens)
         self.deadline = absolute(deadline)
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
@@ -258,6 +258,14 @@ class KVTransfer:
             self._expiry = self.loop.call_at(self.deadline, self._expired)
 
     # --- for the two ends -------------------------------------------------------------
+
+    def listed(self, blocks: Blocks) -> BlockLists:
+        """The block list of each group, checked against the cache.
+
+        Raises:
+            UsageError: Names the group, the block id and the range.
+        """
+        return self.cache.block_lists(blocks)
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
         """End every attempt with an error, and so the transfer."""

@@ -89,6 +89,7 @@ class Asking(ABC):
         hashes: Hashes = None,
         lease_s: float | None = None,
         group_bytes: int | None = None,
+        growing: bool = False,
     ) -> Outgoing:
         """Send the peer a transfer that it expects, now or later.
 
@@ -103,6 +104,8 @@ class Asking(ABC):
             lease_s: How long to wait for another link after a lost one.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.
+            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
+                prefill; ``extend`` names the rest.
 
         Raises:
             UsageError: The cache or the blocks cannot be used; nothing was sent.
@@ -119,6 +122,7 @@ class Asking(ABC):
             lease_s=lease_s,
             hashes=hashes,
             group_bytes=group_bytes,
+            growing=growing,
         )
         self.start(outgoing)
         return outgoing
@@ -149,6 +153,7 @@ class Offering(ABC):
         hashes: Hashes = None,
         lease_s: float | None = None,
         group_bytes: int | None = None,
+        growing: bool = False,
     ) -> Outgoing:
         """Offer a transfer to whoever pulls it by its id.
 
@@ -164,6 +169,8 @@ class Offering(ABC):
             lease_s: How long the blocks are held while nobody is at work on them.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.
+            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
+                prefill; ``extend`` names the rest.
 
         Raises:
             UsageError: The id is in use, or the cache or blocks cannot be used.
@@ -182,6 +189,7 @@ class Offering(ABC):
             lease_s=lease_s,
             hashes=hashes,
             group_bytes=group_bytes,
+            growing=growing,
         )
         self.start(outgoing)
         return outgoing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import queue
 import socket
@@ -346,3 +347,42 @@ def test_an_idle_engine_costs_nothing() -> None:
         with pytest.raises(TimeoutError):
             inc.wait(1.0)
         assert time.process_time() - before_s < 0.1
+
+
+def test_work_on_its_loop_is_not_waited_for() -> None:
+    with engines() as e:
+        begun, may_end = threading.Event(), threading.Event()
+
+        async def work(communicator: kvwire.Communicator) -> str:
+            begun.set()
+            await asyncio.to_thread(may_end.wait, PATIENCE_S)
+            return communicator.name
+
+        name = e.p.start(work)
+        assert begun.wait(PATIENCE_S)
+        assert not name.done()
+        may_end.set()
+        assert name.result(PATIENCE_S) == "prefill"
+
+
+def test_no_work_for_a_closed_engine() -> None:
+    async def work(communicator: kvwire.Communicator) -> None:
+        raise AssertionError(communicator)
+
+    with kvwire.Engine() as engine:
+        pass
+    with pytest.raises(kvwire.ClosedOK):
+        engine.start(work)
+
+
+def test_blocks_of_a_growing_transfer_are_named_from_any_thread() -> None:
+    with engines() as e:
+        tokens = len(EVERY) * e.source.cache.spec.block_tokens
+        out = e.p.publish("t", e.source.cache, EVERY[:1], tokens=tokens, growing=True)
+        inc = e.asking.pull("t", e.target.cache, EVERY, tokens=tokens)
+        out.ready(blocks=0)
+        out.extend(EVERY[1:])
+        out.ready(blocks=slice(1, len(EVERY)))
+        out.finish()
+        assert inc.wait(PATIENCE_S).complete
+        assert same(e.source, EVERY, e.target, EVERY)

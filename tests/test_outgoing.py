@@ -263,3 +263,61 @@ def test_closing_one_consumer_s_connection_after_it_was_served() -> None:
 
 def hashes() -> list[bytes]:
     return [b"%d" % n for n in range(len(LIST))]
+
+
+# --- growing lists --------------------------------------------------------------------
+
+TOKENS = len(LIST) * SPEC.block_tokens - 1
+
+
+@BOTH
+def test_blocks_are_named_as_they_become_known(transport: str) -> None:
+    async def scenario(w: World) -> None:
+        inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=TOKENS)
+        out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
+        out.ready(blocks=slice(0, 2))
+        await w.until(lambda: inc.planned and inc.landed.left == LAYERS * 3)
+        out.extend(LIST[2:])
+        out.ready(blocks=slice(2, 5))
+        out.finish()
+        assert (await inc).complete
+        assert list((await out).landed.ids()) == LIST
+        assert same(w.source, LIST[:-1], w.target, DEST[:-1])
+
+    play(scenario, transport)
+
+
+def test_a_block_that_is_not_named_is_not_marked() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
+        with pytest.raises(kvwire.UsageError, match="only 2 are named"):
+            out.ready(layers=0)
+        with pytest.raises(kvwire.UsageError, match="never marked"):
+            out.finish()
+        out.abort()
+        outcome = await out
+        assert set(outcome.missing.ids().tolist()) == {*LIST[:2], -1}
+
+    play(scenario, "inproc")
+
+
+def test_names_that_cannot_be() -> None:
+    async def scenario(w: World) -> None:
+        cache = w.source.cache
+        with pytest.raises(kvwire.UsageError, match="tokens="):
+            w.p.publish("t", cache, LIST, growing=True)
+        with pytest.raises(kvwire.UsageError, match="more than the 1"):
+            w.p.publish("t", cache, LIST, tokens=1, growing=True)
+        out = w.p.publish("t", cache, LIST[:2], tokens=TOKENS, growing=True)
+        for blocks, said in (
+            (LIST[:1], f"block {LIST[0]} .* was named before"),
+            ([20, 21, 22, 23], "2 of 5 are named"),
+            ([10_000], "out of range"),
+        ):
+            with pytest.raises(kvwire.UsageError, match=said):
+                out.extend(blocks)
+        fixed = w.p.publish("u", cache, LIST)
+        with pytest.raises(kvwire.UsageError, match="growing=True"):
+            fixed.extend([20])
+
+    play(scenario, "inproc")

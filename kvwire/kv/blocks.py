@@ -27,12 +27,27 @@ BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
 """What callers pass: the ids of the only group, or {group: ids}."""
 
+UNNAMED: Final = -1
+"""The id of a position whose block the producer has not named yet."""
 
-def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> dict[str, Ids]:
+
+class BlockLists(dict[str, Ids]):
+    """Block ids that were checked: an array for each group, in the cache's order."""
+
+    def padded(self, blocks: Mapping[str, int]) -> BlockLists:
+        """The same with room for so many blocks in each group, not named yet."""
+        return BlockLists(
+            (name, np.pad(ids, (0, blocks[name] - ids.size), constant_values=UNNAMED))
+            for name, ids in self.items()
+        )
+
+
+def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
     """Check block ids and put them in one array for each group.
 
     Args:
-        blocks: Ids in token order; a plain sequence where there is one group.
+        blocks: Ids in token order; a plain sequence where there is one group. What this
+            function returned is taken as it is.
         pools: Blocks of each group's pool, in the cache's order.
 
     Returns:
@@ -42,6 +57,8 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> dict[str, Ids]:
         UsageError: A group is unknown or missing, there is no block at all, or an id is
             no number, out of range or twice in the list. Names group, id and range.
     """
+    if isinstance(blocks, BlockLists) and blocks.keys() == pools.keys():
+        return blocks
     if not isinstance(blocks, Mapping):
         if len(pools) != 1:
             raise UsageError(
@@ -59,7 +76,9 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> dict[str, Ids]:
             raise UsageError(
                 f"blocks: group {name!r} is missing; pass [] for no blocks"
             )
-    lists = {name: _checked(blocks[name], name, pools[name]) for name in pools}
+    lists = BlockLists(
+        (name, _checked(blocks[name], name, pools[name])) for name in pools
+    )
     total = sum(ids.size for ids in lists.values())
     if not 0 < total <= limits.KV_BLOCKS_MAX:
         raise UsageError(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvwire import limits
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import DEFAULT_GROUP, Blocks, Ids, block_lists
+from kvwire.kv.blocks import DEFAULT_GROUP, BlockLists, Blocks, block_lists
 from kvwire.kv.layout import AXES, Axis, choose_dims, overlapping, read_axes
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import TensorView, tensor_view
@@ -114,7 +114,7 @@ class PagedCache:
         """Whether every tensor may be written to, so whether it can receive."""
         return all(group.writable for group in self.groups.values())
 
-    def block_lists(self, blocks: Blocks) -> dict[str, Ids]:
+    def block_lists(self, blocks: Blocks) -> BlockLists:
         """Check block ids against this cache; see :func:`kvwire.kv.blocks.block_lists`.
 
         Raises:

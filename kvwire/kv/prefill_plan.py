@@ -154,7 +154,7 @@ class _Request(Generic[Id]):
         given = request.blocks
         names = tuple(given) if isinstance(given, Mapping) else (DEFAULT_GROUP,)
         try:
-            lists = block_lists(given, dict.fromkeys(names, _ANY_POOL))
+            lists: dict[str, Ids] = block_lists(given, dict.fromkeys(names, _ANY_POOL))
         except UsageError as exc:
             raise UsageError(f"{where}: {exc}") from None
         sizes = request.block_tokens
