@@ -7,6 +7,7 @@ terminal.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -27,45 +28,48 @@ _MARK_COLUMNS: Final = 7
 _NAME_COLUMNS: Final = 15
 
 
+class Detail(enum.IntEnum):
+    """How much is said of one host; each says less than the one before."""
+
+    FULL = enum.auto()
+    # Only the names of what is in order.
+    BRIEF = enum.auto()
+    # Each text ends with its row.
+    CUT = enum.auto()
+    # No remedies.
+    BARE = enum.auto()
+
+
 def fitting(examination: Examination, console: Console) -> RenderableType:
     """One host, in the fullest way that fits ``ROWS_MAX`` rows of this console."""
-    full = host(examination)
-    if _rows(full, console) <= ROWS_MAX:
-        return full
-    brief = host(examination, brief=True)
-    if _rows(brief, console) <= ROWS_MAX:
-        return brief
-    return host(examination, brief=True, cut=True)
+    for detail in Detail:
+        shown = host(examination, detail)
+        if len(console.render_lines(shown, pad=False)) <= ROWS_MAX:
+            break
+    return shown
 
 
-def host(
-    examination: Examination, *, brief: bool = False, cut: bool = False
-) -> RenderableType:
-    """One host.
-
-    Args:
-        examination: What was found.
-        brief: Only the names of what is in order.
-        cut: Cut each text at the end of its row.
-    """
+def host(examination: Examination, detail: Detail = Detail.FULL) -> RenderableType:
+    """One host, with as much detail as is asked for."""
     machine = examination.machine
     versions = "  ".join(f"{k} {v}" for k, v in machine.versions.items())
     container = f"  in a {machine.container} container" if machine.container else ""
     pid = examination.process.pid
-    table = _table(cut)
+    transports, facts, asked = _Rows(detail), _Rows(detail), _Rows(detail)
     for transport in examination.transports:
-        _add_transport(table, transport, brief)
-    for title, found in (
-        (f"process {pid}" if pid else "machine", examination.findings),
-        ("config", examination.asked),
-    ):
-        table.add_row(Text(title, style="bold"))
-        _add_findings(table, found, brief)
+        transports.add_transport(transport)
+    facts.add_findings(examination.findings)
+    asked.add_findings(examination.asked)
     return Group(
         _line(versions),
         _line(f"{machine.system}, {machine.cpus} CPUs{container}"),
         Text("transports", style="bold"),
-        table,
+        transports.table,
+        Text(f"machine and process {pid}" if pid else "machine", style="bold"),
+        facts.table,
+        Text("config", style="bold"),
+        asked.table,
+        *_hints(detail),
         _verdict(examination),
     )
 
@@ -84,7 +88,7 @@ def with_peer(report: Report) -> RenderableType:
     """This host in brief, and what was found with a peer."""
     title = Text(f"peer {report.address}", style="bold")
     trials = map(negotiated, report.trials)
-    return Group(host(report.here, brief=True), Text(), title, *trials)
+    return Group(host(report.here, Detail.BRIEF), Text(), title, *trials)
 
 
 def written(report: Report) -> RenderableType:
@@ -99,42 +103,50 @@ def written(report: Report) -> RenderableType:
     return Group(*hosts, *trials, Text(), Text(said, style="bold"))
 
 
-def _rows(shown: RenderableType, console: Console) -> int:
-    return len(console.render_lines(shown, pad=False))
+class _Rows:
+    """A table of findings: state, name, text; the remedy in a row of its own."""
+
+    def __init__(self, detail: Detail) -> None:
+        self.table = _table(cut=detail >= Detail.CUT)
+        self._brief = detail >= Detail.BRIEF
+        self._bare = detail >= Detail.BARE
+
+    def add_transport(self, transport: Transport) -> None:
+        state = "ok" if transport.available else "missing"
+        self._add(state, transport.name, transport.reason, transport.remedy)
+        for finding in transport.findings:
+            if finding.state != "ok" or not self._brief:
+                # Below the transport it belongs to.
+                text = f"{finding.name}: {finding.text}"
+                self._add(finding.state, "", text, finding.remedy)
+
+    def add_findings(self, found: Sequence[Finding]) -> None:
+        for finding in found:
+            if finding.state != "ok" or not self._brief:
+                self._add(finding.state, finding.name, finding.text, finding.remedy)
+        well = ", ".join(finding.name for finding in found if finding.state == "ok")
+        if self._brief and well:
+            self._add("ok", "", well)
+
+    def _add(self, state: str, name: str, text: str, remedy: str = "") -> None:
+        mark = Text(state, style=_MARK_STYLES[state])
+        self.table.add_row(mark, _line(name), _line(text))
+        if remedy and not self._bare:
+            self.table.add_row("", "", _line(f"-> {remedy}"))
 
 
 def _table(cut: bool) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=_MARK_COLUMNS, no_wrap=True)
+    # With a ratio, only the last column gives way where a row is too long.
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(width=_MARK_COLUMNS)
     table.add_column(width=_NAME_COLUMNS)
-    table.add_column(no_wrap=cut, overflow="ellipsis" if cut else "fold")
+    table.add_column(ratio=1, no_wrap=cut, overflow="ellipsis" if cut else "fold")
     return table
 
 
-def _add_transport(table: Table, transport: Transport, brief: bool) -> None:
-    state = "ok" if transport.available else "missing"
-    text = transport.reason
-    _add(table, state, transport.name, text, transport.remedy)
-    for finding in transport.findings:
-        if finding.state != "ok" or not brief:
-            # Below the transport it belongs to.
-            text = f"{finding.name}: {finding.text}"
-            _add(table, finding.state, "", text, finding.remedy)
-
-
-def _add_findings(table: Table, found: Sequence[Finding], brief: bool) -> None:
-    for finding in found:
-        if finding.state != "ok" or not brief:
-            _add(table, finding.state, finding.name, finding.text, finding.remedy)
-    well = ", ".join(finding.name for finding in found if finding.state == "ok")
-    if brief and well:
-        _add(table, "ok", "", well)
-
-
-def _add(table: Table, state: str, name: str, text: str, remedy: str = "") -> None:
-    table.add_row(Text(state, style=_MARK_STYLES[state]), _line(name), _line(text))
-    if remedy:
-        table.add_row("", "", _line(f"-> {remedy}"))
+def _hints(detail: Detail) -> Iterator[Text]:
+    if detail >= Detail.CUT:
+        yield _line("this is not all: kvwire doctor --json", "bold")
 
 
 def _verdict(examination: Examination) -> Text:

@@ -1,0 +1,183 @@
+"""The screen: 80 columns, 40 rows, nothing lost that matters."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console, RenderableType
+
+from kvwire.backend import Finding
+from kvwire.cli.doctor import findings
+from kvwire.cli.doctor.process import Process
+from kvwire.cli.doctor.screen import (
+    COLUMNS_MAX,
+    ROWS_MAX,
+    fitting,
+    negotiated,
+    with_peer,
+    written,
+)
+from kvwire.cli.doctor.transports import Transport
+from kvwire.cli.doctor.trial import Rate, Report, Trial
+from kvwire.types import Candidate
+from tests.cli.doctor.trees import examination, machine, port
+
+WARNING = Finding(name="ptrace scope", state="warn", text="3: nobody", remedy="reboot")
+TCP = Candidate("tcp", True, "offered by both sides")
+UCX = Candidate("ucx", False, "the peer has no libucp")
+TRIAL = Trial(
+    candidates=(TCP, UCX),
+    round_trip_s=71e-6,
+    rates=(
+        Rate(verb="get", fragment_bytes=2**20, bytes_per_s=3.1e9, passes=5),
+        Rate(verb="put", fragment_bytes=2**20, bytes_per_s=2.2e9, passes=5),
+    ),
+)
+# All that can be the matter with one host, at the length it has in earnest.
+ILL = Process(
+    locked_bytes=65536,
+    files=256,
+    own_pid_namespace=True,
+    settings={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    libraries={
+        "libucp": (
+            "/opt/venv/lib/python3.12/site-packages/.nixl_cu12.mesonpy.libs/libucp-9f.so",
+            "/usr/lib/x86_64-linux-gnu/libucp.so.0.0.0",
+        )
+    },
+)
+WARD = machine(
+    ptrace_scope=2,
+    shared_bytes=2**26,
+    container="docker",
+    rdma=tuple(replace(port("DOWN"), device=f"mlx5_{i}") for i in range(8)),
+    gpus=("NVIDIA H200",) * 8,
+    gpu_driver="570.86.15",
+)
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=COLUMNS_MAX, highlight=False)
+
+
+def lines(shown: RenderableType) -> list[str]:
+    where = console()
+    where.print(shown)
+    assert isinstance(where.file, io.StringIO)
+    return where.file.getvalue().splitlines()
+
+
+def test_a_host_where_all_is_well() -> None:
+    found = lines(fitting(examination(), console()))
+    assert found[0].startswith("kvwire 0.1.0")
+    assert any(line.split() == ["ok", "tcp", "sockets"] for line in found)
+    assert any(line.split() == ["ok", "descriptors", "20,000"] for line in found)
+    assert found[-1] == "everything that the configuration asks for is here"
+
+
+def test_what_is_missing_is_said_last() -> None:
+    missing = Finding(name="require", state="missing", text="cannot run here: ucx")
+    found = lines(fitting(examination(asked=(missing,)), console()))
+    assert found[-1].endswith("asks for it: require")
+
+
+def test_a_finding_of_a_backend_stands_below_it_with_its_remedy() -> None:
+    finding = Finding(name="verbs", state="warn", text="none", remedy="apt-get install")
+    ucx = Transport(
+        name="ucx", available=True, reason="libucp 1.21", findings=(finding,)
+    )
+    found = lines(fitting(examination(transports=(ucx,)), console()))
+    place = next(i for i, line in enumerate(found) if "libucp 1.21" in line)
+    assert found[place + 1].split() == ["warn", "verbs:", "none"]
+    assert found[place + 2].split() == ["->", "apt-get", "install"]
+
+
+def test_what_does_not_fit_is_said_in_brief() -> None:
+    many = tuple(
+        Finding(name=f"fact {i}", state="ok", text="in order") for i in range(50)
+    )
+    found = lines(fitting(examination(findings=(*many, WARNING)), console()))
+    assert len(found) <= ROWS_MAX
+    text = "\n".join(found)
+    assert "in order" not in text
+    assert "fact 49" in text
+    assert "3: nobody" in text
+
+
+def test_the_worst_host_fits_the_screen() -> None:
+    reason = "libucp.so.0 of nvidia-ucx cannot be loaded: undefined symbol " * 2
+    broken = tuple(
+        Transport(
+            name=name,
+            available=False,
+            reason=reason,
+            remedy=f"pip install kvwire[{name}], or the package of your system",
+            findings=(WARNING,),
+        )
+        for name in ("inproc", "local", "nccl", "tcp", "ucx")
+    )
+    ill = examination(WARD, transports=broken, findings=findings.judged(WARD, ILL))
+    assert all(finding.state == "warn" for finding in ill.findings)
+    found = lines(fitting(ill, console()))
+    assert len(found) <= ROWS_MAX
+    assert max(map(len, found)) <= COLUMNS_MAX
+    assert "this is not all: kvwire doctor --json" in found
+    for finding in ill.findings:
+        assert any(finding.name in line for line in found)
+
+
+def test_another_process_is_named() -> None:
+    assert "machine and process 4711" in lines(
+        fitting(examination(pid=4711), console())
+    )
+
+
+def test_a_choice_with_its_reasons_and_rates() -> None:
+    found = lines(negotiated(TRIAL))
+    assert found[0] == "what both sides choose"
+    assert found[1].split() == ["taken", "tcp", "offered", "by", "both", "sides"]
+    assert found[2].split()[:2] == ["refused", "ucx"]
+    assert "64 B there and back: 71 us (median)" in found
+    (rates,) = [line for line in found if "GB/s" in line]
+    assert rates.split() == ["1", "MiB", "2.200", "GB/s", "3.100", "GB/s"]
+    assert found[-1] == "every byte compared: in order"
+
+
+def test_damage_is_not_called_in_order() -> None:
+    found = lines(negotiated(replace(TRIAL, damaged=("put of 4096 B fragments",))))
+    assert found[-1] == "damaged: put of 4096 B fragments"
+
+
+def test_what_stopped_a_trial_and_who_was_asked() -> None:
+    found = lines(negotiated(Trial(asked="ucx", error="no libucp")))
+    assert found == ["require ucx", "stopped: no libucp"]
+
+
+def test_the_words_of_a_peer_steer_no_terminal() -> None:
+    found = lines(negotiated(Trial(candidates=(Candidate("\x1b[2J", False, "a\nb"),))))
+    assert not any("\x1b[2J" in line for line in found)
+    assert "?[2J" in found[1]
+    assert "a?b" in found[1]
+
+
+def test_this_host_in_brief_above_the_peer() -> None:
+    report = Report(
+        address="tcp://10.0.0.1:7400", here=examination(), there=None, trials=(TRIAL,)
+    )
+    found = lines(with_peer(report))
+    assert "peer tcp://10.0.0.1:7400" in found
+    assert not any("20,000" in line for line in found)
+
+
+def test_a_report_has_both_hosts_in_full() -> None:
+    there = examination(findings=(WARNING,))
+    report = Report(
+        address="tcp://10.0.0.1:7400", here=examination(), there=there, trials=(TRIAL,)
+    )
+    found = lines(written(report))
+    assert sum(line.startswith("kvwire 0.1.0") for line in found) == 2
+    assert any("20,000" in line for line in found)
+    assert any("3: nobody" in line for line in found)
+    assert found[-1] == "in order"
+    assert lines(written(replace(report, trials=())))[-1].startswith("NOT in order")
