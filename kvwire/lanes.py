@@ -128,6 +128,8 @@ class Lanes(LaneHandler):
     @property
     def full(self) -> bool:
         """Whether the next chunk has to wait for a lane."""
+        if not self.up:
+            return not self.fallback
         return not self.shared and self._roomiest() is None
 
     def pick(self, link_queued_bytes: int) -> Half | None:

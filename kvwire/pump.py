@@ -278,7 +278,7 @@ class Pump(LinkHandler):
         queued_bytes = 0
         lanes = self.lanes
         while link.queued_bytes < LINK_QUEUE_BYTES:
-            if lanes.up and lanes.full:
+            if (lanes.up or not lanes.fallback) and lanes.full:
                 break
             chunk = core.next_chunk()
             if chunk is None:
@@ -305,8 +305,13 @@ class Pump(LinkHandler):
         return None if place is Place.NOWHERE else memoryview(bytearray(length))
 
     def _receive_aside(self, event: AsideReceived) -> None:
+        arrival = event.arrival
+        assert self.core is not None
+        if not self.core.lanes.expects(arrival):
+            return  # its lane has ended since, and with it the hold of its memory
+        payload = None if arrival.buffer is None else self._destination(arrival)
         try:
-            self.lanes.receive(event, self._destination(event.arrival))
+            self.lanes.receive(event, payload)
         except ProtocolError as exc:
             self._broken(exc)
 

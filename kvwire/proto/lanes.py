@@ -335,6 +335,10 @@ class Lanes:
         lane.arriving[index] = arrival  # bounded: LANE_PAYLOADS_MAX
         self._outbox.report(AsideReceived(arrival=arrival, ticket=body.ticket))
 
+    def expects(self, arrival: Arrival) -> bool:
+        """Whether an arrival is still to come; otherwise it was missed."""
+        return arrival.index in self._lanes[arrival.lane].arriving
+
     def payload_landed(self, arrival: Arrival, *, intact: bool) -> None:
         """Our half of the lane has put a payload in place, or dropped it as asked."""
         lane = self._lanes[arrival.lane]
