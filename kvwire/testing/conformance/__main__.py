@@ -1,4 +1,7 @@
-"""``python -m kvwire.testing.conformance tcp``: all checks of one backend, a table."""
+"""``python -m kvwire.testing.conformance tcp``: all checks of one backend, a table.
+
+With ``--lanes`` its lanes are checked, and not its links.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvwire.errors import KVWireError
+from kvwire.testing.conformance.lanes import LANE_CHECKS, check_lanes
 from kvwire.testing.conformance.report import Report, Result
 from kvwire.testing.conformance.runner import CHECKS, TIMEOUT_S, check_backend
 
@@ -27,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the checks and print what came of them; 0 if all passed."""
     chosen = _parser().parse_args(arguments)
     console = Console()
-    ids = [check.id for check in CHECKS if fnmatch.fnmatchcase(check.id, chosen.only)]
+    known = [check.id for check in (LANE_CHECKS if chosen.lanes else CHECKS)]
+    ids = fnmatch.filter(known, chosen.only)
     if not ids:
         console.print(f"no check matches {chosen.only!r}", style="red", markup=False)
         return 2
@@ -40,22 +45,40 @@ def main(arguments: list[str] | None = None) -> int:
             def show(result: Result) -> None:
                 status.update(result.check.id)
 
-            report = runner.run(
-                check_backend(
-                    chosen.backend,
-                    address=chosen.address,
-                    only=ids,
-                    timeout_s=chosen.timeout,
-                    raising=False,
-                    progress=show,
-                )
-            )
+            report = runner.run(_checked(chosen, ids, show))
     except KVWireError as exc:
         console.print(str(exc), style="red", markup=False)
         return 2
     console.print(_table(report))
     console.print(report.summary, style="red" if report.failed else "green")
     return 1 if report.failed else 0
+
+
+async def _checked(
+    chosen: argparse.Namespace, ids: list[str], show: Callable[[Result], None]
+) -> Report:
+    if chosen.lanes:
+        return await check_lanes(
+            chosen.backend,
+            settings=dict(chosen.setting),
+            only=ids,
+            timeout_s=chosen.timeout,
+            raising=False,
+            progress=show,
+        )
+    return await check_backend(
+        chosen.backend,
+        address=chosen.address,
+        only=ids,
+        timeout_s=chosen.timeout,
+        raising=False,
+        progress=show,
+    )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,6 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("backend", help="the scheme of an installed backend")
     parser.add_argument(
         "--address", help="any free port or name, such as tcp://[::1]:0"
+    )
+    parser.add_argument(
+        "--lanes", action="store_true", help="check its lanes, against kvwire.lane"
+    )
+    parser.add_argument(
+        "--setting",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the lanes, such as way=arena",
     )
     parser.add_argument("--loop", choices=_LOOPS, default="asyncio")
     parser.add_argument("--only", default="*", help="a pattern, such as 'close.*'")

@@ -113,17 +113,18 @@ async def run_check(
         try:
             await check.run(rig)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the check failed
-            reason = _reason(exc)
+            reason = reason_of(exc)
         try:
             await rig.aclose()
         except Exception as exc:  # noqa: BLE001 - likewise
-            reason = reason or f"afterwards: {_reason(exc)}"
+            reason = reason or f"afterwards: {reason_of(exc)}"
     except Exception as exc:  # noqa: BLE001 - the backend cannot even be made
-        reason = _reason(exc)
+        reason = reason_of(exc)
     return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why a check failed, in one line."""
     if isinstance(error, CheckFailed):
         return str(error)
     return f"{type(error).__name__}: {error}"

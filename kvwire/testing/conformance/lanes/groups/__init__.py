@@ -1,0 +1,1 @@
+"""The checks of lanes, one module for each subject."""

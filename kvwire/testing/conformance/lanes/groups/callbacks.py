@@ -1,0 +1,198 @@
+"""Who is called when: once each, from the loop, and never from inside a call.
+
+Every side judges its callbacks in every check; these provoke what is easily got wrong.
+"""
+
+from __future__ import annotations
+
+from kvwire.limits import MIB
+from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.lanes.rig import LaneRig
+
+group: GroupOf[LaneRig] = GroupOf("callback")
+
+
+class Planted(Exception):
+    """What a handler raises here."""
+
+
+def _raise(*_: object) -> None:
+    raise Planted
+
+
+@group.check("unflushed", "send and receive call nothing, however much is there")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for _ in range(10):
+        left.queue(100_000)
+    left.flush()
+    await rig.settle()
+    for _ in range(10):
+        right.receive(right.inbox.popleft())
+    require(not right.arrived, "payload_received came from inside receive")
+    right.flush()
+    await rig.arrives(right, 10)
+
+
+@group.check("once", "payload_sent and payload_received come once for each payload")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for size in (1, 5000, 200_000, 3 * MIB) * 4:
+        left.queue(size)
+    left.flush()
+    right.take()
+    await rig.arrives(right, 16)
+    await rig.given_back(left)
+    for side in (left, right, left, right):
+        side.flush()
+    await rig.settle()
+    require(len(left.sent) == 16, f"{len(left.sent)} calls of payload_sent for 16")
+    require(len(right.arrived) == 16, f"{len(right.arrived)} of payload_received")
+
+
+@group.check("unasked", "A sender needs no further call to be told what was sent")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    right.holding = True
+    for _ in range(16):
+        left.send(2 * MIB)
+    await rig.settle()
+    right.take()
+    await rig.given_back(left)
+    await rig.arrives(right, 16)
+
+
+@group.check("nested", "A handler may send from each callback")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+
+    def answer(_: object) -> None:
+        if len(right.sent) + right.lent < 30:
+            right.queue(50_000)
+            right.flush()
+            rig.loop.call_soon(left.take)
+
+    right.on_received = right.on_sent = answer
+    for _ in range(10):
+        left.send(100_000)
+    await rig.arrives(right, 10)
+    await rig.arrives(left, 30)
+    await rig.given_back(right)
+
+
+@group.check("idle", "A lane on which nothing happens calls nothing")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    left.send(100_000)
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+    before = (right.arrived[:], len(left.sent), left.writable, right.writable)
+    await rig.settle()
+    after = (right.arrived[:], len(left.sent), left.writable, right.writable)
+    require(before == after, f"{before} became {after}")
+
+
+@group.check("raises-received", "A handler that raises in payload_received loses it")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    others = await rig.pair()
+    right.on_received = _raise
+    with rig.expecting_errors():
+        for _ in range(4):
+            left.send(100_000)
+        await rig.closes(right)
+        await rig.settle()
+    require(isinstance(right.closed[0], Planted), f"told {right.closed[0]!r}")
+    require(len(right.arrived) == 1, f"{len(right.arrived)} payloads came after it")
+    others[0].send(100_000)
+    await rig.arrives(others[1], 1)
+
+
+@group.check("raises-sent", "A handler that raises in payload_sent loses its lane")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    left.on_sent = _raise
+    with rig.expecting_errors():
+        for _ in range(4):
+            left.send(100_000)
+        await rig.closes(left)
+        await rig.settle()
+    require(isinstance(left.closed[0], Planted), f"told {left.closed[0]!r}")
+    require(len(left.sent) == 1, f"{len(left.sent)} calls came after it")
+    require(len(right.arrived) <= 4, f"{len(right.arrived)} payloads of 4 arrived")
+
+
+@group.check("raises-closed", "A handler that raises in lane_closed harms nobody")
+async def _(rig: LaneRig) -> None:
+    victim, _peer = await rig.pair()
+    left, right = await rig.pair()
+    victim.on_closed = _raise
+    with rig.expecting_errors():
+        victim.abort()
+        await rig.closes(victim)
+        await rig.settle()
+    left.send(MIB)
+    await rig.arrives(right, 1)
+
+
+@group.check("abort-in-received", "abort in payload_received: nothing more arrives")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    right.on_received = lambda landing: right.abort()
+    for _ in range(10):
+        left.queue(100_000)
+    left.flush()
+    right.take()
+    await rig.closes(right)
+    require(len(right.arrived) == 1, f"{len(right.arrived)} payloads came")
+
+
+@group.check("abort-in-sent", "abort in payload_sent ends the lane")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    left.on_sent = lambda token: left.abort()
+    for _ in range(10):
+        left.queue(100_000)
+    left.flush()
+    right.take()
+    await rig.closes(left)
+    require(left.closed == [None], f"lane_closed was told {left.closed[0]!r}")
+    await rig.ends(right)
+
+
+@group.check("close-in-received", "close in payload_received lets the answer through")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+
+    def answer_and_close(_: object) -> None:
+        right.queue(100_000)
+        right.flush()
+        right.close()
+
+    right.on_received = answer_and_close
+    left.send(100_000)
+    await rig.until(lambda: left.inbox, "the answer is sent")
+    left.take()
+    await rig.arrives(left, 1)
+    await rig.closes(right)
+    require(right.closed == [None], f"lane_closed was told {right.closed[0]!r}")
+
+
+@group.check("in-closed", "Every call in lane_closed is harmless")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    right.send(1000)
+    left.holding = True
+
+    def call_all() -> None:
+        left.queue(1000)
+        left.take()
+        left.flush()
+        left.close()
+        left.abort()
+
+    left.on_closed = call_all
+    left.abort()
+    await rig.closes(left)
+    await rig.settle()
+    require(len(left.closed) == 1, f"lane_closed came {len(left.closed)} times")

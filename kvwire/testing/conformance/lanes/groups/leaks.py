@@ -1,0 +1,113 @@
+"""Nothing is left behind, however often and however badly lanes end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+
+from kvwire.errors import BackendUnavailable
+from kvwire.limits import MIB
+from kvwire.testing.conformance.bench import open_descriptors
+from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.lanes.rig import LaneRig
+
+group: GroupOf[LaneRig] = GroupOf("leak")
+
+_CYCLES = 20
+# Caches may fill once. What is looked for grows with every cycle, or with every fifth.
+_TOLERANCE = 3
+
+Cycle = Callable[[LaneRig], Awaitable[None]]
+
+
+async def _exchange_and_close(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    left.send(100_000)
+    await rig.arrives(right, 1)
+    left.close()
+    right.close()
+    await rig.closes(left, right)
+
+
+async def _abort_midway(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for _ in range(8):
+        left.send(MIB)
+    right.abort()
+    left.abort()
+    await rig.closes(left, right)
+
+
+async def _never_join(rig: LaneRig) -> None:
+    left, right = rig.prepare()
+    left.abort()
+    right.abort()
+    await rig.settle()
+
+
+async def _refused(rig: LaneRig) -> None:
+    _left, right = rig.prepare()
+    try:
+        await right.join(b"no bootstrap")
+    except BackendUnavailable:
+        await rig.settle()
+    right.abort()
+
+
+_WAYS: dict[str, Cycle] = {
+    "closed": _exchange_and_close,
+    "aborted": _abort_midway,
+    "unjoined": _never_join,
+    "refused": _refused,
+}
+
+
+@group.each("cycles", "20 lanes that end so leave nothing: {}", _WAYS)
+async def _(rig: LaneRig, cycle: Cycle) -> None:
+    await _run(rig, cycle)
+    before = _counts()
+    for _ in range(_CYCLES):
+        await _run(rig, cycle)
+    gc.collect()
+    for what, now in _counts().items():
+        was = before[what]
+        require(now <= was + _TOLERANCE, f"{was} {what} have become {now}")
+
+
+async def _run(rig: LaneRig, cycle: Cycle) -> None:
+    await cycle(rig)
+    for side in rig.sides:
+        side.abort()
+    await rig.closes(*(side for side in rig.sides if side.joined))
+    rig.forget(*rig.sides)
+    await rig.settle()
+
+
+def _counts() -> dict[str, int]:
+    return {
+        "descriptors": len(open_descriptors()),
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+    }
+
+
+@group.check("lane", "A lane that ended is collected, and so is its handler")
+async def _(rig: LaneRig) -> None:
+    await rig.pair()
+    left, right = await rig.pair()
+    left.send(100_000)
+    await rig.arrives(right, 1)
+    left.close()
+    right.close()
+    await rig.closes(left, right)
+    await rig.settle()
+    alive = [weakref.ref(side) for side in (left, right)]
+    rig.forget(left, right)
+    del left, right
+    await rig.settle()
+    gc.collect()
+    held = sum(side() is not None for side in alive)
+    require(not held, f"{held} of 2 handlers are kept alive by something")

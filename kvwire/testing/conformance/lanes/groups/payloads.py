@@ -1,0 +1,174 @@
+"""Payloads arrive whole and once, whatever their size and however memory is cut."""
+
+from __future__ import annotations
+
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
+from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.content import CUTS, Cut, Memory
+from kvwire.testing.conformance.lanes.rig import LaneRig
+
+group: GroupOf[LaneRig] = GroupOf("payload")
+
+_SIZES = {
+    "1": 1,
+    "33": 33,
+    "4095": 4095,
+    "4096": 4096,
+    "64KiB": 64 * KIB,
+    "1MiB": MIB,
+    "3MiB+1": 3 * MIB + 1,
+    "16MiB": 16 * MIB,
+}
+_KINDS: dict[str, tuple[Cut | None, Cut | None]] = {
+    f"{source}-to-{destination}": (CUTS[source], CUTS[destination])
+    for source, destination in (
+        ("view", "view"),
+        ("view", "pages"),
+        ("view", "thousands"),
+        ("one-fragment", "view"),
+        ("pages", "pages"),
+        ("pages", "odd-pages"),
+        ("pages", "uneven"),
+        ("odd-pages", "view"),
+        ("uneven", "pages"),
+        ("uneven", "uneven"),
+        ("thousands", "view"),
+        ("thousands", "uneven"),
+        ("thousands", "thousands"),
+    )
+}
+
+
+@group.each("size", "A payload of {} bytes arrives", _SIZES)
+async def _(rig: LaneRig, size: int) -> None:
+    left, right = await rig.pair()
+    left.send(size)
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+
+
+@group.each("back", "A payload of {} bytes arrives at the client", _SIZES)
+async def _(rig: LaneRig, size: int) -> None:
+    left, right = await rig.pair()
+    right.send(size)
+    await rig.arrives(left, 1)
+    await rig.given_back(right)
+
+
+@group.each("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
+async def _(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
+    left, right = await rig.pair()
+    right.land = lambda parcel: Memory(parcel.length, cuts[1])
+    for size in (300_000, 1, 1_000_000):
+        left.send(size, cuts[0])
+    await rig.arrives(right, 3)
+    await rig.given_back(left)
+
+
+@group.each("chunk", "16 MiB arrive from {} into the same", CUTS)
+async def _(rig: LaneRig, cut: Cut | None) -> None:
+    left, right = await rig.pair()
+    right.land = lambda parcel: Memory(parcel.length, cut)
+    left.send(16 * MIB, cut)
+    await rig.arrives(right, 1)
+    await rig.given_back(left)
+
+
+@group.check("dropped", "A payload without a destination goes nowhere, and is counted")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    right.land = lambda parcel: None if parcel.number % 2 else Memory(parcel.length)
+    for size in (1, 100_000, 100_000, MIB, MIB):
+        left.send(size, CUTS["pages"])
+    await rig.arrives(right, 5)
+    await rig.given_back(left)
+    require(sorted(right.arrived) == list(range(5)), f"{right.arrived} arrived")
+
+
+@group.check("many", "As many payloads as a lane may have arrive, each once")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for number in range(LANE_PAYLOADS_MAX):
+        left.queue(1 + number * 191, CUTS["pages"] if number % 3 else None)
+    left.flush()
+    right.take()
+    await rig.arrives(right, LANE_PAYLOADS_MAX)
+    await rig.given_back(left)
+    require(
+        sorted(right.arrived) == list(range(LANE_PAYLOADS_MAX)),
+        "some payloads arrived twice, and some did not",
+    )
+
+
+@group.check("large-many", "64 MiB in chunks arrive, all queued at once")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for _ in range(64):
+        left.queue(MIB, CUTS["pages"])
+    left.flush()
+    right.take()
+    await rig.arrives(right, 64)
+    await rig.given_back(left)
+
+
+@group.check("both-ways", "Payloads go both ways at once")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for _ in range(16):
+        left.send(MIB, CUTS["pages"])
+        right.send(MIB, CUTS["odd-pages"])
+    await rig.arrives(right, 16)
+    await rig.arrives(left, 16)
+    await rig.given_back(left)
+    await rig.given_back(right)
+
+
+@group.check("early", "An arrival may be queued before the sender flushes")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for _ in range(3):
+        left.queue(300_000, CUTS["pages"])
+    right.take()
+    await rig.settle()
+    left.flush()
+    await rig.arrives(right, 3)
+    await rig.given_back(left)
+
+
+@group.check("late", "Arrivals may be queued long after everything was sent")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    right.holding = True
+    for _ in range(24):
+        left.send(MIB, CUTS["pages"])
+    await rig.settle()
+    for _ in range(24):
+        right.take(1)
+    await rig.arrives(right, 24)
+    await rig.given_back(left)
+
+
+@group.check("in-turn", "One payload after another, each sent when the last arrived")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+    for count in range(1, 41):
+        left.send(20_000 + count, CUTS["pages"])
+        await rig.arrives(right, count)
+    await rig.given_back(left)
+
+
+@group.check("ping-pong", "A payload is answered from within payload_received")
+async def _(rig: LaneRig) -> None:
+    left, right = await rig.pair()
+
+    def answer(_: object) -> None:
+        # `send` has the side across receive as well, which no callback may do.
+        rig.loop.call_soon(right.send, 50_000)
+
+    def ask_again(_: object) -> None:
+        if len(left.arrived) < 20:
+            rig.loop.call_soon(left.send, 50_000)
+
+    right.on_received, left.on_received = answer, ask_again
+    left.send(50_000)
+    await rig.arrives(left, 20)

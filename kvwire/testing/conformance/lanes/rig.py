@@ -1,0 +1,136 @@
+"""What a check of lanes works with: two backends, lanes between them, a clean end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+from kvwire.backend import Backend
+from kvwire.lane import LaneContext
+from kvwire.testing.conformance.bench import Bench
+from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.lanes.side import LaneSide
+from kvwire.types import Address, Role
+
+# Where the control link would lead; the kit relays tickets itself.
+_CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
+
+
+class LaneRig(Bench):
+    """Two backends joined by lanes, for one check.
+
+    Args:
+        make: Makes a backend.
+        settings: The user's settings for it.
+        timeout_s: How long anything that a lane promises may take.
+
+    Attributes:
+        near: The backend of the clients.
+        far: The backend of the servers.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Backend],
+        settings: Mapping[str, str],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(timeout_s)
+        self.near = make()
+        self.far = make()
+        self.sides: list[LaneSide] = []
+        self._settings = settings
+        self._opened = 0
+
+    async def pair(self) -> tuple[LaneSide, LaneSide]:
+        """A lane that is up: the client's side (left) and the server's (right)."""
+        left, right = self.prepare()
+        await self.join(left, right)
+        return left, right
+
+    def prepare(self) -> tuple[LaneSide, LaneSide]:
+        """Both sides of a lane, not joined."""
+        self._opened += 1
+        secret = hashlib.sha256(b"lane %d" % self._opened).digest()
+        left = self._open("left", self.near, Role.CLIENT, secret)
+        right = self._open("right", self.far, Role.SERVER, secret)
+        left.across, right.across = right, left
+        return left, right
+
+    async def join(self, left: LaneSide, right: LaneSide) -> None:
+        """Bring a lane up, in the order of a connection's handshake."""
+        await self.within(right.join(left.lane.bootstrap), "the server's join")
+        await self.within(left.join(right.lane.bootstrap), "the client's join")
+
+    def _open(self, name: str, backend: Backend, role: Role, secret: bytes) -> LaneSide:
+        context = LaneContext(
+            role=role,
+            number=self._opened % 16 + 1,
+            secret=secret,
+            remote_address=_CONTROL_ADDRESS,
+            settings=self._settings,
+        )
+        side = LaneSide(name, backend.open_lane(context), self.verdicts)
+        self.sides.append(side)
+        return side
+
+    # --- waiting ----------------------------------------------------------------------
+
+    async def arrives(self, side: LaneSide, count: int) -> None:
+        """Wait until ``count`` payloads have arrived whole, in all."""
+        arrived = side.arrived
+        await self.reaches(lambda: len(arrived), count, f"payloads at {side.name}")
+
+    async def given_back(self, side: LaneSide) -> None:
+        """Wait until every token has been given back."""
+        sent = side.sent
+        await self.reaches(
+            lambda: len(sent),
+            side.lent + len(sent),
+            f"calls of payload_sent for {side.name}",
+        )
+
+    async def closes(self, *sides: LaneSide) -> None:
+        """Wait until ``lane_closed`` has been called on each side."""
+        for side in sides:
+            await self.until(side.closed.__len__, f"lane_closed for {side.name}")
+
+    async def ends(self, side: LaneSide) -> None:
+        """Wait until nothing of a side is left open, or it has closed."""
+        await self.until(
+            lambda: side.closed or not (side.lent or side.expected),
+            f"{side.name}: its payloads end, or the lane does",
+        )
+
+    # --- the end ----------------------------------------------------------------------
+
+    def forget(self, *sides: LaneSide) -> None:
+        """Let go of lanes that have ended, so that nothing here keeps them alive."""
+        self.sides = [side for side in self.sides if side not in sides]
+
+    async def aclose(self) -> None:
+        """End everything, and look for what is left.
+
+        Raises:
+            CheckFailed: Something is, or a promise was broken on the way.
+        """
+        try:
+            for side in self.sides:
+                side.abort()
+            await self.closes(*(side for side in self.sides if side.joined))
+            for backend in (self.near, self.far):
+                await self.within(backend.aclose(), "aclose")
+            await self.settle()
+            for side in self.sides:
+                self._judge_end(side)
+            self.sides.clear()
+            await self.nothing_left()
+        finally:
+            self.stop_watching()
+
+    def _judge_end(self, side: LaneSide) -> None:
+        times, expected = len(side.closed), 1 if side.joined else 0
+        require(
+            times == expected,
+            f"{side.name}: lane_closed was called {times} times, not {expected}",
+        )
