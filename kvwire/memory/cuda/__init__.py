@@ -1,0 +1,1 @@
+"""CUDA devices through torch or CuPy, each imported when a cache first needs it."""

@@ -1,0 +1,41 @@
+"""Streams and events of one library, waited for by a stream of another.
+
+A stream is a pointer that both libraries take, an event is not: only the library that
+made it can have a stream wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvwire.errors import UsageError
+from kvwire.memory.device.ops import Event
+
+
+def wait_on_pointer(stream: int, index: int, event: object) -> None:
+    """Have the stream at a pointer wait for a torch or CuPy event.
+
+    Args:
+        stream: The ``cudaStream_t``.
+        index: Its GPU.
+        event: Ours, or one of either library.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    native: Any = event.native if isinstance(event, Event) else event
+    library = type(native).__module__.partition(".")[0]
+    if library == "torch":
+        import torch  # noqa: PLC0415 - there is an event of it, so it is imported
+
+        torch.cuda.ExternalStream(stream, device=index).wait_event(native)
+    elif library == "cupy":
+        import cupy  # noqa: PLC0415 - likewise
+
+        with cupy.cuda.Device(index):
+            cupy.cuda.ExternalStream(stream, index).wait_event(native)
+    else:
+        raise UsageError(
+            f"an event of type {type(native).__name__}: pass a torch.cuda.Event or a "
+            f"cupy.cuda.Event that was recorded on the producing stream"
+        )

@@ -1,0 +1,189 @@
+"""A GPU through torch: its streams, its allocator, gathers by ``index_select``.
+
+Written against torch 2.4 to 2.13. What of it has run on a GPU, docs/topics/gpu.md says.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvwire.errors import BackendUnavailable
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.cuda.external import wait_on_pointer
+from kvwire.memory.device.ops import DeviceOps, Event, Stream, contiguous
+from kvwire.memory.device.rows import Rows, as_rows
+from kvwire.types import Device, MemoryKind
+
+# Rows are moved as the widest element that divides them: fewer threads for more bytes.
+_WIDTHS: Final = (("<i8", 8), ("<i4", 4), ("<i2", 2), ("|u1", 1))
+
+
+class TorchOps(DeviceOps):
+    """See :class:`~kvwire.memory.device.ops.DeviceOps`.
+
+    Raises:
+        BackendUnavailable: There is no torch, or it finds no such GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        try:
+            import torch  # noqa: PLC0415 - optional, and heavy
+        except ImportError:
+            raise BackendUnavailable("not installed") from None
+        if not torch.cuda.is_available():
+            raise BackendUnavailable(f"torch {torch.__version__} finds no GPU")
+        if index >= torch.cuda.device_count():
+            raise BackendUnavailable(
+                f"torch finds {torch.cuda.device_count()} GPUs, none has number {index}"
+            )
+        self.torch: Any = torch
+        self.device = Device(MemoryKind.CUDA, index)
+        self.description = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+    def stream(self) -> Stream:
+        """See DeviceOps."""
+        return TorchStream(self)
+
+    def pinned(self, nbytes: int) -> memoryview:
+        """See DeviceOps."""
+        torch = self.torch
+        try:
+            tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as exc:
+            raise BackendUnavailable(
+                f"{self.device}: {nbytes} bytes of pinned memory were refused: {exc}"
+            ) from None
+        view: memoryview = tensor.numpy().data
+        return view
+
+    def owns(self, event: object) -> bool:
+        """See DeviceOps."""
+        if not isinstance(event, self.torch.cuda.Event):
+            return False
+        # An event that was never recorded has no device; every stream may wait for it.
+        device = getattr(event, "device", None)
+        return device is None or device.index == self.device.index
+
+
+class TorchEvent(Event):
+    """See Event. Made with ``blocking=True``: whoever waits for it sleeps."""
+
+    def __init__(self, native: Any) -> None:
+        self.native: Any = native
+
+    def query(self) -> bool:
+        """See Event."""
+        return bool(self.native.query())
+
+    def synchronize(self) -> None:
+        """See Event."""
+        self.native.synchronize()
+
+
+class TorchStream(Stream):
+    """See Stream."""
+
+    def __init__(self, ops: TorchOps) -> None:
+        self._ops = ops
+        self._torch = ops.torch
+        self._index = ops.device.index
+        self._stream = ops.torch.cuda.Stream(device=self._index)
+
+    def wait(self, event: object) -> None:
+        """See Stream."""
+        wait_on_pointer(self._stream.cuda_stream, self._index, event)
+
+    def record(self) -> Event:
+        """See Stream."""
+        event = self._torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return TorchEvent(event)
+
+    def buffer(self, nbytes: int) -> Fragments:
+        """See Stream."""
+        torch = self._torch
+        # Allocated for this stream, so that the allocator orders its reuse by it.
+        with torch.cuda.stream(self._stream):
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._where)
+        return contiguous(tensor.data_ptr(), nbytes, tensor, self._ops.device)
+
+    def gather(self, source: Fragments, into: Fragments) -> None:
+        """See Stream."""
+        rows = as_rows(source)
+        with self._torch.cuda.stream(self._stream):
+            table, index, packed = self._tables(rows, into)
+            self._torch.index_select(table, 0, index, out=packed)
+
+    def scatter(self, source: Fragments, into: Fragments) -> None:
+        """See Stream."""
+        rows = as_rows(into)
+        with self._torch.cuda.stream(self._stream):
+            table, index, packed = self._tables(rows, source)
+            table.index_copy_(0, index, packed)
+
+    def to_host(self, source: Fragments, into: memoryview) -> None:
+        """See Stream."""
+        host = self._torch.frombuffer(into, dtype=self._torch.uint8)
+        with self._torch.cuda.stream(self._stream):
+            for begin, end, run in self._runs(source):
+                host[begin:end].copy_(run, non_blocking=True)
+
+    def to_device(self, source: memoryview, into: Fragments) -> None:
+        """See Stream."""
+        host = self._torch.frombuffer(source, dtype=self._torch.uint8)
+        with self._torch.cuda.stream(self._stream):
+            for begin, end, run in self._runs(into):
+                run.copy_(host[begin:end], non_blocking=True)
+
+    def close(self) -> None:
+        """See Stream."""
+        # torch keeps its streams in a pool for the life of the process.
+
+    @property
+    def _where(self) -> str:
+        return f"cuda:{self._index}"
+
+    def _tables(self, rows: Rows, packed: Fragments) -> tuple[Any, Any, Any]:
+        """The table, the index on the GPU, and contiguous memory as rows alike."""
+        typestr, width = next(w for w in _WIDTHS if _divides(w[1], rows, packed))
+        items = rows.row_bytes // width
+        table = self._at(rows.base, (rows.count, items), typestr)
+        address = int(packed.addresses[0])
+        compact = self._at(address, (rows.index.size, items), typestr)
+        # Pinned, so that the copy is queued; torch keeps it until that is done.
+        index = self._torch.from_numpy(rows.index).pin_memory()
+        return table, index.to(self._where, non_blocking=True), compact
+
+    def _runs(self, fragments: Fragments) -> list[tuple[int, int, Any]]:
+        """(begin, end, tensor) for each fragment; there are few."""
+        starts = fragments.starts.tolist()
+        return [
+            (begin, end, self._at(address, (end - begin,), "|u1"))
+            for address, begin, end in zip(
+                fragments.addresses.tolist(), starts[:-1], starts[1:], strict=True
+            )
+        ]
+
+    def _at(self, address: int, shape: tuple[int, ...], typestr: str) -> Any:
+        """A tensor over memory at an address; its owner is kept by the caller."""
+        return self._torch.as_tensor(
+            _Memory(address, shape, typestr), device=self._where
+        )
+
+
+class _Memory:
+    """Memory at an address, as torch takes it in without a copy."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (address, False),
+            "strides": None,
+            "version": 2,  # says nothing of streams, as order is ours
+        }
+
+
+def _divides(width: int, rows: Rows, packed: Fragments) -> bool:
+    together = rows.row_bytes | rows.base | int(packed.addresses[0])
+    return together % width == 0

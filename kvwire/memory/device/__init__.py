@@ -1,0 +1,1 @@
+"""Devices whose memory host code cannot touch: streams, events, copies."""

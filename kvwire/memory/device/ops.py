@@ -1,0 +1,210 @@
+"""What kvwire needs of a device: streams of work, events, pinned host memory, copies.
+
+Three implementations: torch (:mod:`kvwire.memory.cuda.torch_ops`), CuPy
+(:mod:`kvwire.memory.cuda.cupy_ops`), and a device that this process plays with threads
+(:mod:`kvwire.memory.device.simulated`), on which everything above runs in the tests.
+
+The rules are CUDA's. A stream does its work in order, beside the host; every method of
+a stream only queues. Memory that queued work touches stays alive and unchanged until an
+event recorded behind it has fired: that is the caller's business, here and there. The
+device as a whole is never waited for.
+
+Memory of a device is always given as :class:`~kvwire.kv.fragments.Fragments`, since
+addresses and lengths are all that is known of it; contiguous memory is one fragment.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.kv.fragments import Fragments
+from kvwire.types import Device, MemoryKind
+
+
+class Event(ABC):
+    """A point in a stream's work.
+
+    Attributes:
+        native: The library's own event, for streams of that library to wait on.
+    """
+
+    native: object
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether everything before it is done. Never blocks.
+
+        Raises:
+            Exception: The device has failed; the library's own error.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything before it is done, asleep and without the GIL.
+
+        Raises:
+            Exception: The device has failed; the library's own error.
+        """
+
+
+class Stream(ABC):
+    """Work of a device that happens in the order it was queued in."""
+
+    @abstractmethod
+    def wait(self, event: object) -> None:
+        """Have what is queued from here on wait for an event, ours or a library's."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event that fires when all that is queued so far is done."""
+
+    @abstractmethod
+    def buffer(self, nbytes: int) -> Fragments:
+        """Contiguous device memory of this stream, freed with its last reference."""
+
+    @abstractmethod
+    def gather(self, source: Fragments, into: Fragments) -> None:
+        """Copy many fragments into one, on the device."""
+
+    @abstractmethod
+    def scatter(self, source: Fragments, into: Fragments) -> None:
+        """Copy one fragment into many, on the device."""
+
+    @abstractmethod
+    def to_host(self, source: Fragments, into: memoryview) -> None:
+        """Copy fragments into pinned memory, one copy for each of them."""
+
+    @abstractmethod
+    def to_device(self, source: memoryview, into: Fragments) -> None:
+        """Copy pinned memory into fragments, one copy for each of them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the stream once its work is done; never blocks."""
+
+
+class DeviceOps(ABC):
+    """One device, through one library.
+
+    Attributes:
+        device: Which.
+        description: The library and its version, for reports.
+    """
+
+    device: Device
+    description: str
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """A new stream, which no other stream waits for."""
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> memoryview:
+        """Host memory that the device copies from and to by itself.
+
+        Raises:
+            BackendUnavailable: The system does not give that much.
+        """
+
+    @abstractmethod
+    def owns(self, event: object) -> bool:
+        """Whether an event is one that this library's streams can wait for."""
+
+
+def device_ops(device: Device) -> DeviceOps:
+    """The way to work with a device, made on first use and kept.
+
+    Of torch and CuPy that which the process has imported is taken, torch first: its
+    allocator then knows of our streams.
+
+    Raises:
+        BackendUnavailable: No library that drives the device is installed, or it finds
+            no such device; says what to install.
+        UsageError: A simulated device that was closed.
+    """
+    with _lock:
+        found = _known.get(device)
+        if found is None:
+            if device.kind is not MemoryKind.CUDA:
+                raise UsageError(f"device {device}: there is none, or it was closed")
+            found = _known[device] = _cuda_ops(device.index)
+        return found
+
+
+def event_ops(event: object) -> DeviceOps | None:
+    """The device that an event belongs to; None if it is no event of any."""
+    with _lock:
+        known = list(_known.values())
+    for ops in known:
+        if ops.owns(event):
+            return ops
+    index = _cuda_event_index(event)
+    return None if index is None else device_ops(Device(MemoryKind.CUDA, index))
+
+
+def register(ops: DeviceOps) -> None:
+    """Make a device known; used by those that are not found by themselves."""
+    with _lock:
+        _known[ops.device] = ops
+
+
+def unregister(ops: DeviceOps) -> None:
+    """Forget a device."""
+    with _lock:
+        _known.pop(ops.device, None)
+
+
+def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Fragments:
+    """Device memory in one piece."""
+    return Fragments(
+        np.array([address], np.uint64),
+        np.array([nbytes], np.uint64),
+        owner=owner,
+        writable=True,
+        device=device,
+    )
+
+
+_lock: Final = threading.Lock()
+_known: Final[dict[Device, DeviceOps]] = {}
+
+
+def _cuda_ops(index: int) -> DeviceOps:
+    # Imported on demand, and each of them imports this module.
+    from kvwire.memory.cuda.cupy_ops import CupyOps  # noqa: PLC0415
+    from kvwire.memory.cuda.torch_ops import TorchOps  # noqa: PLC0415
+
+    makers: list[tuple[str, Callable[[int], DeviceOps]]] = [
+        ("torch", TorchOps),
+        ("cupy", CupyOps),
+    ]
+    makers.sort(key=lambda maker: maker[0] not in sys.modules)
+    reasons = []
+    for name, maker in makers:
+        try:
+            return maker(index)
+        except BackendUnavailable as exc:
+            reasons.append(f"{name}: {exc}")
+    raise BackendUnavailable(
+        f"nothing here drives cuda:{index} ({'; '.join(reasons)}); pip install "
+        f"'kvwire[torch]', 'kvwire[cuda12]' or 'kvwire[cuda13]'"
+    )
+
+
+def _cuda_event_index(event: Any) -> int | None:
+    """The GPU of a torch or CuPy event, judged by its type's module."""
+    library = type(event).__module__.partition(".")[0]
+    if not hasattr(event, "synchronize") or library not in ("torch", "cupy"):
+        return None
+    device = getattr(event, "device", None)
+    index = getattr(device, "index", getattr(event, "device_id", None))
+    # An event that does not say it is waited for on the first: CUDA lets a stream wait
+    # for events of any GPU.
+    return index if isinstance(index, int) and index >= 0 else 0

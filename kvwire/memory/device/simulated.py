@@ -1,0 +1,309 @@
+"""A device that this process plays: threads are streams, its memory is out of reach.
+
+Its memory is one file, mapped twice. Tensors carry addresses of the first mapping,
+which allows neither reading nor writing: host code that touches them is ended by
+SIGSEGV, as on a real device. The threads that are its streams use the second one. Work
+happens in its stream's order and beside everything else, so forgotten events show as
+wrong bytes. :meth:`SimulatedDevice.hold` stops all streams, and makes any order of
+events that a test is about.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import queue
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import MIB
+from kvwire.memory.copy import copy
+from kvwire.memory.device.ops import (
+    DeviceOps,
+    Event,
+    Stream,
+    contiguous,
+    register,
+    unregister,
+)
+from kvwire.types import Device, MemoryKind
+
+# As CUDA's allocator aligns.
+_ALIGNMENT: Final = 256
+_indices: Final = itertools.count()
+
+
+class SimulatedDevice(DeviceOps):
+    """Memory and streams of a device that there is not.
+
+    Args:
+        nbytes: Of its memory.
+
+    Attributes:
+        pinned_bytes_max: What ``pinned`` gives in all; for tests of its failure.
+    """
+
+    def __init__(self, nbytes: int = 64 * MIB) -> None:
+        self.device = Device(MemoryKind.SIMULATED, next(_indices))
+        self.description = "simulated with threads"
+        self.pinned_bytes_max = 1024 * MIB
+        self._pinned_bytes = 0
+        self._error: Exception | None = None
+        self._running = threading.Event()
+        self._running.set()
+        self._lock = threading.Lock()
+        with tempfile.TemporaryFile() as file:
+            file.truncate(nbytes)
+            fd = file.fileno()
+            self._mappings = mmap.mmap(fd, nbytes, prot=0), mmap.mmap(fd, nbytes)
+        # Only addresses are used, so that the mappings can be closed.
+        out_of_reach, within = (_address(mapping) for mapping in self._mappings)
+        self._begin = out_of_reach
+        self._distance = within - out_of_reach
+        self._nbytes = nbytes
+        self._used = 0
+        register(self)
+
+    # --- DeviceOps --------------------------------------------------------------------
+
+    def stream(self) -> SimulatedStream:
+        """See DeviceOps."""
+        return SimulatedStream(self)
+
+    def pinned(self, nbytes: int) -> memoryview:
+        """See DeviceOps."""
+        with self._lock:
+            if self._pinned_bytes + nbytes > self.pinned_bytes_max:
+                raise BackendUnavailable(
+                    f"{self.device}: {nbytes} bytes of pinned memory were refused"
+                )
+            self._pinned_bytes += nbytes
+        return memoryview(bytearray(nbytes))
+
+    def owns(self, event: object) -> bool:
+        """See DeviceOps."""
+        return isinstance(event, SimulatedEvent) and event.device is self
+
+    # --- memory -----------------------------------------------------------------------
+
+    def array(self, values: npt.NDArray[Any], dtype: str = "") -> SimulatedArray:
+        """An array in the device's memory with these values.
+
+        Args:
+            values: Shape, element type and content.
+            dtype: What it says its type is, where NumPy has none such.
+        """
+        address = self.allocate(values.nbytes)
+        made = SimulatedArray(self, address, values.shape, values.dtype, dtype)
+        made.write(values)
+        return made
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of new memory, which is freed with the device.
+
+        Raises:
+            UsageError: There is not so much left.
+        """
+        with self._lock:
+            begin = self._used
+            if begin + nbytes > self._nbytes:
+                raise UsageError(f"{self.device}: {nbytes} bytes are not free")
+            self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._begin + begin
+
+    def reach(self, fragments: Fragments) -> Fragments:
+        """The same memory where the device itself may touch it."""
+        assert fragments.device == self.device, "memory of another device"
+        reached = fragments.shifted(self._distance)
+        reached.device = None
+        return reached
+
+    # --- for tests --------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Stop every stream before its next piece of work."""
+        self._running.clear()
+
+    def release(self) -> None:
+        """Let the streams go on."""
+        self._running.set()
+
+    def fail(self, error: Exception) -> None:
+        """From now on all work fails with this error, as CUDA's errors stay."""
+        self._error = error
+
+    def close(self) -> None:
+        """Forget the device, and free its memory; its streams have no work left."""
+        self.release()
+        unregister(self)
+        for mapping in self._mappings:
+            mapping.close()
+
+    def step(self, work: Callable[[], None]) -> Exception | None:
+        """One piece of a stream's work; how it failed."""
+        self._running.wait()
+        if self._error is None:
+            try:
+                work()
+            except Exception as exc:  # noqa: BLE001 - it is reported by an event
+                self._error = exc
+        return self._error
+
+
+class SimulatedArray:
+    """An array on the device; answers as a torch tensor does."""
+
+    def __init__(
+        self,
+        device: SimulatedDevice,
+        address: int,
+        shape: tuple[int, ...],
+        item: np.dtype[Any],
+        dtype: str,
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype or item.name
+        self.device = _Named("simulated", device.device.index)
+        self._ops = device
+        self._address = address
+        self._item = item
+
+    def data_ptr(self) -> int:
+        """Address of the first element; host code must not touch it."""
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        """Elements from one to the next along each dimension."""
+        steps = np.cumprod((1, *self.shape[:0:-1]), dtype=np.int64)
+        return tuple(int(step) for step in steps[::-1])
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self._item.itemsize
+
+    def read(self) -> npt.NDArray[Any]:
+        """A copy of its values, now."""
+        values = np.empty(self.shape, self._item)
+        copy(self._reached(), values.reshape(-1).view(np.uint8).data)
+        return values
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        """Change its values, now."""
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        copy(flat.data, self._reached())
+
+    def _reached(self) -> Fragments:
+        nbytes = int(np.prod(self.shape)) * self._item.itemsize
+        ops = self._ops
+        return ops.reach(contiguous(self._address, nbytes, self, ops.device))
+
+
+class SimulatedEvent(Event):
+    """Fires when its stream comes to it."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.native = self
+        self._fired = threading.Event()
+        self._error: Exception | None = None
+
+    def query(self) -> bool:
+        """See Event."""
+        if self._error is not None:
+            raise self._error
+        return self._fired.is_set()
+
+    def synchronize(self) -> None:
+        """See Event."""
+        self._fired.wait()
+        if self._error is not None:
+            raise self._error
+
+    def fire(self, error: Exception | None) -> None:
+        """Its stream has come to it."""
+        self._error = error
+        self._fired.set()
+
+    def passed(self) -> None:
+        """Hold a stream here until it has fired."""
+        self._fired.wait()
+
+
+class SimulatedStream(Stream):
+    """A thread that does one piece of work after the other."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        threading.Thread(
+            target=self._run, name=f"{device.device} stream", daemon=True
+        ).start()
+
+    def wait(self, event: object) -> None:
+        """See Stream."""
+        own = event.native if isinstance(event, Event) else event
+        assert isinstance(own, SimulatedEvent), "an event of another device"
+        self._work.put(own.passed)
+
+    def record(self) -> SimulatedEvent:
+        """See Stream."""
+        event = SimulatedEvent(self._device)
+        self._work.put(lambda: event.fire(self._error))
+        return event
+
+    def buffer(self, nbytes: int) -> Fragments:
+        """See Stream."""
+        device = self._device
+        return contiguous(device.allocate(nbytes), nbytes, device, device.device)
+
+    def gather(self, source: Fragments, into: Fragments) -> None:
+        """See Stream."""
+        reach = self._device.reach
+        self.call(lambda: copy(reach(source), reach(into)))
+
+    def scatter(self, source: Fragments, into: Fragments) -> None:
+        """See Stream."""
+        self.gather(source, into)
+
+    def to_host(self, source: Fragments, into: memoryview) -> None:
+        """See Stream."""
+        self.call(lambda: copy(self._device.reach(source), into))
+
+    def to_device(self, source: memoryview, into: Fragments) -> None:
+        """See Stream."""
+        self.call(lambda: copy(source, self._device.reach(into)))
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Queue any work, such as a test's own kernel."""
+        self._work.put(lambda: self._step(work))
+
+    def close(self) -> None:
+        """See Stream."""
+        self._work.put(None)
+
+    def _step(self, work: Callable[[], None]) -> None:
+        self._error = self._device.step(work) or self._error
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+class _Named:
+    """What torch's ``device`` has."""
+
+    def __init__(self, type: str, index: int) -> None:
+        self.type = type
+        self.index = index

@@ -1,0 +1,1 @@
+"""Device memory on its way through pinned host memory, for transports that need it."""

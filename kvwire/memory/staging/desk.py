@@ -1,0 +1,149 @@
+"""What all connections of a communicator share to move the memory of one device.
+
+Two streams of kvwire's own, out of the device and into it, each with a reaper; memory
+on the device for what is gathered. A stream does its work in order, so one such buffer
+serves it: the next gather waits for the copy before. That costs a few microseconds of
+each chunk's copy over PCIe, which is many times as long as its gather.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.device.ops import DeviceOps, Event, Stream
+from kvwire.memory.device.reaper import Done, Reaper
+from kvwire.memory.device.rows import few_runs
+
+CallSoon = Callable[[Callable[[], None]], object]
+
+# Events of different producers fire in any order, and a reaper sleeps on one. So many
+# transfers do not hold each other up.
+_WAITERS: Final = 4
+
+
+class Desk:
+    """The streams of one device, for one loop.
+
+    Args:
+        ops: The device.
+        call_soon: Calls something on the loop, from any thread.
+        slot_bytes: The most bytes that are moved at once.
+
+    Raises:
+        Exception: The device does not work; the library's own error.
+    """
+
+    def __init__(self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int) -> None:
+        self.ops = ops
+        self.slot_bytes = slot_bytes
+        self.outbound = _Way(ops, call_soon, slot_bytes, "out of")
+        self.inbound = _Way(ops, call_soon, slot_bytes, "into")
+
+    @property
+    def landed(self) -> Event | None:
+        """The last event behind which memory has landed; it has fired."""
+        return self.inbound.last
+
+    def to_host(self, source: Fragments, slot: memoryview, done: Done) -> None:
+        """Copy device memory into a pinned slot of the same length.
+
+        Both stay as they are, and alive, until ``done`` is called on the loop.
+        """
+        way, stream = self.outbound, self.outbound.stream
+        if few_runs(source):
+            stream.to_host(source, slot)
+        else:
+            gathered = way.scratch.slice(0, source.nbytes)
+            stream.gather(source, gathered)
+            stream.to_host(gathered, slot)
+        way.watch(done)
+
+    def to_device(self, slot: memoryview, into: Fragments, done: Done) -> None:
+        """Copy a pinned slot into device memory of the same length; as ``to_host``."""
+        way, stream = self.inbound, self.inbound.stream
+        if few_runs(into):
+            stream.to_device(slot, into)
+        else:
+            packed = way.scratch.slice(0, into.nbytes)
+            stream.to_device(slot, packed)
+            stream.scatter(packed, into)
+        way.watch(done)
+
+    def close(self) -> None:
+        """Let go of the streams once their work is done; never blocks."""
+        self.outbound.close()
+        self.inbound.close()
+
+
+class Waiters:
+    """Waits for the events of a producer's own streams, without its help.
+
+    Its events may have been made so that whoever waits for them spins. So a stream of
+    ours waits for each, and a thread sleeps on an event of our own behind it.
+
+    Args:
+        ops: The device.
+        call_soon: Calls something on the loop, from any thread.
+    """
+
+    def __init__(self, ops: DeviceOps, call_soon: CallSoon) -> None:
+        self._ops = ops
+        self._call_soon = call_soon
+        self._lock = threading.Lock()
+        self._turn = itertools.cycle(range(_WAITERS))
+        # Made with the first transfer that needs it.
+        self._waiters: dict[int, tuple[Stream, Reaper]] = {}
+
+    def assign(self) -> int:
+        """Which waiter a transfer uses, from beginning to end. From any thread."""
+        return next(self._turn)
+
+    def wait(self, waiter: int, event: object, done: Done) -> None:
+        """Call ``done`` on the loop when the event has fired. From any thread.
+
+        Raises:
+            Exception: The library does not take the event; its own error.
+        """
+        with self._lock:
+            if waiter not in self._waiters:
+                reaper = Reaper(f"kvwire {self._ops.device} waiter", self._call_soon)
+                self._waiters[waiter] = self._ops.stream(), reaper
+            stream, reaper = self._waiters[waiter]
+            stream.wait(event)
+            reaper.watch(stream.record(), done)
+
+    def close(self) -> None:
+        """End the threads once every event has fired; never blocks."""
+        with self._lock:
+            for stream, reaper in self._waiters.values():
+                stream.close()
+                reaper.close()
+
+
+class _Way:
+    """One direction: a stream, its reaper, and memory to gather in."""
+
+    def __init__(
+        self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int, name: str
+    ) -> None:
+        self.stream = ops.stream()
+        self.scratch = self.stream.buffer(slot_bytes)
+        self.reaper = Reaper(f"kvwire {name} {ops.device}", call_soon)
+        self.last: Event | None = None
+
+    def watch(self, done: Done) -> None:
+        event = self.stream.record()
+
+        def fired(error: Exception | None) -> None:
+            self.last = event
+            done(error)
+
+        self.reaper.watch(event, fired)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.reaper.close()
