@@ -40,6 +40,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "keygen" in said
     assert "bench" in said
+    assert "doctor" in said
 
 
 def test_help_loads_no_numpy() -> None:

@@ -1,0 +1,134 @@
+"""The command: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvwire.cli.doctor.command import UNWELL
+from kvwire.cli.main import CALLED_WRONG, FAILED, main
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a test sets is configured."""
+    for name in os.environ:
+        if name.startswith("KVWIRE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def attendant() -> Iterator[str]:
+    """The address of a `kvwire doctor --listen` in a process of its own."""
+    command = [sys.executable, "-m", "kvwire", "doctor", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said.startswith("listening on tcp://")
+        yield said.split()[2].rstrip(";")
+        process.terminate()
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("kvwire ")
+    assert any(line.split()[:2] == ["ok", "tcp"] for line in lines)
+
+
+def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = document(capsys)
+    assert set(found) == {"machine", "process", "transports", "findings", "asked"}
+    assert "tcp" in {transport["name"] for transport in found["transports"]}
+
+
+def test_what_is_required_and_missing_is_the_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kvwire.toml"
+    file.write_text('require = ["carrier-pigeon"]')
+    assert main(["doctor", "--config", str(file)]) == UNWELL
+    assert "carrier-pigeon" in capsys.readouterr().out
+
+
+def test_another_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--pid", str(os.getppid()), "--json"]) == 0
+    assert document(capsys)["process"]["pid"] == os.getppid()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--peer", "127.0.0.1:1", "--listen", "127.0.0.1:2"],
+        ["--pid", "-1"],
+        ["--peer", "no port"],
+        ["--selftest", "0.0.0.0:7400"],
+        ["--config", "no-such-file.toml"],
+    ],
+)
+def test_called_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == CALLED_WRONG
+    assert capsys.readouterr().err
+
+
+def test_nobody_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        assert main(["doctor", "--peer", address]) == UNWELL
+    assert "stopped: ConnectionRefusedError" in capsys.readouterr().out
+
+
+def test_an_address_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["doctor", "--listen", address]) == FAILED
+    assert f"{address}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_peer_is_measured(attendant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--peer", attendant]) == 0
+    said = capsys.readouterr().out
+    assert f"peer {attendant}" in said
+    assert "every byte compared: in order" in said
+    assert said.count("GB/s") == 2
+
+
+def test_a_peer_as_json(attendant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--peer", attendant, "--json"]) == 0
+    found = document(capsys)
+    (trial,) = found["trials"]
+    assert trial["damaged"] == []
+    assert {rate["verb"] for rate in trial["rates"]} == {"put", "get"}
+    assert found["there"]["machine"]["versions"]["kvwire"]
+
+
+def test_a_self_test_with_an_attendant(
+    attendant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = attendant.removeprefix("tcp://")
+    assert main(["doctor", "--selftest", address]) == 0
+    said = capsys.readouterr()
+    assert "connecting to" in said.err
+    assert "the side that listened" in said.out
+    assert said.out.splitlines()[-1] == "in order"

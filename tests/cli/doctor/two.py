@@ -1,0 +1,54 @@
+"""Two doctors in this process: one attends, the other one probes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import kvwire
+from kvwire import Address, Communicator, Connection
+from kvwire.cli.doctor.attendant import attend
+from kvwire.cli.doctor.examination import Examination
+from kvwire.cli.doctor.trial import Report
+from kvwire.cli.doctor.words import PROFILE
+from kvwire.limits import MIB
+from tests.cli.doctor.trees import examination, machine
+
+THERE: Examination = examination(machine(system="the other host"))
+
+
+@dataclass(slots=True)
+class Ward:
+    """An attendant, and whoever wants to be served by it.
+
+    Attributes:
+        prober: A communicator with the doctor's profile.
+        address: Where the attendant listens.
+        heard: The reports that it was given; None for a visit without.
+    """
+
+    prober: Communicator
+    address: Address
+    heard: list[Report | None] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def ward(pass_bytes: int = MIB) -> AsyncIterator[Ward]:
+    """An attendant that lends ``pass_bytes``."""
+    async with (
+        kvwire.open(profile=PROFILE, require=("tcp",)) as there,
+        kvwire.open(profile=PROFILE, require=("tcp",)) as here,
+    ):
+        found = Ward(here, await there.listen("127.0.0.1:0"))
+
+        def heard(_: Connection, report: Report | None) -> None:
+            found.heard.append(report)
+
+        serving = asyncio.create_task(
+            attend(there, THERE, heard, pass_bytes=pass_bytes)
+        )
+        yield found
+        await there.close()
+        await serving
