@@ -1,8 +1,8 @@
 """Lanes between event loops of one process: the reference of the contract.
 
-The two halves find each other by the secret of their lane. A payload waits in its
-sender's memory until the receiver knows where it goes and copies it, under the lock of
-the pair: so once a half has ended under that lock, nobody reads its memory any more.
+A payload waits in its sender's memory under its ticket until the receiver knows where
+it goes, and the receiver copies it. All of that happens under one lock, so once a half
+has ended under it, nobody reads that half's memory any more.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import count
+from typing import Final
 
 from kvwire.backend import Landing, Payload
-from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
+from kvwire.errors import (
+    BackendUnavailable,
+    ConnectionLost,
+    MalformedFrame,
+    UsageError,
+)
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import LANES_MAX
+from kvwire.limits import WAKEUP_BYTES
 from kvwire.memory.copy import copy
 
-# Halves that wait for the other one: as many as a test may have open at once.
-_WAITING_MAX = 64 * LANES_MAX
+_PREFIX: Final = b"inproc lane "
+_NUMBER_BYTES: Final = 8
 
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A payload in its sender's memory."""
-
-    payload: Payload
-    token: object
+# One for all lanes: they are few, and copies within one process take turns anyway.
+_lock = threading.RLock()
+_numbers = count(1)
+_halves: dict[int, InprocLane] = {}
 
 
 class InprocLane(Lane):
@@ -39,183 +41,189 @@ class InprocLane(Lane):
             received so many payloads: what a test of failover wants.
     """
 
-    description = "memory copy"
-
     def __init__(self, context: LaneContext) -> None:
-        self._secret = context.secret
+        self._break_after = _number(context.settings.get("break_after"))
         self._loop = asyncio.get_running_loop()
-        self._break_after = _count(context.settings.get("break_after"))
-        self._lock = threading.RLock()
-        self._peer: InprocLane | None = None
+        self._number = next(_numbers)
         self._handler: LaneHandler | None = None
-        self._outgoing: deque[_Sent] = deque()
-        self._landings: deque[Landing] = deque()
+        self._peer: InprocLane | None = None
+        self._tickets = count(1)
+        # Sent and not flushed; flushed and not taken by the peer.
+        self._queue: dict[int, tuple[Payload, object]] = {}
+        self._offers: dict[int, tuple[Payload, object]] = {}
+        self._awaited: deque[tuple[int, Landing]] = deque()
+        # Tokens of payloads that the peer has taken.
+        self._taken: deque[object] = deque()
         self._received = 0
         self._received_bytes = 0
+        self._full = False
         self._closing = False
         self._ended = False
-        _halves.leave(self)
+        self._due = False
+        with _lock:
+            _halves[self._number] = self  # bounded: LANES_MAX
 
     @property
     def bootstrap(self) -> bytes:
-        """See Lane: nothing, since the secret is enough."""
-        return b""
+        """See Lane: the number of this half."""
+        return _PREFIX + self._number.to_bytes(_NUMBER_BYTES, "little")
 
     @property
-    def secret(self) -> bytes:
-        """What the two halves of a lane have in common."""
-        return self._secret
+    def description(self) -> str:
+        """See Lane."""
+        return "a copy within the process"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See Lane.
 
         Cancel safety: safe, it never waits.
         """
-        peer = _halves.find(self)
-        if peer is None or self._ended:
-            self.abort()
-            raise BackendUnavailable("the peer is not in this process")
-        self._handler = handler
-        if peer._handler is None:  # noqa: SLF001 - the other half of this lane
-            self._peer = peer
-            return
-        self._lock = peer._lock  # noqa: SLF001
-        with self._lock:
-            self._peer, peer._peer = peer, self  # noqa: SLF001
+        number = int.from_bytes(bootstrap[len(_PREFIX) :], "little")
+        sized = len(bootstrap) == len(_PREFIX) + _NUMBER_BYTES
+        with _lock:
+            peer = _halves.get(number)
+            if not sized or not bootstrap.startswith(_PREFIX) or peer is None:
+                self.abort()
+                raise BackendUnavailable("the peer is not in this process")
+            self._peer, self._handler = peer, handler
 
     def send(self, payload: Payload, token: object) -> bytes:
         """See Lane."""
-        if not self._ended:
-            with self._lock:
-                # bounded: LANE_PAYLOADS_MAX
-                self._outgoing.append(_Sent(payload, token))
-        return b""
+        if self._ended or self._closing:
+            return b""
+        ticket = next(self._tickets)
+        self._queue[ticket] = (payload, token)  # bounded: LANE_PAYLOADS_MAX
+        return ticket.to_bytes(_NUMBER_BYTES, "little")
 
     def receive(self, ticket: bytes, landing: Landing) -> None:
         """See Lane."""
-        self._landings.append(landing)  # bounded: LANE_PAYLOADS_MAX
+        if len(ticket) != _NUMBER_BYTES:
+            raise MalformedFrame("KVW-LN-07", f"a ticket of {len(ticket)} bytes")
+        if not self._ended:
+            # bounded: LANE_PAYLOADS_MAX
+            self._awaited.append((int.from_bytes(ticket, "little"), landing))
 
     def flush(self) -> None:
         """See Lane."""
-        if self._handler is None or self._ended:
-            return
-        self._take()
-        self._wake_peer()
+        with _lock:
+            self._offers |= self._queue
+            self._queue.clear()
+            self._full = self._full or bool(self._offers)
+            peer = self._peer
+        self._wake()
+        if peer is not None:
+            peer._wake()  # noqa: SLF001 - the other half
 
     def close(self) -> None:
         """See Lane."""
         self._closing = True
-        self._soon(self._finish)
+        self.flush()
 
     def abort(self) -> None:
         """See Lane."""
-        _halves.forget(self)
-        self._soon(lambda: self._end(None))
+        self._end(None)
 
     @property
     def queued_bytes(self) -> int:
-        """See Lane: what is queued here never waits for a transport."""
-        return 0
+        """See Lane."""
+        with _lock:
+            waiting = [*self._queue.values(), *self._offers.values()]
+        return sum(payload.nbytes for payload, _ in waiting)
 
     @property
     def received_bytes(self) -> int:
         """See Lane."""
         return self._received_bytes
 
-    def _take(self) -> None:
-        """Copy what has been sent to where it belongs."""
-        peer, handler = self._peer, self._handler
-        assert handler is not None
-        while peer is not None and self._landings and not self._ended:
-            with self._lock:
-                if not peer._outgoing:  # noqa: SLF001 - the other half of this lane
+    # --- the turns of this half's loop ------------------------------------------------
+
+    def _wake(self) -> None:
+        """Take a turn soon; called from any thread."""
+        with _lock:
+            if self._due or self._ended:
+                return
+            self._due = True
+        try:
+            self._loop.call_soon_threadsafe(self._turn)
+        except RuntimeError:
+            self._ended = True  # its loop was closed, and its memory with it
+
+    def _turn(self) -> None:
+        self._due = False
+        if self._ended or self._handler is None or self._peer is None:
+            return
+        try:
+            self._tell_sent(self._handler)
+            self._take(self._peer, self._handler)
+        except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
+            self._end(exc)
+        self._maybe_end()
+
+    def _maybe_end(self) -> None:
+        """End if nothing is left to do, or nobody to do it with."""
+        if self._peer is None:
+            return
+        busy = self._awaited or self._offers or self._queue or self._taken
+        if self._closing and not busy:
+            self._end(None)
+        elif self._peer._ended:  # noqa: SLF001 - the other half
+            self._end(ConnectionLost("the other half of the lane has ended"))
+
+    def _tell_sent(self, handler: LaneHandler) -> None:
+        while self._taken and not self._ended:
+            handler.payload_sent(self, self._taken.popleft())
+        if self._full and not self._ended and not self.queued_bytes:
+            self._full = False
+            handler.lane_writable(self)
+
+    def _take(self, peer: InprocLane, handler: LaneHandler) -> None:
+        """Copy what the peer offers to where it belongs, up to a budget."""
+        moved_bytes = 0
+        while self._awaited and not self._ended:
+            ticket, landing = self._awaited[0]
+            if moved_bytes and moved_bytes + landing.length > WAKEUP_BYTES:
+                self._wake()
+                return
+            with _lock:
+                offer = peer._offers.pop(ticket, None)
+                if offer is None:
                     return
-                sent = peer._outgoing.popleft()  # noqa: SLF001
-                landing = self._landings.popleft()
+                payload, token = offer
                 if landing.payload is not None:
-                    copy(sent.payload, landing.payload)
-            peer._soon(lambda token=sent.token: peer._sent(token))  # type: ignore[misc]  # noqa: SLF001
+                    copy(payload, landing.payload)
+                peer._taken.append(token)
+            peer._wake()
+            self._awaited.popleft()
+            moved_bytes += landing.length
             self._received += 1
             self._received_bytes += landing.length
             handler.payload_received(self, landing)
             if self._received == self._break_after:
                 self._end(ConnectionLost(f"it breaks after {self._received} payloads"))
 
-    def _sent(self, token: object) -> None:
-        if not self._ended:
-            assert self._handler is not None
-            self._handler.payload_sent(self, token)
-
-    def _finish(self) -> None:
-        if self._closing and not self._outgoing:
-            self._end(None)
-
-    def _wake_peer(self) -> None:
-        peer = self._peer
-        if peer is not None:
-            peer._soon(peer.flush_if_due)  # noqa: SLF001
-
-    def flush_if_due(self) -> None:
-        """Take what the other half has sent meanwhile."""
-        if self._handler is not None and not self._ended and self._landings:
-            self._take()
-
     def _end(self, error: Exception | None) -> None:
-        if self._ended:
-            return
-        with self._lock:
+        with _lock:
+            if self._ended:
+                return
             self._ended = True
-            self._outgoing.clear()
-        self._landings.clear()
-        peer, self._peer = self._peer, None
+            _halves.pop(self._number, None)
+            self._queue.clear()
+            self._offers.clear()
+            peer, handler = self._peer, self._handler
+            self._handler = None
+        self._awaited.clear()
+        self._taken.clear()
         if peer is not None:
-            lost = ConnectionLost("the other half of the lane has ended")
-            peer._soon(lambda: peer._end(lost))  # noqa: SLF001
-        if self._handler is not None:
-            self._handler.lane_closed(self, error)
-
-    def _soon(self, call: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:
-            self._ended = True  # its loop was closed, and its memory with it
+            peer._wake()  # noqa: SLF001 - the other half
+        if handler is not None:
+            self._loop.call_soon(handler.lane_closed, self, error)
+        self._peer = None
 
 
-class _Halves:
-    """Halves that wait for the other one; loops of several threads ask."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[bytes, list[InprocLane]] = {}
-
-    def leave(self, half: InprocLane) -> None:
-        with self._lock:
-            while len(self._waiting) >= _WAITING_MAX:
-                self._waiting.pop(next(iter(self._waiting)))
-            # bounded: LANES_MAX
-            self._waiting.setdefault(half.secret, []).append(half)
-
-    def find(self, half: InprocLane) -> InprocLane | None:
-        with self._lock:
-            others = [h for h in self._waiting.get(half.secret, ()) if h is not half]
-            return others[0] if others else None
-
-    def forget(self, half: InprocLane) -> None:
-        with self._lock:
-            halves = self._waiting.get(half.secret, [])
-            if half in halves:
-                halves.remove(half)
-            if not halves:
-                self._waiting.pop(half.secret, None)
-
-
-def _count(text: str | None) -> int:
+def _number(text: str | None) -> int:
     """The number in a setting; 0 if there is none."""
     if text is None:
         return 0
     if not text.isdecimal():
         raise UsageError(f"break_after={text!r}: a number of payloads is needed")
     return int(text)
-
-
-_halves = _Halves()
