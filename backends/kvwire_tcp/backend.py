@@ -10,8 +10,16 @@ import socket
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
-from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
+from kvwire.backend import (
+    Availability,
+    Backend,
+    Capabilities,
+    Finding,
+    Link,
+    Listener,
+)
 from kvwire.types import Address
+from kvwire_tcp import buffers
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.listener import TcpListener, address_from
 from kvwire_tcp.options import tune
@@ -41,6 +49,11 @@ class TcpBackend(Backend):
                 remedy="run on Linux or macOS; on Windows, under WSL",
             )
         return Availability(available=True, reason="sockets of the operating system")
+
+    @classmethod
+    def diagnose(cls) -> tuple[Finding, ...]:
+        """See :class:`~kvwire.backend.Backend`: the kernel's socket buffers."""
+        return buffers.findings()
 
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
