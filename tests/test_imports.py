@@ -146,7 +146,10 @@ TABLE = (
     *(
         Layer(
             covers=(backend,),
-            kvwire={*_BASE, "kvwire.backend", "kvwire.memory", "kvwire.kv.fragments"},
+            kvwire={
+                *(*_BASE, "kvwire.backend", "kvwire.lane"),
+                *("kvwire.memory", "kvwire.kv.fragments"),
+            },
             others={"numpy", *own},
         )
         for backend, own in {

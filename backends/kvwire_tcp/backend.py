@@ -18,11 +18,15 @@ from kvwire.backend import (
     Link,
     Listener,
 )
+from kvwire.errors import BackendUnavailable
+from kvwire.lane import Lane, LaneContext
 from kvwire.types import Address
 from kvwire_tcp import buffers
+from kvwire_tcp.door import Door
+from kvwire_tcp.lane import TcpLane
 from kvwire_tcp.link import TcpLink
-from kvwire_tcp.listener import TcpListener, address_from
-from kvwire_tcp.options import tune
+from kvwire_tcp.listener import TcpListener
+from kvwire_tcp.options import address_from, tune
 
 # As many as the kernel allows; a full backlog looks like packet loss to a client.
 _BACKLOG: Final = socket.SOMAXCONN
@@ -36,7 +40,15 @@ class TcpBackend(Backend):
     """Transport over TCP, IPv4 and IPv6."""
 
     scheme: ClassVar[str] = "tcp"
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: ClassVar[Capabilities] = Capabilities(lanes=True)
+
+    def __init__(self) -> None:
+        self._door = Door()
+
+    @classmethod
+    def rank(cls) -> int:
+        """Behind what reads memory directly, before what needs to be asked for."""
+        return 30
 
     @classmethod
     def availability(cls) -> Availability:
@@ -77,7 +89,7 @@ class TcpBackend(Backend):
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind(sockaddr)
             sock.listen(_BACKLOG)
-            listener = TcpListener(sock, accept, loop)
+            listener = TcpListener(sock, accept, self._door, loop)
             undo.pop_all()
         return listener
 
@@ -90,20 +102,46 @@ class TcpBackend(Backend):
         Cancel safety: safe, a half-made connection is closed.
         """
         loop = asyncio.get_running_loop()
-        family, sockaddr = await _resolve(loop, address)
-        with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            tune(sock)
-            await loop.sock_connect(sock, sockaddr)
-            remote = sock.getpeername()
-            if remote == sock.getsockname():
-                # A port of the ephemeral range where nobody listens can be given to
-                # this very socket, which then meets itself (simultaneous open, RFC 9293
-                # 3.5).
-                code = errno.ECONNREFUSED
-                raise ConnectionRefusedError(code, os.strerror(code))
-            undo.pop_all()
-        return TcpLink(sock, address_from(remote), loop)
+        return TcpLink(*await _dial(address), loop)
+
+    def open_lane(self, context: LaneContext) -> Lane:
+        """See :class:`~kvwire.backend.Backend`.
+
+        Raises:
+            BackendUnavailable: The control link does not lead to an address.
+        """
+        remote = context.remote_address
+        if remote is None or remote.scheme != self.scheme:
+            raise BackendUnavailable(
+                "a lane over tcp goes where the control link goes, and that does not "
+                "run over tcp"
+            )
+        return TcpLane(context, self._door, _dial, asyncio.get_running_loop())
+
+
+async def _dial(address: Address) -> tuple[socket.socket, Address]:
+    """A connected socket, tuned, and where it leads.
+
+    Raises:
+        OSError: Nobody listens there, or it cannot be resolved or reached.
+
+    Cancel safety: safe, a half-made connection is closed.
+    """
+    loop = asyncio.get_running_loop()
+    family, sockaddr = await _resolve(loop, address)
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        tune(sock)
+        await loop.sock_connect(sock, sockaddr)
+        remote = sock.getpeername()
+        if remote == sock.getsockname():
+            # A port of the ephemeral range where nobody listens can be given to
+            # this very socket, which then meets itself (simultaneous open, RFC 9293
+            # 3.5).
+            code = errno.ECONNREFUSED
+            raise ConnectionRefusedError(code, os.strerror(code))
+        undo.pop_all()
+    return sock, address_from(remote)
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, address: Address) -> _Target:

@@ -18,8 +18,9 @@ from typing import Final
 
 from kvwire.backend import Link, Listener
 from kvwire.types import Address
+from kvwire_tcp.door import Door
 from kvwire_tcp.link import TcpLink
-from kvwire_tcp.options import tune
+from kvwire_tcp.options import address_from, tune
 
 ACCEPTS_PER_WAKEUP: Final = 16
 # Long against a wake-up, short against the peer's handshake timeout.
@@ -36,6 +37,7 @@ class TcpListener(Listener):
     Args:
         sock: Bound, listening and non-blocking.
         accept: Gets each link, not yet started.
+        door: Where accepted sockets go that turn out to be lanes.
         loop: The running loop.
     """
 
@@ -43,10 +45,12 @@ class TcpListener(Listener):
         self,
         sock: socket.socket,
         accept: Callable[[Link], None],
+        door: Door,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._sock = sock
         self._accept = accept
+        self._door = door
         self._loop = loop
         self._address = address_from(sock.getsockname())
         self._retry: asyncio.TimerHandle | None = None
@@ -96,7 +100,7 @@ class TcpListener(Listener):
         except OSError:
             sock.close()  # reset by the peer already
             return
-        link = TcpLink(sock, address_from(sockaddr), self._loop)
+        link = TcpLink(sock, address_from(sockaddr), self._loop, self._door)
         try:
             self._accept(link)
         except Exception:  # noqa: BLE001 - the caller's bug costs this link only
@@ -120,8 +124,3 @@ class TcpListener(Listener):
     def _resume(self) -> None:
         self._loop.add_reader(self._sock, self._on_acceptable)
         self._on_acceptable()
-
-
-def address_from(sockaddr: tuple[str, int]) -> Address:
-    """The address that a socket reports, of IPv4 or of IPv6."""
-    return Address("tcp", sockaddr[0], sockaddr[1])

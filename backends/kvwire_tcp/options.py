@@ -1,4 +1,4 @@
-"""Socket options of every link, each with its reason.
+"""Socket options of every link and lane, each with its reason.
 
 SO_SNDBUF and SO_RCVBUF are left alone on purpose: setting either switches the kernel's
 autotuning off, and what can be set is less than what autotuning reaches (on Linux
@@ -13,6 +13,7 @@ import sys
 from typing import Final
 
 from kvwire.limits import MIB
+from kvwire.types import Address
 
 # Liveness is the core's: it pings, and forgives its own stalls. The kernel's probes are
 # for links whose core is gone or stuck, and must never be the first to give up. So a
@@ -62,3 +63,8 @@ def tune(sock: socket.socket) -> None:
 def reset_on_close(sock: socket.socket) -> None:
     """Make ``close`` send RST and drop what is unsent: the peer knows at once."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)
+
+
+def address_from(sockaddr: tuple[str, int]) -> Address:
+    """The address that a socket reports, of IPv4 or of IPv6."""
+    return Address("tcp", sockaddr[0], sockaddr[1])

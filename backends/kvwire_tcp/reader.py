@@ -27,9 +27,9 @@ they were cut.
 from __future__ import annotations
 
 import socket
-from typing import Final
+from typing import Final, Protocol
 
-from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import UsageError
 from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
 from kvwire.memory.copy import copy
@@ -40,6 +40,16 @@ from kvwire.memory.iovec import Iovecs, address_of, readv
 SCRATCH_BYTES: Final = 8 * KIB
 
 
+class FrameHandler(Protocol):
+    """What of a LinkHandler is told of frames that come in."""
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        """See LinkHandler."""
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        """See LinkHandler."""
+
+
 class FrameReader:
     """Splits what one link receives into frames.
 
@@ -48,6 +58,7 @@ class FrameReader:
         handler: Is told of headers and payloads.
 
     Attributes:
+        handler: Another one may take its place, also from within a callback.
         received_bytes: Bytes received since the link began.
         drained: Whether the last call got less than it asked for: nothing is left.
         stopped: Set by :meth:`stop`, often from within a callback.
@@ -55,7 +66,6 @@ class FrameReader:
 
     __slots__ = (
         "_ahead",
-        "_handler",
         "_headers",
         "_held",
         "_landing",
@@ -65,13 +75,14 @@ class FrameReader:
         "_scratch_address",
         "_target",
         "drained",
+        "handler",
         "received_bytes",
         "stopped",
     )
 
-    def __init__(self, link: Link, handler: LinkHandler) -> None:
+    def __init__(self, link: Link, handler: FrameHandler) -> None:
         self._link = link
-        self._handler = handler
+        self.handler = handler
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._scratch_address = address_of(self._scratch)
         # What handlers see of it: none may write there.
@@ -147,7 +158,7 @@ class FrameReader:
         dropped = self._target is None
         # No reference may be left to memory that the handler now has back.
         self._landing = self._target = None
-        self._handler.body_received(self._link, landing)
+        self.handler.body_received(self._link, landing)
         if self.stopped:
             return
         if dropped:  # in scratch, before what follows it
@@ -157,7 +168,7 @@ class FrameReader:
 
     def _split(self, begin: int, end: int) -> None:
         """Hand over the frames in ``scratch[begin:end]``, and keep what is left."""
-        link, handler = self._link, self._handler
+        link, handler = self._link, self.handler
         scratch, headers = self._scratch, self._headers
         self._held = end
         # A callback may stop us, which leaves nothing held.
@@ -191,7 +202,7 @@ class FrameReader:
         if payload is not None:
             if length > SCRATCH_BYTES:
                 self._ahead = HEADER_BYTES
-            _check_destination(payload, length)
+            check_destination(payload, length)
         if isinstance(payload, memoryview):
             payload[: len(arrived)] = arrived
             self._target = payload
@@ -203,15 +214,12 @@ class FrameReader:
         self._rest = length - len(arrived)
 
 
-def _store(source: memoryview, destination: Payload) -> None:
-    """Copy a whole small payload; differing lengths or formats are refused."""
-    if isinstance(destination, memoryview):
-        destination[:] = source
-    else:
-        copy(source, destination)
+def check_destination(payload: Payload, length: int) -> None:
+    """Refuse memory that a payload cannot go to.
 
-
-def _check_destination(payload: Payload, length: int) -> None:
+    Raises:
+        UsageError: It is not writable memory of the payload's length.
+    """
     if payload.nbytes != length:
         raise UsageError(
             f"landing: a destination of {payload.nbytes} bytes for a payload of "
@@ -225,3 +233,11 @@ def _check_destination(payload: Payload, length: int) -> None:
             f"landing: the destination is no writable 1-D view of bytes (format "
             f"{payload.format!r}, read-only: {payload.readonly})"
         )
+
+
+def _store(source: memoryview, destination: Payload) -> None:
+    """Copy a whole small payload; differing lengths or formats are refused."""
+    if isinstance(destination, memoryview):
+        destination[:] = source
+    else:
+        copy(source, destination)

@@ -68,9 +68,7 @@ class SendQueue:
             if size <= JOINED_BYTES_MAX:
                 entries.append(b"".join((header, payload)))
             else:
-                # Of other formats, `len` and slices do not count bytes.
-                if payload.format != "B" or payload.ndim != 1 or not payload.contiguous:
-                    raise _no_byte_view(payload)
+                _check_view(payload)
                 entries.append(header)
                 self._append_payload(payload, lent=token is not None)
             self.nbytes += HEADER_BYTES + size
@@ -80,6 +78,20 @@ class SendQueue:
             self.nbytes += entry.rest
         if token is not None:
             self._tokens.append((self.sent_bytes + self.nbytes, token))
+
+    def lend(self, payload: Payload, token: object) -> None:
+        """Queue a payload without a frame; it is lent until its token is given back.
+
+        Raises:
+            UsageError: The payload is no view of bytes; nothing was queued.
+        """
+        if isinstance(payload, memoryview):
+            _check_view(payload)
+            self._entries.append(payload)
+        else:
+            self._entries.append(Iovecs(payload))
+        self.nbytes += payload.nbytes
+        self._tokens.append((self.sent_bytes + self.nbytes, token))
 
     def transmit(self, sock: socket.socket) -> int:
         """Offer the head of the queue to the kernel in one system call.
@@ -167,8 +179,14 @@ class SendQueue:
             self._first += 1
 
 
-def _no_byte_view(view: memoryview) -> UsageError:
-    return UsageError(
-        f"payload: a view of format {view.format!r}, shape {view.shape}, is not a "
-        f'1-D contiguous view of bytes; pass memoryview(x).cast("B")'
-    )
+def _check_view(view: memoryview) -> None:
+    """Of other formats, `len` and slices do not count bytes.
+
+    Raises:
+        UsageError: It is of another format.
+    """
+    if view.format != "B" or view.ndim != 1 or not view.contiguous:
+        raise UsageError(
+            f"payload: a view of format {view.format!r}, shape {view.shape}, is not a "
+            f'1-D contiguous view of bytes; pass memoryview(x).cast("B")'
+        )

@@ -19,7 +19,7 @@ from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES, MIB, WAKEUP_BYTES
 from kvwire.types import Address
 from kvwire_tcp import TcpBackend
-from kvwire_tcp import link as link_module
+from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.link import TcpLink
 from tests.backends.kvwire_tcp.recorder import (
     ANYWHERE,
@@ -151,7 +151,7 @@ async def test_the_end_of_the_stream_within_a_frame_is_an_error(sent: int) -> No
         peer.shutdown(socket.SHUT_WR)
         error = await recorder.end()
         assert isinstance(error, ConnectionLost)
-        assert "within a frame" in str(error)
+        assert "in the middle" in str(error)
         assert recorder.frames == []
 
 
@@ -201,7 +201,7 @@ async def test_a_reset_that_comes_with_the_last_bytes_is_not_missed(
 async def test_a_peer_that_does_not_end_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link_module, "LINGER_S", 0.01)
+    monkeypatch.setattr(duplex_module, "LINGER_S", 0.01)
     async with against_a_socket() as (link, recorder, _):
         link.close()
         error = await recorder.end()
@@ -213,7 +213,7 @@ async def test_a_peer_that_does_not_end_is_given_up(
 async def test_a_peer_that_does_not_read_is_given_up_with_what_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link_module, "LINGER_S", 0.05)
+    monkeypatch.setattr(duplex_module, "LINGER_S", 0.05)
     async with against_a_socket() as (link, recorder, _):
         link.send(header(MORE_THAN_FITS), memoryview(bytes(MORE_THAN_FITS)), 1)
         link.close()
@@ -277,7 +277,7 @@ async def test_a_handler_that_raises_in_link_closed_is_logged(
         pair.far.close()
         assert await broken.end() is None
         assert await far.end() is None
-        assert "raised in link_closed" in caplog.text
+        assert "its handler raised at the end" in caplog.text
 
 
 @pytest.mark.parametrize("callback", ["header_received", "body_received", "frame_sent"])

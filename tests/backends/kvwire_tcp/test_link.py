@@ -10,7 +10,7 @@ import pytest
 from kvwire.backend import Landing, Link
 from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, KIB, MIB, WAKEUP_BYTES
-from kvwire_tcp.link import CALLS_PER_WAKEUP
+from kvwire_tcp.duplex import CALLS_PER_WAKEUP
 from kvwire_tcp.reader import SCRATCH_BYTES
 from kvwire_tcp.writer import JOINED_BYTES_MAX, VIEWS_MAX
 from tests.backends.kvwire_tcp.recorder import (

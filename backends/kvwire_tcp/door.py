@@ -1,0 +1,70 @@
+"""Where sockets of lanes come in: each goes to the lane that waits for it, or nowhere.
+
+Whoever knocks is a stranger until the proof in its preamble holds. One that is not
+expected is reset without a word, so that a scanner learns nothing; how many may knock,
+and for how long, are the limits of strangers in general.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from abc import ABC, abstractmethod
+
+from kvwire.errors import BackendUnavailable
+from kvwire.limits import CONNECTIONS_MAX
+from kvwire.types import Address
+from kvwire_tcp.options import reset_on_close
+from kvwire_tcp.preamble import token_in
+
+_log = logging.getLogger("kvwire.tcp")
+
+
+class Guest(ABC):
+    """A lane that waits for its socket."""
+
+    @abstractmethod
+    def admits(self, preamble: bytes) -> bool:
+        """Whether a preamble proves to be this lane's."""
+
+    @abstractmethod
+    def arrived(self, sock: socket.socket, remote: Address, preamble: bytes) -> None:
+        """Take the socket, which is tuned and has received nothing else."""
+
+
+class Door:
+    """The lanes of one backend that wait for their sockets, by token."""
+
+    def __init__(self) -> None:
+        self._guests: dict[bytes, Guest] = {}
+
+    def expect(self, token: bytes, guest: Guest) -> None:
+        """Let a lane wait.
+
+        Raises:
+            BackendUnavailable: Too many do.
+        """
+        # A connection raises its lanes one after the other.
+        if len(self._guests) >= CONNECTIONS_MAX:
+            raise BackendUnavailable(
+                f"{CONNECTIONS_MAX} lanes wait for their sockets already"
+            )
+        self._guests[token] = guest  # bounded: CONNECTIONS_MAX
+
+    def forget(self, token: bytes) -> None:
+        """A lane waits no more."""
+        self._guests.pop(token, None)
+
+    def admit(self, sock: socket.socket, remote: Address, preamble: bytes) -> None:
+        """Give a socket to its lane, once; any other is reset."""
+        token = token_in(preamble)
+        guest = self._guests.get(token)
+        if guest is not None and guest.admits(preamble):
+            del self._guests[token]
+            guest.arrived(sock, remote, preamble)
+            return
+        _log.info("%s: a lane that nobody waits for", remote)
+        with contextlib.suppress(OSError):
+            reset_on_close(sock)
+        sock.close()

@@ -1,0 +1,397 @@
+"""Both directions of one connected socket: when to receive, to send, and how it ends.
+
+::
+
+    made --begin--> OPEN --close()--> CLOSING --queue empty--> SHUT --end of stream--+
+      |               |                  |                      |                    |
+      | close, abort  +--- end of stream, error, abort(), handler raised ------------+
+      v                                                                              v
+    socket closed, no callback                            ENDED: `_closed`, then none
+
+*Receiving* is level-triggered: each wake-up receives until the kernel has no more, or
+its share of bytes or calls is spent, and the loop wakes us again for the rest. An error
+of the socket must be asked for each time, since loops differ there.
+
+*Sending* happens in ``flush``, at once. Only what the kernel did not take waits for a
+wake-up; until then further flushes leave the socket alone, since it is full.
+
+*Ending.* The end of the stream between two frames is a clean end; within a frame, or by
+an error of the socket, it is :exc:`~kvwire.errors.ConnectionLost`. A process that is
+killed between two frames ends its links cleanly, as far as TCP can tell: whether that
+was meant, the protocol above must say. When sending fails, what the peer sent before is
+received first, since it may say why.
+
+Whoever closed goes on receiving until the peer's stream ends as well, and whoever sees
+the peer's end sends what it has queued before it ends. So a clean end loses nothing
+that was queued, on either side. Every other end resets the connection: the peer must
+not take half a frame for silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from typing import Final, Protocol
+
+from kvwire.errors import ConnectionLost
+from kvwire.limits import CLOSE_TIMEOUT_S, WAKEUP_BYTES
+from kvwire.types import Address
+from kvwire_tcp.options import reset_on_close
+from kvwire_tcp.writer import SendQueue
+
+# Bytes alone do not bound a wake-up: 4 MiB of 64-byte messages are 40,000 callbacks.
+# 16 calls read at most 128 KiB of small frames, 1,400 of them, in some milliseconds.
+CALLS_PER_WAKEUP: Final = 16
+# How long a closing link waits for the peer without sending one byte more. Then the
+# peer is gone or stuck, and the link ends with an error.
+LINGER_S: Final = CLOSE_TIMEOUT_S
+
+_log = logging.getLogger("kvwire.tcp")
+
+
+class Reader(Protocol):
+    """Where received bytes go.
+
+    Attributes:
+        received_bytes: Bytes received since the beginning.
+        drained: Whether the last call got less than it asked for: nothing is left.
+        stopped: Set by :meth:`stop`, often from within a callback.
+    """
+
+    received_bytes: int
+    drained: bool
+    stopped: bool
+
+    @property
+    def position(self) -> str:
+        """In the middle of what the bytes stand; "" if nothing is missing."""
+
+    def receive(self, sock: socket.socket) -> int:
+        """Receive once; bytes received, 0 at the end of the stream.
+
+        Raises:
+            OSError: As the system call says; BlockingIOError if nothing is there.
+        """
+
+    def deliver(self, count: int) -> None:
+        """Act on the last ``count`` bytes."""
+
+    def stop(self) -> None:
+        """Deliver nothing more, and forget the memory under way."""
+
+
+class Duplex(ABC):
+    """A connected socket, which it owns.
+
+    Args:
+        sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.
+        remote: The peer's address.
+        loop: The running loop.
+        queue: What is to be sent already.
+    """
+
+    _reader: Reader
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        remote: Address,
+        loop: asyncio.AbstractEventLoop,
+        queue: SendQueue | None = None,
+    ) -> None:
+        self._sock = sock
+        self._remote = remote
+        self._loop = loop
+        self._queue = SendQueue() if queue is None else queue
+        self._started = False
+        # Within `_transmit`, whose callbacks may send and flush.
+        self._transmitting = False
+        # The kernel had no room, or the wake-up's bytes were spent: a wake-up is due.
+        self._waiting = False
+        # No more is queued: close(), abort() or an error came.
+        self._closing = False
+        # All was sent, and the peer knows that this is the end.
+        self._shut = False
+        self._end_of_stream = False
+        self._ended = False
+        # The socket has failed, and only what it still holds is received.
+        self._failure: OSError | None = None
+        self._linger: asyncio.TimerHandle | None = None
+
+    @abstractmethod
+    def _sent(self, token: object) -> None:
+        """What was queued with a token has been taken by the kernel."""
+
+    @abstractmethod
+    def _writable(self) -> None:
+        """The queue is empty after a flush that left some."""
+
+    @abstractmethod
+    def _closed(self, error: Exception | None) -> None:
+        """It has ended, with an error or cleanly; the last callback."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes queued and not yet taken by the kernel."""
+        return self._queue.nbytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received since it began."""
+        return self._reader.received_bytes if self._started else 0
+
+    def flush(self) -> None:
+        """Send as much of the queue as the kernel takes now."""
+        if self._waiting or self._transmitting:
+            self._queue.own()
+        else:
+            self._transmit()
+
+    def close(self) -> None:
+        """Send what is queued, then end."""
+        if self._closing:
+            return
+        self._closing = True
+        if not self._started:
+            self._ended = True
+            self._sock.close()
+            return
+        self._queue.own()
+        self._linger = self._loop.call_later(
+            LINGER_S, self._on_linger, self._queue.sent_bytes
+        )
+        self._loop.call_soon(self._finish)
+
+    def abort(self) -> None:
+        """End now."""
+        self._end(ConnectionLost("it was aborted on this side"))
+
+    def _begin(self, reader: Reader) -> None:
+        """From now on there are callbacks."""
+        self._started = True
+        self._reader = reader
+        self._loop.add_reader(self._sock, self._on_readable)
+
+    def _detach(self, reason: Exception) -> socket.socket:
+        """Give the socket away; this has ended, for the reason given."""
+        self._quieten(reason)
+        return self._sock
+
+    # --- receiving --------------------------------------------------------------------
+
+    def _on_readable(self) -> None:
+        self._receive()
+        if not self._ended and self._failure is None and (error := self._error()):
+            self._socket_failed(error)
+
+    def _receive(self) -> bool:
+        """Receive until the kernel has no more (False) or a wake-up is spent (True)."""
+        reader, sock = self._reader, self._sock
+        budget = WAKEUP_BYTES
+        try:
+            for _ in range(CALLS_PER_WAKEUP):
+                try:
+                    count = reader.receive(sock)
+                except (BlockingIOError, InterruptedError):
+                    return False
+                except OSError as exc:
+                    self._end(self._broken(exc))
+                    return False
+                if count == 0:
+                    self._on_end_of_stream()
+                    return False
+                budget -= count
+                reader.deliver(count)
+                if reader.drained or reader.stopped:
+                    return False
+                if budget <= 0:
+                    break
+        except Exception as exc:  # noqa: BLE001 - a handler's bug ends this only
+            self._handler_failed(exc)
+            return False
+        return True
+
+    def _on_end_of_stream(self) -> None:
+        if self._failure is not None:
+            self._end(self._broken(self._failure))
+        elif position := self._reader.position:
+            self._end(
+                ConnectionLost(
+                    f"{self._remote} ended the connection in the middle, after "
+                    f"{position}"
+                )
+            )
+        elif self._shut or not (self._closing or self._queue.nbytes):
+            self._end(None)
+        else:
+            self._end_of_stream = True
+            self._loop.remove_reader(self._sock)
+            self.close()
+
+    def _error(self) -> OSError | None:
+        """The socket's error, if it has one.
+
+        libuv stops watching a socket with its first error, of which its loops only tell
+        us that something can be read. A short read would be the last we hear of it.
+        """
+        try:
+            code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        except OSError as exc:
+            return exc
+        return OSError(code, os.strerror(code)) if code else None
+
+    # --- sending ----------------------------------------------------------------------
+
+    def _transmit(self) -> None:
+        """Send until the queue is empty, the kernel is full, or a wake-up is spent."""
+        queue, sock = self._queue, self._sock
+        budget = WAKEUP_BYTES
+        self._transmitting = True
+        try:
+            for _ in range(CALLS_PER_WAKEUP):
+                if budget <= 0 or queue.nbytes == 0:
+                    break
+                try:
+                    count = queue.transmit(sock)
+                except (BlockingIOError, InterruptedError):
+                    break
+                except OSError as exc:
+                    self._socket_failed(exc)
+                    return
+                budget -= count
+                for token in queue.taken(count):
+                    self._sent(token)
+                    if self._ended:
+                        return
+        except Exception as exc:  # noqa: BLE001 - a handler's bug ends this only
+            self._handler_failed(exc)
+        finally:
+            self._transmitting = False
+        if queue.nbytes:
+            queue.own()
+            self._wait_for_room()
+
+    def _on_writable(self) -> None:
+        self._transmit()
+        if self._queue.nbytes or not self._waiting:
+            return
+        self._stop_waiting()
+        if self._closing:
+            self._shut_down()
+            return
+        try:
+            self._writable()
+        except Exception as exc:  # noqa: BLE001 - a handler's bug ends this only
+            self._handler_failed(exc)
+
+    def _wait_for_room(self) -> None:
+        if not self._waiting:
+            self._waiting = True
+            self._loop.add_writer(self._sock, self._on_writable)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._loop.remove_writer(self._sock)
+
+    # --- ending -----------------------------------------------------------------------
+
+    def _socket_failed(self, error: OSError) -> None:
+        """Drop the queue, and receive what the peer sent before it went."""
+        self._failure = error
+        self._closing = True
+        self._queue.clear()
+        self._stop_waiting()
+        self._loop.remove_reader(self._sock)
+        self._loop.call_soon(self._receive_last, error)
+
+    def _receive_last(self, error: OSError) -> None:
+        if not self._ended and self._receive():
+            self._loop.call_soon(self._receive_last, error)
+        else:
+            self._end(self._broken(error))
+
+    def _finish(self) -> None:
+        """First step of a close: send the queue, if nobody does."""
+        if not self._waiting and not self._ended:
+            self._transmit()
+            if not self._queue.nbytes and self._failure is None:
+                self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Tell the peer that nothing follows, and wait for it to end as well."""
+        self._shut = True
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as exc:
+            self._end(self._broken(exc))
+            return
+        if self._end_of_stream:
+            self._end(None)
+
+    def _on_linger(self, sent_before: int) -> None:
+        sent = self._queue.sent_bytes
+        if sent > sent_before:
+            self._linger = self._loop.call_later(LINGER_S, self._on_linger, sent)
+            return
+        what = (
+            f"{self._queue.nbytes} bytes unsent" if not self._shut else "all was sent"
+        )
+        self._end(
+            ConnectionLost(
+                f"{self._remote} did not end the connection within {LINGER_S:g} s of "
+                f"our close ({what})"
+            )
+        )
+
+    def _handler_failed(self, error: Exception) -> None:
+        _log.error(
+            "connection to %s: its handler raised; it is aborted",
+            self._remote,
+            exc_info=error,
+        )
+        self._end(error)
+
+    def _broken(self, error: OSError) -> ConnectionLost:
+        lost = ConnectionLost(f"connection to {self._remote} broke: {error}")
+        # Its traceback would keep the payload alive that was being moved.
+        lost.__cause__ = error.with_traceback(None)
+        return lost
+
+    def _end(self, error: Exception | None) -> None:
+        """End now, from any state."""
+        if self._ended:
+            return
+        self._quieten(error)
+        # The socket may already know that the peer is gone; there is nothing to add.
+        if error is not None:
+            with contextlib.suppress(OSError):
+                reset_on_close(self._sock)
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+    def _quieten(self, error: Exception | None) -> None:
+        """Touch neither memory nor socket any more; `_closed` follows."""
+        self._ended = self._closing = True
+        self._queue.clear()
+        if not self._started:
+            return
+        self._reader.stop()
+        if self._linger is not None:
+            self._linger.cancel()
+        if not self._loop.is_closed():
+            self._stop_waiting()
+            self._loop.remove_reader(self._sock)
+            self._loop.call_soon(self._tell_closed, error)
+
+    def _tell_closed(self, error: Exception | None) -> None:
+        try:
+            self._closed(error)
+        except Exception:  # noqa: BLE001 - there is no more to end
+            _log.exception(
+                "connection to %s: its handler raised at the end", self._remote
+            )

@@ -1,0 +1,303 @@
+"""A lane over TCP: a second socket to where the control link leads.
+
+The client dials the address of the control link and proves with a preamble which lane
+the socket is for; the listener knows it by that and proves itself in turn
+(:mod:`kvwire_tcp.preamble`). From then on payload bytes follow one another, in each
+direction in the order of ``send`` and of ``receive``, and so a ticket is empty::
+
+    made --join--> WAITING --socket--> OPEN --close()--> ... --> ENDED: lane_closed
+                   (listener's side only;
+                    what is sent is queued)
+
+A lane of this kind is as confidential as the link beside it: neither is encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+from kvwire.backend import Landing, Payload
+from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
+from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.types import Address, Role
+from kvwire_tcp.door import Door, Guest
+from kvwire_tcp.duplex import Duplex
+from kvwire_tcp.payloads import PayloadReader
+from kvwire_tcp.preamble import (
+    ANSWER_BYTES,
+    NONCE_BYTES,
+    answer_to,
+    is_proof,
+    make_preamble,
+    token_of,
+)
+from kvwire_tcp.writer import SendQueue
+
+Dial = Callable[[Address], Awaitable[tuple[socket.socket, Address]]]
+"""A socket connected to an address and tuned, and where it leads."""
+
+
+class TcpLane(Lane, Guest):
+    """One lane.
+
+    Args:
+        context: What the core knows about it.
+        door: Where its socket comes in, on the listener's side.
+        dial: How its socket is made, on the client's side.
+        loop: The running loop.
+
+    Attributes:
+        reader: What receives its payloads.
+    """
+
+    _handler: LaneHandler
+
+    def __init__(
+        self,
+        context: LaneContext,
+        door: Door,
+        dial: Dial,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._context = context
+        self._door = door
+        self._dial = dial
+        self._loop = loop
+        self._queue = SendQueue()
+        self.reader = PayloadReader(self._received, self._early)
+        self._socket: LaneSocket | None = None
+        self._joined = False
+        # close() or abort() was called, or it has ended.
+        self._ending = False
+        self._aborted = False
+
+    @property
+    def bootstrap(self) -> bytes:
+        """See Lane; the client knows the address already."""
+        return b""
+
+    @property
+    def description(self) -> str:
+        """See Lane."""
+        return "a socket of its own"
+
+    @property
+    def queued_bytes(self) -> int:
+        """See Lane."""
+        return self._queue.nbytes
+
+    @property
+    def received_bytes(self) -> int:
+        """See Lane."""
+        return self.reader.received_bytes
+
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        """See Lane. The listener's side does not wait for the client's socket.
+
+        Raises:
+            BackendUnavailable: The peer cannot be reached, or did not prove to be it.
+
+        Cancel safety: safe, a half-made lane is closed.
+        """
+        assert not self._joined, "a lane is joined once"
+        self._check_open()
+        if bootstrap:
+            self._ending = True
+            raise BackendUnavailable(
+                f"the peer's half of a lane over tcp says {len(bootstrap)} bytes; it "
+                f"has nothing to say"
+            )
+        self._handler = handler
+        if self._context.role is Role.SERVER:
+            self._door.expect(token_of(self._context.secret), self)
+            self._joined = True
+            return
+        sock, remote = await self._knock()
+        self._joined = True
+        self._socket = LaneSocket(sock, remote, self._loop, self._queue, self)
+
+    def send(self, payload: Payload, token: object) -> bytes:
+        """See Lane.
+
+        Raises:
+            UsageError: The payload is no view of bytes; nothing was queued.
+        """
+        if not self._ending:
+            self._queue.lend(payload, token)
+        return b""
+
+    def receive(self, ticket: bytes, landing: Landing) -> None:
+        """See Lane.
+
+        Raises:
+            ProtocolError: The ticket is not empty.
+            UsageError: The landing's memory is not writable or has another length.
+        """
+        if ticket:
+            raise ProtocolError(
+                "KVW-LN-07", f"a ticket of {len(ticket)} bytes; over tcp it is empty"
+            )
+        if self.reader.stopped:
+            return
+        self.reader.expect(landing)
+        if self._socket is not None:
+            self._socket.resume()
+
+    def flush(self) -> None:
+        """See Lane."""
+        if self._socket is not None:
+            self._socket.flush()
+
+    def close(self) -> None:
+        """See Lane."""
+        if self._socket is None:
+            self.abort()
+        elif not self._ending:
+            self._ending = True
+            self._socket.close()
+
+    def abort(self) -> None:
+        """See Lane."""
+        ending, self._ending, self._aborted = self._ending, True, True
+        if self._socket is not None:
+            self._socket.abort()
+        elif not ending:
+            self._queue.clear()
+            self.reader.stop()
+            if self._joined:
+                self._door.forget(token_of(self._context.secret))
+                self._loop.call_soon(self._handler.lane_closed, self, None)
+
+    # --- coming up --------------------------------------------------------------------
+
+    def admits(self, preamble: bytes) -> bool:
+        """See Guest."""
+        return is_proof(preamble, self._context.secret, self._context.number)
+
+    def arrived(self, sock: socket.socket, remote: Address, preamble: bytes) -> None:
+        """See Guest."""
+        # Its send buffer is empty. If the peer is gone already, we hear of that next.
+        with contextlib.suppress(OSError):
+            sock.send(answer_to(preamble, self._context.secret))
+        self._socket = LaneSocket(sock, remote, self._loop, self._queue, self)
+
+    async def _knock(self) -> tuple[socket.socket, Address]:
+        """Dial, prove who we are and see the peer's proof.
+
+        Raises:
+            BackendUnavailable: The peer cannot be reached, or did not prove to be it.
+        """
+        context = self._context
+        assert context.remote_address is not None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        preamble = make_preamble(context.secret, context.number, nonce)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_up)
+            try:
+                sock, remote = await self._dial(context.remote_address)
+                undo.enter_context(sock)
+                await self._loop.sock_sendall(sock, preamble)
+                answer = await self._answer(sock)
+            except OSError as exc:
+                raise BackendUnavailable(
+                    f"{context.remote_address} cannot be reached: {exc}"
+                ) from exc
+            if not secrets.compare_digest(answer, answer_to(preamble, context.secret)):
+                raise BackendUnavailable(
+                    f"{remote} admits no lane of this connection: it is another host, "
+                    f"or too late"
+                )
+            self._check_open()
+            undo.pop_all()
+        return sock, remote
+
+    async def _answer(self, sock: socket.socket) -> bytes:
+        """What the listener says; less if it ends before that."""
+        answer = b""
+        while len(answer) < ANSWER_BYTES:
+            more = await self._loop.sock_recv(sock, ANSWER_BYTES - len(answer))
+            if not more:
+                break
+            answer += more
+        return answer
+
+    def _give_up(self) -> None:
+        self._ending = True
+
+    def _check_open(self) -> None:
+        """Refuse to go on once it was closed.
+
+        Raises:
+            BackendUnavailable: It was.
+        """
+        if self._ending:
+            raise BackendUnavailable("the lane was closed before it was up")
+
+    # --- from the socket --------------------------------------------------------------
+
+    def sent(self, token: object) -> None:
+        """The kernel has taken a payload."""
+        self._handler.payload_sent(self, token)
+
+    def writable(self) -> None:
+        """The queue is empty again."""
+        self._handler.lane_writable(self)
+
+    def closed(self, error: Exception | None) -> None:
+        """The socket has ended and touches no memory."""
+        if self._aborted:
+            error = None
+        elif error is None and not self._ending:
+            error = ConnectionLost("the peer ended the lane")
+        self._ending = True
+        self._handler.lane_closed(self, error)
+
+    def _received(self, landing: Landing) -> None:
+        self._handler.payload_received(self, landing)
+
+    def _early(self) -> None:
+        assert self._socket is not None
+        self._socket.pause()
+
+
+class LaneSocket(Duplex):
+    """The socket of a lane that is up."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        remote: Address,
+        loop: asyncio.AbstractEventLoop,
+        queue: SendQueue,
+        lane: TcpLane,
+    ) -> None:
+        super().__init__(sock, remote, loop, queue)
+        self._lane = lane
+        self._paused = False
+        self._begin(lane.reader)
+        if queue.nbytes:
+            self._wait_for_room()
+
+    def pause(self) -> None:
+        """Leave what can be received where it is."""
+        self._paused = True
+        self._loop.remove_reader(self._sock)
+
+    def resume(self) -> None:
+        """Receive again, if it was paused."""
+        if self._paused and not self._ended:
+            self._paused = False
+            self._loop.add_reader(self._sock, self._on_readable)
+
+    def _sent(self, token: object) -> None:
+        self._lane.sent(token)
+
+    def _writable(self) -> None:
+        self._lane.writable()
+
+    def _closed(self, error: Exception | None) -> None:
+        self._lane.closed(error)

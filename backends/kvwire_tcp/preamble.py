@@ -1,0 +1,81 @@
+"""The first bytes on a lane's socket: which lane it is, proved by both sides.
+
+========= ======================================== =====================================
+bytes     client to listener                       listener to client
+========= ======================================== =====================================
+0 to 8    magic; as a frame's header it is invalid
+8 to 16   the lane's number
+16 to 32  token: names the secret, not telling it
+32 to 64  nonce
+64 to 224 zero
+224 to    HMAC-SHA256 under the secret             32 bytes: another one over the whole,
+256                                                so the client knows whom it met
+========= ======================================== =====================================
+
+It is as long as the first message of a handshake, and of a fixed length for the same
+reason: nothing that a stranger says has to be sized. The secret is new for each lane
+and a lane is admitted once, so a preamble that was overheard is worth nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import Final
+
+from kvwire.limits import HANDSHAKE_BODY_BYTES, HEADER_BYTES
+
+PREAMBLE_BYTES: Final = HEADER_BYTES + HANDSHAKE_BODY_BYTES
+NONCE_BYTES: Final = 32
+ANSWER_BYTES: Final = 32
+# 0x4B is no type of frame, so no header begins like this.
+MAGIC: Final = b"KVWIRE+L"
+
+_FIELDS: Final = struct.Struct("<8sQ16s32s160x")
+_MAGIC_VIEW: Final = memoryview(MAGIC)
+
+assert _FIELDS.size + hashlib.sha256().digest_size == PREAMBLE_BYTES
+
+
+def make_preamble(secret: bytes, number: int, nonce: bytes) -> bytes:
+    """What the client sends first.
+
+    Args:
+        secret: Of the lane.
+        number: Of the lane.
+        nonce: ``NONCE_BYTES`` that were never used before.
+    """
+    fields = _FIELDS.pack(MAGIC, number, token_of(secret), nonce)
+    return fields + _proof(secret, b"client", fields)
+
+
+def is_preamble(header: memoryview) -> bool:
+    """Whether these bytes, at least 8, begin a preamble."""
+    return header[: len(MAGIC)] == _MAGIC_VIEW
+
+
+def token_of(secret: bytes) -> bytes:
+    """What a listener finds the lane by."""
+    return _proof(secret, b"token", b"")[:16]
+
+
+def token_in(preamble: bytes) -> bytes:
+    """The token of the lane that a preamble is for."""
+    token: bytes = _FIELDS.unpack_from(preamble)[2]
+    return token
+
+
+def is_proof(preamble: bytes, secret: bytes, number: int) -> bool:
+    """Whether a preamble comes from somebody who knows the secret of this lane."""
+    nonce = _FIELDS.unpack_from(preamble)[3]
+    return hmac.compare_digest(preamble, make_preamble(secret, number, nonce))
+
+
+def answer_to(preamble: bytes, secret: bytes) -> bytes:
+    """What the listener answers, and nobody else could."""
+    return _proof(secret, b"server", preamble)
+
+
+def _proof(secret: bytes, purpose: bytes, data: bytes) -> bytes:
+    return hmac.digest(secret, b"kvwire tcp lane " + purpose + b"\0" + data, "sha256")

@@ -1,0 +1,405 @@
+"""Lanes over TCP: how they come up, what strangers get, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvwire.backend import Link
+from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
+from kvwire.lane import LaneContext
+from kvwire.limits import KIB, MIB
+from kvwire.types import Address, Role
+from kvwire_tcp import TcpBackend
+from kvwire_tcp import door as door_module
+from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
+from tests.backends.kvwire_tcp.lanes import Ends, House, LaneRecorder, house, raised
+from tests.backends.kvwire_tcp.recorder import (
+    ANYWHERE,
+    DROP,
+    PIECES,
+    VIEW,
+    Body,
+    Recorder,
+    header,
+    pieces_of,
+)
+
+SECRET = bytes(range(32))
+# More than the kernel holds on both sides of loopback.
+MORE_THAN_FITS = 24 * MIB
+
+
+class Door:
+    """A house whose links are started, as a communicator would."""
+
+    def __init__(self) -> None:
+        self.handlers: list[Recorder] = []
+
+    def accept(self, link: Link) -> None:
+        self.handlers.append(Recorder())
+        link.start(self.handlers[-1])
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    door = Door()
+    async with house(door.accept) as made:
+        yield made
+    for handler in door.handlers:
+        await handler.end()
+
+
+async def knock(home: House, data: bytes) -> bytes:
+    """Say something as a stranger; what comes back until the end."""
+    reader, writer = await asyncio.open_connection(home.address.host, home.address.port)
+    writer.write(data)
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        got = await reader.read()
+    writer.close()
+    with contextlib.suppress(ConnectionResetError):
+        await writer.wait_closed()
+    return got
+
+
+def send(ends: Ends, data: bytes, kind: int = VIEW) -> None:
+    """From the client to the server."""
+    assert ends.client.send(memoryview(data), data) == b""
+    ends.client.flush()
+    ends.server.receive(b"", Body(len(data), 0, kind))
+
+
+@pytest.mark.parametrize("kind", [VIEW, PIECES, DROP])
+async def test_payloads_arrive_in_both_directions(home: House, kind: int) -> None:
+    async with raised(home) as ends:
+        sent = [os.urandom(n) for n in (1, 4 * KIB, 256 * KIB + 1)]
+        if kind == VIEW:
+            sent.append(os.urandom(9 * MIB))
+        for data in sent:
+            for lane, other in (
+                (ends.client, ends.server),
+                (ends.server, ends.client),
+            ):
+                lane.send(memoryview(data), data)
+                other.receive(b"", Body(len(data), 0, kind))
+                lane.flush()
+        for handler in (ends.at_client, ends.at_server):
+            await handler.have(len(sent))
+            assert handler.sent == sent
+            assert handler.contents == ([None] * 3 if kind == DROP else sent)
+        assert ends.client.queued_bytes == ends.server.queued_bytes == 0
+        assert ends.server.received_bytes == sum(map(len, sent))
+
+
+async def test_fragments_go_to_fragments(home: House) -> None:
+    async with raised(home) as ends:
+        length = 300 * KIB
+        arena = bytearray(os.urandom(2 * length))
+        body = Body(length, 0, PIECES)
+        ends.client.send(pieces_of(arena, length), "token")
+        ends.client.flush()
+        ends.server.receive(b"", body)
+        await ends.at_server.until(lambda: ends.at_server.landed)
+        expected = b"".join(arena[i : i + 7] for i in range(0, 2 * length, 8))[:length]
+        assert body.content == expected
+
+
+async def test_what_is_early_waits_in_the_kernel(home: House) -> None:
+    async with raised(home) as ends:
+        ends.client.send(memoryview(b"early"), 1)
+        ends.client.flush()
+        await ends.at_client.until(lambda: ends.at_client.sent)
+        send(ends, b"!")  # the server expects 1 byte, and gets the first
+        await ends.at_server.until(lambda: ends.at_server.landed)
+        assert ends.server.received_bytes == 1
+        ends.server.receive(b"", Body(5, 0, VIEW))
+        await ends.at_server.until(lambda: len(ends.at_server.landed) == 2)
+        assert ends.at_server.contents == [b"e", b"arly!"]
+
+
+async def test_the_listener_may_send_before_the_client_is_there(home: House) -> None:
+    client, server = home.lane(Role.CLIENT, SECRET), home.lane(Role.SERVER, SECRET)
+    at_client, at_server = LaneRecorder(), LaneRecorder()
+    await server.join(client.bootstrap, at_server)
+    server.send(memoryview(b"first"), 1)
+    server.flush()
+    server.receive(b"", Body(2, 0, VIEW))
+    assert (server.queued_bytes, at_server.sent) == (5, [])
+    await client.join(server.bootstrap, at_client)
+    client.send(memoryview(b"ok"), 1)
+    client.flush()
+    client.receive(b"", Body(5, 0, VIEW))
+    await at_client.until(lambda: at_client.landed)
+    await at_server.until(lambda: at_server.landed and at_server.writable)
+    assert (at_client.contents, at_server.contents) == ([b"first"], [b"ok"])
+    client.close()
+    assert isinstance(await at_server.end(), ConnectionLost)
+    assert await at_client.end() is None
+
+
+async def test_a_lane_is_not_a_connection_and_its_first_link_says_so() -> None:
+    door = Door()
+    async with house(door.accept) as home, raised(home):
+        error = await door.handlers[0].end()
+        assert "a lane" in str(error)
+        assert door.handlers[0].headers == 0
+
+
+async def test_links_come_in_at_the_same_door(home: House) -> None:
+    async with raised(home):
+        near = await home.backend.connect(home.address)
+        at_near = Recorder()
+        near.start(at_near)
+        near.send(header(2, 5), memoryview(b"hi"))
+        near.send(header(0, 6))
+        near.close()
+        assert await at_near.end() is None
+
+
+@pytest.mark.parametrize("ends_with", ["close", "reset"])
+async def test_a_peer_that_ends_is_told_apart_from_ourselves(
+    home: House, ends_with: str
+) -> None:
+    async with raised(home) as ends:
+        if ends_with == "close":
+            ends.client.close()
+        else:
+            ends.client.abort()
+        assert await ends.at_client.end() is None
+        assert isinstance(await ends.at_server.end(), ConnectionLost)
+
+
+async def test_a_lane_that_ends_within_a_payload_is_lost(home: House) -> None:
+    async with raised(home) as ends:
+        send(ends, b"abc")
+        ends.server.receive(b"", Body(9, 0, VIEW))
+        ends.client.close()
+        error = await ends.at_server.end()
+        assert "after 0 of 9 payload bytes, 0 more expected" in str(error)
+        assert ends.at_server.contents == [b"abc"]
+
+
+async def test_close_sends_what_is_queued_first(home: House) -> None:
+    async with raised(home) as ends:
+        data = os.urandom(MORE_THAN_FITS)
+        send(ends, data)
+        ends.client.close()
+        ends.client.send(memoryview(b"late"), "late")
+        await ends.at_server.until(lambda: ends.at_server.landed)
+        assert ends.at_server.contents == [data]
+        assert await ends.at_client.end() is None
+        assert ends.at_client.sent == [data]
+
+
+async def test_abort_lets_go_of_all_memory_at_once(home: House) -> None:
+    async with raised(home) as ends:
+        memory, arena = bytearray(MORE_THAN_FITS), bytearray(MIB)
+        ends.client.send(memoryview(memory), 1)
+        ends.client.flush()
+        body = Body(2 * MORE_THAN_FITS, 0, VIEW)
+        ends.server.receive(b"", body)
+        ends.client.receive(b"", Body(len(arena), 0, VIEW))
+        ends.client.abort()
+        assert await ends.at_client.end() is None
+        memory.clear()  # refused while there is a view of it
+        await ends.at_server.end()
+        body.payload = None
+        body.arena.clear()
+
+
+async def test_a_ticket_is_empty(home: House) -> None:
+    async with raised(home) as ends:
+        with pytest.raises(ProtocolError, match="empty"):
+            ends.server.receive(b"x", Body(1, 0, VIEW))
+
+
+@pytest.mark.parametrize("raising", ["payload_sent", "payload_received"])
+async def test_a_handler_that_raises_loses_its_lane(
+    home: House, raising: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with raised(home) as ends:
+        handler = ends.at_client if raising == "payload_sent" else ends.at_server
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a bug of the handler")
+
+        monkeypatch.setattr(handler, raising, broken)
+        send(ends, b"abc")
+        assert isinstance(await handler.end(), RuntimeError)
+
+
+# --- strangers ------------------------------------------------------------------------
+
+
+async def test_nobody_waits_for_it(home: House) -> None:
+    preamble = make_preamble(SECRET, 1, bytes(NONCE_BYTES))
+    assert await knock(home, preamble) == b""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_a_wrong_proof_leaves_the_lane_waiting(home: House, number: int) -> None:
+    client, server = home.lane(Role.CLIENT, SECRET), home.lane(Role.SERVER, SECRET)
+    at_client, at_server = LaneRecorder(), LaneRecorder()
+    await server.join(b"", at_server)
+    forged = bytearray(make_preamble(SECRET, number, bytes(NONCE_BYTES)))
+    if number == 1:
+        forged[-1] ^= 1
+    assert await knock(home, bytes(forged)) == b""
+    await client.join(b"", at_client)
+    client.abort()
+    assert isinstance(await at_server.end(), ConnectionLost)
+    assert await at_client.end() is None
+
+
+async def test_a_preamble_opens_once(home: House) -> None:
+    server, handler = home.lane(Role.SERVER, SECRET), LaneRecorder()
+    await server.join(b"", handler)
+    preamble = make_preamble(SECRET, 1, bytes(NONCE_BYTES))
+    reader, writer = await asyncio.open_connection(home.address.host, home.address.port)
+    writer.write(preamble)
+    answer = await reader.readexactly(ANSWER_BYTES)
+    assert answer == answer_to(preamble, SECRET)
+    assert await knock(home, preamble) == b""
+    assert handler.closed == []
+    writer.close()
+    await writer.wait_closed()
+    assert isinstance(await handler.end(), ConnectionLost)
+
+
+async def test_a_preamble_may_come_byte_by_byte(home: House) -> None:
+    server, handler = home.lane(Role.SERVER, SECRET), LaneRecorder()
+    await server.join(b"", handler)
+    preamble = make_preamble(SECRET, 1, bytes(NONCE_BYTES))
+    reader, writer = await asyncio.open_connection(home.address.host, home.address.port)
+    writer.get_extra_info("socket").setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )
+    for i in range(len(preamble)):
+        writer.write(preamble[i : i + 1])
+        await asyncio.sleep(0)
+    assert await reader.readexactly(ANSWER_BYTES) == answer_to(preamble, SECRET)
+    server.abort()
+    assert await handler.end() is None
+    with pytest.raises(ConnectionResetError):
+        await reader.read()
+    writer.close()
+
+
+# --- what cannot be -------------------------------------------------------------------
+
+
+async def test_a_peer_that_is_not_the_listener_of_this_connection(home: House) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(ANSWER_BYTES))
+        writer.close()
+        with contextlib.suppress(ConnectionResetError):
+            await writer.wait_closed()
+        answered.set()
+
+    answered = asyncio.Event()
+    impostor = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = impostor.sockets[0].getsockname()[1]
+    client = home.lane(Role.CLIENT, SECRET, address=Address("tcp", "127.0.0.1", port))
+    with pytest.raises(BackendUnavailable, match="admits no lane"):
+        await client.join(b"", LaneRecorder())
+    await answered.wait()
+    impostor.close()
+    await impostor.wait_closed()
+
+
+async def test_a_listener_that_does_not_expect_it(home: House) -> None:
+    client = home.lane(Role.CLIENT, SECRET)
+    with pytest.raises(BackendUnavailable, match="cannot be reached"):
+        await client.join(b"", LaneRecorder())
+    with pytest.raises(BackendUnavailable, match="closed before"):
+        await client.join(b"", LaneRecorder())
+
+
+async def test_nobody_listens(home: House) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = Address("tcp", "127.0.0.1", unused.getsockname()[1])
+        client = home.lane(Role.CLIENT, SECRET, address=address)
+        with pytest.raises(BackendUnavailable, match="cannot be reached"):
+            await client.join(b"", LaneRecorder())
+
+
+async def test_a_join_that_is_cancelled_leaves_nothing(home: House) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("tcp", "127.0.0.1", silent.getsockname()[1])
+        client = home.lane(Role.CLIENT, SECRET, address=address)
+        handler = LaneRecorder()
+        joining = asyncio.create_task(client.join(b"", handler))
+        silent.setblocking(False)
+        peer, _ = await asyncio.get_running_loop().sock_accept(silent)
+        joining.cancel()
+        with peer, pytest.raises(asyncio.CancelledError):
+            await joining
+        client.close()
+        assert handler.closed == []
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_a_lane_that_still_waits_can_end(home: House, how: str) -> None:
+    server, handler = home.lane(Role.SERVER, SECRET), LaneRecorder()
+    await server.join(b"", handler)
+    server.send(memoryview(b"x"), 1)
+    getattr(server, how)()
+    server.abort()
+    server.receive(b"", Body(1, 0, VIEW))
+    assert await handler.end() is None
+    client = home.lane(Role.CLIENT, SECRET)
+    with pytest.raises(BackendUnavailable):
+        await client.join(b"", LaneRecorder())
+
+
+async def test_a_lane_that_was_never_joined_ends_without_a_word(home: House) -> None:
+    lane = home.lane(Role.SERVER, SECRET)
+    lane.close()
+    lane.abort()
+    with pytest.raises(BackendUnavailable, match="closed before"):
+        await lane.join(b"", LaneRecorder())
+
+
+async def test_a_bootstrap_is_empty(home: House) -> None:
+    lane = home.lane(Role.SERVER, SECRET)
+    with pytest.raises(BackendUnavailable, match="3 bytes"):
+        await lane.join(b"abc", LaneRecorder())
+
+
+async def test_waiting_lanes_are_bounded(
+    home: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "CONNECTIONS_MAX", 2)
+    lanes = [home.lane(Role.SERVER, secrets.token_bytes(32)) for _ in range(3)]
+    handlers = [LaneRecorder() for _ in lanes]
+    for lane, handler in zip(lanes[:2], handlers, strict=False):
+        await lane.join(b"", handler)
+    with pytest.raises(BackendUnavailable, match="2 lanes wait"):
+        await lanes[2].join(b"", handlers[2])
+    for lane, handler in zip(lanes[:2], handlers, strict=False):
+        lane.abort()
+        assert await handler.end() is None
+
+
+@pytest.mark.parametrize("address", [None, Address("inproc", "somewhere", 0)])
+async def test_without_a_control_link_over_tcp_there_is_none(
+    address: Address | None,
+) -> None:
+    context = LaneContext(role=Role.CLIENT, number=1, secret=SECRET)
+    with pytest.raises(BackendUnavailable, match="does not run over tcp"):
+        TcpBackend().open_lane(dataclasses.replace(context, remote_address=address))
+
+
+def test_a_secret_is_not_shown() -> None:
+    assert "secret" not in repr(
+        LaneContext(role=Role.CLIENT, number=1, secret=SECRET, remote_address=ANYWHERE)
+    )
