@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 
-from kvwire.backend import Backend
+from kvwire.backend import Backend, Landing, Link, LinkHandler, Listener
 from kvwire.lane import LaneContext
 from kvwire.testing.conformance.bench import Bench
 from kvwire.testing.conformance.check import require
@@ -23,6 +23,7 @@ class LaneRig(Bench):
         make: Makes a backend.
         settings: The user's settings for it.
         timeout_s: How long anything that a lane promises may take.
+        address: Where the far backend listens while the rig lives; None for nowhere.
 
     Attributes:
         near: The backend of the clients.
@@ -34,6 +35,7 @@ class LaneRig(Bench):
         make: Callable[[], Backend],
         settings: Mapping[str, str],
         timeout_s: float,
+        address: Address | None = None,
     ) -> None:
         super().__init__(timeout_s)
         self.near = make()
@@ -41,6 +43,16 @@ class LaneRig(Bench):
         self.sides: list[LaneSide] = []
         self._settings = settings
         self._opened = 0
+        self._address = address or _CONTROL_ADDRESS
+        self._listener: Listener | None = None
+
+    async def listen(self) -> None:
+        """Listen with the far backend, if it was said where."""
+        if self._address is not _CONTROL_ADDRESS:
+            self._listener = await self.within(
+                self.far.listen(self._address, _welcome), "listen"
+            )
+            self._address = self._listener.address
 
     async def pair(self) -> tuple[LaneSide, LaneSide]:
         """A lane that is up: the client's side (left) and the server's (right)."""
@@ -67,7 +79,7 @@ class LaneRig(Bench):
             role=role,
             number=self._opened % 16 + 1,
             secret=secret,
-            remote_address=_CONTROL_ADDRESS,
+            remote_address=self._address,
             settings=self._settings,
         )
         side = LaneSide(name, backend.open_lane(context), self.verdicts)
@@ -118,6 +130,8 @@ class LaneRig(Bench):
             for side in self.sides:
                 side.abort()
             await self.closes(*(side for side in self.sides if side.joined))
+            if self._listener is not None:
+                await self.within(self._listener.close(), "the listener's close")
             for backend in (self.near, self.far):
                 await self.within(backend.aclose(), "aclose")
             await self.settle()
@@ -134,3 +148,27 @@ class LaneRig(Bench):
             times == expected,
             f"{side.name}: lane_closed was called {times} times, not {expected}",
         )
+
+
+class _Stranger(LinkHandler):
+    """Ends every link: whoever comes in here is a lane, or nobody."""
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        link.abort()
+        return Landing(0, None)
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        return
+
+    def frame_sent(self, link: Link, token: object) -> None:
+        return
+
+    def link_writable(self, link: Link) -> None:
+        return
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        return
+
+
+def _welcome(link: Link) -> None:
+    link.start(_Stranger())

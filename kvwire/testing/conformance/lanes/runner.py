@@ -23,6 +23,7 @@ from kvwire.testing.conformance.lanes.groups import (
 from kvwire.testing.conformance.lanes.rig import LaneRig
 from kvwire.testing.conformance.report import Report, Result
 from kvwire.testing.conformance.runner import TIMEOUT_S, reason_of
+from kvwire.types import Address
 
 LANE_CHECKS: tuple[CheckOf[LaneRig], ...] = tuple(
     check
@@ -46,6 +47,7 @@ async def check_lanes(
     backend: type[Backend] | str,
     *,
     settings: Mapping[str, str] | None = None,
+    address: Address | None = None,
     only: Collection[str] | None = None,
     timeout_s: float = TIMEOUT_S,
     raising: bool = True,
@@ -57,6 +59,8 @@ async def check_lanes(
         backend: A class, which is made twice for each check, once for each side; or the
             scheme of an installed one.
         settings: The user's settings for it, such as which of its ways to use.
+        address: Where the backend is to listen, for lanes that dial the address of the
+            control link: any free port or name.
         only: Ids of the checks to run; by default all of :data:`LANE_CHECKS`.
         timeout_s: How long anything that a lane promises may take.
         raising: Whether a failed check raises in the end.
@@ -74,7 +78,7 @@ async def check_lanes(
         raise UsageError(f"conformance: backend {cls.scheme!r} says it has no lanes")
     results = []
     for check in _chosen(only):
-        results.append(await run_lane_check(check, cls, settings, timeout_s))
+        results.append(await run_lane_check(check, cls, settings, timeout_s, address))
         if progress is not None:
             progress(results[-1])
     report = Report(backend=cls.scheme, results=tuple(results))
@@ -88,6 +92,7 @@ async def run_lane_check(
     make: Callable[[], Backend],
     settings: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
+    address: Address | None = None,
 ) -> Result:
     """Run one check, and look for what it leaves behind.
 
@@ -96,8 +101,9 @@ async def run_lane_check(
     began = time.perf_counter()
     reason = ""
     try:
-        rig = LaneRig(make, settings or {}, timeout_s)
+        rig = LaneRig(make, settings or {}, timeout_s, address)
         try:
+            await rig.listen()
             await check.run(rig)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the check failed
             reason = reason_of(exc)
