@@ -19,6 +19,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from kvwire.backend import Landing, Payload
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
@@ -36,6 +37,9 @@ from kvwire_tcp.preamble import (
     token_of,
 )
 from kvwire_tcp.writer import SendQueue
+
+# The client knows the address already. The number is that of the preamble's layout.
+BOOTSTRAP: Final = b"tcp lane 1"
 
 Dial = Callable[[Address], Awaitable[tuple[socket.socket, Address]]]
 """A socket connected to an address and tuned, and where it leads."""
@@ -77,8 +81,8 @@ class TcpLane(Lane, Guest):
 
     @property
     def bootstrap(self) -> bytes:
-        """See Lane; the client knows the address already."""
-        return b""
+        """See Lane."""
+        return BOOTSTRAP
 
     @property
     def description(self) -> str:
@@ -105,11 +109,10 @@ class TcpLane(Lane, Guest):
         """
         assert not self._joined, "a lane is joined once"
         self._check_open()
-        if bootstrap:
+        if bootstrap != BOOTSTRAP:
             self._ending = True
             raise BackendUnavailable(
-                f"the peer's half of a lane over tcp says {len(bootstrap)} bytes; it "
-                f"has nothing to say"
+                "the peer's half of the lane is none over tcp that we know"
             )
         self._handler = handler
         if self._context.role is Role.SERVER:
