@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Payload
 from kvwire.errors import ConnectionLost, KVWireError, ProtocolError
-from kvwire.integrity import matches
+from kvwire.integrity import check_of, matches
+from kvwire.kv.fragments import Fragments
 from kvwire.lane import Lane, LaneHandler
 from kvwire.limits import LINK_QUEUE_BYTES, TICKET_BYTES_MAX
-from kvwire.memory.checksum import checksum
 from kvwire.proto.events import AsideReceived, LaneLowered
 from kvwire.proto.flows import Arrival, Chunk
+from kvwire.types import MemoryKind
 
 if TYPE_CHECKING:
-    from kvwire.buffer_table import BufferTable
     from kvwire.proto.connection import Connection as Core
+    from kvwire.staged import Staged
 
 logger = logging.getLogger("kvwire")
 
@@ -73,7 +74,7 @@ class Lanes(LaneHandler):
     def __init__(
         self,
         core: Core,
-        buffers: BufferTable,
+        staged: Staged,
         loop: asyncio.AbstractEventLoop,
         *,
         check_payload: bool,
@@ -85,7 +86,7 @@ class Lanes(LaneHandler):
         self.fallback = True
         self.on_change: Callable[[str, str], None] | None = None
         self._core = core
-        self._buffers = buffers
+        self._staged = staged
         self._loop = loop
         self._check = check_payload
         self._run = run
@@ -111,6 +112,7 @@ class Lanes(LaneHandler):
         half.lane.abort()
         self._core.lane_gone(half.number, reason)
         self._run()
+        self.check_ended()
 
     def knows(self, half: Half) -> bool:
         """Whether a half that has joined is still there, on both sides."""
@@ -139,10 +141,30 @@ class Lanes(LaneHandler):
             return half
         return half if half.lane.queued_bytes <= link_queued_bytes else None
 
-    def send(self, half: Half, chunk: Chunk) -> tuple[bytes, bytes]:
+    def carries(self, half: Half, payload: Payload) -> bool:
+        """Whether a lane is the way for a payload: worth it, and memory that it takes.
+
+        A lane that takes device memory alone may be the only way that is allowed; then
+        it is for the lane to say why it cannot carry what lies elsewhere.
+        """
+        device = payload.device if isinstance(payload, Fragments) else None
+        kinds = half.lane.memory_kinds
+        if device is not None:
+            return device.kind in kinds
+        if payload.nbytes < half.lane.bytes_min:
+            return False
+        return MemoryKind.HOST in kinds or not self.fallback
+
+    def takes(self, number: int, kind: MemoryKind) -> bool:
+        """Whether a lane moves this kind of memory itself."""
+        return any(
+            half.number == number and kind in half.lane.memory_kinds
+            for half in self._halves.values()
+        )
+
+    def send(self, half: Half, chunk: Chunk, payload: Payload) -> tuple[bytes, bytes]:
         """Queue a chunk on a lane; returns the frame that announces it."""
-        payload = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
-        check = checksum(payload) if self._check else None
+        check = check_of(payload) if self._check else None
         ticket = half.lane.send(payload, chunk)
         assert len(ticket) <= TICKET_BYTES_MAX
         self._dirty[half.lane] = None  # bounded: LANES_MAX
@@ -185,6 +207,7 @@ class Lanes(LaneHandler):
     def payload_sent(self, lane: Lane, token: object) -> None:
         """See LaneHandler."""
         assert isinstance(token, Chunk)
+        self._staged.sent(token)
         self._core.chunk_sent(token)
         self._run()
 
@@ -193,6 +216,8 @@ class Lanes(LaneHandler):
         assert isinstance(landing, _Landing)
         arrival = landing.arrival
         intact = matches(landing.payload, arrival.header)
+        if self._staged.landed(arrival, self._in_place, intact=intact):
+            return
         self._core.payload_landed(arrival, self._loop.time(), intact=intact)
         self._run()
 
@@ -203,6 +228,7 @@ class Lanes(LaneHandler):
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
         """See LaneHandler."""
         half = self._halves.pop(lane)
+        self._staged.lane_gone(half.number)
         if half in self.up:
             self.up.remove(half)
         reason = half.lowered or str(error or "this side ended it")
@@ -222,6 +248,11 @@ class Lanes(LaneHandler):
                 lane.abort()
 
     # --- inside -----------------------------------------------------------------------
+
+    def _in_place(self, arrival: Arrival) -> None:
+        """A staged payload has been copied to where it belongs."""
+        if self._core.lanes.expects(arrival):
+            self._core.payload_landed(arrival, self._loop.time(), intact=True)
 
     def _roomiest(self) -> Half | None:
         best: Half | None = None

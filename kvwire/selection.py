@@ -77,8 +77,11 @@ def local_refusal(config: Config, name: str, scheme: str) -> str:
         return found.reason
     if name == scheme:
         return ""
-    if not registry.load(name).capabilities.lanes:
+    capabilities = registry.load(name).capabilities
+    if not capabilities.lanes:
         return f"needs an address of its own; this connection was made over {scheme}"
+    if capabilities.same_process and name not in (*config.prefer, *config.require):
+        return "only within one process; name it in `prefer` to try it"
     return ""
 
 
