@@ -1,0 +1,109 @@
+"""What a lane's other side needs to join, and the tags that follow from it.
+
+::
+
+    bootstrap = "KVUX" | version 1 | UCX major, minor, release | lane | length | address
+
+``lane`` is a random number of 40 bits, which only those know who read the bootstrap.
+Every message *to* that lane has a tag with these bits on top: so no other lane of the
+worker can take it, and nobody who merely reaches the worker over the network can hit a
+receive that is posted. Below them, 24 bits count the messages.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.errors import BackendUnavailable
+from kvwire.limits import BOOTSTRAP_BYTES_MAX
+from kvwire_ucx.library import Version
+
+# The first two say that the lane is there, and that it ends; the others are payloads.
+HELLO: Final = 0
+BYE: Final = 1
+FIRST_PAYLOAD: Final = 2
+MESSAGES: Final = 2**24
+
+_FORMAT: Final = struct.Struct(">4sB3BQH")
+_MAGIC: Final = b"KVUX"
+_VERSION: Final = 1
+_LANE_BITS: Final = 40
+_MESSAGE_BITS: Final = 24
+# UCX reads addresses without a length. A malicious one then leads into zeros.
+_PADDING: Final = bytes(4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bootstrap:
+    """One side of a lane, as the other side is told.
+
+    Attributes:
+        lane: Its number.
+        version: Of its UCX.
+        address: Of its worker.
+    """
+
+    lane: int
+    version: Version
+    address: bytes
+
+    def to_bytes(self) -> bytes:
+        """As it is sent.
+
+        Raises:
+            BackendUnavailable: It is too long: UCX found too many devices.
+        """
+        head = _FORMAT.pack(
+            _MAGIC, _VERSION, *self.version, self.lane, len(self.address)
+        )
+        if len(head) + len(self.address) > BOOTSTRAP_BYTES_MAX:
+            raise BackendUnavailable(
+                f"UCX's address has {len(self.address)} bytes and a bootstrap at most "
+                f"{BOOTSTRAP_BYTES_MAX}; name fewer devices in UCX_NET_DEVICES"
+            )
+        return head + self.address
+
+    @property
+    def padded_address(self) -> bytes:
+        """The address, with nothing but zeros behind it for a while."""
+        return self.address + _PADDING
+
+    def tag(self, message: int) -> int:
+        """The tag of a message to this side."""
+        return self.lane << _MESSAGE_BITS | message
+
+
+def parse(data: bytes) -> Bootstrap:
+    """Read what a peer has sent.
+
+    Raises:
+        BackendUnavailable: It is not what a lane of this version sends.
+    """
+    if not _FORMAT.size < len(data) <= BOOTSTRAP_BYTES_MAX:
+        raise BackendUnavailable(f"the peer's bootstrap has {len(data)} bytes")
+    magic, format_, *version, lane, length = _FORMAT.unpack_from(data)
+    if magic != _MAGIC or format_ != _VERSION:
+        raise BackendUnavailable(
+            f"the peer's bootstrap begins with {data[:5].hex()}, not with "
+            f"{(_MAGIC + bytes([_VERSION])).hex()}; both sides need the same kvwire"
+        )
+    address = data[_FORMAT.size :]
+    if length != len(address) or lane >> _LANE_BITS:
+        raise BackendUnavailable(
+            f"the peer's bootstrap names an address of {length} bytes and has "
+            f"{len(address)}, for lane {lane}"
+        )
+    return Bootstrap(lane=lane, version=Version(*version), address=address)
+
+
+def new_lane() -> int:
+    """A number for a lane that nobody else can know."""
+    return secrets.randbits(_LANE_BITS)
+
+
+def next_message(message: int) -> int:
+    """The number of the payload after this one; they begin again, long after."""
+    return message + 1 if message + 1 < MESSAGES else FIRST_PAYLOAD

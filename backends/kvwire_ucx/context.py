@@ -1,0 +1,164 @@
+"""A UCX context: the transports and devices that UCX found, under given settings."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+from kvwire.errors import BackendUnavailable
+from kvwire_ucx import binding
+from kvwire_ucx.binding import OK
+from kvwire_ucx.library import REMEDY, Library, load, rdma_devices
+from kvwire_ucx.settings import REQUIRE_RDMA, Settings
+
+# "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info says.
+_RESOURCE: Final = re.compile(r"resource \d+\s*:.*?(\w+)/(\S+)")
+_COMPONENT: Final = re.compile(r"component \d+\s*:\s*(\w+)")
+# Transports of libuct_ib and its plug-ins; `ib` is the component they belong to.
+_RDMA_TRANSPORTS: Final = re.compile(r"(rc|ud|dc|srd)(_|$)|gga|efa")
+_RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One way to move bytes: a transport on a device, such as ``tcp`` on ``eth0``."""
+
+    transport: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.transport}/{self.device}"
+
+    @property
+    def is_rdma(self) -> bool:
+        """Whether a network card moves the bytes."""
+        return _RDMA_TRANSPORTS.match(self.transport) is not None
+
+
+@final
+class Context:
+    """A UCX context. Its workers are closed before it is.
+
+    Args:
+        settings: What it is made with.
+
+    Attributes:
+        library: The UCX it belongs to.
+        handle: UCX's own.
+        resources: What it can move bytes with.
+        knows_rdma: Whether this UCX was built with RDMA transports.
+
+    Raises:
+        BackendUnavailable: There is no UCX, it takes none of these settings, or it has
+            no RDMA device and is required to.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.library = library = load()
+        self.handle = _init(library, settings)
+        text = printed(library.ucp.context_print_info, self.handle)
+        self.resources = tuple(
+            Resource(*found) for found in dict.fromkeys(_RESOURCE.findall(text))
+        )
+        self.knows_rdma = bool(_RDMA_COMPONENTS & set(_COMPONENT.findall(text)))
+        if settings.require_rdma and not self.rdma:
+            self.close()
+            raise BackendUnavailable(self._no_rdma())
+
+    @property
+    def rdma(self) -> tuple[Resource, ...]:
+        """The resources that are RDMA."""
+        return tuple(resource for resource in self.resources if resource.is_rdma)
+
+    def close(self) -> None:
+        """Free it."""
+        handle, self.handle = self.handle, 0
+        if handle:
+            self.library.ucp.cleanup(handle)
+
+    def _no_rdma(self) -> str:
+        devices = ", ".join(rdma_devices()) or "none"
+        if self.knows_rdma:
+            built = "it was built with RDMA"
+        else:
+            built = f"it was built without RDMA; {REMEDY}"
+        found = ", ".join(map(str, self.resources))
+        return (
+            f"{REQUIRE_RDMA}: UCX {self.library.version} ({self.library.path}) finds "
+            f"no RDMA device, only {found}; the kernel knows: {devices}; {built}"
+        )
+
+
+def printed(function: Callable[[int, int], None], handle: int) -> str:
+    """What one of UCX's ``print_info`` functions writes to a file."""
+    libc = _libc()
+    text, length = ctypes.c_void_p(), ctypes.c_size_t()
+    file = libc.open_memstream(ctypes.byref(text), ctypes.byref(length))
+    if not file:
+        return ""
+    function(handle, file)
+    libc.fclose(file)
+    try:
+        return ctypes.string_at(text, length.value).decode(errors="replace")
+    finally:
+        libc.free(text)
+
+
+def _init(library: Library, settings: Settings) -> int:
+    ucp = library.ucp
+    config, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(library, ucp.config_read(None, None, ctypes.byref(config)), "configuration")
+    try:
+        _modify(library, config, settings.ucx, settings.named)
+        params = binding.Params(
+            field_mask=binding.PARAM_FEATURES | binding.PARAM_NAME,
+            features=binding.FEATURE_TAG | binding.FEATURE_RMA | binding.FEATURE_WAKEUP,
+            name=b"kvwire",
+        )
+        status = ucp.init_version(
+            binding.API_MAJOR,
+            binding.API_MINOR,
+            ctypes.byref(params),
+            config,
+            ctypes.byref(handle),
+        )
+        _check(library, status, "no context")
+    finally:
+        ucp.config_release(config)
+    return handle.value or 0
+
+
+def _modify(
+    library: Library,
+    config: ctypes.c_void_p,
+    values: Mapping[str, str],
+    named: frozenset[str],
+) -> None:
+    for name, value in values.items():
+        status = library.ucp.config_modify(config, name.encode(), value.encode())
+        # Not every version knows every default.
+        if status != OK and name in named:
+            raise BackendUnavailable(
+                f"UCX {library.version} does not take the setting {name} = {value!r}: "
+                f"{library.status_text(status)}"
+            )
+
+
+def _check(library: Library, status: int, what: str) -> None:
+    if status != OK:
+        raise BackendUnavailable(
+            f"UCX {library.version}: {what}: {library.status_text(status)}"
+        )
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    libc.fclose.argtypes = (ctypes.c_void_p,)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    return libc

@@ -1,0 +1,148 @@
+"""What UCX finds on this machine, for ``availability`` and ``kvwire doctor``."""
+
+from __future__ import annotations
+
+import functools
+import resource as limits
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kvwire.backend import Finding
+from kvwire.errors import BackendUnavailable
+from kvwire_ucx.context import Context, Resource
+from kvwire_ucx.library import REMEDY, copies, load, rdma_devices
+from kvwire_ucx.settings import parse
+
+_BEFORE_TCP: Final = 20
+_BEHIND_TCP: Final = 40
+_PTRACE_SCOPE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
+# Registering memory with a network card locks it.
+_MEMLOCK_BYTES_MIN: Final = 1 << 30
+
+
+@functools.cache
+def probed() -> tuple[tuple[Resource, ...], bool]:
+    """What a context with our defaults finds, and whether this UCX was built with RDMA.
+
+    Asked once for the process: devices do not come and go, and it takes 10 ms.
+
+    Raises:
+        BackendUnavailable: There is no UCX, or it makes no context.
+    """
+    context = Context(parse({}))
+    try:
+        return context.resources, context.knows_rdma
+    finally:
+        context.close()
+
+
+def rank() -> int:
+    """The backend's place among those nobody has a preference for."""
+    try:
+        resources, _ = probed()
+    except BackendUnavailable:
+        return _BEHIND_TCP
+    return _BEFORE_TCP if any(r.is_rdma for r in resources) else _BEHIND_TCP
+
+
+def transports() -> str:
+    """One line: the transports that UCX found, and whether any is RDMA."""
+    try:
+        resources, knows_rdma = probed()
+    except BackendUnavailable as exc:
+        return str(exc)
+    names = ", ".join(dict.fromkeys(r.transport for r in resources))
+    rdma = [str(r) for r in resources if r.is_rdma]
+    if rdma:
+        return f"{names}; RDMA on {', '.join(rdma)}"
+    built = "no RDMA device" if knows_rdma else "built without RDMA"
+    return f"{names}; {built}"
+
+
+def findings() -> tuple[Finding, ...]:
+    """See :meth:`kvwire.backend.Backend.diagnose`."""
+    try:
+        load()
+        return tuple(_findings())
+    except BackendUnavailable as exc:
+        return (
+            Finding(name="libucp", state="missing", text=str(exc), remedy=REMEDY),
+            *_rdma_without(),
+        )
+
+
+def _findings() -> Iterator[Finding]:
+    yield _copies()
+    resources, knows_rdma = probed()
+    found = ", ".join(map(str, resources))
+    yield Finding(name="UCX transports", state="ok", text=found)
+    yield _rdma(resources, knows_rdma)
+    if not any(r.transport == "cma" for r in resources):
+        yield _no_cma()
+    if any(r.is_rdma for r in resources):
+        yield _memlock()
+
+
+def _copies() -> Finding:
+    library = load()
+    here = f"UCX {library.version}, {library.path}"
+    others = [path for path in copies() if not Path(path).samefile(library.path)]
+    if not others:
+        return Finding(name="libucp", state="ok", text=here)
+    return Finding(
+        name="libucp",
+        state="warn",
+        text=f"{here}; and another copy in this process: {', '.join(others)}",
+        remedy="both patch malloc and mmap: use one, or set UCX_MEM_EVENTS=n",
+    )
+
+
+def _rdma(resources: tuple[Resource, ...], knows_rdma: bool) -> Finding:
+    devices = ", ".join(rdma_devices())
+    usable = ", ".join(str(r) for r in resources if r.is_rdma)
+    if usable:
+        return Finding(name="RDMA", state="ok", text=f"UCX uses {usable}")
+    if not devices:
+        text = "this machine has no RDMA device"
+        return Finding(name="RDMA", state="ok", text=text)
+    why = "cannot use it" if knows_rdma else "was built without RDMA"
+    return Finding(
+        name="RDMA",
+        state="warn",
+        text=f"this machine has {devices}, and this UCX {why}",
+        remedy=REMEDY,
+    )
+
+
+def _rdma_without() -> tuple[Finding, ...]:
+    devices = ", ".join(rdma_devices())
+    if not devices:
+        return ()
+    text = f"this machine has {devices}, and no UCX to use it"
+    return (Finding(name="RDMA", state="warn", text=text, remedy=REMEDY),)
+
+
+def _no_cma() -> Finding:
+    try:
+        scope = _PTRACE_SCOPE.read_text(encoding="utf-8").strip()
+    except OSError:
+        scope = "unknown"
+    return Finding(
+        name="UCX same host",
+        state="warn",
+        text=f"UCX has no cma here (ptrace scope {scope}), and copies twice instead",
+        remedy="sysctl kernel.yama.ptrace_scope=0, or in a container CAP_SYS_PTRACE",
+    )
+
+
+def _memlock() -> Finding:
+    soft, _ = limits.getrlimit(limits.RLIMIT_MEMLOCK)
+    enough = soft == limits.RLIM_INFINITY or soft >= _MEMLOCK_BYTES_MIN
+    shown = "unlimited" if soft == limits.RLIM_INFINITY else f"{soft >> 20} MiB"
+    return Finding(
+        name="memlock",
+        state="ok" if enough else "warn",
+        text=f"{shown} of memory may be locked, as RDMA does with what it registers",
+        remedy="" if enough else "ulimit -l unlimited",
+    )

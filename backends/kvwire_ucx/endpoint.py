@@ -1,0 +1,91 @@
+"""An endpoint: this worker's way to one peer, in UCX's peer error mode."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Final, final
+
+from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.context import printed
+from kvwire_ucx.worker import Worker
+
+# "lane[2]:  5:cma/memory.0 md[4] -> ... rma_bw#0", as ucp_ep_print_info says.
+_LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:(\S+?)\.\d+ .*->(.*)")
+# What a lane of UCX is for, the one that moves bulk first.
+_USES: Final = ("rma_bw", "am", "rma", "tag")
+
+_numbers = itertools.count(1)
+
+
+@final
+class Endpoint:
+    """A way to a peer's worker.
+
+    Args:
+        worker: The one it belongs to.
+        peer: Where it leads.
+        on_failed: Called with the status, once, if it fails before it is closed.
+
+    Attributes:
+        handle: UCX's own; 0 when it is closed.
+        failed: It is of no use any more, and is to be closed.
+        gone: UCX has let go of it.
+
+    Raises:
+        BackendUnavailable: No transport leads there.
+    """
+
+    def __init__(
+        self, worker: Worker, peer: Bootstrap, on_failed: Callable[[int], None]
+    ) -> None:
+        self._worker = worker
+        self._on_failed = on_failed
+        self._number = next(_numbers)
+        self._transports: tuple[str, ...] = ()
+        self.failed = False
+        self.gone = False
+        self.handle = worker.connect(peer.padded_address, self._number, self._fail)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports in use, such as ``cma`` and ``sysv``; bulk first."""
+        if self.handle and not self.failed:
+            text = printed(self._worker.context.library.ucp.ep_print_info, self.handle)
+            self._transports = _transports(text)
+        return self._transports
+
+    def flush(self, on_done: Callable[[], None]) -> None:
+        """Have everything sent that was posted."""
+        ucp, handle = self._worker.context.library.ucp, self.handle
+        self._worker.post(
+            lambda _status, _nbytes: on_done(),
+            None,
+            lambda params: ucp.ep_flush_nbx(handle, params),
+        )
+
+    def close(self, on_gone: Callable[[], None]) -> None:
+        """Close it by force: what is under way on it ends."""
+        handle, self.handle = self.handle, 0
+        if not handle:
+            return
+
+        def done(_status: int, _nbytes: int) -> None:
+            self.gone = True
+            on_gone()
+
+        self._worker.disconnect(handle, self._number, done, force=True)
+
+    def _fail(self, status: int) -> None:
+        self.failed = True
+        self._on_failed(status)
+
+
+def _transports(text: str) -> tuple[str, ...]:
+    found: list[tuple[int, str]] = []
+    for name, uses in _LANE.findall(text):
+        ranks = [rank for rank, use in enumerate(_USES) if f" {use}" in uses]
+        if ranks:
+            found.append((min(ranks), name.removesuffix("/memory")))
+    return tuple(dict.fromkeys(name for _, name in sorted(found)))

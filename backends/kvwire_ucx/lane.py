@@ -1,0 +1,459 @@
+"""A lane over UCX: payloads as tagged messages between two workers.
+
+::
+
+    OPENED --join()--> GREETING --hello--> UP --close()--> DRAINING --none under way--+
+       |                  |                |                  |              bye, flush
+       |                  |                +--- abort(), bye, endpoint or handler ----+
+       +----- abort() ----+                     failed: cancel, close by force       |
+       v                                                                              v
+     ENDED, and no            endpoint gone, no operation open: lane_closed <---- ENDING
+     lane_closed
+
+*A payload* is sent under a tag that only this lane's peer knows; the ticket says which.
+The receiver posts its memory under that tag, and UCX brings the two together: by
+rendezvous, so nothing moves before the receiver has named its memory. A send is over
+when the receiver's operation has met it.
+
+*Quiet* is not a matter of time. The lane counts its operations, and UCX reports each as
+over; the endpoint is closed by force first, which ends what the peer would have to. So
+``lane_closed`` comes when no operation is open and the endpoint is gone. Should UCX
+never report one, the lane stays, and so does its memory, until the worker is destroyed.
+
+*Hello.* UCX connects when it is used, so a lane that is merely made proves nothing. The
+client says hello and its join waits for the answer. Both prove the lane's secret.
+
+*Bye.* Over shared memory UCX does not notice an endpoint that a living peer has closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import hmac
+import itertools
+import logging
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final, final
+
+from kvwire.backend import Landing, Payload
+from kvwire.errors import (
+    BackendUnavailable,
+    ConnectionLost,
+    MalformedFrame,
+)
+from kvwire.kv.fragments import Fragments
+from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.limits import CLOSE_TIMEOUT_S, KIB, MIB
+from kvwire.memory.buffers import slice_payload
+from kvwire.types import Role
+from kvwire_ucx.binding import ERR_MESSAGE_TRUNCATED, OK
+from kvwire_ucx.bootstrap import (
+    BYE,
+    FIRST_PAYLOAD,
+    HELLO,
+    Bootstrap,
+    new_lane,
+    next_message,
+    parse,
+)
+from kvwire_ucx.endpoint import Endpoint
+from kvwire_ucx.memory import Memory
+from kvwire_ucx.requests import Request
+from kvwire_ucx.worker import Worker
+
+# A rendezvous costs two messages more than the payload: below this the control link is
+# faster, where the payload travels with its header.
+BYTES_MIN: Final = 32 * KIB
+WINDOW_BYTES: Final = 8 * MIB
+# Fragments of at least this are messages of their own, which nobody has to pack.
+PIECE_BYTES: Final = 128 * KIB
+PIECES_MAX: Final = 32
+
+_NUMBER: Final = struct.Struct(">I")
+_GREETING_BYTES: Final = 16
+
+# Of docs/topics/protocol.md: what a ticket and its payload have to be.
+_RULE: Final = "KVW-LN-07"
+
+_log = logging.getLogger("kvwire.ucx")
+
+
+class _State(enum.Enum):
+    OPENED = enum.auto()
+    GREETING = enum.auto()
+    UP = enum.auto()
+    DRAINING = enum.auto()
+    ENDING = enum.auto()
+    ENDED = enum.auto()
+
+
+class _Parts:
+    """A payload under way, as one message or more.
+
+    Attributes:
+        what: The token of a send, the landing of a receive.
+        left: Messages that are not over.
+    """
+
+    __slots__ = ("left", "what")
+
+    def __init__(self, what: object, left: int) -> None:
+        self.what = what
+        self.left = left
+
+
+@final
+class UcxLane(Lane):
+    """One side of a lane.
+
+    Args:
+        worker: Whose turns move the bytes.
+        context: What the core says of the lane.
+        on_ended: Called when it touches no memory any more.
+    """
+
+    bytes_min = BYTES_MIN
+    window_bytes = WINDOW_BYTES
+
+    _handler: LaneHandler
+    _peer: Bootstrap
+
+    def __init__(
+        self,
+        worker: Worker,
+        context: LaneContext,
+        on_ended: Callable[[UcxLane], None],
+    ) -> None:
+        self._worker = worker
+        self._on_ended = on_ended
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._own = Bootstrap(
+            lane=new_lane(),
+            version=worker.context.library.version,
+            address=worker.address,
+        )
+        self._bootstrap = self._own.to_bytes()
+        self._state = _State.OPENED
+        self._endpoint: Endpoint | None = None
+        self._came_up: asyncio.Future[None] = self._loop.create_future()
+        # Whether the core has been given the lane, and so is told of its end.
+        self._given = False
+        self._error: Exception | None = None
+        self._sends = 0
+        # What can be cancelled, by number.
+        self._receives: dict[int, Request] = {}
+        self._payloads = 0
+        self._next_sent = FIRST_PAYLOAD
+        self._next_received = FIRST_PAYLOAD
+        self._received_bytes = 0
+        self._linger: asyncio.TimerHandle | None = None
+
+    # --- coming up --------------------------------------------------------------------
+
+    @property
+    def bootstrap(self) -> bytes:
+        """See :class:`~kvwire.lane.Lane`."""
+        return self._bootstrap
+
+    @property
+    def description(self) -> str:
+        """See :class:`~kvwire.lane.Lane`: the transports that UCX has chosen."""
+        if self._endpoint is None or not self._endpoint.transports:
+            return f"UCX {self._own.version}"
+        return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}"
+
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        """See :class:`~kvwire.lane.Lane`; a client's returns when the server answers.
+
+        Raises:
+            BackendUnavailable: The bootstrap is none, UCX finds no way to the peer, or
+                the peer does not answer as the holder of the secret would.
+
+        Cancel safety: safe, the lane is then closed without ``lane_closed``.
+        """
+        try:
+            self._peer = parse(bootstrap)
+            if self._state is not _State.OPENED:
+                raise BackendUnavailable("the lane was closed before it joined")
+            self._handler = handler
+            self._state = _State.GREETING
+            self._endpoint = Endpoint(self._worker, self._peer, self._endpoint_failed)
+            self._expect(HELLO, _GREETING_BYTES, self._greeted)
+            self._expect(BYE, 1, self._peer_left)
+            if self._context.role is Role.CLIENT:
+                self._say(HELLO, self._greeting(Role.CLIENT))
+                await self._came_up
+            if self._state is not _State.GREETING:
+                raise BackendUnavailable(str(self._error or "the lane was closed"))
+        except BaseException:
+            self.abort()
+            raise
+        self._state = _State.UP
+        self._given = True
+
+    def _greeted(self, data: bytes) -> None:
+        """The peer says hello; the server answers."""
+        role = self._context.role
+        if not hmac.compare_digest(data, self._greeting(role.other)):
+            self._end(ConnectionLost("ucx: the peer's hello does not prove the secret"))
+            return
+        if role is Role.SERVER:
+            self._say(HELLO, self._greeting(role))
+        elif not self._came_up.done():
+            self._came_up.set_result(None)
+
+    def _greeting(self, role: Role) -> bytes:
+        """What a side says that knows the secret, for these two halves only."""
+        if role is self._context.role:
+            near, far = self._own.lane, self._peer.lane
+        else:
+            near, far = self._peer.lane, self._own.lane
+        text = b"kvwire ucx hello %d %d %d" % (role, near, far)
+        digest = hmac.digest(self._context.secret, text, hashlib.sha256)
+        return digest[:_GREETING_BYTES]
+
+    # --- payloads ---------------------------------------------------------------------
+
+    @property
+    def queued_bytes(self) -> int:
+        """See :class:`~kvwire.lane.Lane`: UCX takes everything at once."""
+        return 0
+
+    @property
+    def received_bytes(self) -> int:
+        """See :class:`~kvwire.lane.Lane`."""
+        return self._received_bytes
+
+    def send(self, payload: Payload, token: object) -> bytes:
+        """See :class:`~kvwire.lane.Lane`."""
+        if self._state is not _State.UP:
+            return b""
+        assert self._endpoint is not None
+        lengths = _piece_lengths(payload)
+        ticket = _NUMBER.pack(self._next_sent) + b"".join(map(_NUMBER.pack, lengths))
+        parts = _Parts(token, max(1, len(lengths)))
+        self._payloads += 1
+        for piece in _pieces(payload, lengths):
+            tag = self._peer.tag(self._next_sent)
+            self._next_sent = next_message(self._next_sent)
+            self._sends += 1
+            self._worker.send(
+                self._endpoint.handle,
+                Memory(piece),
+                tag,
+                lambda status, _: self._piece_sent(parts, status),
+            )
+        return ticket
+
+    def receive(self, ticket: bytes, landing: Landing) -> None:
+        """See :class:`~kvwire.lane.Lane`.
+
+        Raises:
+            ProtocolError: The ticket is not one that the peer's lane would make.
+        """
+        lengths = self._read(ticket, landing)
+        if not self._is_live:
+            return
+        payload = landing.payload
+        if payload is None:
+            payload = memoryview(bytearray(landing.length))
+        parts = _Parts(landing, max(1, len(lengths)))
+        self._payloads += 1
+        for piece in _pieces(payload, lengths):
+            message = self._next_received
+            self._next_received = next_message(message)
+            self._post_receive(parts, piece, message)
+
+    def flush(self) -> None:
+        """See :class:`~kvwire.lane.Lane`: what UCX can send at once, it has sent."""
+        self._worker.wake()
+
+    def _post_receive(self, parts: _Parts, piece: Payload, message: int) -> None:
+        memory = Memory(piece)
+        expected = memory.nbytes
+
+        def done(status: int, nbytes: int) -> None:
+            del self._receives[request.number]
+            if status == OK and nbytes == expected:
+                self._piece_received(parts, nbytes)
+            elif status in (OK, ERR_MESSAGE_TRUNCATED):
+                text = f"message {message} has {nbytes} bytes and not {expected}"
+                self._end(MalformedFrame(_RULE, f"ucx: {text}"))
+            else:
+                self._end(self._broken(status))
+
+        request = self._worker.receive(memory, self._own.tag(message), done)
+        self._receives[request.number] = request
+
+    def _read(self, ticket: bytes, landing: Landing) -> list[int]:
+        """The lengths of a payload's messages; none if it is one."""
+        count, rest = divmod(len(ticket), _NUMBER.size)
+        if rest or not 1 <= count <= PIECES_MAX + 1 or count == 2:
+            raise MalformedFrame(_RULE, f"ucx: a ticket of {len(ticket)} bytes")
+        numbers = [number for (number,) in _NUMBER.iter_unpack(ticket)]
+        if self._is_live and numbers[0] != self._next_received:
+            text = f"ucx: a ticket for message {numbers[0]}, not {self._next_received}"
+            raise MalformedFrame(_RULE, text)
+        lengths = numbers[1:]
+        if lengths and (0 in lengths or sum(lengths) != landing.length):
+            text = f"ucx: a ticket of {sum(lengths)} bytes for {landing.length}"
+            raise MalformedFrame(_RULE, text)
+        return lengths
+
+    def _piece_sent(self, parts: _Parts, status: int) -> None:
+        self._sends -= 1
+        parts.left -= 1
+        if status != OK:
+            self._end(self._broken(status))
+        elif parts.left == 0 and self._is_live:
+            self._payloads -= 1
+            self._call(lambda: self._handler.payload_sent(self, parts.what))
+        self._advance()
+
+    def _piece_received(self, parts: _Parts, nbytes: int) -> None:
+        parts.left -= 1
+        if self._is_live:
+            self._received_bytes += nbytes
+            if parts.left == 0:
+                self._payloads -= 1
+                landing = parts.what
+                assert isinstance(landing, Landing)
+                self._call(lambda: self._handler.payload_received(self, landing))
+        self._advance()
+
+    # --- ending -----------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See :class:`~kvwire.lane.Lane`."""
+        if self._state is _State.UP:
+            self._state = _State.DRAINING
+            self._loop.call_soon(self._advance)
+        elif not self._is_live:
+            self.abort()
+
+    def abort(self) -> None:
+        """See :class:`~kvwire.lane.Lane`."""
+        self._end(None)
+
+    @property
+    def _is_live(self) -> bool:
+        return self._state in (_State.UP, _State.DRAINING)
+
+    def _peer_left(self, _: bytes) -> None:
+        self._end(ConnectionLost("ucx: the peer ended the lane"))
+
+    def _endpoint_failed(self, status: int) -> None:
+        self._end(self._broken(status))
+
+    def _end(self, error: Exception | None) -> None:
+        """End it now, from any state; what is under way ends with the endpoint."""
+        if self._state in (_State.ENDING, _State.ENDED):
+            return
+        self._error = error
+        self._leave()
+        if self._endpoint is not None:
+            self._endpoint.close(self._advance)
+
+    def _leave(self) -> None:
+        """Stop receiving, and tell the peer."""
+        self._state = _State.ENDING
+        if not self._came_up.done():
+            self._came_up.set_result(None)  # join looks at the state
+        for request in list(self._receives.values()):
+            self._worker.cancel(request)
+        if self._endpoint is None:
+            self._loop.call_soon(self._advance)
+        elif not self._endpoint.failed:
+            self._say(BYE, b"\0")
+
+    def _advance(self) -> None:
+        """Take the next step to the end, if all that it waits for is over."""
+        if self._state is _State.DRAINING and self._payloads == 0:
+            self._leave()
+            assert self._endpoint is not None
+            # What says that the last payloads have arrived is to be sent before.
+            self._endpoint.flush(self._flushed)
+            self._linger = self._loop.call_later(CLOSE_TIMEOUT_S, self._flushed)
+        elif self._state is _State.ENDING and self._is_quiet:
+            self._state = _State.ENDED
+            self._on_ended(self)
+            if self._linger is not None:
+                self._linger.cancel()
+            if self._given:
+                self._tell_closed()
+
+    def _flushed(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close(self._advance)
+
+    @property
+    def _is_quiet(self) -> bool:
+        gone = self._endpoint is None or self._endpoint.gone
+        return gone and not self._sends and not self._receives
+
+    def _tell_closed(self) -> None:
+        try:
+            self._handler.lane_closed(self, self._error)
+        except Exception:  # noqa: BLE001 - there is no more to end
+            _log.exception("a lane's handler raised in lane_closed")
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception as exc:  # noqa: BLE001 - a handler's bug ends its lane only
+            _log.error("a lane's handler raised; the lane is aborted", exc_info=exc)
+            self._end(exc)
+
+    def _broken(self, status: int) -> ConnectionLost:
+        text = self._worker.context.library.status_text(status)
+        return ConnectionLost(f"ucx: the endpoint to the peer failed: {text}")
+
+    # --- hello and bye ----------------------------------------------------------------
+
+    def _say(self, message: int, data: bytes) -> None:
+        assert self._endpoint is not None
+        tag = self._peer.tag(message)
+        self._worker.send_eager(self._endpoint.handle, Memory(memoryview(data)), tag)
+
+    def _expect(
+        self, message: int, nbytes: int, on_said: Callable[[bytes], None]
+    ) -> None:
+        data = bytearray(nbytes)
+
+        def done(status: int, received: int) -> None:
+            del self._receives[request.number]
+            if status == OK and received == nbytes and self._state is not _State.ENDING:
+                on_said(bytes(data))
+            self._advance()
+
+        memory = Memory(memoryview(data))
+        request = self._worker.receive(memory, self._own.tag(message), done)
+        self._receives[request.number] = request
+
+
+def _piece_lengths(payload: Payload) -> list[int]:
+    """How a payload is cut into messages; none if it is one.
+
+    Large fragments are moved as they lie: over RDMA by the card, over shared memory in
+    one copy. Small ones are packed by UCX, and each packed message is one.
+    """
+    if not isinstance(payload, Fragments) or not 2 <= len(payload) <= PIECES_MAX:
+        return []
+    if payload.nbytes < PIECE_BYTES * len(payload):
+        return []
+    lengths: list[int] = payload.lengths.tolist()
+    return lengths
+
+
+def _pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
+    if not lengths:
+        yield payload
+        return
+    for start, length in zip(
+        itertools.accumulate(lengths, initial=0), lengths, strict=False
+    ):
+        yield slice_payload(payload, start, length)

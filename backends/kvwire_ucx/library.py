@@ -1,0 +1,235 @@
+"""Finding libucp and loading it, once for the process.
+
+Which one, the first that is there:
+
+1. the one ``KVWIRE_UCX_LIBRARY`` names: a path of ``libucp.so``, ``system`` or
+   ``wheel``;
+2. the one this process has loaded already, by ucxx for example: two copies of UCX in
+   one process each patch the memory functions of libc and fight over them;
+3. the system's, on a machine with RDMA devices: the ``libucx`` wheels of PyPI are built
+   without them, and would silently move the data over TCP;
+4. the wheel, then the system's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+
+from kvwire.errors import BackendUnavailable
+from kvwire_ucx import binding
+
+ENVIRONMENT: Final = "KVWIRE_UCX_LIBRARY"
+REMEDY: Final = (
+    "pip install 'kvwire[ucx]' (shared memory, TCP and CUDA on one host), or for RDMA "
+    "the UCX of the system, such as apt install libucx0"
+)
+# What every function and structure of `binding` is there since.
+VERSION_MIN: Final = (1, 13)
+# Each must be there before the next: the wheel's need no search path then.
+_SONAMES: Final = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+_SYSTEM: Final = "system"
+_WHEEL: Final = "wheel"
+
+
+class Version(NamedTuple):
+    """A version of UCX."""
+
+    major: int
+    minor: int
+    release: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}.{self.release}"
+
+
+@final
+class Ucp:
+    """libucp's functions, without their prefix: ``ucp.worker_progress(handle)``."""
+
+    def __init__(self, path: str) -> None:
+        waiting, brief = ctypes.CDLL(path), ctypes.PyDLL(path)
+        for library, functions in (
+            (waiting, binding.MOVING),
+            (brief, binding.BRIEF),
+        ):
+            for name, (result, *arguments) in functions.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name.removeprefix("ucp_"), function)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """A loaded UCX.
+
+    Attributes:
+        path: Of its libucp.
+        version: Of UCX.
+        ucp: Its functions.
+    """
+
+    path: str
+    version: Version
+    ucp: Ucp = field(repr=False)
+
+    def status_text(self, status: int) -> str:
+        """What UCX calls a status."""
+        return _status_text(self.path, status)
+
+
+@functools.cache
+def load() -> Library:
+    """The UCX of this process.
+
+    Raises:
+        BackendUnavailable: There is none, it cannot be loaded, or it is too old.
+    """
+    path = find()
+    if path is None:
+        raise BackendUnavailable(f"no libucp was found; {REMEDY}")
+    try:
+        ucs = _load_dependencies(path)
+        ucp = Ucp(path)
+    except (OSError, AttributeError) as exc:
+        raise BackendUnavailable(f"{path} cannot be loaded: {exc}; {REMEDY}") from exc
+    _calm(ucs)
+    version = _version(ucp)
+    if version < VERSION_MIN:
+        oldest = ".".join(map(str, VERSION_MIN))
+        raise BackendUnavailable(
+            f"{path} is UCX {version}, and kvwire needs {oldest} or newer; {REMEDY}"
+        )
+    return Library(path=path, version=version, ucp=ucp)
+
+
+def find() -> str | None:
+    """The libucp that :func:`load` takes; None if there is none.
+
+    Raises:
+        BackendUnavailable: The one that the environment names is not there.
+    """
+    wanted = os.environ.get(ENVIRONMENT, "")
+    if wanted not in ("", _SYSTEM, _WHEEL):
+        if not Path(wanted).is_file():
+            raise BackendUnavailable(f"{ENVIRONMENT}={wanted}: there is no such file")
+        return wanted
+    if not wanted and (loaded := _shared_objects("libucp.so")):
+        return loaded[0]
+    order = {_SYSTEM: _system, _WHEEL: _wheel}
+    if wanted:
+        order = {wanted: order[wanted]}
+    elif not rdma_devices():
+        order = {_WHEEL: _wheel, _SYSTEM: _system}
+    return next((path for look in order.values() if (path := look())), None)
+
+
+def copies() -> list[str]:
+    """The copies of libucp in this process, of which there should be one.
+
+    Wheels that bring a UCX of their own give it another name: ``libucp-0a1b2c3d.so``.
+    """
+    return _shared_objects("libucp")
+
+
+def rdma_devices() -> tuple[str, ...]:
+    """The RDMA devices that the kernel knows, whether or not UCX can use them."""
+    try:
+        return tuple(sorted(entry.name for entry in _INFINIBAND.iterdir()))
+    except OSError:
+        return ()
+
+
+def _wheel() -> str | None:
+    """The libucp of the ``libucx`` wheel, without importing that."""
+    try:
+        spec = importlib.util.find_spec("libucx")
+    except (ImportError, ValueError):
+        return None
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(place, "lib", _SONAMES[-1])
+        if path.is_file():
+            return str(path)
+    return None
+
+
+def _system() -> str | None:
+    """The libucp that the dynamic linker finds.
+
+    Looked for where distributions put it: to ask the linker is to load it, and
+    ``ctypes.util.find_library`` runs a compiler.
+    """
+    machine = os.uname().machine
+    folders = [
+        *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
+        *(f"/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib"),
+        *("/usr/local/lib", "/usr/local/lib64", "/opt/ucx/lib"),
+    ]
+    candidates = (Path(folder, _SONAMES[-1]) for folder in folders if folder)
+    return next((str(path) for path in candidates if path.is_file()), None)
+
+
+def _shared_objects(prefix: str) -> list[str]:
+    """The mapped files whose name begins with a prefix, each once."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    paths = (line.split(maxsplit=5)[5] for line in lines if "/" in line)
+    found = (path for path in paths if Path(path).name.startswith(prefix))
+    return list(dict.fromkeys(found))
+
+
+def _load_dependencies(path: str) -> ctypes.CDLL:
+    """Load what libucp needs from beside it; returns libucs.
+
+    Their symbols are global, because plug-ins that UCX opens later, such as
+    ``libuct_ib.so``, expect to find them.
+    """
+    folder = Path(path).parent
+    loaded = []
+    for name in _SONAMES:
+        beside = folder / name
+        target = str(beside) if beside.is_file() else name
+        loaded.append(ctypes.CDLL(target, mode=ctypes.RTLD_GLOBAL))
+    return loaded[0]
+
+
+def _calm(ucs: ctypes.CDLL) -> None:
+    """Keep UCX from what a library must not do to its process, unless the user asks.
+
+    It takes over the signals of crashes, which are ``faulthandler``'s, and it prints
+    what it also returns as a status, on standard output.
+    """
+    if "UCX_ERROR_SIGNALS" not in os.environ:
+        ucs.ucs_debug_disable_signals()
+    if "UCX_LOG_LEVEL" not in os.environ:
+        ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
+
+
+def _version(ucp: Ucp) -> Version:
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    ucp.get_version(*(ctypes.byref(number) for number in numbers))
+    return Version(*(number.value for number in numbers))
+
+
+@functools.cache
+def _status_text(path: str, status: int) -> str:
+    folder = Path(path).parent
+    beside = folder / _SONAMES[0]
+    ucs = ctypes.PyDLL(str(beside) if beside.is_file() else _SONAMES[0])
+    describe = ucs.ucs_status_string
+    describe.restype, describe.argtypes = ctypes.c_char_p, (ctypes.c_int8,)
+    text: bytes = describe(status)
+    return f"{text.decode()} ({status})"

@@ -1,0 +1,332 @@
+"""A UCX worker on an event loop: it sleeps until UCX has something to do.
+
+::
+
+    wake() --call_soon--> turn: progress until nothing moves, tell who is done
+                            ^                |               |
+              event fd -----+                |               +-- time is up: call_soon
+                                             v
+                                     arm: BUSY? again. OK? sleep
+
+UCX signals its file descriptor only between a successful ``arm`` and the next event,
+and ``arm`` says BUSY while there is something to progress. So a turn ends in a
+successful ``arm``, or another turn is due; and whatever posts an operation calls
+:meth:`Worker.wake`, since that may take an event away. Nothing is polled: with receives
+pending and nothing arriving, no Python code runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+from kvwire.errors import BackendUnavailable
+from kvwire_ucx import binding
+from kvwire_ucx.binding import ERR_BUSY, OK, RequestParams
+from kvwire_ucx.context import Context
+from kvwire_ucx.memory import Memory
+from kvwire_ucx.requests import OnDone, Request, Requests
+
+# One turn of the loop: about 4 MiB at memory speed, 1 MiB over TCP.
+TURN_S: Final = 400e-6
+_ALL_BITS: Final = 2**64 - 1
+_OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
+
+
+@final
+class Worker:
+    """Posts operations, and tells when they are over. Used on its loop only.
+
+    Args:
+        context: What it belongs to; closed with it.
+        loop: The running loop.
+
+    Attributes:
+        context: As given.
+        address: What a peer needs to connect to it.
+        handle: UCX's own.
+        requests: The operations that are not over.
+
+    Raises:
+        BackendUnavailable: UCX cannot make one that wakes us up.
+    """
+
+    def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
+        _check_process()
+        self.context = context
+        self.requests = Requests(context.library.ucp)
+        self._ucp = context.library.ucp
+        self._loop = loop
+        self._scheduled = False
+        self._turning = False
+        self._closed = False
+        self._failed: list[tuple[int, int]] = []
+        # By number of the endpoint; who is told that it failed, and the status.
+        self._endpoints: dict[int, Callable[[int], None]] = {}
+        self._on_failed = binding.ErrorCallback(self._endpoint_failed)
+        on_sent, on_received = self.requests.on_sent, self.requests.on_received
+        # Filled in anew for each operation: UCX reads them only while it is posted.
+        self._sending = _params(on_sent, _OF_MEMORY)
+        self._receiving = _params(on_received, _OF_MEMORY | binding.OP_NO_IMMEDIATE)
+        self._other = _params(on_sent)
+        self._closing = _params(on_sent, binding.OP_FLAGS)
+        self.handle = self._create()
+        try:
+            self.address = self._own_address()
+            self._event_fd = self._get_event_fd()
+        except BaseException:
+            self._ucp.worker_destroy(self.handle)
+            raise
+        loop.add_reader(self._event_fd, self._turn)
+        self.wake()
+
+    # --- operations -------------------------------------------------------------------
+
+    def send(self, endpoint: int, memory: Memory, tag: int, on_done: OnDone) -> Request:
+        """Send a message; over when the peer's receive has met it."""
+        request = self.requests.new(on_done, memory)
+        params = self._moving(self._sending, memory, request)
+        result = self._ucp.tag_send_sync_nbx(
+            endpoint, memory.address, memory.count, tag, params
+        )
+        return self._posted(request, result)
+
+    def send_eager(self, endpoint: int, memory: Memory, tag: int) -> Request:
+        """Send a message of a few bytes; over when UCX has taken it."""
+        request = self.requests.new(_nothing, memory)
+        params = self._moving(self._sending, memory, request)
+        result = self._ucp.tag_send_nbx(
+            endpoint, memory.address, memory.count, tag, params
+        )
+        return self._posted(request, result)
+
+    def receive(self, memory: Memory, tag: int, on_done: OnDone) -> Request:
+        """Receive the message with exactly this tag."""
+        request = self.requests.new(on_done, memory)
+        params = self._moving(self._receiving, memory, request)
+        result = self._ucp.tag_recv_nbx(
+            self.handle, memory.address, memory.count, tag, _ALL_BITS, params
+        )
+        return self._posted(request, result)
+
+    def cancel(self, request: Request) -> None:
+        """Ask for an early end; :attr:`Request.on_done` still tells when it is over."""
+        if request.handle and not self._closed:
+            self._ucp.request_cancel(self.handle, request.handle)
+            self.wake()
+
+    def post(
+        self, on_done: OnDone, keeps: object, call: Callable[[object], int | None]
+    ) -> Request:
+        """Post any other operation; ``call`` gets the parameters."""
+        request = self.requests.new(on_done, keeps)
+        self._other.user_data = request.number
+        return self._posted(request, call(ctypes.byref(self._other)))
+
+    # --- endpoints --------------------------------------------------------------------
+
+    def connect(
+        self, address: bytes, number: int, on_failed: Callable[[int], None]
+    ) -> int:
+        """Make an endpoint to a peer's worker; UCX comes up when it is used.
+
+        Args:
+            address: The peer's; UCX reads it without looking for its end.
+            number: Of the endpoint, never used before.
+            on_failed: Called once with the status if it fails.
+
+        Raises:
+            BackendUnavailable: The address leads nowhere.
+        """
+        params = binding.EndpointParams(
+            field_mask=binding.EP_REMOTE_ADDRESS
+            | binding.EP_ERR_MODE
+            | binding.EP_ERR_HANDLER,
+            address=address,
+            err_mode=binding.ERR_MODE_PEER,
+            err_callback=ctypes.cast(self._on_failed, ctypes.c_void_p),
+            err_arg=number,
+        )
+        handle = ctypes.c_void_p()
+        status = self._ucp.ep_create(
+            self.handle, ctypes.byref(params), ctypes.byref(handle)
+        )
+        self.wake()
+        if status != OK or not handle.value:
+            text = self.context.library.status_text(status)
+            raise BackendUnavailable(
+                f"UCX cannot reach the peer: {text}; a transport that both sides have "
+                f"must lead from one to the other (here: {self._resources()})"
+            )
+        self._endpoints[number] = on_failed
+        return handle.value
+
+    def disconnect(
+        self, endpoint: int, number: int, on_done: OnDone, *, force: bool
+    ) -> None:
+        """Close an endpoint; over when UCX has let go of it.
+
+        Args:
+            endpoint: UCX's handle.
+            number: As given to :meth:`connect`.
+            on_done: Called when it is gone.
+            force: At once, whatever is under way; else when that has been sent.
+        """
+        self._endpoints.pop(number, None)
+        request = self.requests.new(on_done)
+        params = self._closing
+        params.flags = binding.CLOSE_FORCE if force else 0
+        params.user_data = request.number
+        self._posted(request, self._ucp.ep_close_nbx(endpoint, ctypes.byref(params)))
+
+    # --- the loop ---------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Make sure that a turn is due."""
+        if not (self._scheduled or self._turning or self._closed):
+            self._scheduled = True
+            self._loop.call_soon(self._scheduled_turn)
+
+    def close(self) -> None:
+        """Destroy it, and the context; what was under way is over, and is told so."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._event_fd)
+        self._ucp.worker_destroy(self.handle)
+        self._endpoints.clear()
+        self.context.close()
+        self.requests.abandon()
+
+    def _scheduled_turn(self) -> None:
+        self._scheduled = False
+        self._turn()
+
+    def _turn(self) -> None:
+        if self._turning or self._closed:
+            return
+        self._turning = True
+        try:
+            sleeping = self._work_until(time.monotonic() + TURN_S)
+        finally:
+            self._turning = False
+        if not sleeping:
+            self.wake()
+
+    def _work_until(self, deadline: float) -> bool:
+        """Progress, tell and arm; False if time was up before there was quiet."""
+        ucp, handle = self._ucp, self.handle
+        while not self._closed:
+            moved = ucp.worker_progress(handle)
+            if self.requests.over or self._failed:
+                self._tell()
+            elif not moved:
+                status = ucp.worker_arm(handle)
+                if status == OK:
+                    return True
+                if status != ERR_BUSY:
+                    self._failed += [(number, status) for number in self._endpoints]
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _tell(self) -> None:
+        self.requests.tell()
+        failed, self._failed = self._failed, []
+        for number, status in failed:
+            on_failed = self._endpoints.pop(number, None)
+            if on_failed is not None:
+                on_failed(status)
+
+    def _endpoint_failed(self, number: int, _endpoint: int, status: int) -> None:
+        """UCX calls this from within its own functions: only take a note."""
+        self._failed.append((number, status))
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _moving(
+        self, params: RequestParams, memory: Memory, request: Request
+    ) -> object:
+        params.datatype = memory.datatype
+        params.memory_type = memory.memory_type
+        params.user_data = request.number
+        return ctypes.byref(params)
+
+    def _posted(self, request: Request, result: int | None) -> Request:
+        self.requests.posted(request, result)
+        self.wake()
+        return request
+
+    def _create(self) -> int:
+        params = binding.WorkerParams(
+            field_mask=binding.WORKER_THREAD_MODE | binding.WORKER_FLAGS,
+            thread_mode=binding.THREAD_MODE_SINGLE,
+            flags=binding.WORKER_IGNORE_REQUEST_LEAK,
+        )
+        handle = ctypes.c_void_p()
+        status = self._ucp.worker_create(
+            self.context.handle, ctypes.byref(params), ctypes.byref(handle)
+        )
+        self._check(status, "no worker")
+        return handle.value or 0
+
+    def _own_address(self) -> bytes:
+        attributes = binding.WorkerAttr(field_mask=binding.WORKER_ATTR_ADDRESS)
+        status = self._ucp.worker_query(self.handle, ctypes.byref(attributes))
+        self._check(status, "no address")
+        address = ctypes.string_at(attributes.address, attributes.address_length)
+        self._ucp.worker_release_address(self.handle, attributes.address)
+        return address
+
+    def _get_event_fd(self) -> int:
+        fd = ctypes.c_int()
+        status = self._ucp.worker_get_efd(self.handle, ctypes.byref(fd))
+        self._check(status, "nothing to wait on")
+        return fd.value
+
+    def _check(self, status: int, what: str) -> None:
+        if status != OK:
+            library = self.context.library
+            text = library.status_text(status)
+            raise BackendUnavailable(
+                f"UCX {library.version}: {what}: {text} (with {self._resources()})"
+            )
+
+    def _resources(self) -> str:
+        return ", ".join(map(str, self.context.resources))
+
+
+# The process that made the first worker, or 0.
+_first_process = 0
+
+
+def _check_process() -> None:
+    """Refuse the child of a process that has used UCX.
+
+    UCX has a thread for its timers and connections, which no fork copies: in the child
+    nothing would ever come up.
+    """
+    global _first_process  # noqa: PLW0603 - it is a fact of the process
+    here = os.getpid()
+    _first_process = _first_process or here
+    if _first_process != here:
+        raise BackendUnavailable(
+            f"this process was forked from {_first_process}, which had used UCX; fork "
+            f'before the first connection, or use multiprocessing\'s "spawn"'
+        )
+
+
+def _params(callback: object, fields: int = 0) -> RequestParams:
+    return RequestParams(
+        op_attr_mask=binding.OP_CALLBACK | binding.OP_USER_DATA | fields,
+        callback=ctypes.cast(callback, ctypes.c_void_p),  # type: ignore[arg-type]
+    )
+
+
+def _nothing(_status: int, _nbytes: int) -> None:
+    return
