@@ -72,8 +72,10 @@ def test_the_table_of_control_bodies() -> None:
 def test_the_labels_of_keys() -> None:
     """One for each key that is derived."""
     labels = set(
-        re.findall(r"`kvwire ((?:server|client) proof|\w+ (?:client|server))`", PAGE)
+        re.findall(
+            r"`kvwire ((?:server|client) proof|\w+ (?:client|server)|lane)`", PAGE
+        )
     )
     keys = Keys.derive(b"", bytes(32), bytes(32))
-    assert len(labels) == 2 + len(keys.seal) + len(keys.grant)
+    assert len(labels) == 2 + len(keys.seal) + len(keys.grant) + len([keys.lane])
     assert {f"seal {role.name.lower()}" for role in Role} <= labels

@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from kvwire.errors import UsageError
-from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
+from kvwire.limits import LANES_MAX, PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import Keys, check_psk, key_id, same, transcript_hash
 from kvwire.types import Role
 
@@ -41,7 +41,10 @@ def test_the_reference_is_rfc_5869() -> None:
 
 
 def all_keys(keys: Keys) -> list[bytes]:
-    return [keys.accept, keys.confirm, *keys.seal.values(), *keys.grant.values()]
+    return [
+        *(keys.accept, keys.confirm, *keys.seal.values(), *keys.grant.values()),
+        keys.lane,
+    ]
 
 
 def test_keys_are_derived_as_documented() -> None:
@@ -51,6 +54,7 @@ def test_keys_are_derived_as_documented() -> None:
         "server proof",
         "client proof",
         *("seal client", "seal server", "grant client", "grant server"),
+        "lane",
     ]
     assert all_keys(keys) == [
         hkdf(PSK, b"".join(NONCES), f"kvwire {label}".encode(), 32) for label in labels
@@ -66,7 +70,17 @@ def test_no_two_keys_are_the_same() -> None:
         Keys.derive(PSK[::-1], *NONCES),
     ]
     every = [key for keys in made for key in all_keys(keys)]
-    assert len(set(every)) == len(every) == 24
+    assert len(set(every)) == len(every) == 28
+
+
+def test_each_lane_has_a_secret_of_its_own() -> None:
+    """Which both sides can make, and nobody who has another lane's."""
+    keys = Keys.derive(PSK, *NONCES)
+    secrets = [keys.lane_secret(number) for number in range(1, LANES_MAX + 1)]
+    assert len(set(secrets)) == LANES_MAX
+    assert {len(secret) for secret in secrets} == {32}
+    assert secrets[2] == hmac.digest(keys.lane, b"\3\0\0\0", "sha256")
+    assert Keys.derive(PSK, *reversed(NONCES)).lane_secret(1) not in secrets
 
 
 def test_a_proof_is_for_one_side() -> None:

@@ -11,13 +11,31 @@ from hypothesis import strategies as st
 from kvwire.proto.seen import Seen
 
 
-@given(st.lists(st.integers(0, 40)))
-def test_it_is_a_set(numbers: list[int]) -> None:
-    """In any order, with any repetitions, from any start."""
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
+def test_it_is_a_set(steps: list[tuple[bool, int]]) -> None:
+    """In any order, with any repetitions, from any start; what was lost is new."""
     seen, model = Seen(), set[int]()
-    for number in numbers:
-        assert seen.note(number) is (number not in model)
-        model.add(number)
+    for lost, number in steps:
+        if lost and number in model:
+            seen.forget(number)
+            model.remove(number)
+        else:
+            assert seen.note(number) is (number not in model)
+            model.add(number)
+
+
+def test_what_was_lost_is_kept_until_it_comes_again() -> None:
+    """And then costs nothing any more."""
+    seen = Seen()
+    assert all(seen.note(number) for number in range(10))
+    assert seen.note(20)
+    seen.forget(3)
+    seen.forget(20)
+    assert (seen._holes, seen._beyond) == ({3}, set())
+    assert seen.note(3)
+    assert not seen.note(3)
+    assert seen.note(20)
+    assert not seen._holes
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -57,6 +57,8 @@ def plain(kind: inspect.Type) -> Any:
             return [plain(item)]
         case inspect.TupleType(item_types=items):
             return [plain(item) for item in items]
+        case inspect.UnionType():
+            return plain(_unless_none(kind))
         case inspect.StructType(fields=fields):
             return [plain(field.type) for field in fields]
     raise AssertionError(f"no value of {kind}")
@@ -64,6 +66,9 @@ def plain(kind: inspect.Type) -> Any:
 
 def beyond(kind: inspect.Type) -> Iterator[Any]:
     """Values that a type does not allow, as msgpack has them."""
+    if isinstance(kind, inspect.UnionType):
+        yield from (v for v in beyond(_unless_none(kind)) if v is not None)
+        return
     yield from _NEVER
     match kind:
         case inspect.IntType(ge=int(low), le=int(high)):
@@ -84,6 +89,12 @@ def beyond(kind: inspect.Type) -> Iterator[Any]:
             required = sum(field.required for field in fields)
             yield from (plain(kind)[: required - 1], 7)
             yield from _with_one_wrong(tuple(field.type for field in fields))
+
+
+def _unless_none(kind: inspect.UnionType) -> inspect.Type:
+    """What a field is that may be left open."""
+    (some,) = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+    return some
 
 
 def _beyond_array(kind: inspect.VarTupleType) -> Iterator[Any]:

@@ -13,19 +13,29 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from kvwire import limits
-from kvwire.errors import MalformedFrame
+from kvwire.errors import FrameTooLarge, MalformedFrame
 from kvwire.wire.control import (
     _BODIES,
     Access,
+    Aside,
     Body,
     Credit,
+    Lower,
     Ping,
+    Raise,
     Ready,
     decode_body,
     encode_body,
     narrowed,
 )
-from kvwire.wire.header import FIRST_PAYLOAD_TYPE, HANDSHAKE_TYPES, FrameType
+from kvwire.wire.header import (
+    FIRST_PAYLOAD_TYPE,
+    HANDSHAKE_TYPES,
+    Flag,
+    FrameType,
+    decode_header,
+    encode_header,
+)
 from tests.support.debug import needs_asserts
 from tests.wire.bodies import beyond, plain, values
 
@@ -119,6 +129,50 @@ def test_the_ranges_are_those_of_the_document() -> None:
     assert access["nbytes"] == inspect.IntType(ge=0, le=limits.REQUEST_BYTES_MAX)
     assert access["grant"] == inspect.IntType(ge=0, le=2**63 - 1)
     assert access["token"] == inspect.BytesType(min_length=16, max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("frame_type", "body"),
+    [
+        (
+            FrameType.RAISE,
+            Raise(
+                lane=limits.LANES_MAX,
+                backend="\U0001f980" * limits.NAME_CHARS_MAX,
+                bootstrap=bytes(limits.BOOTSTRAP_BYTES_MAX),
+            ),
+        ),
+        (
+            FrameType.LOWER,
+            Lower(
+                lane=limits.LANES_MAX,
+                reason="\U0001f980" * limits.REASON_CHARS_MAX,
+                seen=2**63 - 1,
+                missed=(2**63 - 1,) * limits.LANE_PAYLOADS_MAX,
+            ),
+        ),
+        (
+            FrameType.ASIDE,
+            Aside(
+                lane=limits.LANES_MAX,
+                segment=2**32 - 1,
+                offset=limits.REQUEST_BYTES_MAX,
+                nbytes=limits.CHUNK_BYTES_MAX,
+                check=2**32 - 1,
+                ticket=bytes(limits.TICKET_BYTES_MAX),
+            ),
+        ),
+    ],
+    ids=["RAISE", "LOWER", "ASIDE"],
+)
+def test_the_longest_body_fits_its_frame(frame_type: FrameType, body: Body) -> None:
+    """With its seal, and the bound is not much more than that."""
+    raw = encode_body(body)
+    assert decode_body(frame_type, raw) == body
+    length = len(raw) + limits.SEAL_BYTES
+    assert decode_header(encode_header(frame_type, Flag.SEALED, 0, length)).length
+    with pytest.raises(FrameTooLarge):
+        decode_header(encode_header(frame_type, Flag.SEALED, 0, length + 512))
 
 
 @needs_asserts
