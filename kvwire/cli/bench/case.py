@@ -55,11 +55,13 @@ class Sample:
         values: Seconds, or bytes a second, as the case's unit says.
         moved_bytes: From one side to the other.
         cpu_s: CPU seconds of both sides together.
+        sides_cpu_s: Of the left and of the right side, where they are known apart.
     """
 
     values: Sequence[float]
     moved_bytes: int
     cpu_s: float
+    sides_cpu_s: tuple[float, float] | None = None
 
 
 class Contender(ABC):
@@ -126,6 +128,16 @@ class Case:
     target: float
     tail: bool = False
 
+    @property
+    def contenders(self) -> list[Contender]:
+        """Everybody who does its work."""
+        return [self.ours, *self.beside]
+
+    @property
+    def required(self) -> list[Contender]:
+        """Those without whom it says nothing."""
+        return [self.ours]
+
 
 @dataclass(frozen=True, slots=True)
 class Missing:
@@ -156,7 +168,7 @@ class Benchmark:
         """Everybody who takes part, each once."""
         found: dict[int, Contender] = {}
         for case in self.cases:
-            for contender in (case.ours, *case.beside):
+            for contender in case.contenders:
                 found[id(contender)] = contender
         return list(found.values())
 
@@ -180,3 +192,16 @@ class Samples:
     def cpu_s_per_gib(self) -> float:
         """CPU seconds of both sides for a GiB moved: the median of the rounds."""
         return median(s.cpu_s * GIB / s.moved_bytes for s in self.rounds)
+
+    @property
+    def sides_cpu_s_per_gib(self) -> tuple[float, float] | None:
+        """Likewise of the left and of the right side, where they are known apart."""
+        each = [(s.sides_cpu_s, s.moved_bytes) for s in self.rounds]
+        known = [(sides, moved) for sides, moved in each if sides is not None]
+        if not known:
+            return None
+        left, right = (
+            median(sides[side] * GIB / moved for sides, moved in known)
+            for side in (0, 1)
+        )
+        return left, right

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvwire import UsageError
 from kvwire.cli.bench import overlap_command
-from kvwire.cli.bench.case import Benchmark
+from kvwire.cli.bench.case import Benchmark, Case
 from kvwire.cli.bench.document import as_text, document
 from kvwire.cli.bench.messages import messages as benchmark_messages
 from kvwire.cli.bench.plot import draw
@@ -73,7 +73,7 @@ def messages(
     _show(benchmark, findings, settings, json=json, plot=plot)
 
 
-def _measure(benchmark: Benchmark, rounds: int) -> list[Finding]:
+def _measure(benchmark: Benchmark, rounds: int) -> list[Finding[Case]]:
     columns = (
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -95,7 +95,7 @@ def _measure(benchmark: Benchmark, rounds: int) -> list[Finding]:
 
 def _show(
     benchmark: Benchmark,
-    findings: list[Finding],
+    findings: list[Finding[Case]],
     settings: dict[str, Any],
     *,
     json: Path | None,

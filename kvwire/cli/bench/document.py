@@ -10,13 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 import kvwire
-from kvwire.cli.bench.case import Benchmark, Samples
+from kvwire.cli.bench.case import Benchmark, Case, Samples
 from kvwire.cli.bench.summary import Summary, compare
 from kvwire.cli.bench.turns import Finding
 
 
 def document(
-    benchmark: Benchmark, findings: Sequence[Finding], settings: dict[str, Any]
+    benchmark: Benchmark, findings: Sequence[Finding[Case]], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The document; times are seconds, rates bytes a second.
 
@@ -53,7 +53,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _case(finding: Finding) -> dict[str, Any]:
+def _case(finding: Finding[Case]) -> dict[str, Any]:
     case = finding.case
     return {
         "name": case.name,
@@ -62,14 +62,17 @@ def _case(finding: Finding) -> dict[str, Any]:
         "target": case.target,
         **asdict(compare(finding)),
         "contenders": {
-            name: _samples(samples) for name, samples in finding.samples.items()
+            name: samples_of(samples) for name, samples in finding.samples.items()
         },
+        "failures": finding.failures,
     }
 
 
-def _samples(samples: Samples) -> dict[str, Any]:
+def samples_of(samples: Samples) -> dict[str, Any]:
+    """What one contender did in one case."""
     return {
         **asdict(Summary.of(samples.values)),
         "cpu_s_per_gib": samples.cpu_s_per_gib,
+        "sides_cpu_s_per_gib": samples.sides_cpu_s_per_gib,
         "rounds": [list(sample.values) for sample in samples.rounds],
     }

@@ -11,9 +11,10 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ ANSWER_TIMEOUT_S: Final = 120.0
 # A side that was told to end, and how long until it is killed.
 _END_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 64 * 1024
+_OUR_SIDES: Final = (sys.executable, "-m", "kvwire.cli.bench.sides")
 
 
 class Side:
@@ -33,15 +35,25 @@ class Side:
     Args:
         role: Which side it plays, such as ``"kvwire"``.
         options: For that role.
+        program: What is run with role and options; None for our own sides.
+        environment: Variables that it gets besides those of this process.
     """
 
-    def __init__(self, role: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        role: str,
+        options: Sequence[str] = (),
+        *,
+        program: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.role = role
-        self._process = subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "kvwire.cli.bench.sides", role, *options],
+        self._process = subprocess.Popen(  # noqa: S603 - a program that we know
+            [*(program or _OUR_SIDES), role, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            env={**os.environ, **(environment or {})},
         )
         self._pending = b""
 
@@ -72,6 +84,14 @@ class Side:
             raise BenchError(f"the {self.role} side of the benchmark: {found['error']}")
         assert isinstance(found, dict)
         return found
+
+    def pause(self) -> None:
+        """Stop all of its threads until :meth:`resume`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """End the process: at once if it does not end by itself. Never raises."""
@@ -116,22 +136,30 @@ class PairContender(Contender):
         name: As it is shown.
         role: What both sides play.
         options: For that role.
+        environment: Variables that both sides get.
     """
 
     _left: Side
     _right: Side
 
-    def __init__(self, name: str, role: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self._role = role
         self._options = options
+        self._environment = environment
         self._sides: list[Side] = []
         self._facts: dict[str, Any] = {}
 
     def start(self) -> None:
         """See Contender."""
         for _ in range(2):
-            self._sides.append(Side(self._role, self._options))
+            self._sides.append(self._new_side())
         self._left, self._right = self._sides
         address = self._right.call("listen")["address"]
         self._right.ask("accept")
@@ -155,12 +183,14 @@ class PairContender(Contender):
     def round(self, work: Work) -> Sample:
         """See Contender."""
         said = asdict(work)
-        before_s = self._cpu_s()
+        before = self._cpu_s()
         self._right.ask("serve", work=said)
         values = self._left.call("drive", work=said)["values"]
         self._right.answer()
+        after = self._cpu_s()
+        left_s, right_s = (b - a for a, b in zip(before, after, strict=True))
         moved_bytes = work.nbytes * work.count
-        return Sample(values, moved_bytes, self._cpu_s() - before_s)
+        return Sample(values, moved_bytes, left_s + right_s, (left_s, right_s))
 
     def stop(self) -> None:
         """See Contender."""
@@ -172,5 +202,8 @@ class PairContender(Contender):
         """See Contender."""
         return self._facts
 
-    def _cpu_s(self) -> float:
-        return sum(float(side.call("cpu")["cpu_s"]) for side in self._sides)
+    def _new_side(self) -> Side:
+        return Side(self._role, self._options, environment=self._environment)
+
+    def _cpu_s(self) -> list[float]:
+        return [float(side.call("cpu")["cpu_s"]) for side in self._sides]

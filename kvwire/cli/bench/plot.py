@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 from xml.sax.saxutils import escape
 
-from kvwire.cli.bench.case import Benchmark
+from kvwire.cli.bench.case import Benchmark, Case
 from kvwire.cli.bench.summary import Summary
 from kvwire.cli.bench.turns import Finding
 
@@ -25,7 +25,7 @@ _OTHERS: Final = ("#9aa5b1", "#bcc5ce", "#d5dbe1")
 _INK: Final = "#1f2933"
 
 
-def draw(benchmark: Benchmark, findings: Sequence[Finding]) -> str:
+def draw(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> str:
     """The picture; each case has a scale of its own, which begins at 0."""
     shapes: list[str] = []
     y = _TITLE
@@ -50,7 +50,7 @@ def draw(benchmark: Benchmark, findings: Sequence[Finding]) -> str:
     )
 
 
-def _case(finding: Finding, top: int) -> Iterator[str]:
+def _case(finding: Finding[Case], top: int) -> Iterator[str]:
     case = finding.case
     summaries = {
         name: Summary.of(samples.values) for name, samples in finding.samples.items()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvwire.cli.bench.case import Samples
+from kvwire.cli.bench.case import Case, Samples
 from kvwire.cli.bench.turns import Finding
 
 
@@ -65,12 +65,13 @@ class Comparison:
     met: bool | None = None
 
 
-def compare(finding: Finding) -> Comparison:
+def compare(finding: Finding[Case]) -> Comparison:
     """Judge a case by its medians."""
     case = finding.case
     others = {
         contender.name: median(finding.samples[contender.name].values)
         for contender in case.beside
+        if contender.name in finding.samples
     }
     if not others:
         return Comparison()

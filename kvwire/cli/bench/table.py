@@ -19,18 +19,18 @@ MET: Final = Text("met", style="green")
 MISSED: Final = Text("missed", style="red")
 
 
-def render(benchmark: Benchmark, findings: Sequence[Finding]) -> RenderableType:
+def render(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> RenderableType:
     """Two tables, and the lines below them."""
     return Group(
         _judged(benchmark, findings),
         Text(),
         _everybody(findings),
         Text(),
-        *(Text(line) for line in _lines(benchmark)),
+        *(Text(line) for line in _lines(benchmark, findings)),
     )
 
 
-def _judged(benchmark: Benchmark, findings: Sequence[Finding]) -> Table:
+def _judged(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Table:
     table = _table(f"kvwire bench {benchmark.name}: medians")
     for name in ("kvwire", "p99", "best beside it", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -54,14 +54,14 @@ def _target(case: Case, comparison: Comparison) -> Text:
     return Text(aim) + {None: Text(""), True: MET, False: MISSED}[comparison.met]
 
 
-def _best(finding: Finding, comparison: Comparison) -> str:
+def _best(finding: Finding[Case], comparison: Comparison) -> str:
     if not comparison.best:
         return "nobody took part"
     middle = median(finding.samples[comparison.best].values)
     return f"{_shown(finding.case, middle)} {comparison.best}"
 
 
-def _everybody(findings: Sequence[Finding]) -> Table:
+def _everybody(findings: Sequence[Finding[Case]]) -> Table:
     """Who did what, and what it cost: CPU seconds of both sides for a GiB."""
     table = _table("everybody: median, CPU s/GiB")
     names = list(dict.fromkeys(name for f in findings for name in f.samples))
@@ -104,7 +104,10 @@ def _shown(case: Case, value: float) -> str:
     return f"{value * case.unit.scale:.{1 if case.unit.less_is_better else 2}f}"
 
 
-def _lines(benchmark: Benchmark) -> Iterator[str]:
+def _lines(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Iterator[str]:
     yield from benchmark.notes
+    for finding in findings:
+        for name, reason in finding.failures.items():
+            yield f"{name} failed, {finding.case.name}: {reason}"
     for absent in benchmark.missing:
         yield f"{absent.name} is not installed and was left out: {absent.remedy}"

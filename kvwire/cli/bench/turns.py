@@ -3,42 +3,81 @@
 A machine is not the same from one minute to the next. So nobody does all of their work
 at once: in each round every contender of every case does a little, one after the other,
 and who begins changes from round to round.
+
+A contender that fails is out of that case, with its reason, and is started anew before
+its next one. If the case says nothing without it, the benchmark ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from kvwire.cli.bench.case import Benchmark, Case, Contender, Samples
+from kvwire.cli.bench.case import Contender, Samples, Work
+from kvwire.cli.bench.errors import BenchError
+
+
+class Entry(Protocol):
+    """What one round consists of; a :class:`~kvwire.cli.bench.case.Case` is one."""
+
+    @property
+    def name(self) -> str:
+        """As progress is reported."""
+
+    @property
+    def work(self) -> Work:
+        """What everybody does."""
+
+    @property
+    def contenders(self) -> Sequence[Contender]:
+        """Who does it."""
+
+    @property
+    def required(self) -> Sequence[Contender]:
+        """Whose failure ends the benchmark."""
+
+
+E = TypeVar("E", bound=Entry)
+E_co = TypeVar("E_co", bound=Entry, covariant=True)
+
+
+class Plan(Protocol[E_co]):
+    """A list of them, such as a :class:`~kvwire.cli.bench.case.Benchmark`."""
+
+    @property
+    def cases(self) -> Sequence[E_co]:
+        """Its rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Generic[E]):
     """Everything measured in one case.
 
     Attributes:
         case: The case.
-        samples: By the contender's name.
+        samples: By the contender's name; those that failed are not in it.
+        failures: Why the others have none, by name.
     """
 
-    case: Case
+    case: E
     samples: dict[str, Samples]
+    failures: dict[str, str] = field(default_factory=dict)
 
 
-def steps(benchmark: Benchmark, rounds: int) -> int:
-    """How often :func:`take_turns` reports progress."""
-    return (rounds + 1) * sum(1 + len(case.beside) for case in benchmark.cases)
+def steps(plan: Plan[Entry], rounds: int) -> int:
+    """How often :func:`take_turns` reports progress, unless somebody fails."""
+    return (rounds + 1) * sum(len(case.contenders) for case in plan.cases)
 
 
 def take_turns(
-    benchmark: Benchmark, rounds: int, progress: Callable[[str], None]
-) -> list[Finding]:
+    plan: Plan[E], rounds: int, progress: Callable[[str], None]
+) -> list[Finding[E]]:
     """Run a benchmark.
 
     Args:
-        benchmark: What to run.
+        plan: What to run.
         rounds: How often each contender of each case does its work, after one time
             that does not count.
         progress: Called before each step with what it is.
@@ -47,41 +86,75 @@ def take_turns(
         BenchError: It cannot be run, or bytes were damaged.
     """
     findings = [
-        Finding(case, {contender.name: Samples() for contender in _all(case)})
-        for case in benchmark.cases
+        Finding(case, {contender.name: Samples() for contender in case.contenders})
+        for case in plan.cases
     ]
-    with _started(benchmark):
+    with _team() as team:
         for number in range(-1, rounds):
             for finding in findings:
-                case = finding.case
-                for contender in _in_turn(case, number):
-                    progress(f"{case.name}: {contender.name}")
-                    if number < 0:
-                        contender.check(case.work)
-                        contender.round(case.work)
-                    else:
-                        samples = finding.samples[contender.name]
-                        samples.rounds.append(contender.round(case.work))
+                for contender in _in_turn(finding, number):
+                    progress(f"{finding.case.name}: {contender.name}")
+                    team.take_turn(finding, contender, number)
     return findings
 
 
-@contextmanager
-def _started(benchmark: Benchmark) -> Iterator[None]:
-    contenders = benchmark.contenders
-    try:
-        for contender in contenders:
-            contender.start()
-        yield
-    finally:
-        for contender in contenders:
+class _Team:
+    """Who of them has been started, and who cannot be."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Contender] = {}
+        self._unable: dict[int, BenchError] = {}
+
+    def take_turn(self, finding: Finding[E], contender: Contender, number: int) -> None:
+        try:
+            self._ready(contender)
+            if number < 0:
+                contender.check(finding.case.work)
+                contender.round(finding.case.work)
+            else:
+                sample = contender.round(finding.case.work)
+                finding.samples[contender.name].rounds.append(sample)
+        except BenchError as exc:
+            self._stop(contender)
+            if contender in finding.case.required:
+                raise
+            del finding.samples[contender.name]
+            finding.failures[contender.name] = str(exc)
+
+    def stop(self) -> None:
+        """End everybody."""
+        for contender in list(self._running.values()):
+            self._stop(contender)
+
+    def _ready(self, contender: Contender) -> None:
+        """Start it, unless it runs; what could not be started is not tried again."""
+        key = id(contender)
+        if key in self._unable:
+            raise self._unable[key]
+        if key not in self._running:
+            self._running[key] = contender
+            try:
+                contender.start()
+            except BenchError as exc:
+                self._unable[key] = exc
+                raise
+
+    def _stop(self, contender: Contender) -> None:
+        if self._running.pop(id(contender), None):
             contender.stop()
 
 
-def _all(case: Case) -> list[Contender]:
-    return [case.ours, *case.beside]
+@contextmanager
+def _team() -> Iterator[_Team]:
+    team = _Team()
+    try:
+        yield team
+    finally:
+        team.stop()
 
 
-def _in_turn(case: Case, number: int) -> list[Contender]:
-    contenders = _all(case)
+def _in_turn(finding: Finding[E], number: int) -> list[Contender]:
+    contenders = list(finding.case.contenders)
     first = number % len(contenders)
-    return contenders[first:] + contenders[:first]
+    in_turn = contenders[first:] + contenders[:first]
+    return [c for c in in_turn if c.name not in finding.failures]

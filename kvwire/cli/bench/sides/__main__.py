@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvwire.cli.bench.case import Work
+from kvwire.cli.bench.sides.fragments_half import FragmentsHalf
 from kvwire.cli.bench.sides.half import CALLS, Half
 from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
 from kvwire.cli.bench.sides.overlap_half import OverlapHalf
@@ -18,6 +18,7 @@ from kvwire.cli.bench.sides.streams_half import StreamsHalf
 
 HALVES: Final[dict[str, Callable[[dict[str, str]], Half]]] = {
     "kvwire": lambda options: KvwireHalf(options["transport"]),
+    "fragments": lambda options: FragmentsHalf(options["transport"]),
     "overlap": lambda options: OverlapHalf(options["transport"]),
     "streams": lambda _: StreamsHalf(),
     "sockets": lambda _: SocketsHalf(),
@@ -32,7 +33,7 @@ async def answer(half: Half, line: bytes) -> dict[str, Any]:
         if name not in CALLS:
             raise ValueError(f"there is no call {name!r}")
         if "work" in arguments:
-            arguments["work"] = Work(**arguments["work"])
+            arguments["work"] = half.work_type(**arguments["work"])
         found: dict[str, Any] = await getattr(half, name)(**arguments)
     except Exception as exc:  # noqa: BLE001 - it is reported by the other process
         return {"error": f"{name}: {type(exc).__name__}: {exc}"}

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from kvwire.cli.bench.case import Work
 
@@ -25,7 +25,12 @@ class Half(ABC):
 
     The order of calls is listen, accept and connect; then for each work prepare, use,
     both checks, and any number of rounds.
+
+    Attributes:
+        work_type: What its works are.
     """
+
+    work_type: ClassVar[type[Work]] = Work
 
     @abstractmethod
     async def listen(self) -> dict[str, Any]:

@@ -1,0 +1,10 @@
+"""Programs of the peers: what others' libraries do with the same fragments.
+
+They run in whatever interpreter has the peer installed, which need not have kvwire. So
+nothing here imports kvwire: a program needs NumPy, its peer, and
+:mod:`~kvwire.cli.bench.peers.serving` beside it.
+
+Like a half of a pair, a program reads calls as lines of JSON and writes an answer to
+each. A work names two files with the offsets of the fragments, so that everybody moves
+the same ones.
+"""

@@ -1,0 +1,97 @@
+"""Mooncake's transfer engine over TCP: one batch of all fragments, as anybody would.
+
+It refuses batches of some thousand with -1. Then the same fragments go in smaller ones,
+and the facts say so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import socket
+from typing import Any, Final
+
+import numpy as np
+from mooncake.engine import TransferEngine
+
+from .serving import HOST, Peer
+
+# The largest that was taken, of those that were tried.
+_SMALLER_BATCH: Final = 1024
+
+
+class Program(Peer):
+    """One engine; the left one reads and writes the right one's memory."""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self._engine = TransferEngine()
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = probe.getsockname()[1]
+        where = f"{HOST}:{port}"
+        if self._engine.initialize(where, "P2PHANDSHAKE", "tcp", ""):
+            raise RuntimeError(f"the engine cannot listen at {where}")
+        if self._engine.register_memory(self.base, self.memory.size):
+            raise RuntimeError(f"cannot register {self.memory.size} bytes")
+        self._remote = ""
+        self._remote_base = 0
+        self._lists: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._batch = 0
+
+    def listen(self) -> dict[str, Any]:
+        """See Peer."""
+        where = f"{HOST}:{self._engine.get_rpc_port()}"
+        return {"address": {"where": where, "base": self.base}}
+
+    def connect(self, address: Any) -> dict[str, Any]:
+        """See Peer."""
+        self._remote, self._remote_base = address["where"], address["base"]
+        name = "mooncake-transfer-engine-non-cuda"
+        return {"mooncake": importlib.metadata.version(name)}
+
+    def use(self, work: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """See Peer; the lists it takes are made here, outside of what is timed."""
+        super().use(work, given)
+        theirs = np.load(work["right"]) + self._remote_base
+        count = self._batch = work["count"]
+        ours = self.offsets + self.base
+        self._lists = (ours.tolist(), theirs.tolist(), [work["nbytes"]] * count)
+        return {}
+
+    def drive(self) -> dict[str, Any]:
+        """See Peer; says in how many batches it went."""
+        found = super().drive()
+        if self._batch < self.work["count"]:
+            found["note"] = (
+                f"one batch of {self.work['count']} fragments returned -1; they went "
+                f"in batches of {self._batch}"
+            )
+        return found
+
+    def move(self) -> None:
+        """See Peer."""
+        count = self.work["count"]
+        status = self._move(self._batch)
+        if status and self._batch > _SMALLER_BATCH:
+            self._batch = _SMALLER_BATCH
+            status = self._move(self._batch)
+        if status:
+            raise RuntimeError(
+                f"{count} fragments in batches of {self._batch}: returned {status}"
+            )
+
+    def _move(self, batch: int) -> int:
+        ours, theirs, lengths = self._lists
+        engine = self._engine
+        push = self.work["verb"] == "push"
+        call = (
+            engine.batch_transfer_sync_write
+            if push
+            else engine.batch_transfer_sync_read
+        )
+        for first in range(0, len(ours), batch):
+            part = slice(first, first + batch)
+            status = call(self._remote, ours[part], theirs[part], lengths[part])
+            if status:
+                return int(status)
+        return 0

@@ -1,0 +1,149 @@
+"""Reading calls and answering them; the memory that all programs have alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+CALLS: Final = frozenset(
+    {
+        *("listen", "accept", "connect", "prepare", "use"),
+        *("fill", "digest", "drive", "serve", "cpu"),
+    }
+)
+HOST: Final = "127.0.0.1"
+_DIGEST_BYTES: Final = 16
+
+
+class Peer(ABC):
+    """One side. The right one listens and serves, the left one drives.
+
+    The order of calls is listen, accept and connect; then for each work prepare, use,
+    and any number of rounds. A work is ``verb`` ("push" or "pull"), ``nbytes`` of a
+    fragment, their ``count``, and for each side the name of a file with offsets.
+
+    Args:
+        options: ``pool_bytes`` is how much memory to have.
+
+    Attributes:
+        memory: The pool.
+        work: What was prepared last.
+        offsets: Where its fragments begin in the pool.
+    """
+
+    def __init__(self, options: dict[str, str]) -> None:
+        # Written to, so that no page is missing when it is timed.
+        self.memory = np.full(int(options["pool_bytes"]), 1, np.uint8)
+        self.work: dict[str, Any] = {}
+        self.offsets = np.zeros(0, np.int64)
+
+    @property
+    def base(self) -> int:
+        """The address of the pool."""
+        return int(self.memory.ctypes.data)
+
+    @abstractmethod
+    def listen(self) -> dict[str, Any]:
+        """Right: what the left side needs, as ``address``."""
+
+    def accept(self) -> dict[str, Any]:
+        """Right: wait for the left one, where that is needed."""
+        return {}
+
+    @abstractmethod
+    def connect(self, address: Any) -> dict[str, Any]:
+        """Left: connect; the answer is facts for the JSON document."""
+
+    def prepare(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Right: get ready; the answer is given to :meth:`use`."""
+        self._take(work, "right")
+        return {}
+
+    def use(self, work: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Left: get ready."""
+        del given
+        self._take(work, "left")
+        return {}
+
+    def fill(self) -> dict[str, Any]:
+        """Random bytes into the whole pool; the digest of what travels."""
+        words = self.memory[: self.memory.size // 8 * 8].view(np.uint64)
+        words[:] = np.random.default_rng().integers(0, 2**63, words.size, np.uint64)
+        return self.digest()
+
+    def digest(self) -> dict[str, Any]:
+        """Of the fragments' bytes, in their order."""
+        found = hashlib.blake2b(self.fragments()[self.rows], digest_size=_DIGEST_BYTES)
+        return {"digest": found.hexdigest()}
+
+    def drive(self) -> dict[str, Any]:
+        """Left: move everything once; ``values`` is one rate in bytes a second."""
+        began = time.perf_counter()
+        self.move()
+        elapsed_s = time.perf_counter() - began
+        return {"values": [self.work["nbytes"] * self.work["count"] / elapsed_s]}
+
+    @abstractmethod
+    def move(self) -> None:
+        """Left: move everything once; over when it is where it belongs."""
+
+    def serve(self) -> dict[str, Any]:
+        """Right: what :meth:`drive` needs of it."""
+        return {}
+
+    def cpu(self) -> dict[str, Any]:
+        """CPU seconds of this process and all of its threads."""
+        return {"cpu_s": time.process_time()}
+
+    def fragments(self) -> npt.NDArray[np.uint8]:
+        """The pool as an array with a row for each place of a fragment."""
+        nbytes = self.work["nbytes"]
+        whole = self.memory[: self.memory.size // nbytes * nbytes]
+        return whole.reshape(-1, nbytes)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Which of these rows travel."""
+        rows: npt.NDArray[np.int64] = self.offsets // self.work["nbytes"]
+        return rows
+
+    def _take(self, work: dict[str, Any], side: str) -> None:
+        self.work = work
+        self.offsets = np.load(work[side])
+
+
+def serve(program: type[Peer], options: dict[str, str]) -> None:
+    """Answer call after call until the input ends."""
+    # Ctrl-C reaches every process of a terminal; this one ends with its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Libraries print what they like: the answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    peer: Peer | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            peer = peer or program(options)
+            found = _call(peer, asked["call"], asked["arguments"])
+        except Exception as exc:  # noqa: BLE001 - it is reported by the other process
+            found = {"error": f"{asked['call']}: {type(exc).__name__}: {exc}"}
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+    # Threads of a peer that never end would keep the interpreter from ending.
+    os._exit(0)
+
+
+def _call(peer: Peer, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    if name not in CALLS:
+        raise ValueError(f"there is no call {name!r}")
+    found: dict[str, Any] = getattr(peer, name)(**arguments)
+    return found

@@ -1,0 +1,202 @@
+"""kvwire moves blocks of a paged cache: pull and push, in both layouts."""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+import kvwire
+from kvwire.cli.bench.case import Work
+from kvwire.cli.bench.fragment_work import (
+    LEFT,
+    RIGHT,
+    FragmentWork,
+    block_ids,
+    offsets,
+)
+from kvwire.cli.bench.sides.half import HOST, Half, digest
+
+GO: Final = 1
+# A block is 2 components x 16 tokens x 8 heads of 2 bytes: what is left are its dims.
+TOKENS: Final = 16
+HEADS: Final = 8
+_BYTES_PER_DIM: Final = 2 * TOKENS * HEADS * 2
+
+
+class Pool:
+    """The memory of one side and the cache in it."""
+
+    def __init__(self, work: FragmentWork, side: int) -> None:
+        dims = work.layer_bytes // _BYTES_PER_DIM
+        block = (2, TOKENS, HEADS, dims)
+        # Written to, so that no page is missing when it is timed.
+        self.memory = np.full(work.pool_bytes, side, np.uint8)
+        whole = self.memory.view(np.float16)
+        spec = kvwire.KVSpec(
+            layers=work.layers,
+            kv_heads=HEADS,
+            head_dim=dims,
+            block_tokens=TOKENS,
+            dtype="float16",
+        )
+        tensors: npt.NDArray[np.float16] | list[npt.NDArray[np.float16]]
+        if work.cross_layer:
+            tensors = whole.reshape(work.pool_blocks, work.layers, *block)
+        else:
+            tensors = list(whole.reshape(work.layers, work.pool_blocks, *block))
+        self.cache = kvwire.PagedCache(spec, tensors)
+        self.blocks = block_ids(work, side).tolist()
+        self._fragments = offsets(work, side) // work.nbytes
+        self._shape = (-1, work.nbytes)
+
+    def fill(self) -> str:
+        """Random bytes into every block; the digest of those that travel."""
+        rng = np.random.default_rng()
+        self.memory.view(np.uint64)[:] = rng.integers(
+            0, 2**63, self.memory.size // 8, np.uint64
+        )
+        return self.digest()
+
+    def digest(self) -> str:
+        """Of the bytes that travel, in their order."""
+        return digest(self.memory.reshape(self._shape)[self._fragments].data)
+
+
+class FragmentsHalf(Half):
+    """The left side pulls or pushes, the right one publishes or expects.
+
+    Args:
+        transport: Its name.
+    """
+
+    work_type = FragmentWork
+
+    _communicator: kvwire.Communicator
+    _connection: kvwire.Connection
+    _pool: Pool
+
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
+        self._opened = False
+        self._number = 0
+        self._work: FragmentWork | None = None
+
+    async def listen(self) -> dict[str, Any]:
+        """See Half."""
+        await self._open("bench-right")
+        address = await self._communicator.listen(f"tcp://{HOST}:0")
+        return {"address": str(address)}
+
+    async def accept(self) -> dict[str, Any]:
+        """See Half."""
+        self._connection = await self._communicator.accept()
+        return {}
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        """See Half."""
+        await self._open("bench-left")
+        self._connection = await self._communicator.connect(
+            address, transport=self._transport
+        )
+        return {
+            "kvwire": kvwire.__version__,
+            "python": platform.python_version(),
+            "transport": str(self._connection.transport_report),
+        }
+
+    async def prepare(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        self._have(work, RIGHT)
+        return {}
+
+    async def use(self, work: Work, given: dict[str, Any]) -> dict[str, Any]:
+        """See Half."""
+        self._have(work, LEFT)
+        return {}
+
+    async def check_left(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        pool = self._have(work, LEFT)
+        sent = pool.fill() if work.verb == "push" else ""
+        await self._ask(work, pool)
+        return {"digest": sent or pool.digest()}
+
+    async def check_right(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        pool = self._have(work, RIGHT)
+        sent = pool.fill() if work.verb == "pull" else ""
+        await self._offer(work, pool)
+        return {"digest": sent or pool.digest()}
+
+    async def drive(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        elapsed_s = await self._ask(work, self._have(work, LEFT))
+        return {"values": [work.count * work.nbytes / elapsed_s]}
+
+    async def serve(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        await self._offer(work, self._have(work, RIGHT))
+        return {}
+
+    async def close(self) -> None:
+        """See Half."""
+        if self._opened:
+            self._communicator.abort()
+            await self._communicator.close()
+
+    async def _open(self, name: str) -> None:
+        self._communicator = await kvwire.open(name=name)
+        self._opened = True
+
+    def _have(self, work: Work, side: int) -> Pool:
+        assert isinstance(work, FragmentWork)
+        if self._work != work:
+            self._work = None
+            self._pool = Pool(work, side)
+            self._work = work
+        return self._pool
+
+    async def _ask(self, work: Work, pool: Pool) -> float:
+        """Left: one transfer; seconds from the first call to its outcome."""
+        self._number += 1
+        connection = self._connection
+        await connection.recv(GO)
+        began = time.perf_counter()
+        end: kvwire.Incoming | kvwire.Outgoing
+        if work.verb == "pull":
+            end = connection.pull(self._number, pool.cache, pool.blocks)
+        else:
+            end = connection.push(self._number, pool.cache, pool.blocks)
+            _mark_all(end)
+        outcome = await end
+        elapsed_s = time.perf_counter() - began
+        _check(outcome)
+        await end.drained()
+        return elapsed_s
+
+    async def _offer(self, work: Work, pool: Pool) -> None:
+        """Right: the other end of it, ready before the left one begins."""
+        self._number += 1
+        end: kvwire.Incoming | kvwire.Outgoing
+        if work.verb == "pull":
+            end = self._communicator.publish(self._number, pool.cache, pool.blocks)
+            _mark_all(end)
+        else:
+            end = self._communicator.expect(self._number, pool.cache, pool.blocks)
+        await self._connection.send(GO, b"")
+        _check(await end)
+        await end.drained()
+
+
+def _mark_all(outgoing: kvwire.Outgoing) -> None:
+    outgoing.ready()
+    outgoing.finish()
+
+
+def _check(outcome: kvwire.Outcome) -> None:
+    if not outcome.complete:
+        raise RuntimeError(f"the transfer did not end well: {outcome!r}")
