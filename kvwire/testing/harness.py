@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvwire
-from kvwire import Address, Communicator, Config, Connection, UsageError
+from kvwire import Address, Communicator, Config, Connection, UsageError, registry
 from kvwire.testing.faults import FaultPlan, injected
 
 
@@ -56,7 +56,8 @@ async def loopback(
             lets the handshake through.
         config: Of both; None for the environment alone.
         address: Where to listen. By default a free name for ``inproc`` and a free
-            port of the loopback address for every other backend.
+            port of the loopback address for every other backend; one without addresses
+            of its own carries the data beside tcp.
         **arguments: Keys of Config that override it, on both sides.
 
     Raises:
@@ -72,7 +73,9 @@ async def loopback(
             f"either"
         )
     if address is None:
-        address = "inproc://" if backend == "inproc" else f"{backend}://127.0.0.1:0"
+        links = registry.load(backend).capabilities.links
+        scheme = backend if links else "tcp"
+        address = "inproc://" if backend == "inproc" else f"{scheme}://127.0.0.1:0"
     async with (
         kvwire.open(config, **{"name": "a", **arguments}) as a,
         kvwire.open(config, **{"name": "b", **arguments}) as b,
