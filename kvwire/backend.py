@@ -151,6 +151,9 @@ class LinkHandler(ABC):
 class Link(ABC):
     """A backend's pipe between two peers. Not thread-safe: used on its loop only."""
 
+    pausable: bool = False
+    """Whether it has ``pause`` and ``resume``; caches in device memory need them."""
+
     @abstractmethod
     def start(self, handler: LinkHandler) -> None:
         """Begin to receive. Called once, before anything is sent."""
@@ -181,6 +184,14 @@ class Link(ABC):
     @abstractmethod
     def abort(self) -> None:
         """End the link now and drop what is queued. Never raises."""
+
+    def pause(self) -> None:
+        """Hand over no further header until ``resume``; a payload under way goes on."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """Go on after ``pause``; as ever, no callback comes from inside the call."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

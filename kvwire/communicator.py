@@ -19,6 +19,7 @@ from kvwire.backend import API_VERSION, Backend, Link, Listener
 from kvwire.buffer_table import BufferTable
 from kvwire.config import Config
 from kvwire.connection import Connection
+from kvwire.devices import Devices
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
@@ -103,6 +104,7 @@ class Communicator(Offering):
     Attributes:
         config: Its configuration.
         buffers: The memory its users have lent it.
+        devices: The devices that some of that memory belongs to.
     """
 
     def __init__(self, config: Config) -> None:
@@ -112,6 +114,7 @@ class Communicator(Offering):
         self.config = config
         self.buffers = BufferTable()
         self.loop = asyncio.get_running_loop()
+        self.devices = Devices(self.loop, config.chunk_bytes)
         self.exchange = Exchange()
         self.recovery = Recovery(self)
         self._reception = Reception(self)
@@ -365,6 +368,7 @@ class Communicator(Offering):
         for pump in list(self._pumps):
             await asyncio.shield(pump.ended)
         await self._reception.close()
+        self.devices.close()
         for backend in self._backends.values():
             await backend.aclose()
 

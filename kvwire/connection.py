@@ -56,6 +56,7 @@ from kvwire.wire.control import Access as AccessBody
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator
+    from kvwire.staged import Staged
 
 Deadline = float | timedelta | None
 _TAG_MAX: Final = 2**64 - 1
@@ -97,7 +98,7 @@ class Connection(Asking):
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
-        pump.connect(core, self._on_event, self._lost)
+        pump.connect(core, communicator.devices, self._on_event, self._lost)
         self._raising = Raising(
             core,
             pump.lanes,
@@ -113,6 +114,11 @@ class Connection(Asking):
     def __repr__(self) -> str:
         state = self.core.phase.value
         return f"<Connection to {self.peer} over {self.transport}, {state}>"
+
+    @property
+    def staged(self) -> Staged:
+        """What of its payload lies in device memory."""
+        return self._pump.staged
 
     @property
     def closed(self) -> bool:

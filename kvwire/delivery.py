@@ -85,9 +85,11 @@ class Delivery(Attempt):
         Raises:
             ProfileMismatch: The two halves do not fit; names the fields.
             UsageError: The consumer says what it has of blocks that there are not.
+            BackendUnavailable: This connection cannot move memory of the device.
         """
         self._phases.note("met")
         out, self.peer_end = self.outgoing, description.end
+        self.connection.staged.open(out.cache.device)
         description.require_same_hashes(out.hashes)
         peer = description.read_geometry()
         # Without hashes on both sides nobody knows that it has the same blocks.

@@ -92,6 +92,30 @@ class Incoming(KVTransfer):
             assert self.outcome is not None
             raise PeerCancelled(f"layer {layer} did not land: {self.outcome.missing!r}")
 
+    def layer_event(self, layer: int, group: str | None = None) -> Any:
+        """An event behind which a layer that has landed may be read.
+
+        For streams of the device that the cache lies on. The layer has landed for the
+        host as well, so the event has fired: it names the order for tools and for
+        streams of other devices, and costs the stream that waits for it nothing.
+
+        Returns:
+            An event of the library that moves the cache: torch's or CuPy's.
+
+        Raises:
+            UsageError: There is no such layer, it has not landed, or the cache lies in
+                host memory.
+        """
+        self._check_layer(layer, group)
+        device = self.cache.device
+        if device is None:
+            raise UsageError(
+                "layer_event: this cache lies in host memory; await layer(n)"
+            )
+        if not self._has(layer, group):
+            raise UsageError(f"layer_event: layer {layer} has not landed yet")
+        return self.communicator.devices.desk(device).landed.native
+
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
         """Whether a layer of every block has landed.
 
@@ -197,8 +221,11 @@ class Incoming(KVTransfer):
 
         Raises:
             ProfileMismatch: The two halves do not fit; names the fields.
+            BackendUnavailable: This connection cannot move memory of the device.
         """
         self.phases.note("met")
+        assert self.receipt is not None
+        self.receipt.connection.staged.open(self.cache.device)
         description.require_same_hashes(self.hashes)
         if self.met not in (b"", description.end):
             raise ProfileMismatch(

@@ -56,7 +56,7 @@ from dataclasses import dataclass, field
 
 from kvwire.backend import Landing, Payload
 from kvwire.limits import MIB
-from kvwire.types import Address, Role
+from kvwire.types import Address, MemoryKind, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,12 @@ class Lane(ABC):
     """Payload that may be under way: the lane's rate times its round trip, and more.
 
     A larger window only delays what is more urgent and comes later.
+    """
+    memory_kinds: frozenset[MemoryKind] = frozenset({MemoryKind.HOST})
+    """Where payloads may lie.
+
+    To a lane that does not name its kind, device memory comes by way of the host. Host
+    memory goes on the control link where this has no HOST.
     """
 
     @property

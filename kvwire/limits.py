@@ -63,6 +63,11 @@ LANE_PAYLOADS_MAX: Final = 256
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
 
+# --- staging --------------------------------------------------------------------------
+# Chunks of a device's memory in pinned host memory, per connection and direction: one
+# is copied, one moves on the wire, and one waits, so that neither waits for the other.
+STAGING_SLOTS: Final = 3
+
 # --- tables ---------------------------------------------------------------------------
 # Requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096

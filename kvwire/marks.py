@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvwire.after import Afters, Failure
 from kvwire.claims import Claims
+from kvwire.devices import Devices
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import UNNAMED, Ids
 from kvwire.kv.paged import PagedCache
@@ -82,6 +84,7 @@ class Marks:
         lists: Mapping[str, Ids],
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None],
+        devices: Devices,
     ) -> None:
         self.log: list[Mark] = []
         self.finished = False
@@ -89,6 +92,7 @@ class Marks:
         self._loop = loop
         self._thread = threading.get_ident()
         self._wake = wake
+        self._afters = Afters(devices)
         self._woken = False
         self._lock = threading.Lock()
         self._later = 0
@@ -127,21 +131,17 @@ class Marks:
         """
         names = [group] if group is not None else self._unnamed(layers, blocks)
         made = [self._mark(name, layers, blocks) for name in names]
-        if after is not None and not hasattr(after, "add_done_callback"):
-            raise UsageError(
-                f"after={type(after).__name__}: pass a future, or None; the events of "
-                f"a GPU need a transport that moves its memory"
-            )
+        wait = None if after is None else self._afters.prepare(after)
         with self._lock:
             self._claim(made)
-            if after is None:
+            if wait is None:
                 self.log.extend(made)  # bounded: SEGMENTS_MAX
             else:
                 self._later += 1
-        if after is None:
+        if wait is None:
             self.wake()
         else:
-            after.add_done_callback(lambda done: self._arrived(made, done))
+            wait(lambda failure: self._arrived(made, failure))
 
     def finish(self, *, partial: bool) -> None:
         """No mark will come any more.
@@ -188,8 +188,7 @@ class Marks:
         self._woken = False
         self._wake()
 
-    def _arrived(self, made: list[Mark], after: Any) -> None:
-        failure = _failure(after)
+    def _arrived(self, made: list[Mark], failure: Failure) -> None:
         with self._lock:
             # In this order: the log is whole before `all_in` says so.
             if failure:
@@ -296,12 +295,3 @@ def _index(which: object, where: str) -> int:
 
 def _span(held: range, indices: range) -> str:
     return f"{held.start + indices.start} to {held.start + indices.stop - 1}"
-
-
-def _failure(after: Any) -> str:
-    """How a future failed; "" if it did not."""
-    try:
-        after.result()
-    except BaseException as exc:  # noqa: BLE001 - whatever it failed with
-        return f"failed: {type(exc).__name__}: {exc}"
-    return ""

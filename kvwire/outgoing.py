@@ -56,7 +56,13 @@ class Outgoing(KVTransfer):
         self.consumers = consumers
         self.hashes = digest(listed_hashes(hashes, self.geometry))
         self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
-        self.marks = Marks(self.cache, self.lists, self.loop, self._marked)
+        self.marks = Marks(
+            self.cache,
+            self.lists,
+            self.loop,
+            self._marked,
+            self.communicator.devices,
+        )
         self.deliveries: list[Delivery] = []
 
     def extend(self, blocks: Blocks) -> None:
@@ -91,7 +97,9 @@ class Outgoing(KVTransfer):
             blocks: A position in the transfer's block list (not a block id), or a
                 slice; None for all.
             group: Of a hybrid model's cache; None where there is one group.
-            after: A future: the part is ready when it is done.
+            after: The part is ready when this is done: a future, or a torch or CuPy
+                event that was recorded on the stream that writes it. The caller does
+                not wait, nor does the device.
 
         Raises:
             UsageError: There is no such part, or it was marked before.

@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.buffer_table import BufferTable
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
-from kvwire.integrity import matches
-from kvwire.lanes import Lanes
+from kvwire.integrity import check_of, matches
+from kvwire.kv.fragments import Fragments
+from kvwire.lanes import Half, Lanes
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
-from kvwire.memory.checksum import checksum
 from kvwire.opening import Opening
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import AsideReceived, Ended, Event
 from kvwire.proto.flows import Arrival, Chunk, Place
+from kvwire.staged import Staged
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
+    from kvwire.devices import Devices
     from kvwire.proto.handshake import Agreement
 
 logger = logging.getLogger("kvwire")
@@ -49,12 +51,14 @@ class Pump(LinkHandler):
         link: The link.
         core: The protocol of the connection, once the handshake is over.
         lanes: Its data paths beside the link, then too.
+        staged: What of its payload lies in device memory.
         held: Messages that nobody has asked for yet, by the core's numbers.
         ended: Set when the link and its lanes have closed: nothing touches memory any
             more.
     """
 
     lanes: Lanes
+    staged: Staged
     _on_event: Callable[[Event], None]
     _on_lost: Callable[[], bool]
 
@@ -91,6 +95,7 @@ class Pump(LinkHandler):
     def connect(
         self,
         core: Core,
+        devices: Devices,
         on_event: Callable[[Event], None],
         on_lost: Callable[[], bool],
     ) -> None:
@@ -101,9 +106,17 @@ class Pump(LinkHandler):
         """
         self._opening = None
         self.core = core
+        self.staged = Staged(
+            core,
+            self.link,
+            self._buffers,
+            devices,
+            run=self.run,
+            check_ended=self._check_ended,
+        )
         self.lanes = Lanes(
             core,
-            self._buffers,
+            self.staged,
             self._loop,
             check_payload=self._check,
             run=self.run,
@@ -148,6 +161,8 @@ class Pump(LinkHandler):
                     assert arrival.buffer is not None
                     assert isinstance(payload, memoryview)
                     self.held[arrival.buffer] = payload
+                if self.staged.landed(arrival, self._in_place, intact=intact):
+                    return
                 core.body_received(arrival, now, intact=intact)
         except ProtocolError as exc:
             self._broken(exc)
@@ -158,6 +173,7 @@ class Pump(LinkHandler):
         """See LinkHandler."""
         assert isinstance(token, Chunk)
         assert self.core is not None
+        self.staged.sent(token)
         self.core.chunk_sent(token)
         self.run()
 
@@ -178,6 +194,7 @@ class Pump(LinkHandler):
             self._opening.link_closed(error)
         if self.core is not None:
             self.lanes.end()
+            self.staged.link_gone()
             self.core.link_lost(_as_closed(error))
             self.run()
         self._check_ended()
@@ -191,7 +208,7 @@ class Pump(LinkHandler):
         if self._running:
             return  # called from inside a run, which goes on until nothing is left
         outbox = core.outbox
-        if outbox.events or outbox.frames or core.sending:
+        if outbox.events or outbox.frames or core.sending or self.staged.ready:
             self._carry_out(core)
         if self._buffers.holds.drained:
             self._buffers.collect()
@@ -225,7 +242,7 @@ class Pump(LinkHandler):
         self._running = True
         try:
             while True:
-                if outbox.frames or core.sending:
+                if outbox.frames or core.sending or self.staged.ready:
                     self._send(core)
                 flushed = self.lanes.flush()
                 if not outbox.events:
@@ -276,33 +293,54 @@ class Pump(LinkHandler):
             header, body = frames.popleft()
             link.send(header, memoryview(body))
         queued_bytes = 0
-        lanes = self.lanes
+        lanes, ready = self.lanes, self.staged.ready
         while link.queued_bytes < LINK_QUEUE_BYTES:
             if (lanes.up or not lanes.fallback) and lanes.full:
                 break
-            chunk = core.next_chunk()
+            if not ready and self.staged.full:
+                break
+            chunk = ready.popleft() if ready else core.next_chunk()
             if chunk is None:
                 break
-            queued_bytes += chunk.length
             half = lanes.pick(link.queued_bytes) if lanes.up else None
-            if half is None or chunk.length < half.lane.bytes_min:
-                self._send_chunk(core, chunk)
-            else:
-                header, body = lanes.send(half, chunk)
-                link.send(header, memoryview(body))
+            queued_bytes += self._send_chunk(core, chunk, half)
         return queued_bytes
 
-    def _send_chunk(self, core: Core, chunk: Chunk) -> None:
-        payload = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
-        check = checksum(payload) if self._check else None
-        self.link.send(core.chunk_header(chunk, check), payload, chunk)
+    def _send_chunk(self, core: Core, chunk: Chunk, half: Half | None) -> int:
+        """Hand a chunk to what carries it, or to staging; the bytes handed over."""
+        payload = self.staged.payload(chunk)
+        if half is not None and self.lanes.carries(half, payload):
+            header, body = self.lanes.send(half, chunk, payload)
+            self.link.send(header, memoryview(body))
+        elif isinstance(payload, Fragments) and payload.device is not None:
+            self.staged.stage(chunk, payload)
+            return 0
+        else:
+            check = check_of(payload) if self._check else None
+            self.link.send(core.chunk_header(chunk, check), payload, chunk)
+        return chunk.length
 
     def _destination(self, arrival: Arrival) -> Payload | None:
         place, length = arrival.place, arrival.header.length
-        if place is Place.BUFFER:
-            assert arrival.buffer is not None
-            return self._buffers.part(arrival.buffer, arrival.offset, length)
-        return None if place is Place.NOWHERE else memoryview(bytearray(length))
+        if place is not Place.BUFFER:
+            return None if place is Place.NOWHERE else memoryview(bytearray(length))
+        assert arrival.buffer is not None
+        part = self._buffers.part(arrival.buffer, arrival.offset, length)
+        if not isinstance(part, Fragments) or part.device is None:
+            return part
+        if arrival.lane and self.lanes.takes(arrival.lane, part.device.kind):
+            return part
+        return self.staged.land(arrival, part)
+
+    def _in_place(self, arrival: Arrival) -> None:
+        """A staged payload of the link has been copied to where it belongs."""
+        if self._closed:
+            return
+        assert self.core is not None
+        try:
+            self.core.body_received(arrival, self._loop.time())
+        except ProtocolError as exc:
+            self._broken(exc)
 
     def _receive_aside(self, event: AsideReceived) -> None:
         arrival = event.arrival
@@ -318,7 +356,9 @@ class Pump(LinkHandler):
     def _check_ended(self) -> None:
         if not self._closed or self.ended.done():
             return
-        if self.core is None or (self._on_lost() and self.lanes.quiet):
+        if self.core is None or (
+            self._on_lost() and self.lanes.quiet and self.staged.quiet
+        ):
             self.ended.set_result(None)
 
     def _end_link(self, *, graceful: bool) -> None:
@@ -335,6 +375,8 @@ class Pump(LinkHandler):
         if self.link.received_bytes != self._seen_bytes:
             self._seen_bytes = self.link.received_bytes
             core.heard(now)
+        elif self.staged.paused:
+            core.heard(now)  # it is we who do not listen
         core.tick(now)
         self.run()
         if core.error is None:

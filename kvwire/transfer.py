@@ -186,6 +186,9 @@ class KVTransfer:
         self.tokens = tokens
         self.lists = self.listed(blocks)
         self.geometry: Geometry = describe(cache, self.lists, tokens)
+        if cache.device is not None:
+            # That a device does not work is known before anything is promised.
+            communicator.devices.desk(cache.device)
         self.deadline = absolute(deadline)
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
         self.phases = Phases()

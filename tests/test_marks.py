@@ -12,6 +12,8 @@ import pytest
 
 from kvwire import KVSpec, PagedCache, UsageError
 from kvwire import marks as module
+from kvwire.devices import Devices
+from kvwire.limits import MIB
 from kvwire.marks import Mark, Marks
 
 SPEC = KVSpec(
@@ -39,7 +41,8 @@ def marks_of(*groups: str) -> tuple[Marks, list[int]]:
     made, woken = cache(*groups), list[int]()
     lists = made.block_lists({name: [5, 1, 3] for name in groups} or [5, 1, 3])
     loop = asyncio.get_running_loop()
-    marks = Marks(made, lists, loop, lambda: woken.append(len(marks.log)))
+    devices = Devices(loop, MIB)
+    marks = Marks(made, lists, loop, lambda: woken.append(len(marks.log)), devices)
     return marks, woken
 
 

@@ -41,6 +41,7 @@ class InprocLink(Link):
         remote: Where the peer listens, on the side that connected.
     """
 
+    pausable = True
     _peer: InprocLink
 
     def __init__(
@@ -66,6 +67,7 @@ class InprocLink(Link):
         # The frame whose header the handler has seen, and where its payload goes.
         self._landing: Landing | None = None
         self._received_bytes = 0
+        self._paused = False
         self._woken = False
 
     # --- the contract -----------------------------------------------------------------
@@ -128,6 +130,15 @@ class InprocLink(Link):
         if self._handler is None:
             self._end_unstarted()
         self.wake_peer()
+        self.wake()
+
+    def pause(self) -> None:
+        """See :class:`~kvwire.backend.Link`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """See :class:`~kvwire.backend.Link`."""
+        self._paused = False
         self.wake()
 
     @property
@@ -194,6 +205,8 @@ class InprocLink(Link):
     def _receive(self, handler: LinkHandler) -> None:
         budget = WAKEUP_BYTES
         while self._ending is None and (frame := self._into.head()) is not None:
+            if self._paused and self._landing is None:
+                return
             if budget <= 0:
                 self.wake()
                 return

@@ -31,7 +31,9 @@ class TcpLink(Duplex, Link):
         door: Where the socket goes if it turns out to be a lane.
     """
 
+    pausable = True
     _handler: LinkHandler
+    _frames: FrameReader
 
     def __init__(
         self,
@@ -42,6 +44,8 @@ class TcpLink(Duplex, Link):
     ) -> None:
         super().__init__(sock, remote, loop)
         self._door = door
+        # Paused links look away, or the loop would wake us for what may not be read.
+        self._watching = True
 
     @property
     def remote_address(self) -> Address | None:
@@ -54,7 +58,8 @@ class TcpLink(Duplex, Link):
         assert not self._ended, "a closed link is not started"
         self._handler = handler
         first = FirstHeader(self, handler) if self._door is not None else handler
-        self._begin(FrameReader(self, first))
+        self._frames = FrameReader(self, first)
+        self._begin(self._frames)
 
     def send(
         self,
@@ -70,16 +75,53 @@ class TcpLink(Duplex, Link):
         if not self._closing:
             self._queue.push(header, payload, token)
 
+    def pause(self) -> None:
+        """See :class:`~kvwire.backend.Link`."""
+        self._frames.paused = True
+
+    def resume(self) -> None:
+        """See :class:`~kvwire.backend.Link`."""
+        self._frames.paused = False
+        if not self._ended:
+            self._loop.call_soon(self._go_on)
+
     def is_link(self) -> None:
         """A frame has come: from now on its handler is told without a detour."""
-        assert isinstance(self._reader, FrameReader)
-        self._reader.handler = self._handler
+        self._frames.handler = self._handler
 
     def is_lane(self, preamble: bytes) -> None:
         """The socket is a lane's: as a link it ends here."""
         assert self._door is not None
         sock = self._detach(ConnectionLost("it is not a connection but a lane of one"))
         self._door.admit(sock, self._remote, preamble)
+
+    def _on_readable(self) -> None:
+        if self._frames.waits:
+            self._watching = False
+            self._loop.remove_reader(self._sock)
+        else:
+            super()._on_readable()
+
+    def _receive(self) -> bool:
+        return not self._frames.waits and super()._receive()
+
+    def _go_on(self) -> None:
+        """Hand over what came while it was paused, and look at the socket again."""
+        if self._ended or self._frames.paused:
+            return
+        try:
+            self._frames.deliver(0)
+        except Exception as exc:  # noqa: BLE001 - a handler's bug ends this only
+            self._handler_failed(exc)
+            return
+        if not self._watching and self._listens:
+            self._watching = True
+            self._loop.add_reader(self._sock, self._on_readable)
+
+    @property
+    def _listens(self) -> bool:
+        """Whether there is anything that may still be received."""
+        return not (self._ended or self._end_of_stream or self._failure)
 
     def _sent(self, token: object) -> None:
         self._handler.frame_sent(self, token)

@@ -60,7 +60,10 @@ class FrameReader:
     Attributes:
         handler: Another one may take its place, also from within a callback.
         received_bytes: Bytes received since the link began.
-        drained: Whether the last call got less than it asked for: nothing is left.
+        drained: Whether the last call got less than it asked for: nothing is left. Or
+            nothing more may be handed over.
+        paused: Set it to have no further header handed over; then, unset, call
+            ``deliver(0)`` for those that have come meanwhile.
         stopped: Set by :meth:`stop`, often from within a callback.
     """
 
@@ -76,6 +79,7 @@ class FrameReader:
         "_target",
         "drained",
         "handler",
+        "paused",
         "received_bytes",
         "stopped",
     )
@@ -97,7 +101,13 @@ class FrameReader:
         self._target: memoryview | Iovecs | None = None
         self.received_bytes = 0
         self.drained = False
+        self.paused = False
         self.stopped = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether no more may be received now: it is paused, between two frames."""
+        return self.paused and self._landing is None
 
     @property
     def position(self) -> str:
@@ -172,7 +182,7 @@ class FrameReader:
         scratch, headers = self._scratch, self._headers
         self._held = end
         # A callback may stop us, which leaves nothing held.
-        while (body := begin + HEADER_BYTES) <= self._held:
+        while not self.paused and (body := begin + HEADER_BYTES) <= self._held:
             landing = handler.header_received(link, headers[begin:body])
             if self.stopped:
                 return
@@ -187,6 +197,7 @@ class FrameReader:
             handler.body_received(link, landing)
         if self.stopped:
             return
+        self.drained = self.drained or self.paused
         self._held = end - begin
         if begin and begin < end:
             scratch[: end - begin] = scratch[begin:end]

@@ -72,7 +72,10 @@ def test_a_cuda_array_in_place() -> None:
 def test_bfloat16_of_a_cuda_array_is_bytes() -> None:
     """What torch's own interface says of it, and CuPy's of a view of its bytes."""
     for typestr in ("<V2", "<u2"):
-        tensor_view(CudaArray(typestr=typestr), "t").require_dtype("bfloat16", "t")
+        view = tensor_view(CudaArray(typestr=typestr), "t")
+        view.require_dtype("bfloat16", "t")
+        with pytest.raises(UsageError, match="the spec says float16"):
+            view.require_dtype("float16", "t")
 
 
 def test_which_gpu_a_cuda_array_is_on() -> None:

@@ -44,9 +44,9 @@ class Desk:
         self.inbound = _Way(ops, call_soon, slot_bytes, "into")
 
     @property
-    def landed(self) -> Event | None:
-        """The last event behind which memory has landed; it has fired."""
-        return self.inbound.last
+    def landed(self) -> Event:
+        """An event behind which lies all that has landed."""
+        return self.inbound.last or self.inbound.stream.record()
 
     def to_host(self, source: Fragments, slot: memoryview, done: Done) -> None:
         """Copy device memory into a pinned slot of the same length.

@@ -1,0 +1,77 @@
+"""The devices whose memory one communicator moves, made when they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from kvwire.errors import BackendUnavailable, KVWireError
+from kvwire.memory.device.ops import DeviceOps, device_ops
+from kvwire.memory.staging.desk import Desk, Waiters
+from kvwire.types import Device
+
+
+class Devices:
+    """Streams and threads for devices, on behalf of one loop.
+
+    Args:
+        loop: The communicator's.
+        chunk_bytes: The most bytes that are moved at once.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, chunk_bytes: int) -> None:
+        self._loop = loop
+        self._chunk_bytes = chunk_bytes
+        self._lock = threading.Lock()
+        # As many as there are devices in this host.
+        self._desks: dict[Device, Desk] = {}
+        self._waiters: dict[Device, Waiters] = {}
+
+    def desk(self, device: Device) -> Desk:
+        """Where the memory of a device is copied from and to. On the loop.
+
+        Raises:
+            BackendUnavailable: The device does not work, and why.
+        """
+        if device not in self._desks:
+            # bounded by the devices of this host
+            self._desks[device] = _tried(
+                device,
+                lambda: Desk(
+                    device_ops(device),
+                    self._loop.call_soon_threadsafe,
+                    self._chunk_bytes,
+                ),
+            )
+        return self._desks[device]
+
+    def waiters(self, ops: DeviceOps) -> Waiters:
+        """Who waits for events of a device. From any thread."""
+        with self._lock:
+            if ops.device not in self._waiters:
+                # bounded by the devices of this host
+                self._waiters[ops.device] = Waiters(
+                    ops, self._loop.call_soon_threadsafe
+                )
+            return self._waiters[ops.device]
+
+    def close(self) -> None:
+        """Let go of every stream once its work is done; never blocks."""
+        with self._lock:
+            for waiters in self._waiters.values():
+                waiters.close()
+            self._waiters.clear()
+        for desk in self._desks.values():
+            desk.close()
+        self._desks.clear()
+
+
+def _tried(device: Device, make: Any) -> Any:
+    """What ``make`` makes; the library's errors as ours."""
+    try:
+        return make()
+    except KVWireError:
+        raise
+    except Exception as exc:
+        raise BackendUnavailable(f"{device} does not work: {exc}") from exc
