@@ -111,7 +111,16 @@ TABLE = (
     Layer(
         covers=("kvwire.integrations",),
         kvwire=_PUBLIC,
-        others={"numpy", "torch", "transformers", "vllm"},
+        others={
+            *("httpx", "numpy", "starlette", "torch", "transformers", "uvicorn"),
+            *("prometheus_client", "vllm"),
+        },
+    ),
+    # Programs for interpreters that need not have kvwire.
+    Layer(
+        covers=("kvwire.cli.bench.peers",),
+        kvwire=set(),
+        others={"mooncake", "nixl_cu12", "numpy", "torch", "ucxx"},
     ),
     Layer(
         covers=("kvwire.cli", "kvwire.__main__"),

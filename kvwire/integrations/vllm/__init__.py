@@ -1,0 +1,35 @@
+"""kvwire as a KV connector of vLLM: prefill in one engine, decode in another.
+
+vLLM loads it by the path of this module::
+
+    --kv-transfer-config '{"kv_connector": "KvwireConnector",
+        "kv_connector_module_path": "kvwire.integrations.vllm",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"listen": "127.0.0.1:7400"}}'
+
+``python -m kvwire.integrations.vllm.proxy`` sends each request to both. Only
+:class:`KvwireConnector` needs vLLM; what it is made of does not, and is tested without:
+
+* :class:`~kvwire.integrations.vllm.scheduler.SchedulerSide` says what moves when.
+* :class:`~kvwire.integrations.vllm.worker.WorkerSide` moves it.
+* :class:`~kvwire.integrations.vllm.metadata.Step` is what the first tells the second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvwire.integrations.vllm.connector import KvwireConnector
+
+__all__ = ["KvwireConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KvwireConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvwire.integrations.vllm.connector import (  # noqa: PLC0415 - vLLM is heavy
+        KvwireConnector,
+    )
+
+    return KvwireConnector

@@ -1,0 +1,119 @@
+"""What ``kv_connector_extra_config`` says: a few keys of our own, then kvwire's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvwire.config import Config
+from kvwire.errors import UsageError
+from kvwire.types import Address
+
+PULL: Final = "pull"
+PUSH: Final = "push"
+LAYER: Final = "layer"
+CHUNK: Final = "chunk"
+REQUEST: Final = "request"
+
+_CHOICES: Final = {"mode": (PULL, PUSH), "stream": (LAYER, CHUNK, REQUEST)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How one engine takes part.
+
+    Attributes:
+        listen: Where its first rank listens; rank r has the port r higher. Port 0 takes
+            any free one, for requests whose prefill answers before decode begins.
+        advertise: The host that peers dial, where it is not the one of ``listen``.
+        mode: ``"pull"``: decode fetches. ``"push"``: prefill sends. The same on both.
+        stream: When prefill sends: each ``"layer"`` when it is written, each
+            ``"chunk"`` of a prompt after its forward pass (for engines that run full
+            CUDA graphs, where no layer hook is called), or the whole ``"request"``.
+        gate_layers: So many last layers may still be on their way when decode begins;
+            its forward pass waits for each in turn. 0: it begins when all are here.
+        fingerprint: Names the weights, where model configs alone cannot tell them.
+        load_timeout_s: After this what has not arrived is computed instead, or fails,
+            as vLLM's ``kv_load_failure_policy`` says.
+        fence_s: How long a preemption waits for links to let go of its blocks before
+            the links are dropped; transfers of other requests then resume.
+    """
+
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    mode: str = PULL
+    stream: str = LAYER
+    gate_layers: int = 0
+    fingerprint: str = ""
+    load_timeout_s: float = 300.0
+    fence_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise UsageError(
+                    f"kv_connector_extra_config: {name}={value!r} is none of "
+                    f"{', '.join(choices)}"
+                )
+        for name in ("listen", "advertise", "fingerprint"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(
+                    f"kv_connector_extra_config: {name}={getattr(self, name)!r}: a text"
+                )
+        for name in ("load_timeout_s", "fence_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise UsageError(
+                    f"kv_connector_extra_config: {name}={value!r}: seconds above 0"
+                )
+        gate = self.gate_layers
+        if type(gate) is not int or gate < 0:
+            raise UsageError(
+                f"kv_connector_extra_config: gate_layers={gate!r}: a number of layers"
+            )
+        Address.parse(self.listen)
+
+    @property
+    def needs_layer_hooks(self) -> bool:
+        """Whether the engine has to call us between layers, so no full CUDA graphs."""
+        return self.stream == LAYER or self.gate_layers > 0
+
+    def address(self, rank: int) -> Address:
+        """Where a rank listens."""
+        first = Address.parse(self.listen)
+        if not first.port:
+            return first
+        return dataclasses.replace(first, port=first.port + rank)
+
+    def advertised(self, bound: Address) -> str:
+        """What peers are told of a bound address."""
+        if self.advertise:
+            bound = dataclasses.replace(bound, host=self.advertise)
+        return str(bound)
+
+
+def read_settings(
+    extra: Mapping[str, Any], profile: Mapping[str, str]
+) -> tuple[Settings, Config]:
+    """Read ``kv_connector_extra_config``.
+
+    Args:
+        extra: The connector's own keys, see :class:`Settings`, and those of
+            :class:`kvwire.Config`, which are passed on.
+        profile: What both engines must agree on; a profile in ``extra`` adds to it.
+
+    Raises:
+        UsageError: A key is unknown or its value is not allowed; names it.
+    """
+    own = {field.name for field in dataclasses.fields(Settings)}
+    settings = Settings(**{key: extra[key] for key in extra.keys() & own})
+    wire = {key: value for key, value in extra.items() if key not in own}
+    said = wire.pop("profile", {})
+    if not isinstance(said, Mapping):
+        raise UsageError(
+            f"kv_connector_extra_config: profile={said!r}: names with texts"
+        )
+    return settings, Config.load(profile={**profile, **said}, **wire)

@@ -1,0 +1,249 @@
+"""The connector itself: vLLM's interface, forwarded to one of the two sides.
+
+vLLM makes one in its scheduler and one in each worker. Its interface gains and loses
+methods between releases; what is there is asked for by name, never by version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from kvwire.errors import UsageError
+from kvwire.integrations.vllm.caches import CacheShape
+from kvwire.integrations.vllm.config import PUSH, Settings, read_settings
+from kvwire.integrations.vllm.metadata import Step
+from kvwire.integrations.vllm.scheduler import SchedulerSide
+from kvwire.integrations.vllm.worker import WorkerSide
+
+logger = logging.getLogger("kvwire")
+
+
+@dataclasses.dataclass
+class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
+    """A :class:`Step` as vLLM carries it from its scheduler to its workers."""
+
+    step: Step
+
+
+@dataclasses.dataclass
+class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # likewise
+    """Where a worker listens, as vLLM carries it to its scheduler."""
+
+    address: str
+
+
+class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewise
+    """kvwire between two engines of vLLM; see docs/howto/use-with-vllm.md.
+
+    Args:
+        vllm_config: vLLM's.
+        role: Scheduler or worker.
+        kv_cache_config: vLLM's.
+
+    Raises:
+        UsageError: ``kv_connector_extra_config`` cannot be used, or this model cannot.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        shape = cache_shape(vllm_config, kv_cache_config)
+        self._settings, config = read_settings(
+            transfer.kv_connector_extra_config,
+            {"vllm_model": model_digest(vllm_config), "kv_mode": ""},
+        )
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == base.KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                self._settings, str(transfer.engine_id), shape.block_tokens
+            )
+            return
+        profile = config.profile | {"kv_mode": self._settings.mode}
+        shape = dataclasses.replace(
+            shape,
+            rank=vllm_config.parallel_config.rank % shape.ranks,
+            fingerprint=self._settings.fingerprint,
+        )
+        name = config.name or f"vllm-{transfer.engine_id}"[:64]
+        self._worker = WorkerSide(
+            self._settings, config.replace(profile=profile, name=name), shape
+        )
+
+    # --- scheduler --------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See vLLM."""
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """See vLLM."""
+        groups = blocks.get_block_ids()
+        ids = list(groups[0]) if groups else []
+        self._scheduling.allocated(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See vLLM."""
+        return StepMetadata(self._scheduling.step(scheduler_output))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM."""
+        return self._scheduling.finished(request)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
+        """See vLLM."""
+        self._scheduling.hear_addresses(
+            {rank: said.address for rank, said in metadata.items()}
+        )
+
+    # --- worker -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """See vLLM."""
+        self._working.register(kv_caches)
+
+    def get_handshake_metadata(self) -> ListeningAt:
+        """See vLLM."""
+        return ListeningAt(self._working.address)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """See vLLM; releases before 2026 pass the preempted requests themselves."""
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._working.fence(kv_connector_metadata.step.preempted)
+        else:
+            self._working.fence(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+        """See vLLM."""
+        super().bind_connector_metadata(connector_metadata)
+        self._working.begin_step(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See vLLM."""
+        self._working.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See vLLM."""
+        self._working.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """See vLLM."""
+        self._working.layer_written(layer_name)
+
+    def wait_for_save(self) -> None:
+        """See vLLM; nothing is waited for, blocks are held until they have drained."""
+        self._working.step_written()
+
+    def get_finished(
+        self, finished_req_ids: Iterable[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """See vLLM."""
+        sent, received = self._working.finished(finished_req_ids)
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See vLLM."""
+        return self._working.take_errors()
+
+    def shutdown(self) -> None:
+        """See vLLM."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # --- both -------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See vLLM."""
+        settings, _ = read_settings(extra_config, {})
+        return settings.needs_layer_hooks
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "vLLM called a worker as a scheduler"
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "vLLM called a scheduler as a worker"
+        return self._worker
+
+
+def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
+    """What vLLM says about its caches.
+
+    Raises:
+        UsageError: The model's layers need several cache groups.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise UsageError(
+            f"this model has {len(groups)} KV cache groups ({kinds}); KvwireConnector "
+            "moves one. Models with sliding windows have one with "
+            "--disable-hybrid-kv-cache-manager; Mamba layers are not supported"
+        )
+    spec = groups[0].kv_cache_spec
+    for field in ("num_kv_heads", "head_size", "block_size"):
+        if not hasattr(spec, field):
+            raise UsageError(
+                f"KV cache of kind {type(spec).__name__} has no {field}; only "
+                "attention over blocks is supported"
+            )
+    mla = bool(getattr(vllm_config.model_config, "use_mla", False))
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if parallel.pipeline_parallel_size > 1:
+        raise UsageError("KvwireConnector supports pipeline_parallel_size=1 only")
+    total = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
+    return CacheShape(
+        block_tokens=spec.block_size,
+        kv_heads=spec.num_kv_heads,
+        total_kv_heads=total,
+        head_dim=spec.head_size,
+        mla=mla,
+        ranks=ranks,
+    )
+
+
+def model_digest(vllm_config: Any) -> str:
+    """What two engines of one model have in common, wherever its files lie."""
+    model = vllm_config.model_config
+    facts = {
+        key: value
+        for key, value in model.hf_config.to_dict().items()
+        if key not in _OF_THE_FILES
+    }
+    facts |= {
+        "revision": str(model.revision),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# What a model's config says about where it came from.
+_OF_THE_FILES = {
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "_commit_hash",
+}
+
+__all__ = ["PUSH", "KvwireConnector", "ListeningAt", "Settings", "StepMetadata"]

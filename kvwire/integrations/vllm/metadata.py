@@ -1,0 +1,170 @@
+"""What the scheduler's side tells the workers in each step, and each other's addresses.
+
+vLLM carries these objects from its scheduler process to its workers; no peer ever sends
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvwire.errors import UsageError
+
+# Of one engine; as many as kvwire allows shards of one group.
+_REMOTES_MAX: Final = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class Send:
+    """A prompt whose KV goes to another engine begins to be computed.
+
+    Attributes:
+        request_id: vLLM's name of the request.
+        transfer_id: What both engines call the transfer.
+        tokens: Of the prompt.
+        blocks: Those known so far, in token order.
+        hashes: Of the full blocks that the whole prompt has.
+        remote: The other engine's ranks; empty where decode comes by itself.
+    """
+
+    request_id: str
+    transfer_id: str
+    tokens: int
+    blocks: list[int]
+    hashes: list[bytes]
+    remote: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """What this step computes of a prompt that is sent.
+
+    Attributes:
+        request_id: vLLM's name of the request.
+        blocks: That were added since the last step.
+        stop: Tokens that are computed when the step is over.
+    """
+
+    request_id: str
+    blocks: list[int]
+    stop: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """A prompt whose KV comes from another engine.
+
+    Attributes:
+        request_id: vLLM's name of the request.
+        transfer_id: What both engines call the transfer.
+        tokens: Of the prompt.
+        blocks: Where it goes, in token order, with those that are here already.
+        cached: How many leading blocks are here.
+        hashes: Of the full blocks.
+        remote: The other engine's ranks.
+        declined: Nothing is wanted any more; the other engine may free its blocks.
+    """
+
+    request_id: str
+    transfer_id: str
+    tokens: int
+    blocks: list[int]
+    cached: int
+    hashes: list[bytes]
+    remote: tuple[str, ...]
+    declined: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """Everything that the workers have to know for one step.
+
+    Attributes:
+        sends: Prompts that begin to be sent.
+        written: What is computed of them.
+        loads: Prompts that begin to be fetched.
+        preempted: Requests whose blocks are about to be overwritten.
+    """
+
+    sends: list[Send] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What ``kv_transfer_params`` of a request ask of this engine.
+
+    Attributes:
+        sends: Its KV goes to another engine (``do_remote_decode``).
+        loads: Its KV comes from another engine (``do_remote_prefill``).
+        transfer_id: What both engines call the transfer; "" if none was given.
+        remote: Addresses of the other engine's ranks, in rank order.
+    """
+
+    sends: bool = False
+    loads: bool = False
+    transfer_id: str = ""
+    remote: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, params: Mapping[str, Any] | None) -> Wanted:
+        """Read what a client, usually a proxy, has sent with a request.
+
+        Raises:
+            UsageError: A value is of another kind than it should be.
+        """
+        if not params:
+            return cls()
+        transfer_id = params.get("transfer_id") or ""
+        remote = params.get("remote") or ()
+        if not isinstance(transfer_id, str):
+            raise UsageError(f"kv_transfer_params: transfer_id={transfer_id!r}: a text")
+        if isinstance(remote, str):
+            remote = remote.split(",")
+        if (
+            not isinstance(remote, list | tuple)
+            or len(remote) > _REMOTES_MAX
+            or not all(isinstance(one, str) and one for one in remote)
+        ):
+            raise UsageError(
+                f"kv_transfer_params: remote={remote!r}: the addresses of the other "
+                f"engine's ranks, at most {_REMOTES_MAX}"
+            )
+        return cls(
+            sends=bool(params.get("do_remote_decode")),
+            loads=bool(params.get("do_remote_prefill")),
+            transfer_id=transfer_id,
+            remote=tuple(remote),
+        )
+
+    def check(self, *, pushed: bool) -> None:
+        """Refuse what lacks something.
+
+        Args:
+            pushed: Prefill sends, rather than decode fetches.
+
+        Raises:
+            UsageError: Names what is missing.
+        """
+        if self.loads and not self.transfer_id:
+            raise UsageError("kv_transfer_params: do_remote_prefill needs transfer_id")
+        asks = self.sends if pushed else self.loads
+        if asks and not self.remote:
+            raise UsageError(
+                "kv_transfer_params: remote is missing, the addresses of the other "
+                "engine's ranks"
+            )
+
+
+def answer(transfer_id: str, remote: tuple[str, ...]) -> dict[str, Any]:
+    """The ``kv_transfer_params`` with which decode finds what prefill has computed."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote": list(remote),
+    }

@@ -1,0 +1,163 @@
+"""One prompt's KV on its way in, from one or several ranks of another engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
+from kvwire.errors import KVWireError
+from kvwire.integrations.vllm.metadata import Load
+from kvwire.integrations.vllm.peers import Peers
+from kvwire.integrations.vllm.topology import Route
+from kvwire.kv.blocks import Ids
+
+logger = logging.getLogger("kvwire")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """How a prompt's KV came.
+
+    Attributes:
+        missing: Ids of the blocks that did not.
+        outcomes: Of each transfer; empty if none was begun.
+    """
+
+    missing: Ids
+    outcomes: Sequence[Outcome] = ()
+
+
+class Arrival:
+    """One prompt's KV, from one prefill engine.
+
+    Args:
+        engine: Whose loop it runs on.
+        load: What is fetched.
+        cache: Where it goes.
+        peers: Connections, for a pull.
+        route: Which ranks it comes from.
+        timeout_s: After this what has not arrived is missing.
+
+    Attributes:
+        done: Resolves when nothing of kvwire can touch the blocks any more; never
+            fails.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        load: Load,
+        cache: PagedCache,
+        peers: Peers,
+        route: Route,
+        timeout_s: float,
+    ) -> None:
+        self.load = load
+        self._engine = engine
+        self._cache = cache
+        self._peers = peers
+        self._route = route
+        self._timeout_s = timeout_s
+        self._parts: list[Incoming] = []
+        self._begun = False
+        self._reason = ""
+        self._beginning: asyncio.Future[list[Incoming]] | None = None
+        self.done: concurrent.futures.Future[Arrived] = engine.start(self._run)
+
+    def landed(self, layer: int) -> bool:
+        """Whether a layer of every block is here; from any thread, does not wait.
+
+        It may answer late, and is never wrong.
+        """
+        return self._begun and all(part.layer_landed(layer) for part in self._parts)
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        """Wait until a layer of every block is here, or the transfer is over.
+
+        Returns:
+            Whether the layer is here.
+        """
+        if not self.landed(layer):
+
+            async def gate(_: Communicator) -> None:
+                for part in self._parts:
+                    await part.layer(layer)
+
+            waiting = self._engine.start(gate)
+            try:
+                waiting.result(timeout_s)
+            except (KVWireError, TimeoutError):
+                waiting.cancel()
+        return self.landed(layer)
+
+    def abort(self, reason: str) -> None:
+        """End it; the blocks are free when :attr:`done` says so. Does not wait."""
+        self._reason = reason
+        self._engine.start(self._abort)
+
+    # --- on the loop ------------------------------------------------------------------
+
+    async def _run(self, communicator: Communicator) -> Arrived:
+        load = self.load
+        own = np.asarray(load.blocks[load.cached :], np.int64)
+        self._beginning = asyncio.ensure_future(self._begin(communicator))
+        try:
+            self._parts = await self._beginning
+        except (KVWireError, OSError, asyncio.CancelledError) as exc:
+            said = self._reason or str(exc) or repr(exc)
+            logger.warning("transfer %s was not begun: %s", self._route.id, said)
+            return Arrived(own)
+        self._begun = True
+        if self._reason or load.declined:
+            await self._abort(communicator)
+        outcomes = [await part for part in self._parts]
+        for part in self._parts:
+            await part.drained()
+        missing = [outcome.missing.ids() for outcome in outcomes]
+        lost = np.unique(np.concatenate(missing))
+        if lost.size and not self._reason and not load.declined:
+            logger.warning(
+                "transfer %s: %d of %d blocks did not arrive: %s",
+                self._route.id,
+                lost.size,
+                own.size,
+                "; ".join(outcomes[0].missing.reasons),
+            )
+        return Arrived(lost, outcomes)
+
+    async def _begin(self, communicator: Communicator) -> list[Incoming]:
+        load = self.load
+        options: dict[str, Any] = {
+            "tokens": load.tokens,
+            "hashes": load.hashes or None,
+            "have": load.hashes[: load.cached] if load.cached else None,
+            "deadline": timedelta(seconds=self._timeout_s),
+        }
+        blocks = load.blocks
+        if load.declined:
+            # Something has to be asked for, to be given up in the same turn.
+            blocks, options = [0], {"tokens": 1}
+        peers = self._route.peers
+        if self._route.pushed:
+            return [
+                communicator.expect(peer.id, self._cache, blocks, **options)
+                for peer in peers
+            ]
+        links = [await self._peers.connection(peer.address) for peer in peers]
+        return [
+            link.pull(self._route.id, self._cache, blocks, **options) for link in links
+        ]
+
+    async def _abort(self, communicator: Communicator) -> None:
+        if self._beginning is not None and not self._parts:
+            self._beginning.cancel()
+        for part in self._parts:
+            part.abort(self._reason or "not wanted any more")

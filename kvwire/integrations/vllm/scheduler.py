@@ -1,0 +1,251 @@
+"""The scheduler's side: what is sent and fetched, and when blocks may be freed.
+
+::
+
+    a prompt to send      first step --> Send, then Written for each step
+                          all written, request over --> its blocks wait until drained
+                          preempted or aborted before --> the workers abort it
+    a prompt to fetch     matched --> blocks allocated --> Load --> vLLM waits for it
+                          over before it was scheduled --> Load(declined)
+
+Nothing here waits or moves a byte. vLLM's objects are read, never written, except the
+``do_remote_prefill`` of a request: once it is acted on it is cleared, because a request
+that was preempted comes back and must compute what it had fetched before.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvwire.errors import UsageError
+from kvwire.integrations.vllm.config import PUSH, REQUEST, Settings
+from kvwire.integrations.vllm.metadata import (
+    Load,
+    Send,
+    Step,
+    Wanted,
+    Written,
+    answer,
+)
+from kvwire.kv.hashing import HashScheme
+
+logger = logging.getLogger("kvwire")
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that is sent.
+
+    Attributes:
+        send: What the workers are told of it.
+        blocks: Added since the workers heard of it.
+        named: How many they have heard of.
+        written: Tokens computed when the scheduled steps are over.
+        begun: The workers know of it.
+        lost: It was preempted after it had begun, so nothing more is sent.
+    """
+
+    send: Send
+    blocks: list[int] = field(default_factory=list)
+    named: int = 0
+    written: int = 0
+    begun: bool = False
+    lost: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it goes, or has gone, to the workers."""
+        return self.begun and not self.lost and self.written >= self.send.tokens
+
+
+class SchedulerSide:
+    """What the connector does in the scheduler's process.
+
+    Args:
+        settings: How this engine takes part.
+        engine_id: vLLM's name of this engine.
+        block_tokens: Tokens of a block.
+        salt: What sets the KV of this engine apart, for the block hashes.
+    """
+
+    def __init__(
+        self, settings: Settings, engine_id: str, block_tokens: int, salt: bytes = b""
+    ) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._block_tokens = block_tokens
+        self._scheme = HashScheme(block_tokens)
+        self._salt = salt
+        self._addresses: tuple[str, ...] = ()
+        self._prompts: dict[str, _Prompt] = {}
+        self._loads: list[Load] = []
+
+    def hear_addresses(self, addresses: dict[int, str]) -> None:
+        """Where this engine's ranks listen, as they have said."""
+        self._addresses = tuple(addresses[rank] for rank in sorted(addresses))
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens beyond the computed ones another engine has, or will have."""
+        if not self._wanted(request).loads:
+            return 0, False
+        count = len(request.prompt_token_ids or ()) - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
+        """A request got its blocks.
+
+        Args:
+            request: vLLM's.
+            block_ids: All it has now.
+            external: Tokens that are to be fetched into them.
+        """
+        wanted = self._wanted(request)
+        if wanted.sends:
+            self._prompts.setdefault(
+                request.request_id, _Prompt(self._new_send(request, wanted))
+            )
+        if wanted.loads:
+            request.kv_transfer_params["do_remote_prefill"] = False
+            self._loads.append(self._new_load(request, wanted, block_ids, external))
+
+    def step(self, output: Any) -> Step:
+        """What the workers are told for a step that was scheduled."""
+        step = Step(preempted=set(getattr(output, "preempted_req_ids", None) or ()))
+        for request_id in step.preempted:
+            self._preempted(request_id)
+        for new in output.scheduled_new_reqs:
+            self._scheduled(
+                step, output, new.req_id, new.block_ids, new.num_computed_tokens
+            )
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            strict=True,
+        ):
+            self._scheduled(step, output, request_id, blocks, computed)
+        step.loads, self._loads = self._loads, []
+        return step
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over.
+
+        Returns:
+            Whether its blocks are freed later, when the workers say so; and what the
+            client gets as ``kv_transfer_params``.
+        """
+        wanted = self._wanted(request)
+        if wanted.loads:
+            # Never scheduled: whoever computed it must not wait for us.
+            self._loads.append(self._declined(request, wanted))
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None or not prompt.begun or prompt.lost:
+            return False, None
+        if not prompt.whole:
+            return True, None
+        return True, answer(prompt.send.transfer_id, self._addresses)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _wanted(self, request: Any) -> Wanted:
+        """What a request asks for, or nothing where it does not say enough."""
+        try:
+            wanted = Wanted.read(request.kv_transfer_params)
+            wanted.check(pushed=self._settings.mode == PUSH)
+        except UsageError as exc:
+            # A client's mistake costs that client a prefill here, and nobody else.
+            logger.warning("request %s: %s", request.request_id, exc)
+            return Wanted()
+        return wanted
+
+    def _new_send(self, request: Any, wanted: Wanted) -> Send:
+        return Send(
+            request_id=request.request_id,
+            transfer_id=wanted.transfer_id or f"{self._engine_id}/{request.request_id}",
+            tokens=request.num_prompt_tokens,
+            blocks=[],
+            hashes=self._hashes(request),
+            remote=wanted.remote,
+        )
+
+    def _new_load(
+        self, request: Any, wanted: Wanted, block_ids: list[int], external: int
+    ) -> Load:
+        if not external:
+            return self._declined(request, wanted)
+        tokens = len(request.prompt_token_ids)
+        needed = -(-tokens // self._block_tokens)
+        return Load(
+            request_id=request.request_id,
+            transfer_id=wanted.transfer_id,
+            tokens=tokens,
+            blocks=block_ids[:needed],
+            cached=(tokens - external) // self._block_tokens,
+            hashes=self._hashes(request),
+            remote=wanted.remote,
+        )
+
+    def _declined(self, request: Any, wanted: Wanted) -> Load:
+        request.kv_transfer_params["do_remote_prefill"] = False
+        return Load(
+            request_id=request.request_id,
+            transfer_id=wanted.transfer_id,
+            tokens=len(request.prompt_token_ids or ()),
+            blocks=[],
+            cached=0,
+            hashes=[],
+            remote=wanted.remote,
+            declined=True,
+        )
+
+    def _hashes(self, request: Any) -> list[bytes]:
+        tokens = request.prompt_token_ids
+        if tokens is None:
+            return []
+        return self._scheme.block_hashes(tokens, salt=self._salt + _identity(request))
+
+    def _scheduled(
+        self, step: Step, output: Any, request_id: str, blocks: Any, computed: int
+    ) -> None:
+        """One request of a step: its new blocks, and what is computed of its prompt."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None or prompt.lost or prompt.whole:
+            return
+        if blocks is not None:
+            prompt.blocks += blocks[0]
+        stop = computed + output.num_scheduled_tokens.get(request_id, 0)
+        prompt.written = min(stop, prompt.send.tokens)
+        if self._settings.stream == REQUEST and prompt.written < prompt.send.tokens:
+            return
+        needed = -(-prompt.send.tokens // self._block_tokens)
+        new = prompt.blocks[: needed - prompt.named]
+        prompt.blocks = []
+        prompt.named += len(new)
+        if not prompt.begun:
+            prompt.begun = True
+            prompt.send.blocks, new = new, []
+            step.sends.append(prompt.send)
+        step.written.append(
+            Written(request_id=request_id, blocks=new, stop=prompt.written)
+        )
+
+    def _preempted(self, request_id: str) -> None:
+        prompt = self._prompts.get(request_id)
+        if prompt is None:
+            return
+        prompt.lost = prompt.begun
+        prompt.blocks, prompt.named, prompt.written = [], 0, 0
+
+
+def _identity(request: Any) -> bytes:
+    """What the KV of a request depends on besides its tokens."""
+    adapter = getattr(request, "lora_request", None)
+    names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
+    names += [
+        getattr(feature, "identifier", None)
+        for feature in getattr(request, "mm_features", None) or ()
+    ]
+    return "\0".join(name or "" for name in names).encode()

@@ -1,0 +1,151 @@
+"""One prompt's KV on its way out, marked from the forward pass.
+
+A forward pass may not wait: not for a peer to be dialled, and not for a loop. So what
+it says before the transfer exists is kept, and said as soon as it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
+from kvwire.errors import KVWireError, UsageError
+from kvwire.integrations.vllm.metadata import Send
+from kvwire.integrations.vllm.peers import Peers
+from kvwire.integrations.vllm.topology import Route
+
+logger = logging.getLogger("kvwire")
+
+
+class Departure:
+    """One prompt's KV, to one decode engine.
+
+    Args:
+        engine: Whose loop it runs on.
+        send: What is sent.
+        cache: Where it lies.
+        peers: Connections, for a push.
+        route: Which ranks get it.
+
+    Attributes:
+        done: Resolves when nothing of kvwire can touch the blocks any more; never
+            fails.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        send: Send,
+        cache: PagedCache,
+        peers: Peers,
+        route: Route,
+    ) -> None:
+        self.tokens = send.tokens
+        self.written = 0
+        self.finished = False
+        self._engine = engine
+        self._send = send
+        self._cache = cache
+        self._peers = peers
+        self._route = route
+        self._lock = threading.Lock()
+        self._outs: list[Outgoing] = []
+        # What was said before there was anybody to say it to.
+        self._early: list[Callable[[Outgoing], None]] | None = []
+        self._reason = ""
+        self._beginning: asyncio.Future[list[Outgoing]] | None = None
+        self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
+
+    def extend(self, blocks: list[int]) -> None:
+        """The prompt got more blocks; from any thread, does not wait."""
+        if blocks:
+            self._say(lambda out: out.extend(blocks))
+
+    def ready(self, layer: int, blocks: slice) -> None:
+        """A layer of some blocks is written; from any thread, does not wait."""
+        self._say(lambda out: out.ready(layers=layer, blocks=blocks))
+
+    def finish(self) -> None:
+        """Everything is written; from any thread, does not wait."""
+        self.finished = True
+        self._say(Outgoing.finish)
+
+    def renew(self) -> None:
+        """Prefill goes on, so whoever is to come has the whole lease again."""
+        self._engine.start(self._renew)
+
+    def abort(self, reason: str) -> None:
+        """End it; the blocks are free when :attr:`done` says so. Does not wait."""
+        self._reason = reason
+        self._engine.start(self._abort)
+
+    # --- on the loop ------------------------------------------------------------------
+
+    async def _run(self, communicator: Communicator) -> list[Outcome]:
+        self._beginning = asyncio.ensure_future(self._begin(communicator))
+        try:
+            outs = await self._beginning
+        except (KVWireError, OSError, asyncio.CancelledError) as exc:
+            # The decode engine hears nothing, and computes when its time is over.
+            said = self._reason or str(exc) or repr(exc)
+            logger.warning("transfer %s was not begun: %s", self._route.id, said)
+            return []
+        with self._lock:
+            early, self._early = self._early or [], None
+            self._outs = outs
+            for call in early:
+                for out in outs:
+                    call(out)
+        if self._reason:
+            await self._abort(communicator)
+        outcomes = [await out for out in outs]
+        for out in outs:
+            await out.drained()
+        return outcomes
+
+    async def _begin(self, communicator: Communicator) -> list[Outgoing]:
+        send, route = self._send, self._route
+        options: dict[str, Any] = {
+            "tokens": send.tokens,
+            "hashes": send.hashes or None,
+            "growing": True,
+        }
+        if not route.pushed:
+            options["consumers"] = len(route.peers)
+            return [communicator.publish(route.id, self._cache, send.blocks, **options)]
+        links = [
+            (await self._peers.connection(peer.address), peer.id)
+            for peer in route.peers
+        ]
+        return [
+            link.push(name, self._cache, send.blocks, **options) for link, name in links
+        ]
+
+    async def _renew(self, communicator: Communicator) -> None:
+        for out in self._outs:
+            out.renew_lease()
+
+    async def _abort(self, communicator: Communicator) -> None:
+        if self._beginning is not None and not self._outs:
+            self._beginning.cancel()
+        for out in self._outs:
+            out.abort(self._reason)
+
+    def _say(self, call: Callable[[Outgoing], None]) -> None:
+        with self._lock:
+            if self._early is not None:
+                self._early.append(call)  # bounded by the marks of one prompt
+                return
+            outs = self._outs
+        for out in outs:
+            try:
+                call(out)
+            except UsageError:
+                # The transfer may have ended under us; a forward pass need not know.
+                if not out.done():
+                    raise

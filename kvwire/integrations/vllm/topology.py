@@ -1,0 +1,134 @@
+"""Which rank of one engine exchanges with which of the other.
+
+Both engines may split the KV heads over different numbers of ranks, or hold the same
+heads on several. Both sides compute the same answer from the two group sizes, so nobody
+asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvwire.errors import UsageError
+from kvwire.kv.spec import KVSpec, shard_sources
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A rank of the other engine that a transfer goes to or comes from.
+
+    Attributes:
+        address: Where it listens; "" if it is not known, and need not be.
+        id: What a push between these two ranks is called.
+    """
+
+    address: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The ranks that one rank exchanges a prompt with.
+
+    Attributes:
+        id: What a pull is called.
+        pushed: Prefill sends, rather than decode fetches.
+        peers: The ranks.
+    """
+
+    id: str
+    pushed: bool
+    peers: tuple[Peer, ...]
+
+
+def incoming_route(
+    id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
+) -> Route:
+    """Where a consuming rank gets a prompt from.
+
+    Args:
+        id: Of the transfer.
+        spec: Of this rank.
+        remote: Addresses of the producing ranks; none for a group like this one.
+        pushed: Prefill sends.
+
+    Raises:
+        UsageError: The heads cannot be split over so many ranks.
+    """
+    mine, size = spec.shard
+    addresses = remote or ("",) * size
+    return Route(
+        id,
+        pushed,
+        tuple(
+            Peer(addresses[rank], f"{id}/{rank}/{mine}")
+            for rank in sources(spec, len(addresses))
+        ),
+    )
+
+
+def outgoing_route(
+    id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
+) -> Route:
+    """Where the prompt of a producing rank goes; no peer if others have the same heads.
+
+    The arguments are those of :func:`incoming_route`, seen from the other end.
+
+    Raises:
+        UsageError: The heads cannot be split over so many ranks.
+    """
+    mine, size = spec.shard
+    addresses = remote or ("",) * size
+    return Route(
+        id,
+        pushed,
+        tuple(
+            Peer(addresses[rank], f"{id}/{mine}/{rank}")
+            for rank in targets(spec, len(addresses))
+        ),
+    )
+
+
+def group_specs(spec: KVSpec, size: int) -> list[KVSpec]:
+    """What each rank of a group of another size holds of the same model.
+
+    Raises:
+        UsageError: The heads cannot be split so.
+    """
+    heads = spec.total_kv_heads
+    if heads % size and size % heads:
+        raise UsageError(
+            f"{heads} KV heads cannot be spread over the {size} ranks of the other "
+            f"engine"
+        )
+    return [
+        KVSpec(
+            layers=spec.layers,
+            kv_heads=max(1, heads // size),
+            head_dim=spec.head_dim,
+            block_tokens=spec.block_tokens,
+            dtype=spec.dtype,
+            components=spec.components,
+            shard=(rank, size),
+            fingerprint=spec.fingerprint,
+            model_kv_heads=heads,
+            first_layer=spec.first_layer,
+            model_layers=spec.model_layers,
+        )
+        for rank in range(size)
+    ]
+
+
+def sources(spec: KVSpec, producers: int) -> tuple[int, ...]:
+    """The ranks of the producing engine that this consuming rank fetches from."""
+    return shard_sources(spec, group_specs(spec, producers))
+
+
+def targets(spec: KVSpec, consumers: int) -> tuple[int, ...]:
+    """The ranks of the consuming engine that fetch from this producing rank."""
+    group = group_specs(spec, spec.shard[1])
+    return tuple(
+        index
+        for index, there in enumerate(group_specs(spec, consumers))
+        if spec.shard[0] in shard_sources(there, group)
+    )

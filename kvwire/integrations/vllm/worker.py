@@ -1,0 +1,265 @@
+"""A worker's side: an engine of kvwire, and what comes and goes through it.
+
+The order of a step, whatever version of vLLM calls: ``fence`` before anything is
+written, ``begin_step``, the forward pass with ``wait_layer`` and ``layer_written``
+around each layer, ``start_loads`` before or after it, ``step_written``, ``finished``.
+Steps without a forward pass are the same without layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvwire import Communicator, Engine
+from kvwire.config import Config
+from kvwire.errors import UsageError
+from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
+from kvwire.integrations.vllm.config import LAYER, PUSH, Settings
+from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
+from kvwire.integrations.vllm.peers import Peers
+from kvwire.integrations.vllm.receiving import Arrival
+from kvwire.integrations.vllm.sending import Departure
+from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
+from kvwire.kv.spec import KVSpec
+
+logger = logging.getLogger("kvwire")
+
+
+class WorkerSide:
+    """What the connector does in a worker's process.
+
+    Args:
+        settings: How this engine takes part.
+        config: Of the engine of kvwire.
+        shape: What the caches hold.
+    """
+
+    def __init__(self, settings: Settings, config: Config, shape: CacheShape) -> None:
+        self._settings = settings
+        self._shape = shape
+        self._engine = Engine(config)
+        self._peers = self._engine.start(_peers).result()
+        self.address = settings.advertised(
+            self._engine.listen(settings.address(shape.rank))
+        )
+        self._caches: LayerCaches | None = None
+        self._departures: dict[str, Departure] = {}
+        self._arrivals: dict[str, Arrival] = {}
+        # Of requests that are over for the scheduler, and not drained yet.
+        self._leaving: set[str] = set()
+        # Reported as here while their last layers were on their way.
+        self._gated: dict[str, Arrival] = {}
+        self._errors: set[int] = set()
+        self._step = Step()
+        # What the forward pass of this step writes: departure, first and last block.
+        self._writing: list[tuple[Departure, slice]] = []
+        self._marked: set[int] = set()
+
+    def register(self, tensors: Mapping[str, Any]) -> None:
+        """Take the caches of this worker.
+
+        Raises:
+            UsageError: They cannot be moved; names the layer.
+        """
+        self._caches = layer_caches(tensors, self._shape)
+        logger.info("rank %d: %r", self._shape.rank, self._caches.cache)
+
+    def fence(self, preempted: Iterable[str]) -> None:
+        """Return when no link can touch the blocks of these requests any more.
+
+        vLLM overwrites them in the step that follows. A link that does not let go in
+        time is dropped, and what else it carried resumes on another one.
+        """
+        for request_id in preempted:
+            for table in (self._departures, self._arrivals, self._gated):
+                end = table.pop(request_id, None)
+                if end is not None:
+                    self._stop(end)
+
+    def begin_step(self, step: Step) -> None:
+        """What this step sends is known, and it is about to be computed."""
+        self._step = step
+        self._marked = set()
+        for send in step.sends:
+            self._send(send)
+        self._writing = [
+            (self._departures[one.request_id], blocks)
+            for one in step.written
+            if one.request_id in self._departures
+            and (blocks := self._extend(one)).start < blocks.stop
+        ]
+
+    def start_loads(self) -> None:
+        """Begin what this step fetches; does not wait."""
+        loads, self._step.loads = self._step.loads, []
+        for load in loads:
+            self._load(load)
+
+    def layer_written(self, name: str) -> None:
+        """The forward pass has written a layer."""
+        if not self._writing or self._settings.stream != LAYER or self._caches is None:
+            return
+        layer = self._caches.layers.get(name)
+        if layer is None or layer in self._marked:
+            return
+        self._marked.add(layer)
+        self._mark(layer)
+        if len(self._marked) == len(self._caches.layers):
+            self._finish_written()
+
+    def step_written(self) -> None:
+        """The forward pass is over: whatever no hook has named is written as well."""
+        if self._writing and self._caches is not None:
+            for layer in self._caches.layers.values():
+                if layer not in self._marked:
+                    self._mark(layer)
+            self._finish_written()
+
+    def wait_layer(self, name: str) -> None:
+        """Wait until nothing that this forward pass reads of a layer is on its way."""
+        if not self._gated or self._caches is None:
+            return
+        layer = self._caches.layers.get(name)
+        if layer is None:
+            return
+        for arrival in self._gated.values():
+            arrival.wait_layer(layer, self._settings.load_timeout_s)
+
+    def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
+        """What has drained since the last step.
+
+        Args:
+            over: Requests that the scheduler has ended since then.
+
+        Returns:
+            Requests whose blocks the scheduler may free, and those that were fetched.
+        """
+        for request_id in over:
+            self._over(request_id)
+        sent = {r for r in self._leaving if self._departures[r].done.done()}
+        for request_id in sent:
+            self._leaving.discard(request_id)
+            del self._departures[request_id]
+        return sent, self._received()
+
+    def take_errors(self) -> set[int]:
+        """The blocks that did not arrive, once each."""
+        errors, self._errors = self._errors, set()
+        return errors
+
+    def close(self) -> None:
+        """End every transfer."""
+        self._engine.close()
+
+    # --- sending ----------------------------------------------------------------------
+
+    def _send(self, send: Send) -> None:
+        spec = self._spec()
+        route = outgoing_route(
+            send.transfer_id, spec, send.remote, pushed=self._settings.mode == PUSH
+        )
+        if not route.peers:
+            return
+        assert self._caches is not None
+        self._departures[send.request_id] = Departure(
+            self._engine, send, self._caches.cache, self._peers, route
+        )
+
+    def _extend(self, written: Written) -> slice:
+        """Name a prompt's new blocks; which ones this step completes."""
+        departure = self._departures[written.request_id]
+        departure.extend(written.blocks)
+        size = self._shape.block_tokens
+        last = written.stop >= departure.tokens
+        stop = -(-written.stop // size) if last else written.stop // size
+        start, departure.written = departure.written, stop
+        if not last:
+            departure.renew()
+        return slice(start, stop)
+
+    def _mark(self, layer: int) -> None:
+        for departure, blocks in self._writing:
+            departure.ready(layer, blocks)
+
+    def _finish_written(self) -> None:
+        for departure, blocks in self._writing:
+            if blocks.stop * self._shape.block_tokens >= departure.tokens:
+                departure.finish()
+        self._writing = []
+
+    # --- fetching ---------------------------------------------------------------------
+
+    def _load(self, load: Load) -> None:
+        pushed = self._settings.mode == PUSH
+        remote = load.remote
+        route = incoming_route(load.transfer_id, self._spec(), remote, pushed=pushed)
+        assert self._caches is not None
+        arrival = Arrival(
+            self._engine,
+            load,
+            self._caches.cache,
+            self._peers,
+            route,
+            self._settings.load_timeout_s,
+        )
+        if not load.declined:
+            self._arrivals[load.request_id] = arrival
+
+    def _received(self) -> set[str]:
+        received = {r for r, arrival in self._arrivals.items() if arrival.done.done()}
+        for request_id in received:
+            self._note_missing(self._arrivals.pop(request_id))
+        for request_id in [r for r, a in self._gated.items() if a.done.done()]:
+            self._note_missing(self._gated.pop(request_id))
+        if self._settings.gate_layers:
+            for request_id in [r for r, a in self._arrivals.items() if self._opens(a)]:
+                self._gated[request_id] = self._arrivals.pop(request_id)
+                received.add(request_id)
+        return received
+
+    def _note_missing(self, arrival: Arrival) -> None:
+        self._errors.update(arrival.done.result().missing.tolist())
+
+    def _opens(self, arrival: Arrival) -> bool:
+        """Whether all but the last few layers are here."""
+        layers = self._spec().layer_indices
+        last = max(layers.start + 1, layers.stop - self._settings.gate_layers)
+        return all(arrival.landed(layer) for layer in range(layers.start, last))
+
+    # --- ending -----------------------------------------------------------------------
+
+    def _over(self, request_id: str) -> None:
+        departure = self._departures.get(request_id)
+        if departure is not None:
+            self._leaving.add(request_id)
+            if not departure.finished:
+                departure.abort("the request ended before its prompt was computed")
+        arrival = self._arrivals.get(request_id)
+        if arrival is not None:
+            arrival.abort("the request ended before its prompt was here")
+
+    def _stop(self, end: Departure | Arrival) -> None:
+        end.abort("the request was preempted")
+        try:
+            end.done.result(self._settings.fence_s)
+        except TimeoutError:
+            logger.warning("links are dropped: one did not let go of preempted blocks")
+            self._engine.start(_drop_links).result()
+            end.done.result()
+
+    def _spec(self) -> KVSpec:
+        if self._caches is None:
+            raise UsageError("vLLM has not registered its KV caches")
+        (group,) = self._caches.cache.groups.values()
+        return group.spec
+
+
+async def _peers(communicator: Communicator) -> Peers:
+    return Peers(communicator)
+
+
+async def _drop_links(communicator: Communicator) -> None:
+    for connection in communicator.live_connections:
+        connection.abort("blocks of a preempted request must be free")
