@@ -295,14 +295,17 @@ class Lanes:
         """The first so many payloads of a lane have arrived.
 
         Raises:
-            UnexpectedFrame: More than were sent.
+            UnexpectedFrame: More than were sent, or one that was missed.
         """
         lane = self._find(body.lane, "KVW-LN-05")
-        if body.count > lane.sent:
+        arrived = [index for index in lane.waiting if index < body.count]
+        if body.count > lane.sent or any(
+            lane.waiting[index].taken is False for index in arrived
+        ):
             raise UnexpectedFrame(
                 "KVW-LN-05", f"TAKEN {body.count} of {lane.sent} payloads"
             )
-        for index in [i for i in lane.waiting if i < body.count]:
+        for index in arrived:
             self._learn(lane, index, taken=True)
 
     # --- receiving --------------------------------------------------------------------
@@ -388,17 +391,17 @@ class Lanes:
         """
         lane = self._find(body.lane, "KVW-LN-06")
         missed = frozenset(body.missed)
+        open_fates = {i for i, c in lane.waiting.items() if c.taken is None}
         if body.seen > lane.sent or not all(
-            index < body.seen and index in lane.waiting for index in missed
+            index < body.seen and index in open_fates for index in missed
         ):
             raise MalformedFrame(
                 "KVW-LN-06",
                 f"LOWER of lane {body.lane}: {body.seen} seen of {lane.sent}, missed "
                 f"{sorted(missed)[:5]} of those under way",
             )
-        for index in [i for i in lane.waiting if i < body.seen]:
-            if lane.waiting[index].taken is None:
-                self._learn(lane, index, taken=index not in missed)
+        for index in sorted(i for i in open_fates if i < body.seen):
+            self._learn(lane, index, taken=index not in missed)
         if lane.stage not in (Stage.ENDING, Stage.DOWN):
             lane.stage = Stage.ENDING
             self._outbox.report(LaneLowered(lane=body.lane, reason=body.reason))

@@ -15,8 +15,13 @@ from kvwire.errors import KVWireError, ProtocolError
 from kvwire.memory.checksum import checksum
 from kvwire.proto.connection import Connection
 from kvwire.proto.events import (
+    AsideReceived,
     Ended,
     Event,
+    LaneAnswered,
+    LaneAsked,
+    LaneLowered,
+    LaneRaised,
     MemoryWanted,
     RequestDone,
     SegmentMarked,
@@ -34,6 +39,8 @@ from kvwire.types import BufferId
 from kvwire.wire.control import Access, Body, encode_body
 from kvwire.wire.header import Flag
 from kvwire.wire.hello import Terms
+
+LaneEvent = LaneAsked | LaneAnswered | LaneRaised | LaneLowered | AsideReceived
 
 _CHECKED: Final = int(Flag.CHECKED)
 
@@ -55,6 +62,9 @@ class Peer:
         stalled: The wire takes no payload; set it to False to go on.
         slow: Chunks stay with the wire until :meth:`complete` is called.
         place: Gives a marked segment its memory; None leaves it without.
+        aside: Sends a chunk on a lane, or returns None for the wire; see
+            :class:`~kvwire.testing.pair_lanes.PairLanes`.
+        on_lane: Deals with the events about lanes.
     """
 
     def __init__(self, handshake: Handshake, *, terms: Terms, now: float) -> None:
@@ -81,6 +91,8 @@ class Peer:
         self.stalled = False
         self.slow = False
         self.place: Callable[[Segment], None] | None = self._place
+        self.aside: Callable[[Peer, Chunk, int], Frame | None] = _on_the_wire
+        self.on_lane: Callable[[Peer, LaneEvent], None] = _without_lanes
         self._regions = Regions()
         self._leaving: deque[Chunk] = deque()
         self._held: dict[CoreRequest, bytes] = {}
@@ -335,8 +347,12 @@ class Peer:
         end = chunk.offset + chunk.length
         body = bytes(self.memory[chunk.buffer][chunk.offset : end])
         assert len(body) == chunk.length, "beyond the buffer"
-        header = self.core.chunk_header(chunk, checksum(memoryview(body)))
-        self.wire.append((header, body))
+        check = checksum(memoryview(body))
+        frame = self.aside(self, chunk, check)
+        if frame is not None:
+            self.wire.append(frame)
+            return
+        self.wire.append((self.core.chunk_header(chunk, check), body))
         self._leaving.append(chunk)
         if not self.slow:
             self.core.chunk_sent(self._leaving.popleft())
@@ -349,6 +365,8 @@ class Peer:
             self.place(event.segment)
         elif isinstance(event, RequestDone):
             self._note(event)
+        elif isinstance(event, LaneEvent):
+            self.on_lane(self, event)
 
     def _note(self, event: RequestDone) -> None:
         request = event.request
@@ -367,3 +385,14 @@ class Peer:
         self.broken = error
         self.core.fail(error)
         self.collect()
+
+
+def _on_the_wire(peer: Peer, chunk: Chunk, check: int) -> Frame | None:
+    """Where there are no lanes."""
+    return None
+
+
+def _without_lanes(peer: Peer, event: LaneEvent) -> None:
+    """Nobody has brought any: one that the other end asks for is declined."""
+    if isinstance(event, LaneAsked):
+        peer.core.lane_gone(event.lane, "there are no lanes here")

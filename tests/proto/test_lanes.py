@@ -1,0 +1,725 @@
+"""Lanes: whatever breaks and whatever comes first, each chunk arrives once.
+
+The two ends are whole cores. Their lanes read the sender's memory at the moment when a
+payload moves, so memory that is given back too early is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import IntegrityError, ProtocolError
+from kvwire.limits import CHUNK_BYTES_MIN, LANE_PAYLOADS_MAX, LANES_MAX, SEAL_BYTES
+from kvwire.proto.events import (
+    LaneAnswered,
+    LaneAsked,
+    LaneLowered,
+    LaneRaised,
+)
+from kvwire.proto.flows import Chunk
+from kvwire.proto.lanes import Stage
+from kvwire.proto.requests import Request
+from kvwire.testing.pair import ConnectionPair
+from kvwire.testing.pair_lanes import BACKEND, Half, PairLanes
+from kvwire.testing.peer import Peer
+from kvwire.types import Role, TrustMode
+from kvwire.wire.control import (
+    Aside,
+    Body,
+    Lower,
+    Raise,
+    Raised,
+    Taken,
+    decode_body,
+)
+from kvwire.wire.header import Flag, FrameType, decode_header
+
+CHUNK = CHUNK_BYTES_MIN
+CLIENT, SERVER = Role.CLIENT, Role.SERVER
+
+
+class Scene:
+    """A pair with lanes, and memory of the server to put into and get from."""
+
+    def __init__(self, chunks: int = 3, trust: TrustMode = TrustMode.LOOPBACK) -> None:
+        self.pair = ConnectionPair(trust=trust)
+        self.lanes = PairLanes(self.pair)
+        self.client, self.server = self.pair.client, self.pair.server
+        # The last chunk is a short one.
+        self.data = bytes(range(1, 252)) * (chunks * CHUNK // 251)
+        self.region = self.server.expose(len(self.data))
+        self.grant = self.server.grant(self.region)
+
+    def up(self) -> int:
+        """A lane that both ends send on."""
+        number = self.lanes.raise_one()
+        self.lanes.via = dict.fromkeys(Role, number)
+        return number
+
+    def half(self, role: Role, number: int = 1) -> Half:
+        return self.lanes.halves[role, number]
+
+    def stage(self, role: Role, number: int = 1) -> Stage:
+        return self.pair.of(role).core.lanes._lanes[number].stage
+
+    def put(self) -> Request:
+        return self.client.put(self.data, self.grant)
+
+    def tickets(self, role: Role, number: int = 1) -> list[int]:
+        return list(self.half(role, number).arriving)
+
+    def said(self, frame_type: FrameType, peer: Peer) -> list[Body]:
+        """What one end has on its wire of a type, in loopback mode."""
+        return [
+            decode_body(frame_type, body)
+            for header, body in peer.wire
+            if decode_header(header).type == frame_type
+        ]
+
+
+def refused(scene: Scene, peer: Peer, rule: str) -> None:
+    """One end has found that the other one broke a rule."""
+    scene.pair.run()
+    assert isinstance(peer.broken, ProtocolError)
+    assert peer.broken.rule == rule
+
+
+def expect_whole(scene: Scene, request: Request) -> None:
+    """All bytes are there, and the sender's memory is free."""
+    assert scene.client.error(request) is None
+    assert scene.server.content(scene.region.buffer) == scene.data
+    assert request.buffer in scene.client.freed
+
+
+# --- whatever happens
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 2**16), max_size=150), st.sampled_from(TrustMode))
+def test_every_byte_arrives_whatever_breaks(
+    choices: list[int], trust: TrustMode
+) -> None:
+    """Each number chooses one of the things that could happen then."""
+    scene = Scene(trust=trust)
+    asked = Asked(scene)
+    for choice in choices:
+        possible = list(happenings(scene, asked))
+        possible[choice % len(possible)]()
+    scene.lanes.rest()
+    asked.expect_all()
+    for peer in (scene.client, scene.server):
+        peer.close()
+    scene.lanes.rest()
+    for peer in (scene.client, scene.server):
+        assert peer.broken is None
+        assert peer.ended is not None
+        assert peer.ended.graceful
+    scene.server.close_region(scene.region)
+    assert not len(scene.client.core.holds)
+    assert not len(scene.server.core.holds)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2**16), max_size=80))
+def test_nothing_is_held_once_the_wire_and_the_lanes_are_gone(
+    choices: list[int],
+) -> None:
+    """A lane that lives longer than the wire keeps the memory that it may touch."""
+    scene = Scene()
+    asked = Asked(scene)
+    for choice in choices:
+        possible = list(happenings(scene, asked))
+        possible[choice % len(possible)]()
+    for peer in (scene.client, scene.server):
+        peer.lose()
+        assert all(request in peer.done for request in asked.of(peer))
+    for half in scene.lanes.halves.values():
+        busy = list(half.sending.values())
+        peer = scene.pair.of(half.role)
+        assert all(chunk.buffer in peer.memory for chunk in busy)
+        assert all(a.buffer in peer.memory for a in half.arriving.values() if a.buffer)
+    scene.lanes.rest()
+    scene.server.close_region(scene.region)
+    assert not len(scene.client.core.holds)
+    assert not len(scene.server.core.holds)
+
+
+class Asked:
+    """What was asked for, and what has to come of it."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.puts: list[Request] = []
+        self.gets: list[Request] = []
+        self.messages: list[tuple[Request, Request]] = []
+
+    def put(self) -> None:
+        self.puts.append(self.scene.put())
+
+    def get(self) -> None:
+        self.gets.append(self.scene.client.get(self.scene.grant))
+
+    def message(self) -> None:
+        """From the server, and met at once."""
+        tag = len(self.messages)
+        received = self.scene.client.recv(tag, len(self.scene.data))
+        sent = self.scene.server.send(tag, self.scene.data)
+        assert sent is not None
+        self.messages.append((sent, received))
+
+    def of(self, peer: Peer) -> list[Request]:
+        if peer is self.scene.server:
+            return [sent for sent, _ in self.messages]
+        return [*self.puts, *self.gets, *(received for _, received in self.messages)]
+
+    @property
+    def busy(self) -> bool:
+        return len(self.puts) + len(self.gets) + len(self.messages) >= 6
+
+    def expect_all(self) -> None:
+        scene = self.scene
+        for request in self.puts:
+            assert scene.client.error(request) is None
+        for request in self.gets:
+            # Puts of the same memory may have come before or after, or in between.
+            assert scene.client.error(request) is None
+            got = scene.client.received(request)
+            assert all(
+                byte in (0, want) for byte, want in zip(got, scene.data, strict=True)
+            )
+        for sent, received in self.messages:
+            assert scene.server.error(sent) is None
+            assert scene.client.received(received) == scene.data
+        if self.puts:
+            assert scene.server.content(scene.region.buffer) == scene.data
+
+
+def happenings(scene: Scene, asked: Asked) -> list[Callable[[], object]]:
+    """All that could happen next: frames come, payload moves, halves break."""
+    pair, lanes = scene.pair, scene.lanes
+    possible: list[Callable[[], object]] = [
+        partial(pair.deliver, scene.client),
+        partial(pair.deliver, scene.server),
+    ]
+    if not asked.busy:
+        possible += [asked.put, asked.get, asked.message]
+    number = scene.client.core.lanes.next_number()
+    if number is not None and number <= 4:
+        possible.append(lanes.ask)
+    for half in lanes.halves.values():
+        if half.gone:
+            continue
+        if scene.stage(half.role, half.number) is Stage.UP:
+            possible.append(partial(lanes.via.update, {half.role: half.number}))
+        possible.append(partial(lanes.end, half))
+        # A lane need not keep the order.
+        possible += [partial(lanes.move, half, t) for t in lanes.movable(half)]
+        done = sorted(half.sending.keys() - half.unread)
+        possible += [partial(lanes.sent, half, ticket) for ticket in done]
+    return possible
+
+
+# --- coming up
+
+
+@pytest.mark.rule("KVW-LN-01", "keeps")
+@pytest.mark.rule("KVW-LN-02", "keeps")
+def test_a_lane_comes_up() -> None:
+    """Asked for, answered, confirmed; in that order each side sees its part."""
+    scene = Scene()
+    assert scene.lanes.ask() == 1
+    assert scene.stage(CLIENT) is Stage.ASKED
+    scene.pair.deliver(scene.client)
+    assert scene.stage(SERVER) is Stage.ANSWERED
+    scene.pair.deliver(scene.server)
+    assert scene.stage(CLIENT) is Stage.UP
+    assert scene.stage(SERVER) is Stage.ANSWERED
+    scene.pair.run()
+    assert scene.stage(SERVER) is Stage.UP
+    scene.client.core.lanes.settle()
+    scene.client.collect()
+    scene.pair.run()
+    assert scene.server.core.lanes.settled
+    assert scene.client.core.lanes.settled
+    assert scene.server.events == [
+        LaneAsked(lane=1, backend=BACKEND, bootstrap=b"the client's half"),
+        LaneRaised(lane=1),
+        LaneRaised(lane=0),
+    ]
+    assert scene.client.events == [LaneAnswered(lane=1, bootstrap=b"the server's half")]
+    assert scene.server.core.lanes.backend(1) == BACKEND
+
+
+def test_there_is_an_end_to_asking() -> None:
+    """Failed ones count: numbers are not used again."""
+    scene = Scene()
+    scene.lanes.refuses = True
+    for number in range(1, LANES_MAX + 1):
+        assert scene.lanes.raise_one() == number
+    assert scene.client.core.lanes.next_number() is None
+
+
+def test_a_lane_that_is_declined() -> None:
+    """The client hears why, and says that its half is gone too."""
+    scene = Scene()
+    scene.lanes.refuses = True
+    number = scene.lanes.ask()
+    scene.lanes.rest()
+    assert scene.client.events == [LaneLowered(lane=number, reason="not today")]
+    assert scene.stage(CLIENT) is scene.stage(SERVER) is Stage.DOWN
+
+
+def test_a_pair_without_lanes_declines() -> None:
+    """As a front does that knows no transport of that name."""
+    pair = ConnectionPair()
+    pair.client.core.lanes.ask(1, BACKEND, b"")
+    pair.client.collect()
+    pair.run()
+    assert pair.client.events == [LaneLowered(lane=1, reason="there are no lanes here")]
+
+
+@pytest.mark.parametrize("late", ["answer", "raised"])
+def test_a_client_that_has_given_up_hears_of_it_late(late: str) -> None:
+    """RAISE and RAISED that were under way when a half went are no errors."""
+    scene = Scene()
+    scene.lanes.ask()
+    scene.pair.deliver(scene.client)
+    if late == "answer":
+        scene.lanes.end(scene.half(CLIENT))
+    else:
+        scene.pair.deliver(scene.server)
+        scene.lanes.end(scene.half(SERVER))
+    scene.lanes.rest()
+    assert scene.client.broken is scene.server.broken is None
+    assert scene.stage(CLIENT) is scene.stage(SERVER) is Stage.DOWN
+
+
+def test_what_is_too_late_to_say_is_not_said() -> None:
+    """The peer's half has gone while ours was being made."""
+    scene = Scene()
+    scene.lanes.ask()
+    scene.lanes.end(scene.half(CLIENT), "the client thought better of it")
+    scene.pair.deliver(scene.client)
+    lanes = scene.server.core.lanes
+    scene.pair.deliver(scene.client)
+    assert scene.stage(SERVER) is Stage.ENDING
+    scene.server.wire.clear()
+    lanes.answer(1, b"late")
+    assert not scene.server.core.outbox.frames
+    scene.client.core.lanes.up(1)
+    assert not scene.client.core.outbox.frames
+    scene.client.core.lane_gone(1, "again")
+    assert not scene.client.core.outbox.frames
+
+
+@pytest.mark.rule("KVW-LN-01", "breaks")
+@pytest.mark.parametrize("number", [2, 16])
+def test_lanes_are_raised_one_after_the_other(number: int) -> None:
+    scene = Scene()
+    scene.client.forge(
+        FrameType.RAISE, Raise(lane=number, backend=BACKEND, bootstrap=b"")
+    )
+    refused(scene, scene.server, "KVW-LN-01")
+
+
+@pytest.mark.rule("KVW-LN-01", "breaks")
+def test_no_lane_is_raised_after_the_last() -> None:
+    scene = Scene()
+    scene.client.core.lanes.settle()
+    scene.client.collect()
+    scene.client.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
+    refused(scene, scene.server, "KVW-LN-01")
+
+
+@pytest.mark.rule("KVW-LN-01", "breaks")
+@pytest.mark.parametrize(
+    ("asked", "lane", "backend"),
+    [(False, 1, BACKEND), (True, 2, BACKEND), (True, 1, "another")],
+)
+def test_a_server_answers_what_it_was_asked(
+    asked: bool, lane: int, backend: str
+) -> None:
+    scene = Scene()
+    if asked:
+        scene.client.core.lanes.ask(1, BACKEND, b"")
+        scene.client.core.outbox.frames.clear()
+    scene.server.forge(
+        FrameType.RAISE, Raise(lane=lane, backend=backend, bootstrap=b"")
+    )
+    refused(scene, scene.client, "KVW-LN-01")
+
+
+@pytest.mark.rule("KVW-LN-01", "breaks")
+def test_a_server_answers_once() -> None:
+    scene = Scene()
+    scene.up()
+    scene.server.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
+    refused(scene, scene.client, "KVW-LN-01")
+
+
+@pytest.mark.rule("KVW-LN-02", "breaks")
+@pytest.mark.parametrize("lane", [0, 1])
+def test_a_server_does_not_say_raised(lane: int) -> None:
+    scene = Scene()
+    scene.up()
+    scene.server.forge(FrameType.RAISED, Raised(lane=lane))
+    refused(scene, scene.client, "KVW-LN-02")
+
+
+@pytest.mark.rule("KVW-LN-02", "breaks")
+@pytest.mark.parametrize("lanes", [[1], [0, 0], [0, 1]])
+def test_raised_of_nothing_or_after_the_end(lanes: list[int]) -> None:
+    scene = Scene()
+    for lane in lanes:
+        scene.client.forge(FrameType.RAISED, Raised(lane=lane))
+    refused(scene, scene.server, "KVW-LN-02")
+
+
+@pytest.mark.rule("KVW-LN-02", "breaks")
+def test_raised_twice() -> None:
+    scene = Scene()
+    scene.up()
+    scene.client.forge(FrameType.RAISED, Raised(lane=1))
+    refused(scene, scene.server, "KVW-LN-02")
+
+
+# --- payload
+
+
+@pytest.mark.rule("KVW-LN-03", "keeps")
+@pytest.mark.rule("KVW-LN-05", "keeps")
+@pytest.mark.parametrize("backwards", [False, True])
+def test_payload_in_any_order(backwards: bool) -> None:
+    """TAKEN counts those that came without a gap; memory is held until then."""
+    scene = Scene()
+    scene.up()
+    request = scene.put()
+    scene.pair.run()
+    tickets = scene.tickets(SERVER)
+    assert len(tickets) == 3
+    for done, ticket in enumerate(tickets[::-1] if backwards else tickets, 1):
+        scene.lanes.move(scene.half(SERVER), ticket)
+        counts = [
+            body.count
+            for body in scene.said(FrameType.TAKEN, scene.server)
+            if isinstance(body, Taken)
+        ]
+        whole = 3 if done == 3 else 0
+        assert counts == ([whole] if backwards and whole else counts)
+        assert max(counts, default=0) == (whole if backwards else done)
+    scene.pair.run()
+    assert request.buffer in scene.client.memory
+    for ticket in tickets:
+        scene.lanes.sent(scene.half(CLIENT), ticket)
+    expect_whole(scene, request)
+
+
+def test_the_other_way_round() -> None:
+    """The server sends on the same lane, and counts by itself."""
+    scene = Scene()
+    scene.up()
+    scene.put()
+    scene.lanes.rest()
+    request = scene.client.get(scene.grant)
+    scene.lanes.rest()
+    assert scene.client.received(request) == scene.data
+
+
+def test_a_chunk_is_announced_as_it_would_be_sent() -> None:
+    """Segment, offset, bytes and check are those of a DATA frame."""
+    scene = Scene(chunks=1)
+    scene.up()
+    request = scene.put()
+    (aside,) = scene.said(FrameType.ASIDE, scene.client)
+    assert isinstance(aside, Aside)
+    header = decode_header(scene.client.wire[-1][0])
+    assert header.request == request.wire_id
+    assert (aside.lane, aside.segment, aside.offset) == (1, 0, 0)
+    assert aside.nbytes == len(scene.data)
+    assert aside.check is not None
+
+
+def test_a_payload_without_check_is_believed() -> None:
+    """As a DATA frame without the flag is."""
+    scene = Scene(chunks=1)
+    scene.up()
+    scene.client.aside = lambda peer, chunk, check: announced(scene, chunk, None)
+    request = scene.put()
+    scene.pair.run()
+    (ticket,) = scene.tickets(SERVER)
+    arrival = scene.half(SERVER).arriving[ticket]
+    assert not arrival.header.flags & Flag.CHECKED
+    scene.lanes.rest()
+    expect_whole(scene, request)
+
+
+def announced(scene: Scene, chunk: Chunk, check: int | None) -> tuple[bytes, bytes]:
+    """Put a chunk on lane 1."""
+    half = scene.half(CLIENT)
+    half.sending[99] = chunk
+    half.unread.add(99)
+    ticket = (99).to_bytes(8, "little")
+    return scene.client.core.lanes.aside(chunk, 1, ticket, check)
+
+
+def test_damage_fails_the_request_and_not_the_lane() -> None:
+    scene = Scene(chunks=1)
+    scene.up()
+    request = scene.put()
+    scene.pair.run()
+    (ticket,) = scene.tickets(SERVER)
+    scene.lanes.move(scene.half(SERVER), ticket, flip=True)
+    scene.lanes.rest()
+    assert isinstance(scene.client.error(request), IntegrityError)
+    again = scene.put()
+    scene.lanes.rest()
+    expect_whole(scene, again)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_payload_of_a_request_that_is_over_goes_nowhere(cut: bool) -> None:
+    """It is received all the same, and the sender's memory held until it is."""
+    scene = Scene(chunks=1)
+    scene.up()
+    request = scene.put()
+    scene.server.revoke(scene.region)
+    scene.pair.run()
+    (ticket,) = scene.tickets(SERVER)
+    assert scene.half(SERVER).arriving[ticket].buffer is None
+    assert request.buffer in scene.client.memory
+    if cut:
+        scene.lanes.end(scene.half(SERVER))
+    scene.lanes.rest()
+    assert request.buffer in scene.client.freed
+    assert scene.server.content(scene.region.buffer) == bytes(len(scene.data))
+
+
+def test_a_lane_takes_no_more_than_its_window() -> None:
+    """Bytes of which the fate is not known; at least one chunk is always taken."""
+    scene = Scene()
+    scene.up()
+    lanes = scene.client.core.lanes
+    assert lanes.room(1, 1)
+    scene.put()
+    assert not lanes.room(1, len(scene.data))
+    assert lanes.room(1, len(scene.data) + 1)
+    scene.lanes.rest()
+    assert lanes.room(1, 1)
+
+
+@pytest.mark.rule("KVW-LN-04", "keeps")
+def test_a_lane_takes_no_more_payloads_than_the_receiver_allows() -> None:
+    """The first one of which nothing is known stops it, whatever came after."""
+    scene = Scene()
+    scene.up()
+    small = scene.server.grant(scene.region, 0, 1)
+    for _ in range(LANE_PAYLOADS_MAX + 5):
+        scene.client.put(b"x", small)
+    scene.pair.run()
+    tickets = scene.tickets(SERVER)
+    assert len(tickets) == LANE_PAYLOADS_MAX
+    assert not scene.client.core.lanes.room(1, 2**30)
+    for ticket in tickets[1:]:
+        scene.lanes.move(scene.half(SERVER), ticket)
+    scene.pair.run()
+    assert not scene.client.core.lanes.room(1, 2**30)
+    scene.lanes.rest()
+    assert scene.client.core.lanes.room(1, 2**30)
+    assert scene.server.broken is None
+
+
+@pytest.mark.rule("KVW-LN-04", "breaks")
+@pytest.mark.parametrize("down", [False, True])
+def test_too_many_payloads_on_a_lane(down: bool) -> None:
+    """Also while the receiver's half is gone and the sender cannot know it yet."""
+    scene = Scene()
+    scene.up()
+    grant = scene.server.grant(scene.region, 0, 1)
+    scene.client.aside = lambda peer, chunk, check: announced(scene, chunk, None)
+    lanes = scene.client.core.lanes
+    if down:
+        scene.lanes.end(scene.half(SERVER))
+    for _ in range(LANE_PAYLOADS_MAX + 1):
+        lanes._lanes[1].waiting.clear()
+        scene.client.put(b"x", grant)
+    while scene.client.wire:
+        scene.pair.deliver(scene.client)
+    assert scene.server.broken is not None
+    assert scene.server.broken.rule == "KVW-LN-04"
+
+
+@pytest.mark.rule("KVW-LN-03", "breaks")
+@pytest.mark.parametrize("stage", ["never", "answered", "ending"])
+def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
+    scene = Scene()
+    if stage == "answered":
+        scene.client.core.lanes.ask(1, BACKEND, b"")
+        scene.client.collect()
+        scene.pair.deliver(scene.client)
+    elif stage == "ending":
+        scene.up()
+        scene.lanes.end(scene.half(CLIENT))
+    aside = Aside(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b"")
+    scene.client.forge(FrameType.ASIDE, aside, request=1)
+    refused(scene, scene.server, "KVW-LN-03")
+
+
+@pytest.mark.rule("KVW-LN-05", "breaks")
+@pytest.mark.parametrize(("lane", "count"), [(1, 4), (1, 2**63 - 1), (2, 0)])
+def test_more_taken_than_sent(lane: int, count: int) -> None:
+    scene = Scene()
+    scene.up()
+    scene.put()
+    scene.server.forge(FrameType.TAKEN, Taken(lane=lane, count=count))
+    refused(scene, scene.client, "KVW-LN-05")
+
+
+@pytest.mark.rule("KVW-LN-05", "breaks")
+def test_what_was_missed_is_not_taken() -> None:
+    """It is going to be sent again."""
+    scene = Scene()
+    scene.up()
+    scene.put()
+    scene.server.forge(FrameType.LOWER, Lower(lane=1, reason="", seen=3, missed=(0,)))
+    scene.server.forge(FrameType.TAKEN, Taken(lane=1, count=1))
+    refused(scene, scene.client, "KVW-LN-05")
+
+
+# --- going down
+
+
+@pytest.mark.rule("KVW-LN-06", "keeps")
+@pytest.mark.parametrize("role", list(Role))
+def test_what_was_missed_is_sent_again(role: Role) -> None:
+    """Whoever's half breaks: the second of three has arrived, the others have not."""
+    scene = Scene()
+    scene.up()
+    request = scene.put()
+    scene.pair.run()
+    scene.lanes.move(scene.half(SERVER), scene.tickets(SERVER)[1])
+    scene.lanes.end(scene.half(role))
+    if role is CLIENT:
+        scene.pair.run()
+        scene.lanes.end(scene.half(SERVER))
+    (lower,) = scene.said(FrameType.LOWER, scene.server)
+    assert isinstance(lower, Lower)
+    assert (lower.seen, lower.missed) == (3, (0, 2))
+    scene.lanes.rest()
+    expect_whole(scene, request)
+
+
+def test_an_announcement_that_crosses_lower_is_missed_too() -> None:
+    """And named in another LOWER."""
+    scene = Scene()
+    scene.up()
+    request = scene.put()
+    scene.lanes.end(scene.half(SERVER))
+    scene.pair.deliver(scene.server)
+    while scene.client.wire:
+        scene.pair.deliver(scene.client)
+    lowers = scene.said(FrameType.LOWER, scene.server)
+    assert [(body.seen, body.missed) for body in lowers if isinstance(body, Lower)] == [
+        (1, (0,)),
+        (2, (1,)),
+        (3, (2,)),
+    ]
+    scene.lanes.rest()
+    expect_whole(scene, request)
+
+
+def test_memory_is_held_until_both_halves_have_spoken() -> None:
+    """Ours is through with it, and theirs has said what became of it."""
+    scene = Scene(chunks=1)
+    scene.up()
+    request = scene.put()
+    scene.pair.run()
+    scene.client.cancel(request)
+    scene.lanes.end(scene.half(CLIENT))
+    assert request.buffer in scene.client.memory
+    scene.lanes.rest()
+    assert request.buffer in scene.client.freed
+
+
+def test_the_end_of_the_wire_frees_what_lanes_are_through_with() -> None:
+    """Fates do not matter then; what a lane may touch is held on."""
+    scene = Scene(chunks=2)
+    scene.up()
+    request = scene.put()
+    scene.pair.run()
+    first, second = scene.tickets(SERVER)
+    scene.lanes.move(scene.half(SERVER), first)
+    scene.lanes.sent(scene.half(CLIENT), first)
+    scene.client.lose()
+    assert request.buffer in scene.client.memory
+    scene.lanes.end(scene.half(CLIENT))
+    assert request.buffer in scene.client.freed
+    assert second in scene.half(SERVER).arriving
+
+
+def test_a_half_that_is_gone_says_so_once() -> None:
+    scene = Scene()
+    scene.up()
+    scene.lanes.end(scene.half(SERVER))
+    scene.server.core.lane_gone(1, "again")
+    scene.server.collect()
+    assert len(scene.said(FrameType.LOWER, scene.server)) == 1
+
+
+def test_a_long_reason_is_cut() -> None:
+    scene = Scene()
+    scene.up()
+    scene.lanes.end(scene.half(SERVER), "x" * 10_000)
+    scene.lanes.rest()
+    assert scene.client.broken is None
+
+
+@pytest.mark.rule("KVW-LN-06", "breaks")
+@pytest.mark.parametrize(
+    ("lane", "seen", "missed"),
+    [
+        (1, 4, ()),  # one more than was announced
+        (1, 2, (2,)),  # not seen, and so not missed
+        (1, 3, (0,)),  # which TAKEN has said to be there
+        (2, 0, ()),
+    ],
+)
+def test_a_lower_that_cannot_be(lane: int, seen: int, missed: tuple[int, ...]) -> None:
+    scene = Scene()
+    scene.up()
+    scene.put()
+    scene.pair.run()
+    scene.lanes.move(scene.half(SERVER), scene.tickets(SERVER)[0])
+    scene.pair.run()
+    body = Lower(lane=lane, reason="", seen=seen, missed=missed)
+    scene.server.forge(FrameType.LOWER, body)
+    refused(scene, scene.client, "KVW-LN-06")
+
+
+@pytest.mark.rule("KVW-LN-06", "breaks")
+def test_a_lower_that_misses_what_an_earlier_one_had() -> None:
+    """Its chunk would be sent again and be there twice."""
+    scene = Scene()
+    scene.up()
+    scene.put()
+    for missed in ((1,), (0, 1)):
+        scene.server.forge(
+            FrameType.LOWER, Lower(lane=1, reason="", seen=3, missed=missed)
+        )
+    refused(scene, scene.client, "KVW-LN-06")
+
+
+def test_sealed_frames_about_lanes() -> None:
+    """In psk mode they carry a seal as all control frames do."""
+    scene = Scene(chunks=1, trust=TrustMode.PSK)
+    scene.up()
+    request = scene.put()
+    header, body = scene.client.wire[-1]
+    assert decode_header(header).flags == Flag.SEALED
+    assert decode_header(header).length == len(body) > SEAL_BYTES
+    scene.lanes.rest()
+    expect_whole(scene, request)
