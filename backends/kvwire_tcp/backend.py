@@ -131,7 +131,7 @@ async def _dial(address: Address) -> tuple[socket.socket, Address]:
     family, sockaddr = await _resolve(loop, address)
     with contextlib.ExitStack() as undo:
         sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        tune(sock)
+        tune(sock, sockaddr[0])
         await loop.sock_connect(sock, sockaddr)
         remote = sock.getpeername()
         if remote == sock.getsockname():

@@ -96,7 +96,7 @@ class TcpListener(Listener):
 
     def _hand_over(self, sock: socket.socket, sockaddr: tuple[str, int]) -> None:
         try:
-            tune(sock)
+            tune(sock, sockaddr[0])
         except OSError:
             sock.close()  # reset by the peer already
             return

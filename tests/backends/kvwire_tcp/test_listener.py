@@ -284,10 +284,10 @@ class Once:
     def __init__(self, error: OSError) -> None:
         self._errors = [error]
 
-    def __call__(self, sock: socket.socket) -> None:
+    def __call__(self, sock: socket.socket, host: str) -> None:
         if self._errors:
             raise self._errors.pop()
-        tune(sock)
+        tune(sock, host)
 
 
 def noted_calls(listener: TcpListener) -> asyncio.Queue[None]:

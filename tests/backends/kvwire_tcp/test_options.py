@@ -41,9 +41,58 @@ def test_an_option_that_the_platform_lacks_is_left_out(
     with socket.socket() as sock:
         before = sock.getsockopt(socket.IPPROTO_TCP, option)
         monkeypatch.delattr(socket, name)
-        tune(sock)
+        tune(sock, "192.0.2.1")
         assert sock.getsockopt(socket.IPPROTO_TCP, option) == before
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+needs_congestion = pytest.mark.skipif(
+    not hasattr(socket, "TCP_CONGESTION"), reason="this platform cannot choose"
+)
+
+
+def congestion(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@needs_congestion
+@pytest.mark.parametrize(
+    ("family", "host", "chosen"),
+    [
+        (socket.AF_INET, "127.0.0.1", True),
+        (socket.AF_INET, "127.9.9.9", True),
+        (socket.AF_INET6, "::1", True),
+        (socket.AF_INET6, "::ffff:127.0.0.1", True),
+        (socket.AF_INET, "192.0.2.1", False),
+        (socket.AF_INET6, "fe80::1%eth0", False),
+    ],
+)
+def test_congestion_control_is_chosen_on_loopback_only(
+    family: socket.AddressFamily, host: str, chosen: bool
+) -> None:
+    with socket.socket(family) as sock:
+        default = congestion(sock)
+        tune(sock, host)
+        expected = options.LOOPBACK_CONGESTION if chosen else default
+        assert congestion(sock) == expected
+
+
+@needs_congestion
+def test_a_congestion_control_that_is_not_there_leaves_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "LOOPBACK_CONGESTION", b"no such")
+    with socket.socket() as sock:
+        default = congestion(sock)
+        tune(sock, "127.0.0.1")
+        assert congestion(sock) == default
+
+
+@needs_congestion
+async def test_both_ends_of_loopback_have_it() -> None:
+    async with linked() as pair:
+        for link in (pair.near, pair.far):
+            assert congestion(link._sock) == options.LOOPBACK_CONGESTION
 
 
 def test_reset_on_close_resets() -> None:

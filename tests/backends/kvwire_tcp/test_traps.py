@@ -122,7 +122,7 @@ async def test_trap_35_buffer_sizes_are_left_to_the_kernel() -> None:
             super().setsockopt(*args)
 
     with Noting(socket.AF_INET, socket.SOCK_STREAM) as noting:
-        tune(noting)
+        tune(noting, "127.0.0.1")
     names = {option[:2] for option in options}
     assert (socket.IPPROTO_TCP, socket.TCP_NODELAY) in names
     for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
