@@ -56,7 +56,6 @@ from kvwire.wire.control import Access as AccessBody
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator
-    from kvwire.staged import Staged
 
 Deadline = float | timedelta | None
 _TAG_MAX: Final = 2**64 - 1
@@ -99,6 +98,7 @@ class Connection(Asking):
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
         pump.connect(core, communicator.devices, self._on_event, self._lost)
+        self.staged = pump.staged
         self._raising = Raising(
             core,
             pump.lanes,
@@ -114,11 +114,6 @@ class Connection(Asking):
     def __repr__(self) -> str:
         state = self.core.phase.value
         return f"<Connection to {self.peer} over {self.transport}, {state}>"
-
-    @property
-    def staged(self) -> Staged:
-        """What of its payload lies in device memory."""
-        return self._pump.staged
 
     @property
     def closed(self) -> bool:

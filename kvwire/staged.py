@@ -88,14 +88,18 @@ class Staged:
             BackendUnavailable: The device does not work, gives no pinned memory, or the
                 link of this connection cannot be paused.
         """
-        if device is None or device in self._slots:
+        if device is None:
+            return
+        desk = self._devices.desk(device)
+        if desk.failed:
+            raise BackendUnavailable(f"{device} has failed: {desk.failed}")
+        if device in self._slots:
             return
         if not self._link.pausable:
             raise BackendUnavailable(
                 f"memory of {device}: the control link cannot be paused, so nothing "
                 f"would bound what waits to be copied; use another transport"
             )
-        desk = self._devices.desk(device)
         nbytes = self._core.agreement.terms.chunk_bytes
         # bounded by the devices of this host
         self._slots[device] = _Slots(desk, nbytes), _Slots(desk, nbytes)
@@ -137,6 +141,7 @@ class Staged:
             chunk.buffer,
             lambda done: slots.desk.to_host(source, slot.view, done),
             partial(self._gathered, chunk, slot),
+            slots.desk,
         )
 
     def sent(self, chunk: Chunk) -> None:
@@ -181,6 +186,7 @@ class Staged:
             arrival.buffer,
             lambda done: slot.slots.desk.to_device(slot.view, into, done),
             partial(self._scattered, slot, arrival, then),
+            slot.slots.desk,
         )
         return True
 
@@ -208,6 +214,7 @@ class Staged:
         buffer: BufferId,
         begin: Callable[[Done], None],
         then: Callable[[], None],
+        desk: Desk,
     ) -> None:
         """Begin a copy under a hold of its own, and go on when it is done."""
         holds = self._buffers.holds
@@ -220,7 +227,7 @@ class Staged:
                 holds.drop(buffer)
                 then()
             else:
-                self._failed(error)
+                self._failed(desk, error)
             self._run()
             self._check_ended()
 
@@ -228,7 +235,7 @@ class Staged:
             begin(done)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             self._copying -= 1
-            self._failed(exc)
+            self._failed(desk, exc)
 
     def _gathered(self, chunk: Chunk, slot: _Slot) -> None:
         slot.slots.ring.filled(slot.number)
@@ -267,9 +274,16 @@ class Staged:
             self._paused = False
             self._link.resume()
 
-    def _failed(self, error: Exception) -> None:
-        logger.error("a device failed; what it was copying stays held", exc_info=error)
-        self._core.fail(ConnectionLost(f"the device failed: {error}"))
+    def _failed(self, desk: Desk, error: Exception) -> None:
+        if not desk.failed:
+            logger.error(
+                "%s failed; what it was copying stays held",
+                desk.ops.device,
+                exc_info=error,
+            )
+            desk.failed = str(error)
+        # Transfers of other memory go on with the next link.
+        self._core.fail(ConnectionLost(f"{desk.ops.device} failed: {error}"))
 
 
 class _Slots:

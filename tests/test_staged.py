@@ -7,16 +7,15 @@ process, and its streams run beside everything else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-import kvwire
 from kvwire import BackendUnavailable, KVSpec, PagedCache, UsageError
-from kvwire.limits import KIB, STAGING_SLOTS
+from kvwire.limits import KIB
 from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
 from tests.support.pairs import Pair, connected, until
 
@@ -30,7 +29,6 @@ LAYOUTS = {
 }
 SOURCE = [7, 3, 39, 20, 21, 22, 0, 11, 30, 31, 5, 1]
 TARGET = [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]
-BOTH = pytest.mark.parametrize("scheme", ["tcp", "inproc"])
 
 
 class Cache:
@@ -47,7 +45,7 @@ class Cache:
             for n in range(LAYERS)
         ]
         self.arrays: list[SimulatedArray] | None = None
-        self._values = values
+        self.values = values
         if device is not None:
             self.arrays = [device.array(v, "torch.bfloat16") for v in values]
         self.layout = layout
@@ -55,7 +53,7 @@ class Cache:
 
     def blocks(self, ids: list[int]) -> npt.NDArray[Any]:
         """Blocks of all layers in one order of axes: layer, block, kv, token, ..."""
-        values = [a.read() for a in self.arrays] if self.arrays else self._values
+        values = [a.read() for a in self.arrays] if self.arrays else self.values
         if self.layout == "HND":
             values = [v.transpose(0, 1, 3, 2, 4) for v in values]
         elif self.layout != "NHD":
@@ -134,3 +132,240 @@ async def test_over_lanes(
         await inc.drained()
         await out.drained()
     assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+async def test_a_mark_waits_for_the_event_of_a_kernel(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    """The producer's own stream writes the cache; nobody waits for it but us."""
+    source, target = Cache(near, seed=None), Cache(None, seed=None)
+    written = Cache(None, seed=5)
+    assert source.arrays is not None
+    compute = near.stream()
+    inc = pair.right.pull("t", target.paged, TARGET)
+    near.hold()
+    async with pair.near.publish("t", source.paged, SOURCE) as out:
+        for layer, array in enumerate(source.arrays):
+            compute.call(kernel(array, written, layer))
+            out.ready(layers=layer, after=compute.record())
+    assert not out.done()
+    assert not inc.layer_landed(0)
+    near.release()
+    assert (await inc).complete
+    await inc.drained()
+    await out.drained()
+    assert np.array_equal(target.blocks(TARGET), written.blocks(SOURCE))
+    compute.close()
+
+
+def kernel(array: SimulatedArray, values: Cache, layer: int) -> Callable[[], None]:
+    """What a model's layer does to the cache."""
+    return lambda: array.write(values.values[layer])
+
+
+async def test_an_event_that_fails_ends_the_transfer(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    compute = near.stream()
+    source, target = Cache(near), Cache(None, seed=None)
+    inc = pair.right.pull("t", target.paged, TARGET)
+    out = pair.near.publish("t", source.paged, SOURCE)
+    near.hold()
+    compute.call(lambda: None)
+    out.ready(after=compute.record())
+    out.finish()
+    near.fail("an illegal memory access")
+    near.release()
+    outcome = await inc
+    assert not outcome.complete
+    assert "an illegal memory access" in str(outcome.missing)
+    await out.drained()
+    await inc.drained()
+    compute.close()
+
+
+async def test_what_is_no_event_is_refused(pair: Pair, near: SimulatedDevice) -> None:
+    out = pair.near.publish("t", Cache(near).paged, SOURCE)
+    with pytest.raises(UsageError, match=r"after=object: pass a future, a torch\.cuda"):
+        out.ready(after=object())
+    out.abort()
+    await out.drained()
+
+
+async def test_slots_are_all_that_waits_for_a_slow_device(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    """The device takes nothing: the link is paused, and the wire fills up behind it."""
+    source, target = Cache(None), Cache(near, seed=None)
+    near.hold()
+    inc = pair.right.pull("t", target.paged, TARGET)
+    out = pair.near.publish("t", source.paged, SOURCE)
+    out.ready()
+    out.finish()
+    staged = pair.right.staged
+    await until(lambda: staged.paused)
+    # Whatever else comes waits in the wire: a message behind it as well.
+    sent = pair.left.send(7, b"behind")
+    received = pair.right.recv(7)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert staged.paused
+    assert not received.done()
+    assert not inc.layer_landed(0)
+    near.release()
+    assert bytes(await received) == b"behind"
+    await sent
+    assert (await inc).complete
+    await until(lambda: not staged.paused)
+    await inc.drained()
+    await out.drained()
+    assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+async def test_a_slow_device_is_given_no_more_than_its_slots(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    """On the way out: the core keeps the rest, for whatever is more urgent."""
+    source, target = Cache(near), Cache(None, seed=None)
+    near.hold()
+    inc = pair.right.pull("t", target.paged, TARGET)
+    out = pair.near.publish("t", source.paged, SOURCE)
+    out.ready()
+    out.finish()
+    staged = pair.left.staged
+    await until(lambda: staged.full)
+    assert not staged.quiet
+    # Host memory is not held up by that: a message overtakes all of it.
+    received = pair.right.recv(7)
+    await pair.left.send(7, b"urgent")
+    assert bytes(await received) == b"urgent"
+    near.release()
+    assert (await inc).complete
+    await out.drained()
+    await inc.drained()
+    assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+@pytest.mark.parametrize("device_side", ["producer", "consumer"])
+@pytest.mark.parametrize("how", ["abort", "connection"])
+async def test_memory_has_not_drained_while_a_device_copies(
+    pair: Pair, near: SimulatedDevice, device_side: str, how: str
+) -> None:
+    source = Cache(near if device_side == "producer" else None)
+    target = Cache(near if device_side == "consumer" else None, seed=None)
+    out = pair.near.publish("t", source.paged, SOURCE)
+    near.hold()
+    inc = pair.right.pull("t", target.paged, TARGET)
+    out.ready()
+    out.finish()
+    end = out if device_side == "producer" else inc
+    mine = pair.left if device_side == "producer" else pair.right
+    await until(lambda: not mine.staged.quiet)
+    if how == "abort":
+        end.abort("enough")
+    else:
+        mine.abort("enough")
+        end.abort("enough")
+    assert not (await end).complete
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not end.is_drained
+    assert mine.communicator.quarantined_bytes > 0
+    near.release()
+    await end.drained()
+    assert mine.communicator.quarantined_bytes == 0
+    other = inc if device_side == "producer" else out
+    other.abort()
+    await other.drained()
+
+
+async def test_a_failed_device_keeps_its_memory(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    """It proves nothing any more, so what it was copying is never said to be free."""
+    source, target = Cache(near), Cache(None, seed=None)
+    inc = pair.right.pull("t", target.paged, TARGET)
+    out = pair.near.publish("t", source.paged, SOURCE)
+    near.hold()
+    out.ready()
+    out.finish()
+    await until(lambda: not pair.left.staged.quiet)
+    near.fail("it fell off the bus")
+    near.release()
+    # No other link would help, so the lease is not waited for.
+    outcome = await inc
+    assert "it fell off the bus" in str(outcome.missing)
+    assert not (await out).complete
+    await inc.drained()
+    assert not out.is_drained
+    assert pair.near.quarantined_bytes > 0
+
+
+async def test_a_lane_that_breaks_gives_its_slots_back(near: SimulatedDevice) -> None:
+    source, target = Cache(near), Cache(None, seed=None)
+    async with connected("tcp", chunk_bytes=64 * KIB, lanes=3) as pair:
+        inc = pair.far.expect("t", target.paged, TARGET)
+        out = pair.left.push("t", source.paged, SOURCE)
+        out.ready(layers=0)
+        await inc.layer(0)
+        for half in list(pair.left._pump.lanes.up):
+            half.lane.abort()
+        out.ready(layers=slice(1, None))
+        out.finish()
+        assert (await inc).complete
+        await inc.drained()
+        await out.drained()
+    assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+async def test_memory_that_is_not_given_is_said_before_anything_moves(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    near.pinned_bytes_max = 0
+    source, target = Cache(near), Cache(None, seed=None)
+    inc = pair.right.pull("t", target.paged, TARGET)
+    out = pair.near.publish("t", source.paged, SOURCE)
+    outcome = await inc
+    assert "bytes of pinned memory were refused" in str(outcome.missing)
+    await out.drained()
+    await inc.drained()
+
+
+async def test_a_device_that_is_gone_is_said_by_the_call(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    cache = Cache(near).paged
+    near.close()
+    with pytest.raises(UsageError, match="there is none, or it was closed"):
+        pair.near.publish("t", cache, SOURCE)
+
+
+async def test_a_link_that_cannot_be_paused_is_refused(
+    pair: Pair, near: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(pair.left._pump.link), "pausable", False)
+    with pytest.raises(BackendUnavailable, match="cannot be paused"):
+        pair.left.staged.open(near.device)
+
+
+async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:
+    source, target = Cache(None), Cache(near, seed=None)
+    inc = pair.right.pull("t", target.paged, TARGET)
+    host = pair.right.pull("u", Cache(None, seed=None).paged, TARGET)
+    with pytest.raises(UsageError, match="layer 0 has not landed yet"):
+        inc.layer_event(0)
+    with pytest.raises(UsageError, match="lies in host memory; await layer"):
+        host.layer_event(0)
+    async with pair.near.publish("t", source.paged, SOURCE) as out:
+        out.ready()
+    await inc.layer(0)
+    compute, seen = near.stream(), list[npt.NDArray[Any]]()
+    compute.wait(inc.layer_event(0))
+    compute.call(lambda: seen.append(target.blocks(TARGET)[0]))
+    compute.record().synchronize()
+    assert np.array_equal(seen[0], source.blocks(SOURCE)[0])
+    assert (await inc).complete
+    host.abort()
+    for end in (inc, out, host):
+        await end.drained()
+    compute.close()

@@ -46,6 +46,7 @@ class TcpLink(Duplex, Link):
         self._door = door
         # Paused links look away, or the loop would wake us for what may not be read.
         self._watching = True
+        self._resuming: asyncio.Handle | None = None
 
     @property
     def remote_address(self) -> Address | None:
@@ -78,12 +79,14 @@ class TcpLink(Duplex, Link):
     def pause(self) -> None:
         """See :class:`~kvwire.backend.Link`."""
         self._frames.paused = True
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
 
     def resume(self) -> None:
         """See :class:`~kvwire.backend.Link`."""
-        self._frames.paused = False
-        if not self._ended:
-            self._loop.call_soon(self._go_on)
+        if self._resuming is None and not self._ended:
+            self._resuming = self._loop.call_soon(self._go_on)
 
     def is_link(self) -> None:
         """A frame has come: from now on its handler is told without a detour."""
@@ -107,8 +110,10 @@ class TcpLink(Duplex, Link):
 
     def _go_on(self) -> None:
         """Hand over what came while it was paused, and look at the socket again."""
-        if self._ended or self._frames.paused:
+        self._resuming = None
+        if self._ended:
             return
+        self._frames.paused = False
         try:
             self._frames.deliver(0)
         except Exception as exc:  # noqa: BLE001 - a handler's bug ends this only

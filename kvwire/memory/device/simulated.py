@@ -55,7 +55,7 @@ class SimulatedDevice(DeviceOps):
         self.description = "simulated with threads"
         self.pinned_bytes_max = 1024 * MIB
         self._pinned_bytes = 0
-        self._error: Exception | None = None
+        self._error = ""
         self._running = threading.Event()
         self._running.set()
         self._lock = threading.Lock()
@@ -135,8 +135,8 @@ class SimulatedDevice(DeviceOps):
         """Let the streams go on."""
         self._running.set()
 
-    def fail(self, error: Exception) -> None:
-        """From now on all work fails with this error, as CUDA's errors stay."""
+    def fail(self, error: str) -> None:
+        """From now on all work of all streams fails, as CUDA's errors stay."""
         self._error = error
 
     def close(self) -> None:
@@ -146,15 +146,19 @@ class SimulatedDevice(DeviceOps):
         for mapping in self._mappings:
             mapping.close()
 
-    def step(self, work: Callable[[], None]) -> Exception | None:
-        """One piece of a stream's work; how it failed."""
+    @property
+    def error(self) -> str:
+        """How it has failed; "" if it has not."""
+        return self._error
+
+    def step(self, work: Callable[[], None]) -> None:
+        """One piece of a stream's work."""
         self._running.wait()
-        if self._error is None:
+        if not self._error:
             try:
                 work()
-            except Exception as exc:  # noqa: BLE001 - it is reported by an event
-                self._error = exc
-        return self._error
+            except Exception as exc:  # noqa: BLE001 - events report it
+                self._error = str(exc)
 
 
 class SimulatedArray:
@@ -212,23 +216,22 @@ class SimulatedEvent(Event):
         self.device = device
         self.native = self
         self._fired = threading.Event()
-        self._error: Exception | None = None
+        self._error = ""
 
     def query(self) -> bool:
         """See Event."""
-        if self._error is not None:
-            raise self._error
+        if self._error:
+            raise RuntimeError(self._error)
         return self._fired.is_set()
 
     def synchronize(self) -> None:
         """See Event."""
         self._fired.wait()
-        if self._error is not None:
-            raise self._error
+        self.query()
 
-    def fire(self, error: Exception | None) -> None:
+    def fire(self) -> None:
         """Its stream has come to it."""
-        self._error = error
+        self._error = self.device.error
         self._fired.set()
 
     def passed(self) -> None:
@@ -242,7 +245,6 @@ class SimulatedStream(Stream):
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
         threading.Thread(
             target=self._run, name=f"{device.device} stream", daemon=True
         ).start()
@@ -256,7 +258,7 @@ class SimulatedStream(Stream):
     def record(self) -> SimulatedEvent:
         """See Stream."""
         event = SimulatedEvent(self._device)
-        self._work.put(lambda: event.fire(self._error))
+        self._work.put(event.fire)
         return event
 
     def buffer(self, nbytes: int) -> Fragments:
@@ -283,14 +285,11 @@ class SimulatedStream(Stream):
 
     def call(self, work: Callable[[], None]) -> None:
         """Queue any work, such as a test's own kernel."""
-        self._work.put(lambda: self._step(work))
+        self._work.put(lambda: self._device.step(work))
 
     def close(self) -> None:
         """See Stream."""
         self._work.put(None)
-
-    def _step(self, work: Callable[[], None]) -> None:
-        self._error = self._device.step(work) or self._error
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -33,6 +33,9 @@ class Desk:
         call_soon: Calls something on the loop, from any thread.
         slot_bytes: The most bytes that are moved at once.
 
+    Attributes:
+        failed: How the device has failed, which it does for good; "" if it has not.
+
     Raises:
         Exception: The device does not work; the library's own error.
     """
@@ -40,6 +43,7 @@ class Desk:
     def __init__(self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int) -> None:
         self.ops = ops
         self.slot_bytes = slot_bytes
+        self.failed = ""
         self.outbound = _Way(ops, call_soon, slot_bytes, "out of")
         self.inbound = _Way(ops, call_soon, slot_bytes, "into")
 

@@ -1,0 +1,241 @@
+"""Memory that other processes of this host can map: for caches that ``local`` moves.
+
+An arena is a piece of anonymous memory with a descriptor (``memfd_create``). Arrays and
+tensors that live in it are ordinary memory here. A process that is given the descriptor
+maps the same pages and copies from them at the speed of a memcpy, which no read of a
+stranger's memory reaches, and which works where the kernel forbids such reads.
+
+Who is given the descriptor can neither write to the arena nor change its size: it is
+sealed once it has been mapped here (F_SEAL_FUTURE_WRITE: only this mapping writes).
+
+The arenas of a process are known by their addresses, so that a transport finds out by
+itself whether a payload lies in one.
+
+https://man7.org/linux/man-pages/man2/memfd_create.2.html, "File sealing"
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import mmap
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError
+from kvwire.kv.fragments import Fragments
+
+# Not in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
+_F_SEAL_FUTURE_WRITE: Final = 0x0010
+# A cache line, and what the widest vector instructions want.
+_ALIGNMENT: Final = 64
+
+
+class Arena:
+    """A piece of memory that can be shared by descriptor.
+
+    >>> arena = Arena(1 << 30)
+    >>> cache = arena.numpy((layers, blocks, 2, 16, 8, 128), np.float16)
+    >>> tensor = torch.frombuffer(arena.buffer(1 << 20), dtype=torch.bfloat16)
+
+    It is known until it is closed: keep it as long as its memory is used.
+
+    Args:
+        nbytes: Its size, rounded up to whole pages. Pages cost memory once they are
+            written to.
+        name: Shown in ``/proc/<pid>/maps``.
+
+    Attributes:
+        nbytes: Its size.
+        address: Where it begins.
+        serial: Its number in this process, never used twice.
+
+    Raises:
+        UsageError: Not a positive size, or not on Linux.
+        OSError: The kernel refuses: no memory, no descriptor, or older than 5.1.
+    """
+
+    def __init__(self, nbytes: int, *, name: str = "kvwire") -> None:
+        if nbytes < 1:
+            raise UsageError(f"arena: nbytes={nbytes}; at least 1 byte is needed")
+        if sys.platform != "linux":
+            raise UsageError("arena: memory can be shared by descriptor on Linux only")
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._used = 0
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, self.nbytes)
+            self._map = mmap.mmap(self._fd, self.nbytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        use_huge_pages(self._map)
+        self.address = address_of_map(self._map)
+        self.serial = _arenas.add(self)
+
+    def numpy(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike
+    ) -> npt.NDArray[Any]:
+        """An array of zeros in the arena, in C order.
+
+        Raises:
+            UsageError: It does not fit any more, or the arena is closed.
+        """
+        kind = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else shape
+        count = int(np.prod(shape, dtype=object))
+        if kind.hasobject or count < 0:
+            raise UsageError(f"arena: no array of {shape} {kind} can be shared")
+        if count == 0:
+            return np.empty(shape, kind)
+        return self.buffer(count * kind.itemsize).view(kind).reshape(shape)
+
+    def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The next ``nbytes`` bytes, all zero, as writable memory.
+
+        It has the buffer protocol: ``torch.frombuffer(arena.buffer(n), dtype=...)``.
+
+        Raises:
+            UsageError: They are not there any more, or the arena is closed.
+        """
+        begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if self.closed:
+            raise UsageError("arena: it is closed")
+        if nbytes < 1 or begin + nbytes > self.nbytes:
+            raise UsageError(
+                f"arena: {nbytes} bytes of an arena of {self.nbytes}, of which {begin} "
+                f"are used; make it larger"
+            )
+        self._used = begin + nbytes
+        # The array holds the mapping, which therefore cannot be unmapped under it.
+        return np.frombuffer(self._map, np.uint8, nbytes, begin)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._map.closed
+
+    def fileno(self) -> int:
+        """The descriptor, for a process that may read all of the arena.
+
+        Raises:
+            UsageError: The arena is closed.
+        """
+        if self.closed:
+            raise UsageError("arena: it is closed")
+        return self._fd
+
+    def close(self) -> None:
+        """Unmap it here. Processes that have mapped it keep the pages until they end.
+
+        Raises:
+            UsageError: Arrays, tensors or views of it are alive.
+        """
+        if self.closed:
+            return
+        try:
+            self._map.close()
+        except BufferError:
+            raise UsageError(
+                "arena: arrays or tensors in it are still alive; drop them first"
+            ) from None
+        _arenas.remove(self)
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The frames of an exception may still hold arrays; it is what is to be seen.
+        with contextlib.suppress(*((UsageError,) if error else ())):
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self._used} used"
+        return f"Arena({self.nbytes} bytes, {state})"
+
+
+SEALS: Final = (
+    (
+        fcntl.F_SEAL_SHRINK  # a page that vanishes kills whoever reads it
+        | fcntl.F_SEAL_GROW
+        | fcntl.F_SEAL_SEAL
+        | _F_SEAL_FUTURE_WRITE
+    )
+    if sys.platform == "linux"
+    else 0
+)
+"""What is guaranteed of an arena's descriptor for ever."""
+
+
+def arena_of(fragments: Fragments) -> Arena | None:
+    """The arena in which all of these fragments lie, if there is one."""
+    if not len(_arenas) or not len(fragments):
+        return None
+    ends = fragments.addresses + fragments.lengths
+    return _arenas.around(int(fragments.addresses.min()), int(ends.max()))
+
+
+def use_huge_pages(mapping: mmap.mmap) -> None:
+    """Ask for huge pages: a read of another process pins a page at a time."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        try:
+            mapping.madvise(advice)
+        except OSError:
+            return  # a kernel without them; the mapping works all the same
+
+
+def address_of_map(mapping: mmap.mmap) -> int:
+    """Where a mapping begins, whether it is writable or not."""
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+class _Arenas:
+    """The arenas of this process, by address; any thread may make one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sorted: list[Arena] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, arena: Arena) -> int:
+        with self._lock:
+            bisect.insort(self._sorted, arena, key=_begin)
+            self._serial += 1
+            return self._serial
+
+    def remove(self, arena: Arena) -> None:
+        with self._lock:
+            self._sorted.remove(arena)
+
+    def around(self, first: int, end: int) -> Arena | None:
+        with self._lock:
+            index = bisect.bisect_right(self._sorted, first, key=_begin) - 1
+            if index < 0:
+                return None
+            arena = self._sorted[index]
+            return arena if end <= arena.address + arena.nbytes else None
+
+
+def _begin(arena: Arena) -> int:
+    return arena.address
+
+
+_arenas: Final = _Arenas()
