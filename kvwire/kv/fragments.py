@@ -86,30 +86,32 @@ class Fragments:
             raise UsageError(
                 f"fragments: range {offset}+{length} of a stream of {self.nbytes} bytes"
             )
+        if length == self.nbytes:
+            return self
         if length == 0:
             empty = np.empty(0, np.uint64)
             return self._part(empty, empty)
-        first = int(np.searchsorted(self.starts, np.uint64(offset), "right")) - 1
-        last = int(np.searchsorted(self.starts, np.uint64(offset + length), "left"))
-        addresses = self.addresses[first:last].copy()
-        lengths = self.lengths[first:last].copy()
-        lengths[-1] -= self.starts[last] - np.uint64(offset + length)
-        skipped = np.uint64(offset) - self.starts[first]
-        addresses[0] += skipped
-        lengths[0] -= skipped
-        return self._part(addresses, lengths)
+        # Once for each chunk that moves: no check is made again, nothing is added up.
+        starts = self.starts
+        first = int(starts.searchsorted(np.uint64(offset), "right")) - 1
+        last = int(starts.searchsorted(np.uint64(offset + length), "left"))
+        before = offset - starts.item(first)
+        after = starts.item(last) - (offset + length)
+        addresses, lengths = self.addresses[first:last], self.lengths[first:last]
+        starts = starts[first : last + 1] - starts[first]
+        if before or after:
+            addresses, lengths = addresses.copy(), lengths.copy()
+            addresses[0] += np.uint64(before)
+            lengths[0] -= np.uint64(before)
+            lengths[-1] -= np.uint64(after)
+            starts[1:] -= np.uint64(before)
+            starts[-1] -= np.uint64(after)
+        return self._with(addresses, lengths, starts, length)
 
     def shifted(self, distance: int) -> Fragments:
         """The same fragments ``distance`` bytes further on; lengths are shared."""
-        moved = Fragments.__new__(Fragments)
-        moved.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
-        moved.lengths = self.lengths
-        moved.starts = self.starts
-        moved.nbytes = self.nbytes
-        moved.owner = self.owner
-        moved.writable = self.writable
-        moved.device = self.device
-        return moved
+        addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
+        return self._with(addresses, self.lengths, self.starts, self.nbytes)
 
     def merged(self) -> Fragments:
         """The same stream with fragments joined where they touch in memory."""
@@ -129,3 +131,17 @@ class Fragments:
             writable=self.writable,
             device=self.device,
         )
+
+    def _with(
+        self, addresses: Array, lengths: Array, starts: Array, nbytes: int
+    ) -> Fragments:
+        """Other fragments of the same memory, which are known to be right."""
+        other = Fragments.__new__(Fragments)
+        other.addresses = addresses
+        other.lengths = lengths
+        other.starts = starts
+        other.nbytes = nbytes
+        other.owner = self.owner
+        other.writable = self.writable
+        other.device = self.device
+        return other
