@@ -164,6 +164,7 @@ TABLE = (
         for backend, own in {
             "kvwire_inproc": (),
             "kvwire_tcp": ("uvloop",),
+            "kvwire_ucx": (),
         }.items()
     ),
 )

@@ -1,4 +1,4 @@
-"""The entry point: one UCX worker for a communicator's lanes."""
+"""The entry point: a UCX context for a communicator, and a worker for each lane."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from kvwire.lane import Lane, LaneContext
 from kvwire.types import Address
 from kvwire_ucx import diagnosis
 from kvwire_ucx.context import Context
-from kvwire_ucx.lane import UcxLane
-from kvwire_ucx.library import REMEDY, find, load
-from kvwire_ucx.settings import parse
+from kvwire_ucx.lane import LINGER_S, UcxLane
+from kvwire_ucx.library import REMEDY, load
 from kvwire_ucx.worker import Worker
 
 
 class UcxBackend(Backend):
     """Data over UCX, beside the control link of another transport.
 
-    Workers are made with the first lane, one for each set of settings: in practice one,
-    since a communicator has one configuration.
+    Contexts are made with the first lane, one for each set of settings: in practice
+    one, since a communicator has one configuration.
     """
 
     scheme: ClassVar[str] = "ucx"
     capabilities: ClassVar[Capabilities] = Capabilities(links=False, lanes=True)
 
     def __init__(self) -> None:
-        self._workers: dict[frozenset[tuple[str, str]], Worker] = {}
-        self._lanes: set[Lane] = set()
+        self._contexts: dict[frozenset[tuple[str, str]], Context] = {}
+        self._lanes: set[UcxLane] = set()
 
     @classmethod
     def rank(cls) -> int:
@@ -48,15 +47,10 @@ class UcxBackend(Backend):
     def availability(cls) -> Availability:
         """See :class:`~kvwire.backend.Backend`; loads the library."""
         try:
-            if find() is None:
-                return Availability(
-                    available=False, reason="no libucp was found", remedy=REMEDY
-                )
             library = load()
         except BackendUnavailable as exc:
             return Availability(available=False, reason=str(exc), remedy=REMEDY)
-        reason = f"UCX {library.version} ({library.path}): {diagnosis.transports()}"
-        return Availability(available=True, reason=reason)
+        return Availability(available=True, reason=diagnosis.summary(library))
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
@@ -92,8 +86,14 @@ class UcxBackend(Backend):
             BackendUnavailable: There is no UCX, it does not take these settings, or has
                 no RDMA and is required to.
         """
-        lane = UcxLane(self._worker(context.settings), context, self._lanes.discard)
-        self._lanes.add(lane)
+        loop = asyncio.get_running_loop()
+        worker = Worker(self._context(context.settings), loop)
+        try:
+            lane = UcxLane(worker, context, self._lanes.discard)
+        except BaseException:
+            worker.close()
+            raise
+        self._lanes.add(lane)  # bounded: LANES_MAX for each connection
         return lane
 
     async def aclose(self) -> None:
@@ -101,24 +101,24 @@ class UcxBackend(Backend):
 
         Cancel safety: safe.
         """
-        for lane in list(self._lanes):
+        lanes = list(self._lanes)
+        for lane in lanes:
             lane.abort()
-        workers, self._workers = self._workers, {}
-        for worker in workers.values():
-            worker.close()
-
-    def _worker(self, settings: Mapping[str, str]) -> Worker:
-        key = frozenset(settings.items())
-        worker = self._workers.get(key)
-        if worker is None:
-            context = Context(parse(settings))
-            try:
-                worker = Worker(context, asyncio.get_running_loop())
-            except BaseException:
+        try:
+            if lanes:
+                await asyncio.wait([lane.ended for lane in lanes], timeout=2 * LINGER_S)
+        finally:
+            for lane in lanes:
+                lane.destroy()
+            contexts, self._contexts = self._contexts, {}
+            for context in contexts.values():
                 context.close()
-                raise
-            self._workers[key] = worker
-        return worker
+
+    def _context(self, settings: Mapping[str, str]) -> Context:
+        key = frozenset(settings.items())
+        if key not in self._contexts:
+            self._contexts[key] = Context(settings)
+        return self._contexts[key]
 
 
 def _no_links(address: Address) -> NoReturn:

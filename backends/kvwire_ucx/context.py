@@ -13,7 +13,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
 from kvwire_ucx.library import REMEDY, Library, load, rdma_devices
-from kvwire_ucx.settings import REQUIRE_RDMA, Settings
+from kvwire_ucx.settings import REQUIRE_RDMA, Settings, parse
 
 # "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info says.
 _RESOURCE: Final = re.compile(r"resource \d+\s*:.*?(\w+)/(\S+)")
@@ -44,7 +44,7 @@ class Context:
     """A UCX context. Its workers are closed before it is.
 
     Args:
-        settings: What it is made with.
+        given: The user's settings.
 
     Attributes:
         library: The UCX it belongs to.
@@ -57,8 +57,9 @@ class Context:
             no RDMA device and is required to.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, given: Mapping[str, str]) -> None:
         self.library = library = load()
+        settings = parse(given, library.version)
         self.handle = _init(library, settings)
         text = printed(library.ucp.context_print_info, self.handle)
         self.resources = tuple(

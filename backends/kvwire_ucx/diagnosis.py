@@ -1,4 +1,4 @@
-"""What UCX finds on this machine, for ``availability`` and ``kvwire doctor``."""
+"""What there is of UCX on this machine, for the report and for ``kvwire doctor``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Final
 from kvwire.backend import Finding
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx.context import Context, Resource
-from kvwire_ucx.library import REMEDY, copies, load, rdma_devices
-from kvwire_ucx.settings import parse
+from kvwire_ucx.library import REMEDY, Library, copies, load, rdma_devices
 
 _BEFORE_TCP: Final = 20
 _BEHIND_TCP: Final = 40
@@ -30,7 +29,7 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
     Raises:
         BackendUnavailable: There is no UCX, or it makes no context.
     """
-    context = Context(parse({}))
+    context = Context({})
     try:
         return context.resources, context.knows_rdma
     finally:
@@ -40,24 +39,21 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
 def rank() -> int:
     """The backend's place among those nobody has a preference for."""
     try:
-        resources, _ = probed()
+        has_rdma = bool(rdma_devices()) and load().has_rdma
     except BackendUnavailable:
-        return _BEHIND_TCP
-    return _BEFORE_TCP if any(r.is_rdma for r in resources) else _BEHIND_TCP
+        has_rdma = False
+    return _BEFORE_TCP if has_rdma else _BEHIND_TCP
 
 
-def transports() -> str:
-    """One line: the transports that UCX found, and whether any is RDMA."""
-    try:
-        resources, knows_rdma = probed()
-    except BackendUnavailable as exc:
-        return str(exc)
-    names = ", ".join(dict.fromkeys(r.transport for r in resources))
-    rdma = [str(r) for r in resources if r.is_rdma]
-    if rdma:
-        return f"{names}; RDMA on {', '.join(rdma)}"
-    built = "no RDMA device" if knows_rdma else "built without RDMA"
-    return f"{names}; {built}"
+def summary(library: Library) -> str:
+    """One line, without asking UCX for its devices."""
+    if not library.has_rdma:
+        rdma = "built without RDMA"
+    elif devices := rdma_devices():
+        rdma = f"with RDMA; the kernel knows {', '.join(devices)}"
+    else:
+        rdma = "with RDMA, of which this machine has no device"
+    return f"UCX {library.version}, {rdma} ({library.path})"
 
 
 def findings() -> tuple[Finding, ...]:

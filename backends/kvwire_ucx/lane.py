@@ -3,9 +3,9 @@
 ::
 
     OPENED --join()--> GREETING --hello--> UP --close()--> DRAINING --none under way--+
-       |                  |                |                  |              bye, flush
+       |                  |                |                  |
        |                  |                +--- abort(), bye, endpoint or handler ----+
-       +----- abort() ----+                     failed: cancel, close by force       |
+       +----- abort() ----+                     failed: cancel, bye, flush             |
        v                                                                              v
      ENDED, and no            endpoint gone, no operation open: lane_closed <---- ENDING
      lane_closed
@@ -15,10 +15,10 @@ The receiver posts its memory under that tag, and UCX brings the two together: b
 rendezvous, so nothing moves before the receiver has named its memory. A send is over
 when the receiver's operation has met it.
 
-*Quiet* is not a matter of time. The lane counts its operations, and UCX reports each as
-over; the endpoint is closed by force first, which ends what the peer would have to. So
-``lane_closed`` comes when no operation is open and the endpoint is gone. Should UCX
-never report one, the lane stays, and so does its memory, until the worker is destroyed.
+*Quiet* is not a matter of time. A lane has a worker of its own: its end closes the
+endpoint by force, which ends what the peer would have to, and then destroys the worker,
+and with it the sockets, queue pairs and shared memory that anybody could reach ours by.
+``lane_closed`` comes after that.
 
 *Hello.* UCX connects when it is used, so a lane that is merely made proves nothing. The
 client says hello and its join waits for the answer. Both prove the lane's secret.
@@ -46,7 +46,7 @@ from kvwire.errors import (
 )
 from kvwire.kv.fragments import Fragments
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import CLOSE_TIMEOUT_S, KIB, MIB
+from kvwire.limits import KIB, MIB
 from kvwire.memory.buffers import slice_payload
 from kvwire.types import Role
 from kvwire_ucx.binding import ERR_MESSAGE_TRUNCATED, OK
@@ -71,6 +71,9 @@ WINDOW_BYTES: Final = 8 * MIB
 # Fragments of at least this are messages of their own, which nobody has to pack.
 PIECE_BYTES: Final = 128 * KIB
 PIECES_MAX: Final = 32
+# How long the end of a lane waits for its last words to be sent. A peer that has
+# stopped takes none.
+LINGER_S: Final = 0.1
 
 _NUMBER: Final = struct.Struct(">I")
 _GREETING_BYTES: Final = 16
@@ -88,6 +91,9 @@ class _State(enum.Enum):
     DRAINING = enum.auto()
     ENDING = enum.auto()
     ENDED = enum.auto()
+
+
+_JOINED: Final = (_State.GREETING, _State.UP, _State.DRAINING)
 
 
 class _Parts:
@@ -113,6 +119,9 @@ class UcxLane(Lane):
         worker: Whose turns move the bytes.
         context: What the core says of the lane.
         on_ended: Called when it touches no memory any more.
+
+    Attributes:
+        ended: Done then.
     """
 
     bytes_min = BYTES_MIN
@@ -139,11 +148,11 @@ class UcxLane(Lane):
         self._bootstrap = self._own.to_bytes()
         self._state = _State.OPENED
         self._endpoint: Endpoint | None = None
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         # Whether the core has been given the lane, and so is told of its end.
         self._given = False
         self._error: Exception | None = None
-        self._sends = 0
         # What can be cancelled, by number.
         self._receives: dict[int, Request] = {}
         self._payloads = 0
@@ -240,7 +249,6 @@ class UcxLane(Lane):
         for piece in _pieces(payload, lengths):
             tag = self._peer.tag(self._next_sent)
             self._next_sent = next_message(self._next_sent)
-            self._sends += 1
             self._worker.send(
                 self._endpoint.handle,
                 Memory(piece),
@@ -305,14 +313,13 @@ class UcxLane(Lane):
         return lengths
 
     def _piece_sent(self, parts: _Parts, status: int) -> None:
-        self._sends -= 1
         parts.left -= 1
         if status != OK:
             self._end(self._broken(status))
         elif parts.left == 0 and self._is_live:
             self._payloads -= 1
             self._call(lambda: self._handler.payload_sent(self, parts.what))
-        self._advance()
+            self._check_drained()
 
     def _piece_received(self, parts: _Parts, nbytes: int) -> None:
         parts.left -= 1
@@ -323,7 +330,7 @@ class UcxLane(Lane):
                 landing = parts.what
                 assert isinstance(landing, Landing)
                 self._call(lambda: self._handler.payload_received(self, landing))
-        self._advance()
+                self._check_drained()
 
     # --- ending -----------------------------------------------------------------------
 
@@ -331,7 +338,7 @@ class UcxLane(Lane):
         """See :class:`~kvwire.lane.Lane`."""
         if self._state is _State.UP:
             self._state = _State.DRAINING
-            self._loop.call_soon(self._advance)
+            self._loop.call_soon(self._check_drained)
         elif not self._is_live:
             self.abort()
 
@@ -339,9 +346,18 @@ class UcxLane(Lane):
         """See :class:`~kvwire.lane.Lane`."""
         self._end(None)
 
+    def destroy(self) -> None:
+        """End it at once, and not from within one of its callbacks."""
+        self._end(None)
+        self._finish()
+
     @property
     def _is_live(self) -> bool:
         return self._state in (_State.UP, _State.DRAINING)
+
+    def _check_drained(self) -> None:
+        if self._state is _State.DRAINING and self._payloads == 0:
+            self._end(None)
 
     def _peer_left(self, _: bytes) -> None:
         self._end(ConnectionLost("ucx: the peer ended the lane"))
@@ -350,50 +366,52 @@ class UcxLane(Lane):
         self._end(self._broken(status))
 
     def _end(self, error: Exception | None) -> None:
-        """End it now, from any state; what is under way ends with the endpoint."""
+        """End it now, from any state: first step."""
         if self._state in (_State.ENDING, _State.ENDED):
             return
-        self._error = error
-        self._leave()
-        if self._endpoint is not None:
-            self._endpoint.close(self._advance)
-
-    def _leave(self) -> None:
-        """Stop receiving, and tell the peer."""
         self._state = _State.ENDING
+        self._error = error
         if not self._came_up.done():
             self._came_up.set_result(None)  # join looks at the state
         for request in list(self._receives.values()):
             self._worker.cancel(request)
         if self._endpoint is None:
-            self._loop.call_soon(self._advance)
-        elif not self._endpoint.failed:
+            self._gone()
+        elif self._endpoint.failed:
+            self._flushed()
+        else:
             self._say(BYE, b"\0")
-
-    def _advance(self) -> None:
-        """Take the next step to the end, if all that it waits for is over."""
-        if self._state is _State.DRAINING and self._payloads == 0:
-            self._leave()
-            assert self._endpoint is not None
-            # What says that the last payloads have arrived is to be sent before.
+            self._linger = self._loop.call_later(LINGER_S, self._flushed)
             self._endpoint.flush(self._flushed)
-            self._linger = self._loop.call_later(CLOSE_TIMEOUT_S, self._flushed)
-        elif self._state is _State.ENDING and self._is_quiet:
-            self._state = _State.ENDED
-            self._on_ended(self)
-            if self._linger is not None:
-                self._linger.cancel()
-            if self._given:
-                self._tell_closed()
 
     def _flushed(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close(self._advance)
+        """The peer has been told, or does not listen: second step."""
+        assert self._endpoint is not None
+        self._endpoint.close(self._gone)
 
-    @property
-    def _is_quiet(self) -> bool:
-        gone = self._endpoint is None or self._endpoint.gone
-        return gone and not self._sends and not self._receives
+    def _gone(self) -> None:
+        """UCX has let go of the endpoint: the last step is due.
+
+        Not taken at once, since the worker may be telling others of their operations.
+        """
+        self._loop.call_soon(self._finish)
+
+    def _finish(self) -> None:
+        """Destroy the worker: last step.
+
+        With the worker goes what UCX has not reported as over, such as a receive that
+        had begun to arrive: nobody is left to write to its memory.
+        """
+        if self._state is _State.ENDED:
+            return
+        self._worker.close()
+        self._state = _State.ENDED
+        if self._linger is not None:
+            self._linger.cancel()
+        self.ended.set_result(None)
+        self._on_ended(self)
+        if self._given:
+            self._tell_closed()
 
     def _tell_closed(self) -> None:
         try:
@@ -426,9 +444,8 @@ class UcxLane(Lane):
 
         def done(status: int, received: int) -> None:
             del self._receives[request.number]
-            if status == OK and received == nbytes and self._state is not _State.ENDING:
+            if status == OK and received == nbytes and self._state in _JOINED:
                 on_said(bytes(data))
-            self._advance()
 
         memory = Memory(memoryview(data))
         request = self._worker.receive(memory, self._own.tag(message), done)

@@ -84,6 +84,11 @@ class Library:
     version: Version
     ucp: Ucp = field(repr=False)
 
+    @property
+    def has_rdma(self) -> bool:
+        """Whether it has come with the plug-in for RDMA; it may find no device."""
+        return any(Path(self.path).parent.glob("ucx/libuct_ib*.so*"))
+
     def status_text(self, status: int) -> str:
         """What UCX calls a status."""
         return _status_text(self.path, status)
@@ -98,18 +103,18 @@ def load() -> Library:
     """
     path = find()
     if path is None:
-        raise BackendUnavailable(f"no libucp was found; {REMEDY}")
+        raise BackendUnavailable("no libucp was found")
     try:
         ucs = _load_dependencies(path)
         ucp = Ucp(path)
     except (OSError, AttributeError) as exc:
-        raise BackendUnavailable(f"{path} cannot be loaded: {exc}; {REMEDY}") from exc
+        raise BackendUnavailable(f"{path} cannot be loaded: {exc}") from exc
     _calm(ucs)
     version = _version(ucp)
     if version < VERSION_MIN:
         oldest = ".".join(map(str, VERSION_MIN))
         raise BackendUnavailable(
-            f"{path} is UCX {version}, and kvwire needs {oldest} or newer; {REMEDY}"
+            f"{path} is UCX {version}, and kvwire needs {oldest} or newer"
         )
     return Library(path=path, version=version, ucp=ucp)
 

@@ -38,6 +38,13 @@ DEFAULTS: Final[Mapping[str, str]] = {
     # A restarted server must not wait for the connections of its predecessor.
     "TCP_CM_REUSEADDR": "y",
 }
+# For versions before this, as well.
+OLD: Final = (1, 15)
+DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
+    # TCP of 1.13 ends the process ("comp->count > 0") when an endpoint fails while it
+    # sends from the caller's memory. 1.15 and later do not.
+    "ZCOPY_THRESH": "inf",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +63,22 @@ class Settings:
 
 
 def parse(
-    given: Mapping[str, str], environment: Mapping[str, str] | None = None
+    given: Mapping[str, str],
+    version: tuple[int, ...],
+    environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """What to make a context with.
 
     Args:
         given: The user's settings for this backend.
+        version: Of the UCX they are for.
         environment: Instead of ``os.environ``.
 
     Raises:
         BackendUnavailable: A setting is neither UCX's nor ours.
     """
     environment = os.environ if environment is None else environment
-    ucx = dict(DEFAULTS)
+    ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
     named = set()
     require_rdma = False
     for key, value in given.items():

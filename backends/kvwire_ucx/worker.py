@@ -42,7 +42,7 @@ class Worker:
     """Posts operations, and tells when they are over. Used on its loop only.
 
     Args:
-        context: What it belongs to; closed with it.
+        context: What it belongs to.
         loop: The running loop.
 
     Attributes:
@@ -192,7 +192,10 @@ class Worker:
             self._loop.call_soon(self._scheduled_turn)
 
     def close(self) -> None:
-        """Destroy it, and the context; what was under way is over, and is told so."""
+        """Destroy it; what was under way is over then, and is told so.
+
+        Not from within a call of UCX, which only a turn makes.
+        """
         if self._closed:
             return
         self._closed = True
@@ -200,7 +203,6 @@ class Worker:
             self._loop.remove_reader(self._event_fd)
         self._ucp.worker_destroy(self.handle)
         self._endpoints.clear()
-        self.context.close()
         self.requests.abandon()
 
     def _scheduled_turn(self) -> None:
