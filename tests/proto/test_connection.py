@@ -27,7 +27,8 @@ from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.flows import Place
 from kvwire.proto.state import Phase
 from kvwire.testing.pair import ConnectionPair
-from kvwire.types import TrustMode
+from kvwire.testing.pair_lanes import PairLanes
+from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Announce, Close, Credit, Fail, Ping
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
@@ -60,6 +61,52 @@ def test_everything_at_once(trust: TrustMode) -> None:
     for end, request, expected in results:
         assert end.received(request) == expected
     assert [end.error(put) for end, put in puts] == [None, None]
+
+
+@both_modes
+def test_payload_on_a_lane(trust: TrustMode) -> None:
+    """As on the link; and what was lost with the lane comes on the link."""
+    pair = ConnectionPair(trust=trust)
+    lanes = PairLanes(pair)
+    lanes.via = dict.fromkeys(Role, lanes.raise_one())
+    region = pair.server.expose(100)
+    put = pair.client.put(bytes(range(100)), pair.server.grant(region))
+    lanes.rest()
+    assert pair.client.error(put) is None
+    got = pair.client.get(pair.server.grant(region))
+    pair.run()
+    lanes.end(lanes.halves[Role.CLIENT, 1])
+    lanes.rest()
+    assert pair.client.received(got) == bytes(range(100))
+    expect_fine(pair)
+
+
+def test_a_close_waits_for_what_is_on_a_lane() -> None:
+    """Its fate has to be known first."""
+    pair = ConnectionPair()
+    lanes = PairLanes(pair)
+    lanes.via = dict.fromkeys(Role, lanes.raise_one())
+    pair.client.put(LARGE, pair.server.grant(pair.server.expose(len(LARGE))))
+    pair.client.close()
+    pair.run()
+    assert pair.client.core.phase is Phase.FLUSHING
+    lanes.rest()
+    assert pair.client.ended is not None
+    assert pair.client.ended.graceful
+
+
+def test_a_lane_is_a_sign_of_life() -> None:
+    """A payload that lands puts the next ping off."""
+    pair = ConnectionPair()
+    lanes = PairLanes(pair)
+    lanes.via = dict.fromkeys(Role, lanes.raise_one())
+    pair.client.put(b"x", pair.server.grant(pair.server.expose(1)))
+    pair.run()
+    server = pair.server
+    (ticket,) = lanes.halves[Role.SERVER, 1].arriving
+    server.now += 1.5
+    lanes.move(lanes.halves[Role.SERVER, 1], ticket)
+    assert server.core._liveness.silence_s(server.now) == 0
 
 
 @pytest.mark.rule("KVW-CN-01", "keeps")

@@ -296,6 +296,106 @@ def test_the_count_of_the_queued_is_right() -> None:
         assert all(side.flows._turns.values())
 
 
+# --- chunks on lanes that break
+
+
+def test_a_chunk_that_was_lost_goes_first() -> None:
+    """Before all others, and its memory is held all the time."""
+    side = Side()
+    request, other = side.put(25), side.put(25)
+    lost = side.chunk()
+    lost.lane = 3
+    side.flows.chunk_missed(lost)
+    assert side.flows.sending
+    assert side.chunk() is lost
+    assert (lost.lane, lost.mover) == (0, request)
+    assert side.chunk().mover is other
+    side.flows.chunk_sent(lost)
+    assert request.state is State.MOVING
+
+
+def test_the_last_chunk_may_be_the_lost_one() -> None:
+    """A request is not through before it has been sent again."""
+    side = Side()
+    request = side.put(15)
+    chunks = [side.chunk(), side.chunk()]
+    side.flows.chunk_missed(chunks[1])
+    side.flows.chunk_sent(chunks[0])
+    assert request.in_flight == 1
+    side.flows.chunk_sent(side.chunk())
+    assert request.state is State.WAITING
+
+
+def test_a_lost_chunk_of_a_request_that_is_over_is_not_sent() -> None:
+    """Its memory is given back instead."""
+    side = Side()
+    request = side.put(15)
+    lost = side.chunk()
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    side.flows.chunk_missed(lost)
+    assert side.holds.drained == []
+    assert side.flows.next_chunk() is None
+    assert side.holds.drained == [request.buffer]
+    assert request.in_flight == 0
+
+
+def test_the_end_of_the_link_frees_what_no_lane_holds() -> None:
+    """Lost chunks are not sent again; one on a lane is held until that has ended."""
+    side = Side()
+    requests = [side.put(5) for _ in range(3)]
+    on_link, on_lane, lost = (side.chunk() for _ in range(3))
+    on_lane.lane = 1
+    side.flows.chunk_missed(lost)
+    side.flows.link_gone()
+    for request in requests:
+        side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == [on_link.buffer, lost.buffer]
+    side.flows.chunk_sent(on_lane)
+    assert side.holds.drained[2:] == [on_lane.buffer]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_arrival_that_was_lost_may_come_again(again: bool) -> None:
+    """And one that was not, may not."""
+    side = Side()
+    request = side.get(25)
+    first = side.flows.data_header(data(request.wire_id, 10, 10))
+    if again:
+        side.flows.missed(first)
+        side.flows.data_landed(
+            side.flows.data_header(data(request.wire_id, 10, 10)), intact=True
+        )
+        assert request.moved == 10
+    else:
+        with pytest.raises(UnexpectedFrame) as caught:
+            side.flows.data_header(data(request.wire_id, 10, 10))
+        assert caught.value.rule == "KVW-DT-03"
+
+
+def test_a_lost_arrival_of_a_segment_may_come_again() -> None:
+    """Its chunk counts as one that has not come."""
+    side = Side()
+    segment = side.segment(25, priority=0)
+    segment.arrived = bytearray([1, 1, 1])
+    assert segment.buffer is not None
+    arrival = side.flows.land(data(1, 10, 10), segment.buffer, 10, segment=segment)
+    side.flows.missed(arrival)
+    assert list(segment.arrived) == [1, 0, 1]
+
+
+def test_the_end_of_the_link_lets_go_of_its_own_arrivals() -> None:
+    """What comes on a lane is held until that has ended."""
+    side = Side()
+    request = side.get(20)
+    arrivals = [side.flows.data_header(data(request.wire_id, o, 10)) for o in (0, 10)]
+    arrivals[1].lane = 1
+    side.flows.link_gone()
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == []
+    side.flows.release(arrivals[1])
+    assert side.holds.drained == [request.buffer]
+
+
 # --- receiving
 
 
