@@ -13,6 +13,7 @@ as an int, -15 (busy) is 241, which looks like success. And a call that returns 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -205,6 +206,9 @@ SendCallback = CFUNCTYPE(None, c_void_p, c_int8, c_void_p)
 ReceiveCallback = CFUNCTYPE(None, c_void_p, c_int8, POINTER(TagInfo), c_void_p)
 # (user data, endpoint, status).
 ErrorCallback = CFUNCTYPE(None, c_void_p, c_void_p, c_int8)
+
+# Posts an operation with the parameters it gets; returns UCX's status pointer.
+Post = Callable[[object], "int | None"]
 
 _HANDLE = c_void_p
 _OUT = POINTER(c_void_p)

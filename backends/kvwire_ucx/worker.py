@@ -26,7 +26,7 @@ from typing import Final, final
 
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
-from kvwire_ucx.binding import ERR_BUSY, OK, RequestParams
+from kvwire_ucx.binding import ERR_BUSY, OK, Post, RequestParams
 from kvwire_ucx.context import Context
 from kvwire_ucx.memory import Memory
 from kvwire_ucx.requests import OnDone, Request, Requests
@@ -119,9 +119,7 @@ class Worker:
             self._ucp.request_cancel(self.handle, request.handle)
             self.wake()
 
-    def post(
-        self, on_done: OnDone, keeps: object, call: Callable[[object], int | None]
-    ) -> Request:
+    def post(self, on_done: OnDone, keeps: object, call: Post) -> Request:
         """Post any other operation; ``call`` gets the parameters."""
         request = self.requests.new(on_done, keeps)
         self._other.user_data = request.number
