@@ -1,0 +1,62 @@
+"""What each of the two engines is asked, made from what the client has asked."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Final
+
+from kvwire.integrations.vllm.proxy.engines import Engine
+
+AT_ONCE: Final = "at-once"
+IN_SEQUENCE: Final = "in-sequence"
+
+# What a client may ask of decoding that makes no sense for one token of prefill.
+_OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
+
+
+def is_single(body: dict[str, Any]) -> bool:
+    """Whether a request is one sequence, so that one transfer serves it."""
+    if any(type(body.get(key, 1)) is int and body.get(key, 1) > 1 for key in _COPIES):
+        return False
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt:
+        return isinstance(prompt[0], int) or len(prompt) == 1
+    return True
+
+
+def new_transfer_id() -> str:
+    """A name that no other request has."""
+    return secrets.token_hex(16)
+
+
+def for_prefill(
+    body: dict[str, Any], transfer_id: str, decode: Engine
+) -> dict[str, Any]:
+    """What the prefill engine is asked: the prompt, and one token."""
+    asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
+    asked["max_tokens"] = 1
+    if "max_completion_tokens" in asked:
+        asked["max_completion_tokens"] = 1
+    asked["kv_transfer_params"] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+        "remote": list(decode.remote),
+    }
+    return asked
+
+
+def for_decode(
+    body: dict[str, Any], transfer_id: str, prefill: Engine
+) -> dict[str, Any]:
+    """What the decode engine is asked: everything, with the KV from elsewhere."""
+    params = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "remote": list(prefill.remote),
+    }
+    return body | {"kv_transfer_params": params}
+
+
+_COPIES: Final = ("n", "best_of")
