@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from kvwire import UsageError
-from kvwire.cli.bench import overlap_command
-from kvwire.cli.bench.case import Benchmark, Case
-from kvwire.cli.bench.document import as_text, document
+from kvwire.cli.bench import fragments_command, overlap_command
+from kvwire.cli.bench.document import document
 from kvwire.cli.bench.messages import messages as benchmark_messages
+from kvwire.cli.bench.output import Output, Rounds, measure, show
 from kvwire.cli.bench.plot import draw
 from kvwire.cli.bench.table import render
-from kvwire.cli.bench.turns import Finding, steps, take_turns
 from kvwire.limits import MIB
 
-Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
-# "-" is a file name here, and no option.
-Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))]
 
 app = App(
@@ -35,6 +27,7 @@ app = App(
     ),
 )
 app.command(overlap_command.command, name="overlap")
+app.command(fragments_command.command, name="fragments")
 
 
 @app.command
@@ -69,53 +62,11 @@ def messages(
         "rounds": rounds,
         "round_mib": round_mib,
     }
-    findings = _measure(benchmark, rounds)
-    _show(benchmark, findings, settings, json=json, plot=plot)
-
-
-def _measure(benchmark: Benchmark, rounds: int) -> list[Finding[Case]]:
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
+    findings = measure(benchmark, rounds)
+    show(
+        render(benchmark, findings),
+        lambda: document(benchmark, findings, settings),
+        lambda: draw(benchmark, findings),
+        json=json,
+        plot=plot,
     )
-    # Drawn between the rounds only: a thread that draws would be measured too.
-    with Progress(
-        *columns, console=Console(stderr=True), auto_refresh=False, transient=True
-    ) as bar:
-        task = bar.add_task("", total=steps(benchmark, rounds))
-
-        def progress(step: str) -> None:
-            bar.update(task, description=step)
-            bar.refresh()
-            bar.advance(task)
-
-        return take_turns(benchmark, rounds, progress)
-
-
-def _show(
-    benchmark: Benchmark,
-    findings: list[Finding[Case]],
-    settings: dict[str, Any],
-    *,
-    json: Path | None,
-    plot: Path | None,
-) -> None:
-    to_output = json == Path("-")
-    # With the document on the output, the table is for whoever watches.
-    Console(stderr=to_output, highlight=False).print(render(benchmark, findings))
-    if json is not None:
-        text = as_text(document(benchmark, findings, settings))
-        if to_output:
-            sys.stdout.write(text)
-        else:
-            _write(json, text)
-    if plot is not None:
-        _write(plot, draw(benchmark, findings))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as exc:
-        raise UsageError(f"{path}: {exc.strerror}") from None

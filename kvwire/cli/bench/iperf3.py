@@ -42,7 +42,7 @@ class Iperf3(Contender):
 
     def start(self) -> None:
         """See Contender."""
-        self._port = _free_port()
+        self._port = free_port()
         self._server = subprocess.Popen(  # noqa: S603 - arguments of ours
             _command("-s", "-B", HOST, "-p", str(self._port), "--forceflush"),
             stdout=subprocess.PIPE,
@@ -68,7 +68,7 @@ class Iperf3(Contender):
             _command(
                 *("-J", "-c", HOST, "-p", str(self._port)),
                 *("-n", str(total), "-l", str(block)),
-                *(["-R"] if work.verb == "get" else []),
+                *(["-R"] if work.verb in {"get", "pull"} else []),
             ),
             capture_output=True,
             text=True,
@@ -127,7 +127,8 @@ def _command(*arguments: str) -> list[str]:
     return [_found() or "iperf3", *arguments]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on, just now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvwire import UsageError
-from kvwire.cli.bench.document import as_text
-from kvwire.cli.bench.overlap import LAYER_BYTES, LAYERS, Overlap, overlap, steps
+from kvwire.cli.bench.output import Output, Rounds, progress_bar, show
+from kvwire.cli.bench.overlap import LAYER_BYTES, LAYERS, overlap, steps
 from kvwire.cli.bench.overlap_pair import started
 from kvwire.cli.bench.overlap_report import document, draw, render
 from kvwire.limits import KIB
 
-Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
-# "-" is a file name here, and no option.
-Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 Kibibytes = Annotated[int, Parameter(validator=Number(gte=64, lte=1_048_576))]
 Layers = Annotated[
     tuple[int, ...],
@@ -63,54 +57,22 @@ def command(
         )
     if layer_kib % 64:
         raise UsageError(f"--layer-kib {layer_kib}: a multiple of 64, one block's KiB")
-    found = _measure(transport, loop, layers, layer_kib * KIB, rounds)
-    to_output = json == Path("-")
-    # With the document on the output, the table is for whoever watches.
-    Console(stderr=to_output, highlight=False).print(render(found))
-    if json is not None:
-        settings = {
-            "transport": transport,
-            "loop": loop,
-            "layers": list(layers),
-            "layer_kib": layer_kib,
-            "rounds": rounds,
-        }
-        text = as_text(document(found, settings))
-        if to_output:
-            sys.stdout.write(text)
-        else:
-            _write(json, text)
-    if plot is not None:
-        _write(plot, draw(found))
-
-
-def _measure(
-    transport: str, loop: str, layers: tuple[int, ...], layer_bytes: int, rounds: int
-) -> Overlap:
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-    )
-    # Drawn between the rounds only: a thread that draws would be measured too.
     with (
-        Progress(
-            *columns, console=Console(stderr=True), auto_refresh=False, transient=True
-        ) as bar,
+        progress_bar(steps(layers, rounds)) as progress,
         started(transport, loop) as pair,
     ):
-        task = bar.add_task("", total=steps(layers, rounds))
-
-        def progress(step: str) -> None:
-            bar.update(task, description=step)
-            bar.refresh()
-            bar.advance(task)
-
-        return overlap(pair, layers, layer_bytes, rounds, progress)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as exc:
-        raise UsageError(f"{path}: {exc.strerror}") from None
+        found = overlap(pair, layers, layer_kib * KIB, rounds, progress)
+    settings = {
+        "transport": transport,
+        "loop": loop,
+        "layers": list(layers),
+        "layer_kib": layer_kib,
+        "rounds": rounds,
+    }
+    show(
+        render(found),
+        lambda: document(found, settings),
+        lambda: draw(found),
+        json=json,
+        plot=plot,
+    )

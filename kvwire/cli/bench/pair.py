@@ -37,6 +37,7 @@ class Side:
         options: For that role.
         program: What is run with role and options; None for our own sides.
         environment: Variables that it gets besides those of this process.
+        quiet: Its standard error is thrown away: some peers log whatever they do.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Side:
         *,
         program: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        quiet: bool = False,
     ) -> None:
         self.role = role
         self._process = subprocess.Popen(  # noqa: S603 - a program that we know
             [*(program or _OUR_SIDES), role, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
             bufsize=0,
             env={**os.environ, **(environment or {})},
         )
@@ -168,9 +171,8 @@ class PairContender(Contender):
 
     def check(self, work: Work) -> None:
         """See Contender."""
+        self.prepare(work)
         said = asdict(work)
-        given = self._right.call("prepare", work=said)
-        self._left.call("use", work=said, given=given)
         self._right.ask("check_right", work=said)
         left = self._left.call("check_left", work=said)["digest"]
         right = self._right.answer()["digest"]
@@ -191,6 +193,12 @@ class PairContender(Contender):
         left_s, right_s = (b - a for a, b in zip(before, after, strict=True))
         moved_bytes = work.nbytes * work.count
         return Sample(values, moved_bytes, left_s + right_s, (left_s, right_s))
+
+    def prepare(self, work: Work) -> None:
+        """Have both sides get ready."""
+        said = asdict(work)
+        given = self._right.call("prepare", work=said)
+        self._left.call("use", work=said, given=given)
 
     def stop(self) -> None:
         """See Contender."""

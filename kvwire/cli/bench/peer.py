@@ -75,6 +75,9 @@ PEERS: Final = {
                 "pip install mooncake-transfer-engine-non-cuda numpy, and "
                 "apt-get install libibverbs1 libnuma1 libcurl4"
             ),
+            # One batch of everything, as everybody else gets; it refuses that at some
+            # thousand fragments, so a second one goes in batches that it takes.
+            settings={"": {}, "by 1024": {"BENCH_BATCH": "1024"}},
         ),
         Peer(
             name="gloo",
@@ -91,7 +94,33 @@ PEERS: Final = {
 }
 
 
-class PeerContender(PairContender):
+class FragmentPair(PairContender):
+    """kvwire with fragments; getting ready for a work is not part of a round."""
+
+    _prepared: Work | None = None
+
+    def start(self) -> None:
+        """See Contender."""
+        self._prepared = None
+        super().start()
+
+    def check(self, work: Work) -> None:
+        """See Contender."""
+        super().check(work)
+        self._prepared = work
+
+    def round(self, work: Work) -> Sample:
+        """See Contender."""
+        self._prepare_once(work)
+        return super().round(work)
+
+    def _prepare_once(self, work: Work) -> None:
+        if work != self._prepared:
+            self.prepare(work)
+            self._prepared = work
+
+
+class PeerContender(FragmentPair):
     """Two processes of a peer, stopped with SIGSTOP while it is not their turn.
 
     Some peers poll for as long as they live, and would take the CPU from others.
@@ -113,23 +142,18 @@ class PeerContender(PairContender):
             peer.settings[setting],
         )
         self._program = (interpreter, str(PROGRAMS / "__main__.py"))
-        self._work: Work | None = None
-        self._notes: dict[str, str] = {}
 
     def start(self) -> None:
         """See Contender."""
-        self._work = None
         super().start()
         self._pause()
 
     def check(self, work: Work) -> None:
         """See Contender."""
         self._resume()
-        self._prepare(work)
+        self._prepare_once(work)
         push = work.verb == "push"
-        source, sink = (
-            (self._left, self._right) if push else (self._right, self._left)
-        )
+        source, sink = (self._left, self._right) if push else (self._right, self._left)
         sent = source.call("fill")["digest"]
         self._move()
         arrived = sink.call("digest")["digest"]
@@ -143,13 +167,11 @@ class PeerContender(PairContender):
     def round(self, work: Work) -> Sample:
         """See Contender."""
         self._resume()
-        self._prepare(work)
+        self._prepare_once(work)
         before = self._cpu_s()
         found = self._move()
         after = self._cpu_s()
         self._pause()
-        if "note" in found:
-            self._notes[f"{work.count} of {work.nbytes} bytes"] = found["note"]
         left_s, right_s = (b - a for a, b in zip(before, after, strict=True))
         moved_bytes = work.nbytes * work.count
         return Sample(found["values"], moved_bytes, left_s + right_s, (left_s, right_s))
@@ -159,25 +181,14 @@ class PeerContender(PairContender):
         self._resume()
         super().stop()
 
-    def facts(self) -> dict[str, Any]:
-        """See Contender."""
-        return {**super().facts(), **self._notes}
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader of its figures has to know."""
-        return list(dict.fromkeys(self._notes.values()))
-
     def _move(self) -> dict[str, Any]:
         self._right.ask("serve")
         found = self._left.call("drive")
         self._right.answer()
         return found
 
-    def _prepare(self, work: Work) -> None:
-        """Both sides get ready, unless they are; both get the same files of offsets."""
-        if work == self._work:
-            return
+    def prepare(self, work: Work) -> None:
+        """See PairContender; both sides get the same files of offsets."""
         assert isinstance(work, FragmentWork)
         with TemporaryDirectory(prefix="kvwire-bench-") as folder:
             said: dict[str, Any] = {
@@ -190,7 +201,6 @@ class PeerContender(PairContender):
                 np.save(said[name], offsets(work, side))
             given = self._right.call("prepare", work=said)
             self._left.call("use", work=said, given=given)
-        self._work = work
 
     def _new_side(self) -> Side:
         return Side(
@@ -198,6 +208,7 @@ class PeerContender(PairContender):
             self._options,
             program=self._program,
             environment=self._environment,
+            quiet=True,
         )
 
     def _pause(self) -> None:

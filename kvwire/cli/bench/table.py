@@ -31,7 +31,7 @@ def render(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Renderabl
 
 
 def _judged(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Table:
-    table = _table(f"kvwire bench {benchmark.name}: medians")
+    table = new_table(f"kvwire bench {benchmark.name}: medians")
     for name in ("kvwire", "p99", "best beside it", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
@@ -63,7 +63,7 @@ def _best(finding: Finding[Case], comparison: Comparison) -> str:
 
 def _everybody(findings: Sequence[Finding[Case]]) -> Table:
     """Who did what, and what it cost: CPU seconds of both sides for a GiB."""
-    table = _table("everybody: median, CPU s/GiB")
+    table = new_table("everybody: median, CPU s/GiB")
     names = list(dict.fromkeys(name for f in findings for name in f.samples))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -83,7 +83,8 @@ def _cell(case: Case, samples: Samples) -> str:
     return shown if case.unit.less_is_better else f"{shown} {samples.cpu_s_per_gib:.2f}"
 
 
-def _table(title: str) -> Table:
+def new_table(title: str | None = None) -> Table:
+    """An empty one with a column for what a row is."""
     table = Table(
         title=title,
         title_justify="left",

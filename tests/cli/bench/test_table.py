@@ -106,3 +106,10 @@ def test_notes_and_whoever_is_missing_are_named() -> None:
     lines = shown(whole)
     assert "One operation in flight." in lines
     assert "iperf3 is not installed and was left out: apt-get install iperf3" in lines
+
+
+def test_whoever_failed_is_named_with_the_reason() -> None:
+    ours, other = Scripted("kvwire"), Scripted("iperf3", failing="round")
+    lines = shown(benchmark(case(ours, other)))
+    assert "iperf3 failed, 1 KiB send: iperf3 failed to round" in lines
+    assert "nobody took part" in " ".join(lines)

@@ -6,13 +6,19 @@ arrival, some at a time, which is many times faster than a call for each of them
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from .serving import HOST, Peer
+
+Rows = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 
 # Above it a tensor for each fragment was faster, below it gathering.
 _GATHER_BELOW_BYTES: Final = 256 * 1024
@@ -28,7 +34,6 @@ class Program(Peer):
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
         self._store: dist.TCPStore | None = None
-        self._index = torch.zeros(0, dtype=torch.int64)
         self._signal = torch.zeros(1, dtype=torch.uint8)
 
     def listen(self) -> dict[str, Any]:
@@ -73,32 +78,33 @@ class Program(Peer):
             "gloo", store=self._store, rank=rank, world_size=2, timeout=_TIMEOUT
         )
 
-    def _take(self, work: dict[str, Any], side: str) -> None:
-        super()._take(work, side)
-        self._index = torch.from_numpy(self.rows)
-
     def _send(self, rank: int) -> None:
-        fragments = torch.from_numpy(self.fragments())
+        fragments = self.fragments()
         if self.work["nbytes"] >= _GATHER_BELOW_BYTES:
-            _wait([dist.isend(fragments[row], rank) for row in self.rows])
+            tensors = torch.from_numpy(fragments)
+            _wait([dist.isend(tensors[row], rank) for row in self.rows])
             return
-        for rows in self._index.split(self._at_once):
-            dist.send(fragments.index_select(0, rows), rank)
+        for rows, staging in self._parts():
+            np.take(fragments, rows, axis=0, out=staging)
+            dist.send(torch.from_numpy(staging), rank)
 
     def _receive(self, rank: int) -> None:
-        fragments = torch.from_numpy(self.fragments())
+        fragments = self.fragments()
         if self.work["nbytes"] >= _GATHER_BELOW_BYTES:
-            _wait([dist.irecv(fragments[row], rank) for row in self.rows])
+            tensors = torch.from_numpy(fragments)
+            _wait([dist.irecv(tensors[row], rank) for row in self.rows])
             return
-        staging = torch.empty((self._at_once, self.work["nbytes"]), dtype=torch.uint8)
-        for rows in self._index.split(self._at_once):
-            part = staging[: len(rows)]
-            dist.recv(part, rank)
-            fragments.index_copy_(0, rows, part)
+        for rows, staging in self._parts():
+            dist.recv(torch.from_numpy(staging), rank)
+            fragments[rows] = staging
 
-    @property
-    def _at_once(self) -> int:
-        return int(_GATHERED_BYTES // self.work["nbytes"])
+    def _parts(self) -> Iterator[tuple[Rows, Bytes]]:
+        nbytes, rows = self.work["nbytes"], self.rows
+        at_once = _GATHERED_BYTES // nbytes
+        staging = np.empty((at_once, nbytes), np.uint8)
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
+            yield some, staging[: len(some)]
 
 
 def _wait(pending: list[Any]) -> None:

@@ -1,22 +1,19 @@
-"""Mooncake's transfer engine over TCP: one batch of all fragments, as anybody would.
+"""Mooncake's transfer engine over TCP: all fragments in one batch, or in several.
 
-It refuses batches of some thousand with -1. Then the same fragments go in smaller ones,
-and the facts say so.
+BENCH_BATCH says how many fragments are in one; without it, all of them are.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import socket
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from mooncake.engine import TransferEngine
 
 from .serving import HOST, Peer
-
-# The largest that was taken, of those that were tried.
-_SMALLER_BATCH: Final = 1024
 
 
 class Program(Peer):
@@ -36,7 +33,6 @@ class Program(Peer):
         self._remote = ""
         self._remote_base = 0
         self._lists: tuple[list[int], list[int], list[int]] = ([], [], [])
-        self._batch = 0
 
     def listen(self) -> dict[str, Any]:
         """See Peer."""
@@ -53,34 +49,13 @@ class Program(Peer):
         """See Peer; the lists it takes are made here, outside of what is timed."""
         super().use(work, given)
         theirs = np.load(work["right"]) + self._remote_base
-        count = self._batch = work["count"]
+        count = work["count"]
         ours = self.offsets + self.base
         self._lists = (ours.tolist(), theirs.tolist(), [work["nbytes"]] * count)
         return {}
 
-    def drive(self) -> dict[str, Any]:
-        """See Peer; says in how many batches it went."""
-        found = super().drive()
-        if self._batch < self.work["count"]:
-            found["note"] = (
-                f"one batch of {self.work['count']} fragments returned -1; they went "
-                f"in batches of {self._batch}"
-            )
-        return found
-
     def move(self) -> None:
         """See Peer."""
-        count = self.work["count"]
-        status = self._move(self._batch)
-        if status and self._batch > _SMALLER_BATCH:
-            self._batch = _SMALLER_BATCH
-            status = self._move(self._batch)
-        if status:
-            raise RuntimeError(
-                f"{count} fragments in batches of {self._batch}: returned {status}"
-            )
-
-    def _move(self, batch: int) -> int:
         ours, theirs, lengths = self._lists
         engine = self._engine
         push = self.work["verb"] == "push"
@@ -89,9 +64,10 @@ class Program(Peer):
             if push
             else engine.batch_transfer_sync_read
         )
+        batch = int(os.environ.get("BENCH_BATCH", len(ours)))
         for first in range(0, len(ours), batch):
             part = slice(first, first + batch)
             status = call(self._remote, ours[part], theirs[part], lengths[part])
             if status:
-                return int(status)
-        return 0
+                count = len(ours[part])
+                raise RuntimeError(f"a batch of {count} fragments returned {status}")

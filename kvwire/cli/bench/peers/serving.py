@@ -82,7 +82,8 @@ class Peer(ABC):
 
     def digest(self) -> dict[str, Any]:
         """Of the fragments' bytes, in their order."""
-        found = hashlib.blake2b(self.fragments()[self.rows], digest_size=_DIGEST_BYTES)
+        travelling = self.fragments()[self.rows].data
+        found = hashlib.blake2b(travelling, digest_size=_DIGEST_BYTES)
         return {"digest": found.hexdigest()}
 
     def drive(self) -> dict[str, Any]:

@@ -14,23 +14,30 @@ from kvwire.cli.bench.sides.half import CALLS, Half
 from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
 from kvwire.cli.bench.sides.overlap_half import OverlapHalf
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
+from kvwire.cli.bench.sides.solo import SOLO_CALLS, InprocSolo, MemcpySolo, Solo
 from kvwire.cli.bench.sides.streams_half import StreamsHalf
 
-HALVES: Final[dict[str, Callable[[dict[str, str]], Half]]] = {
+HALVES: Final[dict[str, Callable[[dict[str, str]], Half | Solo]]] = {
     "kvwire": lambda options: KvwireHalf(options["transport"]),
-    "fragments": lambda options: FragmentsHalf(options["transport"]),
+    "fragments": lambda options: FragmentsHalf(
+        options["transport"], int(options["pool_bytes"])
+    ),
     "overlap": lambda options: OverlapHalf(options["transport"]),
+    "inproc": lambda options: InprocSolo(
+        options["transport"], int(options["pool_bytes"])
+    ),
+    "memcpy": lambda options: MemcpySolo(int(options["pool_bytes"])),
     "streams": lambda _: StreamsHalf(),
     "sockets": lambda _: SocketsHalf(),
 }
 
 
-async def answer(half: Half, line: bytes) -> dict[str, Any]:
+async def answer(half: Half | Solo, line: bytes) -> dict[str, Any]:
     """Do what one line says; an exception becomes an answer too."""
     asked = json.loads(line)
     name, arguments = asked["call"], asked["arguments"]
     try:
-        if name not in CALLS:
+        if name not in (SOLO_CALLS if isinstance(half, Solo) else CALLS):
             raise ValueError(f"there is no call {name!r}")
         if "work" in arguments:
             arguments["work"] = half.work_type(**arguments["work"])
@@ -40,7 +47,7 @@ async def answer(half: Half, line: bytes) -> dict[str, Any]:
     return found
 
 
-async def obey(half: Half) -> None:
+async def obey(half: Half | Solo) -> None:
     """Answer line after line until there are no more."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(

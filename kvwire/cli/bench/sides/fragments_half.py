@@ -24,17 +24,20 @@ GO: Final = 1
 # A block is 2 components x 16 tokens x 8 heads of 2 bytes: what is left are its dims.
 TOKENS: Final = 16
 HEADS: Final = 8
+# A transport that is not here is a lane beside a link over TCP.
+_WHERE: Final = {"inproc": "inproc://"}
 _BYTES_PER_DIM: Final = 2 * TOKENS * HEADS * 2
 
 
 class Pool:
-    """The memory of one side and the cache in it."""
+    """The memory of one side as the cache of a work."""
 
-    def __init__(self, work: FragmentWork, side: int) -> None:
+    def __init__(
+        self, memory: npt.NDArray[np.uint8], work: FragmentWork, side: int
+    ) -> None:
         dims = work.layer_bytes // _BYTES_PER_DIM
         block = (2, TOKENS, HEADS, dims)
-        # Written to, so that no page is missing when it is timed.
-        self.memory = np.full(work.pool_bytes, side, np.uint8)
+        self.memory = memory[: work.pool_bytes]
         whole = self.memory.view(np.float16)
         spec = kvwire.KVSpec(
             layers=work.layers,
@@ -71,6 +74,7 @@ class FragmentsHalf(Half):
 
     Args:
         transport: Its name.
+        pool_bytes: The largest pool of all works.
     """
 
     work_type = FragmentWork
@@ -79,8 +83,10 @@ class FragmentsHalf(Half):
     _connection: kvwire.Connection
     _pool: Pool
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, pool_bytes: int) -> None:
         self._transport = transport
+        # Written to, so that no page is missing when it is timed.
+        self._memory = np.full(pool_bytes, 1, np.uint8)
         self._opened = False
         self._number = 0
         self._work: FragmentWork | None = None
@@ -88,7 +94,8 @@ class FragmentsHalf(Half):
     async def listen(self) -> dict[str, Any]:
         """See Half."""
         await self._open("bench-right")
-        address = await self._communicator.listen(f"tcp://{HOST}:0")
+        where = _WHERE.get(self._transport, f"tcp://{HOST}:0")
+        address = await self._communicator.listen(where)
         return {"address": str(address)}
 
     async def accept(self) -> dict[str, Any]:
@@ -155,8 +162,7 @@ class FragmentsHalf(Half):
     def _have(self, work: Work, side: int) -> Pool:
         assert isinstance(work, FragmentWork)
         if self._work != work:
-            self._work = None
-            self._pool = Pool(work, side)
+            self._pool = Pool(self._memory, work, side)
             self._work = work
         return self._pool
 

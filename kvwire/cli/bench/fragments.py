@@ -1,0 +1,247 @@
+"""``kvwire bench fragments``: a cache in blocks, from small to large, by everybody.
+
+Everybody moves the same bytes, in the same fragments, scattered over both sides' memory
+in the same places, and the bytes are compared once before anything is timed. Peers that
+have no such thing move what they can, and the notes say so.
+
+Two wires are told apart: whoever goes through the TCP stack, and whoever uses that both
+processes are on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from kvwire import UsageError
+from kvwire.cli.bench import iperf3
+from kvwire.cli.bench.case import Contender, Missing
+from kvwire.cli.bench.fragment_work import FragmentWork, work_of
+from kvwire.cli.bench.peer import PEERS, FragmentPair, PeerContender
+from kvwire.cli.bench.solo import (
+    NO_UCX_PERFTEST,
+    SoloContender,
+    UcxPerftest,
+    ucx_perftest,
+)
+
+TCP: Final = "TCP"
+SAME_HOST: Final = "same host"
+WIRES: Final = (TCP, SAME_HOST)
+VERBS: Final = ("push", "pull")
+# Blocks across layers differ from others where the others' fragments are small.
+CROSS_LAYER_BYTES_MAX: Final = 64 * 1024
+# What UCX may use, for kvwire as for NIXL.
+UCX_TCP: Final = {"UCX_TLS": "tcp"}
+UCX_SHM: Final = {"UCX_TLS": "self,sm,tcp"}
+OTHER_PEERS: Final = ("iperf3", "ucx_perftest", "memcpy")
+ALL_PEERS: Final = (*PEERS, *OTHER_PEERS)
+# One buffer again and again stays in the cache: shown, and never the best.
+UNFAIR: Final = ("ucx_perftest",)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One work on one wire, and everybody who does it."""
+
+    wire: str
+    work: FragmentWork
+    contenders: Sequence[Contender]
+    required: Sequence[Contender] = ()
+
+    @property
+    def name(self) -> str:
+        """As progress is reported."""
+        work = self.work
+        size = size_name(work.layer_bytes)
+        return f"{size} {work.verb}, {work.layout}, {self.wire}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """The benchmark.
+
+    Attributes:
+        cases: Its rows.
+        ours: Names of the contenders that are kvwire.
+        missing: Who could not take part, and what would change that.
+    """
+
+    cases: Sequence[Row]
+    ours: Sequence[str]
+    missing: Sequence[Missing] = ()
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """Everybody, each once."""
+        found = {c.name: c for row in self.cases for c in row.contenders}
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the user wants to see.
+
+    Attributes:
+        transports: Of kvwire.
+        peers: Names of :data:`ALL_PEERS`.
+        interpreters: Where libraries are looked for.
+        layer_bytes: Sizes of one layer of one block.
+        verbs: Of :data:`VERBS`.
+        layouts: False for a tensor for each layer, True for blocks across layers.
+        round_bytes: What everybody moves in a round.
+        loop: The event loop of kvwire.
+    """
+
+    transports: Sequence[str]
+    peers: Sequence[str]
+    interpreters: Sequence[str]
+    layer_bytes: Sequence[int]
+    verbs: Sequence[str] = VERBS
+    layouts: Sequence[bool] = (False, True)
+    round_bytes: int
+    loop: str
+
+
+@dataclass(slots=True)
+class _Team:
+    """Who takes part, by wire."""
+
+    by_wire: dict[str, list[Contender]] = field(
+        default_factory=lambda: {wire: [] for wire in WIRES}
+    )
+    missing: list[Missing] = field(default_factory=list)
+
+    def add(self, wire: str, contender: Contender) -> None:
+        self.by_wire[wire].append(contender)
+
+
+def fragments(choice: Choice) -> Fragments:
+    """The benchmark.
+
+    Raises:
+        UsageError: A transport or a peer that nobody knows.
+    """
+    works = _works(choice)
+    pool_bytes = max(work.pool_bytes for work in works)
+    team = _Team()
+    for transport in choice.transports:
+        _add_transport(team, transport, choice.loop, pool_bytes)
+    ours = [c.name for wire in WIRES for c in team.by_wire[wire]]
+    for peer in choice.peers:
+        _add_peer(team, peer, choice.interpreters, pool_bytes)
+    rows = [
+        Row(wire, work, contenders)
+        for work in works
+        for wire in WIRES
+        if (contenders := [c for c in team.by_wire[wire] if _has_layout(work, c)])
+    ]
+    return Fragments(rows, ours, team.missing)
+
+
+def registered() -> list[str]:
+    """Names of the backends that are installed, whether they can run or not."""
+    return sorted({entry.name for entry in entry_points(group="kvwire.backends")})
+
+
+def size_name(nbytes: int) -> str:
+    """Such as ``64 KiB``."""
+    kib = nbytes // 1024
+    return f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB"
+
+
+def _has_layout(work: FragmentWork, contender: Contender) -> bool:
+    """Bytes side by side have none: they are measured once."""
+    return not (work.cross_layer and contender.name.startswith(OTHER_PEERS))
+
+
+def _works(choice: Choice) -> list[FragmentWork]:
+    return [
+        work_of(verb, nbytes, cross_layer=cross, round_bytes=choice.round_bytes)
+        for nbytes in sorted(set(choice.layer_bytes))
+        for cross in choice.layouts
+        for verb in choice.verbs
+        if not cross or nbytes <= CROSS_LAYER_BYTES_MAX
+    ]
+
+
+def _add_transport(team: _Team, transport: str, loop: str, pool_bytes: int) -> None:
+    options = [f"transport={transport}", f"loop={loop}", f"pool_bytes={pool_bytes}"]
+    name = f"kvwire {transport}"
+    if transport not in registered():
+        raise UsageError(
+            f"--transport {transport}: no such backend is installed; there are "
+            f"{', '.join(registered())}"
+        )
+    if transport == "inproc":
+        team.add(SAME_HOST, SoloContender(name, "inproc", options))
+    elif transport == "ucx":
+        for wire, setting, environment in (
+            (TCP, "tcp", UCX_TCP),
+            (SAME_HOST, "shm", UCX_SHM),
+        ):
+            pair = FragmentPair(f"{name} {setting}", "fragments", options, environment)
+            team.add(wire, pair)
+    else:
+        wire = TCP if transport == "tcp" else SAME_HOST
+        team.add(wire, FragmentPair(name, "fragments", options))
+
+
+def _add_peer(
+    team: _Team, name: str, interpreters: Sequence[str], pool_bytes: int
+) -> None:
+    if name in PEERS:
+        _add_library(team, name, interpreters, pool_bytes)
+    elif name in _OTHERS:
+        _OTHERS[name](team, interpreters, pool_bytes)
+    else:
+        raise UsageError(f"--peers {name}: there are {', '.join(ALL_PEERS)}")
+
+
+def _add_library(
+    team: _Team, name: str, interpreters: Sequence[str], pool_bytes: int
+) -> None:
+    peer = PEERS[name]
+    interpreter = peer.interpreter(interpreters)
+    if interpreter is None:
+        team.missing.append(peer.missing)
+        return
+    for setting in peer.settings:
+        wire = SAME_HOST if setting == "shm" else TCP
+        team.add(wire, PeerContender(peer, setting, interpreter, pool_bytes))
+
+
+def _add_iperf3(team: _Team, interpreters: Sequence[str], pool_bytes: int) -> None:
+    del interpreters, pool_bytes
+    absent = iperf3.missing()
+    if absent:
+        team.missing.append(absent)
+    else:
+        team.add(TCP, iperf3.Iperf3())
+
+
+def _add_ucx_perftest(
+    team: _Team, interpreters: Sequence[str], pool_bytes: int
+) -> None:
+    del pool_bytes
+    program = ucx_perftest(interpreters)
+    if program is None:
+        team.missing.append(NO_UCX_PERFTEST)
+        return
+    team.add(TCP, UcxPerftest("tcp", UCX_TCP, program))
+    team.add(SAME_HOST, UcxPerftest("shm", UCX_SHM, program))
+
+
+def _add_memcpy(team: _Team, interpreters: Sequence[str], pool_bytes: int) -> None:
+    del interpreters
+    options = [f"pool_bytes={pool_bytes}"]
+    team.add(SAME_HOST, SoloContender("memcpy", "memcpy", options))
+
+
+_OTHERS: Final[Mapping[str, Callable[[_Team, Sequence[str], int], Any]]] = {
+    "iperf3": _add_iperf3,
+    "ucx_perftest": _add_ucx_perftest,
+    "memcpy": _add_memcpy,
+}

@@ -1,0 +1,208 @@
+"""What ``kvwire bench fragments`` found: as tables of at most 100 columns, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+import kvwire
+from kvwire.cli.bench.case import GIGABYTES_PER_SECOND, Samples
+from kvwire.cli.bench.document import machine, samples_of
+from kvwire.cli.bench.fragment_claims import Rates, Verdict, judge, peers_of
+from kvwire.cli.bench.fragments import TCP, VERBS, WIRES, Fragments, Row, size_name
+from kvwire.cli.bench.table import MET, MISSED, new_table
+from kvwire.cli.bench.turns import Finding
+
+Findings = Sequence[Finding[Row]]
+
+_DISPLAYED: Final = {False: "a tensor for each layer", True: "blocks across layers"}
+
+
+def render(benchmark: Fragments, findings: Findings) -> RenderableType:
+    """Rates by wire and verb, the layouts side by side, targets, and who failed."""
+    rates = Rates(findings)
+    parts: list[RenderableType] = []
+    for wire in WIRES:
+        for verb in VERBS:
+            for cross_layer in (False, True):
+                rows = [
+                    f
+                    for f in findings
+                    if (f.case.wire, f.case.work.verb) == (wire, verb)
+                    and f.case.work.cross_layer is cross_layer
+                ]
+                if rows:
+                    parts += _rates(benchmark, rows)
+    if {f.case.work.cross_layer for f in findings} == {False, True}:
+        parts += _layouts(findings, rates)
+    verdicts = judge(rates, VERBS)
+    if verdicts:
+        parts += _targets(verdicts)
+    parts += [Text(line) for line in _lines(benchmark, findings)]
+    return Group(*parts)
+
+
+def document(
+    benchmark: Fragments, findings: Findings, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The JSON document; rates are bytes a second."""
+    return {
+        "benchmark": "fragments",
+        "kvwire": kvwire.__version__,
+        "settings": settings,
+        "machine": machine(),
+        "cases": [
+            {
+                "name": finding.case.name,
+                "wire": finding.case.wire,
+                "work": asdict(finding.case.work),
+                "layout": finding.case.work.layout,
+                "layer_bytes": finding.case.work.layer_bytes,
+                "contenders": {
+                    name: samples_of(samples)
+                    for name, samples in finding.samples.items()
+                },
+                "failures": finding.failures,
+            }
+            for finding in findings
+        ],
+        "targets": [
+            {**asdict(verdict), "met": verdict.met}
+            for verdict in judge(Rates(findings), VERBS)
+        ],
+        "contenders": {c.name: dict(c.facts()) for c in benchmark.contenders},
+        "missing": [asdict(absent) for absent in benchmark.missing],
+        "notes": list(_notes(benchmark)),
+    }
+
+
+def _rates(benchmark: Fragments, rows: Findings) -> Iterator[RenderableType]:
+    """A column for each size; below the line, kvwire beside the best of the others."""
+    first = rows[0].case
+    how = _DISPLAYED[first.work.cross_layer]
+    over = "over TCP" if first.wire == TCP else "on one host"
+    yield Text(f"{first.work.verb} {over}, {how}: GB/s, CPU s/GiB", style="italic")
+    table = new_table()
+    for row in rows:
+        size = size_name(row.case.work.layer_bytes)
+        table.add_column(size, justify="right", no_wrap=True)
+    for contender in first.contenders:
+        cells = [_cell(row.samples.get(contender.name)) for row in rows]
+        table.add_row(contender.name, *cells)
+    table.add_section()
+    for name in benchmark.ours:
+        ratios = [_ratio(benchmark, row, name) for row in rows]
+        if any(ratios):
+            table.add_row(f"{name} / best other", *ratios)
+    yield table
+    yield Text()
+
+
+def _cell(samples: Samples | None) -> str:
+    if samples is None:
+        return "failed"
+    rate = median(samples.values) * GIGABYTES_PER_SECOND.scale
+    return f"{rate:.2f} {samples.cpu_s_per_gib:.2f}"
+
+
+def _ratio(benchmark: Fragments, row: Finding[Row], name: str) -> str:
+    medians = {
+        other: median(row.samples[other].values)
+        for other in peers_of(row.case, benchmark.ours)
+        if other in row.samples
+    }
+    if not medians or name not in row.samples:
+        return ""
+    return f"{median(row.samples[name].values) / max(medians.values()):.2f}x     "
+
+
+def _layouts(findings: Findings, rates: Rates) -> Iterator[RenderableType]:
+    """The smallest size in both layouts, for everybody to whom they differ."""
+    wide = [f.case for f in findings if f.case.work.cross_layer]
+    smallest = min(case.work.layer_bytes for case in wide)
+    layers = wide[0].work.layers
+    yield Text(
+        f"{size_name(smallest)} a layer, {layers} layers: a tensor for each layer, "
+        "blocks across layers, GB/s",
+        style="italic",
+    )
+    table = new_table()
+    for verb in VERBS:
+        for name in (f"{verb} each", "across", "ratio"):
+            table.add_column(name, justify="right", no_wrap=True)
+    for name in dict.fromkeys(c.name for case in wide for c in case.contenders):
+        cells: list[str] = []
+        for verb in VERBS:
+            layered = rates.median(name, verb, smallest)
+            across = rates.median(name, verb, smallest, cross_layer=True)
+            cells += [_gigabytes(layered), _gigabytes(across)]
+            cells.append(f"{across / layered:.2f}" if layered and across else "")
+        table.add_row(name, *cells)
+    yield table
+    yield Text()
+
+
+def _gigabytes(rate: float | None) -> str:
+    return "" if rate is None else f"{rate * GIGABYTES_PER_SECOND.scale:.2f}"
+
+
+def _targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
+    yield Text("targets: kvwire's median divided by the best of these", style="italic")
+    table = new_table()
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("beside", no_wrap=True)
+    table.add_column("verb", no_wrap=True)
+    table.add_column("ratio", justify="right", no_wrap=True)
+    table.add_column("target", no_wrap=True)
+    for verdict in verdicts:
+        claim = verdict.claim
+        others = verdict.best
+        if claim.others_bytes:
+            others = f"{others}, {size_name(claim.others_bytes)}"
+        table.add_row(
+            claim.ours,
+            size_name(claim.layer_bytes),
+            others,
+            verdict.verb,
+            f"{verdict.ratio:.2f}",
+            Text(f">= {claim.target:g} ") + (MET if verdict.met else MISSED),
+        )
+    yield table
+    yield Text()
+
+
+def _lines(benchmark: Fragments, findings: Findings) -> Iterator[str]:
+    yield from _notes(benchmark)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        for name, reason in finding.failures.items():
+            reasons.setdefault((name, reason), []).append(finding.case.name)
+    for (name, reason), where in reasons.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        yield f"{name} failed, {where[0]}{more}: {reason}"
+    for absent in benchmark.missing:
+        yield f"{absent.name} is not installed and was left out: {absent.remedy}"
+
+
+def _notes(benchmark: Fragments) -> Iterator[str]:
+    names = [c.name for c in benchmark.contenders]
+    yield "CPU seconds are of both sides. Only kvwire checks every byte it moves."
+    if "iperf3" in names:
+        yield "iperf3 moves a stream of bytes, not fragments."
+    if "gloo" in names:
+        yield (
+            "gloo sends tensors: fragments below 256 KiB are gathered and scattered by "
+            "NumPy."
+        )
+    if "ucx_perftest tcp" in names:
+        yield (
+            "ucx_perftest sends one buffer again and again, which stays in the cache; "
+            "it is never the best other."
+        )
+    if "memcpy" in names:
+        yield "memcpy is one copy of the same bytes side by side."

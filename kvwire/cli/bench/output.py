@@ -1,0 +1,87 @@
+"""What the commands have alike: their options, the progress bar, where findings go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from kvwire import UsageError
+from kvwire.cli.bench.document import as_text
+from kvwire.cli.bench.turns import E, Finding, Plan, steps, take_turns
+
+Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
+# "-" is a file name here, and no option.
+Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
+
+
+def measure(plan: Plan[E], rounds: int) -> list[Finding[E]]:
+    """Let everybody take turns, with a bar that shows how far they are.
+
+    Raises:
+        BenchError: As for :func:`~kvwire.cli.bench.turns.take_turns`.
+    """
+    with progress_bar(steps(plan, rounds)) as progress:
+        return take_turns(plan, rounds, progress)
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar that moves on with each call, which says what is done next."""
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+    )
+    # Drawn between the rounds only: a thread that draws would be measured too.
+    with Progress(
+        *columns, console=Console(stderr=True), auto_refresh=False, transient=True
+    ) as bar:
+        task = bar.add_task("", total=total)
+
+        def progress(step: str) -> None:
+            bar.update(task, description=step)
+            bar.refresh()
+            bar.advance(task)
+
+        yield progress
+
+
+def show(
+    table: RenderableType,
+    document: Callable[[], dict[str, Any]],
+    picture: Callable[[], str],
+    *,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    """Print the table, and write the document and the picture where they are wanted.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    to_output = json == Path("-")
+    # With the document on the output, the table is for whoever watches.
+    Console(stderr=to_output, highlight=False).print(table)
+    if json is not None:
+        text = as_text(document())
+        if to_output:
+            sys.stdout.write(text)
+        else:
+            _write(json, text)
+    if plot is not None:
+        _write(plot, picture())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as exc:
+        raise UsageError(f"{path}: {exc.strerror}") from None
