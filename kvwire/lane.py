@@ -158,7 +158,8 @@ class Lane(ABC):
         order in which the peer's ``send`` returned them.
 
         Raises:
-            ProtocolError: The ticket is not one that the peer's lane would make.
+            ProtocolError: The ticket is not one that the peer's lane would make. An
+                empty one, as of a lane that has ended, then costs this lane alone.
         """
 
     @abstractmethod

@@ -190,7 +190,14 @@ class Lanes(LaneHandler):
         """
         arrival = event.arrival
         half = next(h for h in self._halves.values() if h.number == arrival.lane)
-        half.lane.receive(event.ticket, _Landing(arrival, payload))
+        try:
+            half.lane.receive(event.ticket, _Landing(arrival, payload))
+        except ProtocolError:
+            if event.ticket:
+                raise
+            # Sent by a half that had ended and could not say so yet.
+            half.lane.abort()
+            return
         self._dirty[half.lane] = None  # bounded: LANES_MAX
 
     def lowered(self, event: LaneLowered) -> None:

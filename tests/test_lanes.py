@@ -1,0 +1,335 @@
+"""Data beside the control link: which transport carries it, and what if it breaks.
+
+The lanes are those of inproc beside a link over tcp, so everything between them and the
+application is real. ``break_after`` cuts one after so many payloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire import BackendUnavailable, ConnectionLost
+from kvwire.backend import Payload
+from kvwire.errors import ConnectionClosed
+from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.limits import KIB, MIB
+from kvwire.types import TransportReport
+from kvwire_inproc import InprocBackend
+from kvwire_inproc.lane import InprocLane
+from tests.support.pairs import Pair, connected, until
+
+CHUNK = 64 * KIB
+DATA = bytes(range(256)) * (MIB // 256)
+BESIDE: dict[str, Any] = {"prefer": ("inproc", "tcp"), "chunk_bytes": CHUNK}
+ONLY: dict[str, Any] = {"require": ("inproc",), "chunk_bytes": CHUNK}
+
+
+def breaking(after: int) -> dict[str, dict[str, str]]:
+    return {"inproc": {"break_after": str(after)}}
+
+
+def reasons(report: TransportReport) -> dict[str, str]:
+    return {c.name: c.reason for c in report if not c.taken}
+
+
+async def expect_moves(pair: Pair) -> None:
+    """A put, a get and a message of many chunks, both ways."""
+    memory = bytearray(len(DATA))
+    for near, far in ((pair.left, pair.right), (pair.right, pair.left)):
+        region = far.communicator.register(memory, "readwrite")
+        grant = region.grant(far)
+        memory[:] = bytes(len(DATA))
+        await near.put(DATA, grant)
+        assert memory == DATA
+        into = bytearray(len(DATA))
+        await near.get(grant, into=into)
+        assert into == DATA
+        sent = near.send(7, DATA)
+        assert await far.recv(7) == DATA
+        await sent
+        await region.close()
+
+
+def _is_over(end: kvwire.Connection, transport: str) -> bool:
+    return end.transport == transport
+
+
+def on_lanes(pair: Pair) -> int:
+    """Bytes that both ends have received on lanes that are up."""
+    return sum(
+        half.lane.received_bytes
+        for end in (pair.left, pair.right)
+        for half in end._pump.lanes.up
+    )
+
+
+# --- the choice -----------------------------------------------------------------------
+
+
+async def test_what_is_preferred_carries_the_data() -> None:
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        for end in (pair.left, pair.right):
+            assert end.transport == end.transport_report.taken == "inproc"
+            assert reasons(end.transport_report)["tcp"] == "another was preferred"
+        assert on_lanes(pair) == 6 * len(DATA)
+
+
+async def test_what_is_required_carries_the_data() -> None:
+    """Over a control link of another transport, which carries none of it."""
+    async with connected(**ONLY) as pair:
+        await expect_moves(pair)
+        assert pair.left.transport == "inproc"
+        assert "not among `require`" in reasons(pair.left.transport_report)["tcp"]
+        assert on_lanes(pair) == 6 * len(DATA)
+
+
+async def test_what_is_forbidden_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InprocBackend, "open_lane", None)
+    async with connected(forbid=("inproc",)) as pair:
+        await expect_moves(pair)
+        assert pair.left.transport == "tcp"
+        why = reasons(pair.left.transport_report)["inproc"]
+        assert why == "forbidden by `forbid`"
+
+
+async def test_a_connection_s_own_wish_counts() -> None:
+    async with connected(prefer=("tcp", "inproc")) as pair:
+        assert pair.left.transport == "tcp"
+        own = await pair.near.connect(pair.address, transport="inproc")
+        other = await anext(pair.far.connections())
+        assert own.transport == other.transport == "inproc"
+
+
+async def test_either_side_can_forbid() -> None:
+    async with (
+        kvwire.open(forbid=("inproc",)) as far,
+        kvwire.open(prefer=("inproc", "tcp")) as near,
+    ):
+        address = await far.listen("127.0.0.1:0")
+        connection = await near.connect(address)
+        assert connection.transport == "tcp"
+        why = reasons(connection.transport_report)["inproc"]
+        assert why == "forbidden by `forbid`"
+
+
+async def test_require_against_forbid_is_an_error_with_the_reason() -> None:
+    async with (
+        kvwire.open(forbid=("inproc",)) as far,
+        kvwire.open(require=("inproc",)) as near,
+    ):
+        address = await far.listen("127.0.0.1:0")
+        with pytest.raises(kvwire.HandshakeError, match="forbidden by `forbid`"):
+            await near.connect(address)
+
+
+async def test_more_lanes_of_one_transport() -> None:
+    async with connected(**BESIDE, lanes=3) as pair:
+        await until(lambda: len(pair.right._pump.lanes.up) == 3)
+        await expect_moves(pair)
+        assert len(pair.left._pump.lanes.up) == 3
+
+
+# --- what does not come up ------------------------------------------------------------
+
+
+class _Refusing(InprocLane):
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        self.abort()
+        raise BackendUnavailable("the device has gone")
+
+
+class _Buggy(InprocLane):
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+class _Hanging(InprocLane):
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        await asyncio.Event().wait()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, lane: type[Lane], role: str) -> None:
+    """Let one side, or both, make lanes of a class."""
+
+    def open_lane(_: InprocBackend, context: LaneContext) -> Lane:
+        mine = role in ("both", context.role.name.lower())
+        return (lane if mine else InprocLane)(context)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(InprocBackend, "open_lane", open_lane)
+
+
+@pytest.mark.parametrize("role", ["client", "server", "both"])
+@pytest.mark.parametrize(
+    ("lane", "why"),
+    [
+        (_Refusing, "the device has gone"),
+        (_Buggy, "ZeroDivisionError"),
+        (_Hanging, "did not come up in 0.05 s"),
+    ],
+)
+async def test_what_fails_at_first_use_falls_to_the_next(
+    lane: type[Lane],
+    why: str,
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a line in the log, and in the report of both sides."""
+    use(monkeypatch, lane, role)
+    monkeypatch.setattr("kvwire.raising.LANE_TIMEOUT_S", 0.05)
+    async with connected(**BESIDE) as pair:
+        assert pair.left.transport == pair.right.transport == "tcp"
+        await expect_moves(pair)
+        near = reasons(pair.left.transport_report)["inproc"]
+        far = reasons(pair.right.transport_report)["inproc"]
+        assert why in near
+        assert why in far or "did not come up" in far or "did not come up" in near
+    warned = [r for r in caplog.records if "cannot carry the data" in r.getMessage()]
+    assert [record.levelno for record in warned] == [logging.WARNING]
+    assert "inproc" in warned[0].getMessage()
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+async def test_what_fails_and_is_required_is_an_error(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which says what was tried, and why each of it failed."""
+    use(monkeypatch, _Refusing, role)
+    async with kvwire.open(**ONLY) as far, kvwire.open(**ONLY) as near:
+        address = await far.listen("127.0.0.1:0")
+        with pytest.raises(BackendUnavailable, match=r"inproc: .*the device has gone"):
+            await near.connect(address)
+        await until(lambda: not far.live_connections)
+
+
+async def test_a_transport_without_any_lane_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the server is asked."""
+
+    def open_lane(_: InprocBackend, context: LaneContext) -> Lane:
+        raise BackendUnavailable("no such device")
+
+    monkeypatch.setattr(InprocBackend, "open_lane", open_lane)
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        assert "no such device" in reasons(pair.left.transport_report)["inproc"]
+
+
+# --- what breaks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+async def test_a_lane_that_breaks_is_replaced_by_the_control_link(
+    after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a put: every byte arrives, both reports and the log say it."""
+    async with connected(**BESIDE, backends=breaking(after + 1)) as pair:
+        await expect_moves(pair)
+        for end in (pair.left, pair.right):
+            await until(partial(_is_over, end, "tcp"))
+            taken = next(c for c in end.transport_report if c.taken)
+            assert taken.reason.startswith("inproc failed")
+            assert reasons(end.transport_report)["inproc"]
+        assert pair.left._pump.lanes.quiet
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("the control link carries the data now" in line for line in said)
+
+
+async def test_one_lane_of_several_breaks(caplog: pytest.LogCaptureFixture) -> None:
+    """The others go on, until none is left."""
+    async with connected(**BESIDE, lanes=2, backends=breaking(3)) as pair:
+        await expect_moves(pair)
+        await until(lambda: pair.left.transport == "tcp")
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("a lane of inproc" in line for line in said)
+
+
+async def test_a_required_lane_that_breaks_ends_the_connection() -> None:
+    """Nothing else may carry the data, and nothing else does."""
+    async with connected(**ONLY, backends=breaking(2)) as pair:
+        region = pair.far.register(bytearray(len(DATA)), "readwrite")
+        put = pair.left.put(DATA, region.grant(pair.right))
+        with pytest.raises(ConnectionLost):
+            await put
+        await put.released()
+        with pytest.raises(ConnectionClosed):
+            await pair.left.recv(7)
+        await region.close()
+        assert not len(pair.near.buffers.holds)
+
+
+async def test_memory_is_free_after_a_break() -> None:
+    async with connected(**BESIDE, backends=breaking(3)) as pair:
+        region = pair.far.register(bytearray(len(DATA)), "readwrite")
+        put = pair.left.put(DATA, region.grant(pair.right))
+        await put
+        await put.released()
+        await region.close()
+        assert not len(pair.near.buffers.holds)
+        assert not len(pair.far.buffers.holds)
+
+
+async def test_an_abort_ends_the_lanes_too() -> None:
+    async with connected(**BESIDE) as pair:
+        region = pair.far.register(bytearray(len(DATA)), "readwrite")
+        put = pair.left.put(DATA, region.grant(pair.right))
+        pair.left.abort("enough")
+        with pytest.raises(ConnectionClosed):
+            await put
+        await put.released()
+        await region.close()
+        await until(lambda: pair.right._pump.lanes.quiet)
+
+
+class _EndsWhileItSends(InprocLane):
+    """Like a lane whose end has been seen, and not been told yet."""
+
+    def send(self, payload: Payload, token: object) -> bytes:
+        self.abort()
+        return super().send(payload, token)
+
+
+async def test_a_lane_that_has_ended_and_not_said_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its empty ticket costs the lane and not the connection."""
+    use(monkeypatch, _EndsWhileItSends, "client")
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        assert not pair.left.closed
+        assert pair.left.transport == pair.right.transport == "tcp"
+
+
+class _Forging(InprocLane):
+    def send(self, payload: Payload, token: object) -> bytes:
+        super().send(payload, token)
+        return b"not a ticket"
+
+
+@pytest.mark.rule("KVW-LN-07", "breaks")
+async def test_a_ticket_that_no_lane_makes_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(monkeypatch, _Forging, "client")
+    async with connected(**BESIDE) as pair:
+        region = pair.far.register(bytearray(len(DATA)), "readwrite")
+        with pytest.raises(ConnectionLost):
+            await pair.left.put(DATA, region.grant(pair.right))
+        await until(lambda: pair.right.closed)
+        await region.close()
+    assert "KVW-LN-07" in caplog.text
+
+
+@pytest.mark.rule("KVW-LN-07", "keeps")
+async def test_tickets_of_the_peer_s_lane_are_understood() -> None:
+    async with connected(**ONLY) as pair:
+        await expect_moves(pair)
+        assert not pair.right.closed
