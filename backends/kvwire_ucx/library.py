@@ -2,7 +2,7 @@
 
 Which one, the first that is there:
 
-1. the one ``KVWIRE_UCX_LIBRARY`` names: a path of ``libucp.so``, ``system`` or
+1. the one ``LIBUCP`` names: a path of ``libucp.so``, ``system`` or
    ``wheel``;
 2. the one this process has loaded already, by ucxx for example: two copies of UCX in
    one process each patch the memory functions of libc and fight over them;
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 
-ENVIRONMENT: Final = "KVWIRE_UCX_LIBRARY"
+ENVIRONMENT: Final = "LIBUCP"
 REMEDY: Final = (
     "pip install 'kvwire[ucx]' (shared memory, TCP and CUDA on one host), or for RDMA "
     "the UCX of the system, such as apt install libucx0"
