@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvwire import BackendUnavailable, Config, registry, selection
-from kvwire.backend import API_VERSION, Availability
+from kvwire.backend import API_VERSION, Availability, Capabilities
 
 _KNOWN = {
     "tcp": Availability(available=True, reason="sockets"),
@@ -13,18 +15,35 @@ _KNOWN = {
         available=False, reason="libucp is not installed", remedy="pip install it"
     ),
     "inproc": Availability(available=True, reason="part of kvwire"),
+    "local": Availability(available=True, reason="process_vm_readv"),
+    "unix": Availability(available=True, reason="sockets in files"),
 }
+_CAPABILITIES = {
+    "tcp": Capabilities(lanes=True),
+    "ucx": Capabilities(links=False, lanes=True),
+    "inproc": Capabilities(lanes=True, same_process=True),
+    "local": Capabilities(links=False, lanes=True, same_host=True),
+    "unix": Capabilities(),
+}
+_RANKS = {"inproc": 0, "local": 10, "ucx": 20, "tcp": 30, "unix": 50}
 
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "names", lambda: tuple(sorted(_KNOWN)))
     monkeypatch.setattr(registry, "availability", _availability)
+    monkeypatch.setattr(registry, "load", _load)
 
 
 def _availability(name: str) -> Availability:
     unknown = Availability(available=False, reason=f"no backend called {name!r}")
     return _KNOWN.get(name, unknown)
+
+
+def _load(name: str) -> SimpleNamespace:
+    if name not in _KNOWN:
+        raise BackendUnavailable(f"no backend called {name!r}")
+    return SimpleNamespace(capabilities=_CAPABILITIES[name], rank=lambda: _RANKS[name])
 
 
 def verdicts(config: Config, *offered: str, version: int = API_VERSION) -> list[str]:
@@ -34,20 +53,82 @@ def verdicts(config: Config, *offered: str, version: int = API_VERSION) -> list[
 
 
 def test_every_transport_that_either_side_knows_is_in_the_report() -> None:
-    elsewhere = "needs an address of its own; this connection was made over tcp"
-    assert verdicts(Config(), "tcp", "rdma") == [
-        f"inproc: refused, {elsewhere}",
-        "rdma: refused, no backend called 'rdma'",
-        "tcp: taken, offered by both sides",
+    """In the order in which they would be tried: by rank, where nobody wishes."""
+    assert verdicts(Config(), "tcp", "local", "rdma", "unix") == [
+        "inproc: refused, only within one process; name it in `prefer` to try it",
+        "local: taken, offered by both sides",
         "ucx: refused, libucp is not installed",
+        "tcp: refused, another was preferred",
+        "unix: refused, needs an address of its own; this connection was made over tcp",
+        "rdma: refused, no backend called 'rdma'",
     ]
 
 
 def test_preferred_ones_come_first() -> None:
-    (first, *_) = verdicts(Config(prefer=("tcp", "ucx")), "tcp")
+    (first, *_) = verdicts(Config(prefer=("tcp", "ucx")), "tcp", "local")
     assert first == "tcp: taken, offered by both sides"
-    (first, *_) = verdicts(Config(prefer=("ucx", "tcp")), "tcp")
+    first, second, *_ = verdicts(Config(prefer=("ucx", "tcp")), "tcp", "ucx")
     assert first == "ucx: refused, libucp is not installed"
+    assert second == "tcp: taken, offered by both sides"
+
+
+@pytest.mark.parametrize("key", ["prefer", "require"])
+def test_lanes_of_this_process_are_for_who_names_them(key: str) -> None:
+    """Two communicators of one process are seldom anything but a test."""
+    config = Config().replace(**{key: ("inproc",)})
+    (first, *_) = verdicts(config, "inproc", "tcp")
+    assert first == "inproc: taken, offered by both sides"
+
+
+def test_what_is_possible_is_tried_in_order() -> None:
+    """The first is taken; a later one is the next if it fails."""
+    report = selection.judge(
+        Config(forbid=("inproc",)),
+        "tcp",
+        [(name, API_VERSION) for name in ("local", "tcp", "ucx")],
+    )
+    assert [c.name for c in report if c.possible] == ["local", "tcp"]
+    assert report.taken == "local"
+
+
+def test_what_was_tried_is_in_the_report_with_its_reason() -> None:
+    report = selection.judge(
+        Config(), "tcp", [(name, API_VERSION) for name in ("local", "tcp")]
+    )
+    now = selection.tried(report, "tcp", "offered by both sides", {"local": "EPERM"})
+    assert now.taken == "tcp"
+    assert [str(c) for c in now if c.name in ("local", "tcp")] == [
+        "local: refused, EPERM",
+        "tcp: taken, offered by both sides",
+    ]
+    assert [c.name for c in now] == [c.name for c in report]
+    same = selection.tried(report, "tcp", "asked for", {})
+    assert "local: refused, another was preferred" in map(str, same)
+
+
+# --- the control link -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme", "refused"),
+    [
+        (Config(), "tcp", ""),
+        (Config(require=("tcp",)), "tcp", ""),
+        (Config(require=("local",)), "tcp", ""),
+        (Config(forbid=("tcp",)), "tcp", "forbidden by `forbid`"),
+        (Config(require=("unix",)), "tcp", "not among `require` = unix"),
+        (Config(), "ucx", "libucp is not installed; pip install it"),
+        (Config(), "local", "connect to a tcp:// address, and the data goes over it"),
+        (Config(), "rdma", "no backend called 'rdma'"),
+    ],
+)
+def test_what_may_carry_the_control_link(
+    config: Config, scheme: str, refused: str
+) -> None:
+    """One that carries no data may, beside lanes of one that is required."""
+    said = selection.control_refusal(config, scheme)
+    assert said.endswith(refused)
+    assert bool(said) is bool(refused)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +152,8 @@ def test_each_reason_to_refuse_is_said(
 def test_a_report_is_read_by_people() -> None:
     report = selection.judge(Config(), "tcp", [("tcp", API_VERSION)])
     assert report.taken == "tcp"
-    assert str(report).count(";") >= 2
-    assert [candidate.name for candidate in report] == ["inproc", "tcp", "ucx"]
+    assert str(report).count(";") >= 4
+    assert "local: refused, not offered by the client" in str(report)
 
 
 # --- one connection's own wishes ------------------------------------------------------
