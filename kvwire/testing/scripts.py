@@ -14,7 +14,9 @@ from kvwire.proto.events import TransferOpened
 from kvwire.proto.requests import Request
 from kvwire.proto.segments import Transfer
 from kvwire.testing.pair import ConnectionPair
+from kvwire.testing.pair_lanes import PairLanes
 from kvwire.testing.peer import Peer
+from kvwire.types import Role
 from kvwire.wire.control import Access
 
 Script = Callable[[ConnectionPair], Iterator[str]]
@@ -144,6 +146,37 @@ def pulled(pair: ConnectionPair) -> Iterator[str]:
     yield "the server refuses"
 
 
+def on_lanes(pair: ConnectionPair) -> Iterator[str]:
+    """A lane that carries both ways and breaks, one that is declined, and no more."""
+    client, server, lanes = pair.client, pair.server, PairLanes(pair)
+    number = lanes.ask()
+    yield "the client asks for a lane"
+    lanes.via = dict.fromkeys(Role, number)
+    grant = server.grant(server.expose(_LARGE))
+    client.put(_LARGE, grant)
+    client.get(grant)
+    yield "the client puts and gets 100 bytes"
+    for role in Role:
+        half = lanes.halves[role, number]
+        lanes.move(half, *half.arriving)
+        half = lanes.halves[role.other, number]
+        lanes.sent(half, *half.sending)
+    yield "the payloads move"
+    client.put(_LARGE, grant)
+    yield "the client puts again"
+    lanes.end(lanes.halves[Role.SERVER, number], "broken")
+    yield "the server's half breaks before that has moved"
+    lanes.end(lanes.halves[Role.CLIENT, number], "the other half is gone")
+    yield "the client's half follows, and what was missed goes over the wire"
+    lanes.refuses = True
+    number = lanes.ask()
+    yield "the client asks for another lane"
+    lanes.end(lanes.halves[Role.CLIENT, number], "declined")
+    client.core.lanes.settle()
+    client.collect()
+    yield "and is content without"
+
+
 def closed(pair: ConnectionPair) -> Iterator[str]:
     """A close that waits for a put, and for nothing else."""
     client, server = pair.client, pair.server
@@ -164,7 +197,7 @@ SCRIPTS: Final[dict[str, Script]] = {
     script.__name__.replace("_", "-"): script
     for script in (
         *(messages, rendezvous, puts_and_gets, refused, alive),
-        *(pushed, pulled, closed, closed_by_both),
+        *(pushed, pulled, on_lanes, closed, closed_by_both),
     )
 }
 
