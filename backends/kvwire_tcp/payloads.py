@@ -17,7 +17,7 @@ from typing import Final
 
 from kvwire.backend import Landing
 from kvwire.limits import KIB, WAKEUP_BYTES
-from kvwire.memory.iovec import Iovecs, readv
+from kvwire.memory.iovec import Iovecs, readv, simplest
 from kvwire_tcp.reader import check_destination
 
 # What is dropped goes here, so many bytes a call.
@@ -131,8 +131,8 @@ class PayloadReader:
         self._received(landing)
 
     def _enter(self, landing: Landing) -> None:
-        payload = landing.payload
         self._rest = landing.length
+        payload = None if landing.payload is None else simplest(landing.payload)
         if payload is None or isinstance(payload, memoryview):
             self._target = payload
         else:

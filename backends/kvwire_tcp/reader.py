@@ -33,7 +33,7 @@ from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import UsageError
 from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
 from kvwire.memory.copy import copy
-from kvwire.memory.iovec import Iovecs, address_of, readv
+from kvwire.memory.iovec import Iovecs, address_of, readv, simplest
 
 # Measured: a burst of 64-byte frames gains nothing from more. All that a peer pins
 # before it is authenticated.
@@ -214,6 +214,7 @@ class FrameReader:
             if length > SCRATCH_BYTES:
                 self._ahead = HEADER_BYTES
             check_destination(payload, length)
+            payload = simplest(payload)
         if isinstance(payload, memoryview):
             payload[: len(arrived)] = arrived
             self._target = payload

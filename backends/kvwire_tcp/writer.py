@@ -19,8 +19,9 @@ from typing import Final
 
 from kvwire.backend import Payload
 from kvwire.errors import UsageError
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
-from kvwire.memory.iovec import Iovecs, writev
+from kvwire.memory.iovec import Iovecs, simplest, writev
 
 # Up to here a copy costs less than a second view in the system call.
 JOINED_BYTES_MAX: Final = 4 * KIB
@@ -60,6 +61,8 @@ class SendQueue:
             UsageError: The payload is no view of bytes; nothing was queued.
         """
         entries = self._entries
+        if isinstance(payload, Fragments):
+            payload = simplest(payload)
         if payload is None or payload.nbytes == 0:
             entries.append(header)
             self.nbytes += HEADER_BYTES
@@ -85,6 +88,7 @@ class SendQueue:
         Raises:
             UsageError: The payload is no view of bytes; nothing was queued.
         """
+        payload = simplest(payload)
         if isinstance(payload, memoryview):
             _check_view(payload)
             self._entries.append(payload)

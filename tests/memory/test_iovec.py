@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import socket
+import weakref
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.iovec import IOVECS_MAX, Iovecs, address_of, readv, writev
+from kvwire.memory.iovec import IOVECS_MAX, Iovecs, address_of, readv, simplest, writev
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=40)
 TAIL = (4096, 8)  # never read or written here
@@ -151,3 +153,31 @@ def test_the_end_of_file_reads_as_0_bytes() -> None:
     left.close()
     with right:
         assert readv(right.fileno(), Iovecs(scattered([4])[0]).window(4)) == 0
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_one_fragment_is_a_view_that_keeps_its_memory_alive(writable: bool) -> None:
+    class Owner(bytearray):
+        pass
+
+    owner = Owner(b"0123456789")
+    alive = weakref.ref(owner)
+    place = np.array([address_of(owner) + 2], np.uint64)
+    view = simplest(
+        Fragments(place, np.array([5], np.uint64), owner=owner, writable=writable)
+    )
+    del owner
+    assert isinstance(view, memoryview)
+    assert (view.format, view.readonly, bytes(view)) == ("B", not writable, b"23456")
+    assert alive() is not None
+    view.release()
+    del view
+    gc.collect()
+    assert alive() is None
+
+
+def test_other_payloads_stay_as_they_are() -> None:
+    two, _ = scattered([3, 4])
+    view = memoryview(b"abc")
+    for payload in (two, view, two.slice(0, 0)):
+        assert simplest(payload) is payload
