@@ -78,11 +78,20 @@ def local_refusal(config: Config, name: str, scheme: str) -> str:
     if name == scheme:
         return ""
     capabilities = registry.load(name).capabilities
-    if not capabilities.lanes:
+    named = name in (*config.prefer, *config.require)
+    if not capabilities.lanes or (capabilities.links and not _stays_inside(name)):
         return f"needs an address of its own; this connection was made over {scheme}"
-    if capabilities.same_process and name not in (*config.prefer, *config.require):
+    if _stays_inside(name) and not named:
         return "only within one process; name it in `prefer` to try it"
+    if _stays_inside(scheme) and name not in config.require:
+        return f"nothing is nearer than {scheme}"
     return ""
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a transport stays within one process: no server has a use for it."""
+    found = registry.availability(name)
+    return found.available and registry.load(name).capabilities.same_process
 
 
 def judge(

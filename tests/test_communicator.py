@@ -235,14 +235,17 @@ async def test_one_transport_can_be_required() -> None:
         assert connection.transport == "tcp"
         with pytest.raises(BackendUnavailable, match="no backend called 'carrier'"):
             await near.connect(address, transport="carrier")
-        with pytest.raises(BackendUnavailable, match="not among `require` = inproc"):
+        with pytest.raises(HandshakeError, match="'inproc': 'only within one process"):
             await near.connect(address, transport=["inproc"])
 
 
 async def test_the_listener_rules_a_transport_out() -> None:
-    async with kvwire.open(require=["inproc"]) as far:
-        with pytest.raises(BackendUnavailable, match="not among"):
+    async with kvwire.open(forbid=["tcp"]) as far:
+        with pytest.raises(BackendUnavailable, match="forbidden"):
             await far.listen("127.0.0.1:0")
+    async with kvwire.open(require=["tcp"]) as far:
+        with pytest.raises(BackendUnavailable, match="not among `require` = tcp"):
+            await far.listen("inproc://")
 
 
 async def test_several_connections_between_the_same_two() -> None:
