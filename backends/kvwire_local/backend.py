@@ -1,0 +1,79 @@
+"""The backend: lanes between processes of one host, and no links of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import ClassVar, NoReturn
+
+from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
+from kvwire.errors import BackendUnavailable
+from kvwire.lane import Lane, LaneContext
+from kvwire.types import Address
+from kvwire_local.lane import LocalLane
+
+
+class LocalBackend(Backend):
+    """Same-host memory: the receiver reads the sender's."""
+
+    scheme: ClassVar[str] = "local"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        links=False, lanes=True, same_host=True
+    )
+
+    @classmethod
+    def rank(cls) -> int:
+        """Before every network; behind what stays within the process."""
+        return 10
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Whether this system has what it takes; what it permits a meeting shows."""
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+            return Availability(
+                available=False,
+                reason=f"needs Linux (this is {sys.platform}): no other system lets "
+                f"processes read each other's memory lists at once",
+                remedy="use tcp",
+            )
+        return Availability(available=True, reason="process_vm_readv and memfd_create")
+
+    async def listen(
+        self, address: Address, accept: Callable[[Link], None]
+    ) -> Listener:
+        """Not offered.
+
+        Raises:
+            BackendUnavailable: Always; it says what to listen on.
+
+        Cancel safety: safe.
+        """
+        _no_links("listen on")
+
+    async def connect(self, address: Address) -> Link:
+        """Not offered.
+
+        Raises:
+            BackendUnavailable: Always; it says what to connect to.
+
+        Cancel safety: safe.
+        """
+        _no_links("connect to")
+
+    def open_lane(self, context: LaneContext) -> Lane:
+        """Prepare a lane to a process that is hopefully on this host.
+
+        Raises:
+            BackendUnavailable: /proc does not say which host this is.
+            UsageError: A setting has no such value.
+        """
+        return LocalLane(context)
+
+
+def _no_links(what: str) -> NoReturn:
+    raise BackendUnavailable(
+        f"local has no addresses: {what} a tcp address of this host, such as "
+        f"tcp://127.0.0.1:7400, and data goes over local by itself; require it with "
+        f'transport="local"'
+    )

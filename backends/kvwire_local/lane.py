@@ -1,0 +1,330 @@
+"""A lane between two processes of one host: the receiver reads the sender's memory.
+
+Nothing is sent. A ticket says where the payload lies, and the receiver copies it from
+there, once, to where it belongs: with ``process_vm_readv`` from the sender's address
+space ("cma"), or from an arena of the sender that is mapped here ("arena"). Beside the
+lane there is a Unix socket on which the receiver says what it has read
+(:mod:`kvwire_local.wire`)::
+
+    made --join()--> WAITING --the two have met--> UP --close(), all read--> ENDED
+                     (server only: what is sent      --abort(), peer gone-->
+                      is told where it lies later)
+
+**Whose memory it is.** A payload is given back, by ``payload_sent``, when the peer has
+said that it has read it. That leaves one race: this side ends its lane while the peer
+is in the middle of reading, and the owner reuses the memory at once. The peer cannot be
+stopped, and it need not be waited for. It is made to notice:
+
+* the sender shuts its end of the socket down *before* it calls ``lane_closed``;
+* the receiver reads a batch of payloads, *then* asks the kernel whether the other end
+  of the socket is still open, and reports the batch as received only if it is.
+
+Why no torn payload can be reported: both touch the receiver's end of the socket under
+its lock, in the kernel (``unix_shutdown`` and ``unix_stream_recvmsg`` of Linux take
+``unix_state_lock``). Suppose the receiver found it open. Then its critical section came
+first. Its loads of the payload come before its release of the lock, that before the
+sender's acquisition of the lock, and that before the sender's next store to the memory.
+So every byte was loaded before it could be overwritten, on any processor. This is a
+sequence lock whose counter is a socket, and that also tells of a process that has died:
+the kernel takes its memory away before it closes its sockets.
+
+**Who is read.** Addresses in tickets are the peer's, and are used in nothing but
+``process_vm_readv`` of the peer: the pid comes from the kernel, and a cookie in the
+peer's memory is read again after each batch, since a pid may be used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvwire.backend import Landing, Payload
+from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
+from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.limits import KIB
+from kvwire.types import Role
+from kvwire_local.host import Host
+from kvwire_local.incoming import Incoming
+from kvwire_local.meeting import Meeting, Met
+from kvwire_local.outgoing import Outgoing, Ways, read_so_far
+from kvwire_local.tracer import CHOICES, tracers
+from kvwire_local.wire import Record, Say, Wire
+
+_WAYS = {
+    "auto": Ways.MEMORY | Ways.ARENA,
+    "cma": Ways.MEMORY,
+    "arena": Ways.ARENA,
+}
+
+
+class LocalLane(Lane):
+    """One side of a lane.
+
+    Args:
+        context: What the core knows about it. Settings: ``way`` is how this side reads
+            the other one (auto, cma, arena); ``tracer`` is one, none or any, see
+            :mod:`kvwire_local.tracer`.
+
+    Raises:
+        UsageError: A setting has no such value.
+        BackendUnavailable: /proc does not say which host this is.
+    """
+
+    bytes_min = 32 * KIB
+
+    def __init__(self, context: LaneContext) -> None:
+        allowed = _WAYS[_setting(context, "way", tuple(_WAYS))]
+        tracer = _setting(context, "tracer", CHOICES)
+        self._role = context.role
+        self._host = Host.here()
+        self._meeting = Meeting(
+            context.role, context.secret, allowed, tracers(), tracer
+        )
+        self._loop = asyncio.get_running_loop()
+        self._handler: LaneHandler | None = None
+        self._meet: asyncio.Task[Met] | None = None
+        self._wire: Wire | None = None
+        self._outgoing = Outgoing()
+        self._incoming = Incoming()
+        self._description = "not up"
+        # Bytes were kept at a flush; lane_writable tells when they have gone.
+        self._kept = False
+        # No callback comes from inside another one, although each may call flush.
+        self._moving = False
+        self._scheduled = False
+        self._closing = False
+        self._ended = False
+
+    # --- coming up --------------------------------------------------------------------
+
+    @property
+    def bootstrap(self) -> bytes:
+        """See Lane: which host this is."""
+        return self._host.encode()
+
+    @property
+    def description(self) -> str:
+        """See Lane: how this side reads the other one."""
+        return self._description
+
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        """See Lane."""
+        try:
+            if self._ended:
+                raise BackendUnavailable("local: the lane was aborted")
+            self._host.require_same(Host.decode(bootstrap))
+            if self._role is Role.SERVER:
+                listener = self._meeting.listen()
+                self._meet = self._loop.create_task(self._meeting.wait(listener))
+                self._meet.add_done_callback(lambda _: listener.close())
+                self._meet.add_done_callback(self._met)
+            else:
+                self._meet = self._loop.create_task(self._meeting.visit())
+                self._come_up(await self._meet)
+        except asyncio.CancelledError:
+            aborted = self._ended and not _is_cancelled()
+            self.abort()
+            if aborted:
+                raise BackendUnavailable("local: the lane was aborted") from None
+            raise
+        except BaseException:
+            self.abort()
+            raise
+        self._handler = handler
+
+    def _met(self, meet: asyncio.Task[Met]) -> None:
+        """Server: the client has come, or never will."""
+        if meet.cancelled():
+            return
+        error = meet.exception()
+        if error is None:
+            self._come_up(meet.result())
+            self._run(self._go_on)
+        elif isinstance(error, Exception):
+            self._end(error)
+
+    def _come_up(self, met: Met) -> None:
+        """The two have met."""
+        if self._ended:
+            met.sock.close()
+            return
+        self._wire = Wire(met.sock)
+        self._incoming.peer = met.peer
+        in_place = Ways.MEMORY in met.reads
+        self._description = "cma" if in_place else f"arena ({met.refusal})"
+        self._loop.add_reader(self._wire.fileno(), self._run, self._readable)
+        self._outgoing.come_up(self._wire, met.is_read)
+
+    # --- moving -----------------------------------------------------------------------
+
+    def send(self, payload: Payload, token: object) -> bytes:
+        """See Lane."""
+        if self._ended or self._closing:
+            return b""
+        try:
+            return self._outgoing.send(payload, token)
+        except OSError as exc:
+            lost = ConnectionLost(f"local: no memory or descriptor to send from: {exc}")
+            self._loop.call_soon(self._end, lost)
+            return b""
+
+    def receive(self, ticket: bytes, landing: Landing) -> None:
+        """See Lane."""
+        if not self._ended:
+            self._incoming.receive(ticket, landing)
+
+    def flush(self) -> None:
+        """See Lane."""
+        self._kept = self._kept or bool(self._outgoing.queued_bytes)
+        self._run(self._move)
+
+    def close(self) -> None:
+        """See Lane."""
+        self._closing = True
+        self._loop.call_soon(self._run, self._go_on)
+
+    def abort(self) -> None:
+        """See Lane."""
+        self._end(None)
+
+    @property
+    def queued_bytes(self) -> int:
+        """See Lane: of payloads that the peer has not been told the place of."""
+        return self._outgoing.queued_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """See Lane."""
+        return self._incoming.received_bytes
+
+    # --- the loop's turns -------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Do some work; whatever goes wrong with it ends the lane."""
+        if self._ended or self._moving:
+            return
+        self._moving = True
+        try:
+            work()
+            if not self._ended:
+                self._go_on()
+        except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
+            self._end(exc)
+        finally:
+            self._moving = False
+
+    def _move(self) -> None:
+        """Read a batch, and report it if the peer was there all the while."""
+        self._scheduled = False
+        whole = self._incoming.read()
+        if not whole:
+            return
+        there = self._peer_is_there()
+        handler, wire = self._handler, self._wire
+        if handler is None or wire is None:
+            return  # a callback has ended it
+        if not there:
+            raise _gone()  # what was read may be anything
+        wire.say(Say.READ, read_so_far(self._incoming.count))
+        for landing in whole:
+            handler.payload_received(self, landing)
+            if self._handler is None:  # it has ended
+                return
+
+    def _readable(self) -> None:
+        if self._peer_is_there():
+            return
+        if self._closing and not (self._outgoing or self._incoming):
+            self._end(None)  # both sides were closing
+        else:
+            raise _gone()
+
+    def _peer_is_there(self) -> bool:
+        """Take in what the peer has said, and look whether it has ended its side."""
+        assert self._wire is not None
+        records, there = self._wire.hear()
+        for record in records:
+            self._heard(self._wire, record)
+            if self._ended:
+                return False
+        return there
+
+    def _heard(self, wire: Wire, record: Record) -> None:
+        if record.kind is Say.READ:
+            self._read(record.body)
+        elif record.kind is Say.PLACED:
+            self._incoming.placed(record.body)
+        elif self._incoming.peer is not None:
+            self._incoming.peer.adopt(record.body, wire.take_descriptor())
+
+    def _read(self, body: bytes) -> None:
+        """The peer has read payloads of ours."""
+        handler = self._handler
+        assert handler is not None
+        for token in self._outgoing.read(body):
+            handler.payload_sent(self, token)
+            if self._ended:
+                return
+        self._outgoing.place_later()
+        if self._kept and not self._outgoing.queued_bytes:
+            self._kept = False
+            handler.lane_writable(self)
+
+    def _go_on(self) -> None:
+        """See to what comes next: another batch, a full socket, the end."""
+        wire = self._wire
+        if wire is not None:
+            if self._incoming.can_read and not self._scheduled:
+                self._scheduled = True
+                self._loop.call_soon(self._run, self._move)
+            if wire.has_unsaid:
+                self._loop.add_writer(wire.fileno(), self._run, self._say_rest)
+        idle = not (self._outgoing or self._incoming)
+        if self._closing and idle and not (wire is not None and wire.has_unsaid):
+            self._end(None)
+
+    def _say_rest(self) -> None:
+        assert self._wire is not None
+        self._loop.remove_writer(self._wire.fileno())
+        self._wire.say_rest()
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if self._meet is not None:
+            self._meet.cancel()
+            self._meet.add_done_callback(self._unmet)
+        if self._wire is not None:
+            self._loop.remove_reader(self._wire.fileno())
+            self._loop.remove_writer(self._wire.fileno())
+            # From here on the peer reports nothing more that it reads.
+            self._wire.close()
+        self._outgoing.close()
+        self._incoming.close()
+        self._meeting.close()
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            self._loop.call_soon(handler.lane_closed, self, error)
+
+    def _unmet(self, meet: asyncio.Task[Met]) -> None:
+        """The two have met, but the lane had ended before it came up."""
+        done = not meet.cancelled() and meet.exception() is None
+        if done and self._wire is None:
+            meet.result().sock.close()
+
+
+def _gone() -> ConnectionLost:
+    return ConnectionLost("local: the peer's side of the lane has ended")
+
+
+def _setting(context: LaneContext, name: str, choices: tuple[str, ...]) -> str:
+    value = context.settings.get(name, choices[0])
+    if value not in choices:
+        raise UsageError(f"local: {name}={value!r}; use one of {', '.join(choices)}")
+    return value
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,182 @@
+"""The process at the other end: how its memory is read here.
+
+Its pid comes from the kernel. That the pid still names the process it named when the
+lane came up is shown by a cookie: 16 bytes that follow from the lane's secret, at an
+address that the peer has told. Whatever else has the pid one day does not have them
+there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from typing import Final
+
+from kvwire.errors import ConnectionLost, ProtocolError
+from kvwire.kv.fragments import Fragments
+from kvwire.memory import cma
+from kvwire.memory.arena import SEALS, address_of_map, use_huge_pages
+from kvwire.memory.copy import copy
+from kvwire.memory.iovec import Iovecs, address_of
+from kvwire_local.ticket import RULE, Kind, Place
+from kvwire_local.wire import ARENAS_MAX
+
+ARENA_BODY: Final = struct.Struct("<I")
+
+
+class Peer:
+    """One lane's knowledge of its peer.
+
+    Args:
+        pid: As the kernel says; 0 if the peer is not visible from here.
+        cookie_address: Where the peer says that its cookie lies.
+        cookie: What lies there, if it is the peer.
+    """
+
+    def __init__(self, pid: int, cookie_address: int, cookie: bytes) -> None:
+        self.pid = pid
+        self.cookie_address = cookie_address
+        self.cookie = cookie
+        self._maps: list[mmap.mmap] = []
+        self._addresses: list[int] = []
+
+    def refusal(self) -> str:
+        """Why its memory cannot be read in place; "" if it can."""
+        if self.pid < 1:
+            return "the peer is in another pid namespace"
+        try:
+            found = cma.read_bytes(self.pid, self.cookie_address, len(self.cookie))
+        except OSError as exc:
+            return cma.reason(exc)
+        if found != self.cookie:
+            return f"pid {self.pid} is another process here"
+        return ""
+
+    def adopt(self, body: bytes, descriptor: int) -> None:
+        """Map an arena that the peer shares, read-only.
+
+        Raises:
+            ProtocolError: Its number is not the next one, or its descriptor is not
+                sealed as an arena's is: pages could vanish under us.
+            OSError: It cannot be mapped.
+        """
+        try:
+            number = len(self._maps)
+            if body != ARENA_BODY.pack(number) or number >= ARENAS_MAX:
+                raise ProtocolError(RULE, f"local: the next arena is number {number}")
+            if _seals(descriptor) & SEALS != SEALS:
+                raise ProtocolError(RULE, "local: a descriptor that is no sealed arena")
+            nbytes = os.fstat(descriptor).st_size
+            mapping = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        use_huge_pages(mapping)
+        self._maps.append(mapping)  # bounded: ARENAS_MAX
+        self._addresses.append(address_of_map(mapping))  # bounded: ARENAS_MAX
+
+    def reading(self, place: Place, destination: Fragments) -> Reading | None:
+        """What reads a payload; None while its arena has not been announced.
+
+        Raises:
+            ProtocolError: It does not lie in its arena.
+        """
+        fragments = place.fragments
+        assert fragments is not None
+        if place.kind is Kind.MEMORY:
+            return MemoryReading(self, fragments, destination)
+        if place.arena >= len(self._maps):
+            return None
+        nbytes = len(self._maps[place.arena])
+        if int((fragments.addresses + fragments.lengths).max()) > nbytes:
+            raise ProtocolError(RULE, f"local: beyond an arena of {nbytes} bytes")
+        source = fragments.shifted(self._addresses[place.arena])
+        return MappedReading(source, destination)
+
+    def close(self) -> None:
+        """Unmap what the peer has shared."""
+        for mapping in self._maps:
+            mapping.close()
+        self._maps.clear()
+        self._addresses.clear()
+
+
+class Reading:
+    """A payload on its way from the peer's memory into ours.
+
+    Attributes:
+        rest: Bytes still to come.
+    """
+
+    rest: int
+
+    def step(self, bytes_max: int) -> int:
+        """Read some more, at most so many bytes, and say how many.
+
+        Raises:
+            ConnectionLost: The peer's memory has gone.
+        """
+        raise NotImplementedError
+
+
+class MemoryReading(Reading):
+    """From the peer's own address space, many fragments with one system call.
+
+    The last call reads the cookie as well, after the payload.
+    """
+
+    def __init__(self, peer: Peer, source: Fragments, destination: Fragments) -> None:
+        self._peer = peer
+        self._remote = Iovecs(source)
+        self._local = Iovecs(destination)
+        self._cookie = bytearray(len(peer.cookie))
+        self._tails = (
+            (peer.cookie_address, len(peer.cookie)),
+            (address_of(self._cookie), len(peer.cookie)),
+        )
+        self.rest = source.nbytes
+
+    def step(self, bytes_max: int) -> int:
+        """See Reading."""
+        remote = self._remote.window(bytes_max, self._tails[0])
+        local = self._local.window(bytes_max, self._tails[1])
+        try:
+            moved = min(cma.read(self._peer.pid, local, remote), self.rest)
+        except OSError as exc:
+            raise ConnectionLost(
+                f"local: a payload has gone: {cma.reason(exc)}"
+            ) from exc
+        self.rest -= moved
+        self._remote.rest = self._local.rest = self.rest
+        if not self.rest and self._cookie != self._peer.cookie:
+            raise ConnectionLost(f"local: pid {self._peer.pid} is no longer the peer")
+        return moved
+
+
+class MappedReading(Reading):
+    """From an arena of the peer that is mapped here."""
+
+    def __init__(self, source: Fragments, destination: Fragments) -> None:
+        self._source = source
+        self._destination = destination
+        self.rest = source.nbytes
+
+    def step(self, bytes_max: int) -> int:
+        """See Reading."""
+        done = self._source.nbytes - self.rest
+        length = min(self.rest, bytes_max)
+        if length == self._source.nbytes:
+            copy(self._source, self._destination)
+        else:
+            part = self._source.slice(done, length)
+            copy(part, self._destination.slice(done, length))
+        self.rest -= length
+        return length
+
+
+def _seals(descriptor: int) -> int:
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0  # no memfd

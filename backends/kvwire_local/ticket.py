@@ -1,0 +1,146 @@
+"""Tickets: where a payload lies, in at most ``TICKET_BYTES_MAX`` bytes.
+
+A payload of a KV cache is a list of fragments that nearly all have one length: only the
+first and the last are cut where the chunk was. So a ticket is a head of 32 bytes and a
+table with 4 bytes for each fragment: its distance from the lowest one, in units of the
+largest power of two that divides all distances. Fragments of many lengths have 4 bytes
+more each. 1 MiB in fragments of 512 bytes is 8 KiB that way.
+
+========= ===== ======================================================================
+kind      u8    LATER (nothing follows), MEMORY (of the sender), ARENA (shared by it)
+form      u8    0: one length for all but the first and last; 1: a table of lengths
+shift     u8    distances are in units of ``1 << shift`` bytes
+zero      u8
+arena     u32   which arena, as announced on the socket; 0 for MEMORY
+base      u64   the lowest address, or the lowest offset in the arena
+count     u32   fragments
+first     u32   bytes of the first fragment; 0 in form 1, as the next two
+middle    u32   bytes of each other one
+last      u32   bytes of the last fragment
+========= ===== ======================================================================
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import ProtocolError
+from kvwire.kv.fragments import Array, Fragments
+from kvwire.limits import TICKET_BYTES_MAX
+
+RULE: Final = "KVW-LN-07"
+_HEAD: Final = struct.Struct("<BBBxIQIIII")
+# No process has addresses beyond, and no sum below can overflow 64 bits.
+_ADDRESS_MAX: Final = 2**63
+_UINT32_MAX: Final = 2**32 - 1
+_TABLE: Final = np.dtype("<u4")
+
+
+class Kind(enum.IntEnum):
+    """Where a payload lies."""
+
+    LATER = 0
+    MEMORY = 1
+    ARENA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a ticket says.
+
+    Attributes:
+        kind: Where the payload lies.
+        arena: Which arena of the sender, for ARENA.
+        fragments: Its pieces: addresses of the sender, or offsets in the arena. None
+            for LATER: another ticket comes on the socket.
+    """
+
+    kind: Kind
+    arena: int = 0
+    fragments: Fragments | None = None
+
+
+LATER: Final = bytes([Kind.LATER])
+"""The ticket of a payload whose place is told on the socket."""
+
+
+def encode(kind: Kind, arena: int, fragments: Fragments) -> bytes | None:
+    """The ticket of a payload of at least one byte; None if it does not fit."""
+    addresses, lengths = fragments.addresses, fragments.lengths
+    count = len(fragments)
+    if fragments.nbytes > _UINT32_MAX or _HEAD.size + 4 * count > TICKET_BYTES_MAX:
+        return None
+    base = int(addresses.min())
+    distances = addresses - np.uint64(base)
+    shift = _common_shift(distances)
+    if int(distances.max()) >> shift > _UINT32_MAX:
+        return None
+    table = (distances >> np.uint64(shift)).astype(_TABLE).tobytes()
+    first, last, middle = int(lengths[0]), int(lengths[-1]), int(lengths[-1])
+    if count > 2:
+        middle = int(lengths[1])
+        if not (lengths[1:-1] == middle).all():
+            table += lengths.astype(_TABLE).tobytes()
+            head = _HEAD.pack(kind, 1, shift, arena, base, count, 0, 0, 0)
+            ticket = head + table
+            return ticket if len(ticket) <= TICKET_BYTES_MAX else None
+    head = _HEAD.pack(kind, 0, shift, arena, base, count, first, middle, last)
+    return head + table
+
+
+def decode(ticket: bytes, nbytes: int) -> Place:
+    """Read a ticket of the peer for a payload of ``nbytes`` bytes.
+
+    Raises:
+        ProtocolError: It is not what :func:`encode` makes for so many bytes.
+    """
+    if ticket == LATER:
+        return Place(Kind.LATER)
+    if not _HEAD.size < len(ticket) <= TICKET_BYTES_MAX:
+        raise _refused(f"{len(ticket)} bytes")
+    kind, form, shift, arena, base, count, *cut = _HEAD.unpack_from(ticket)
+    if kind not in (Kind.MEMORY, Kind.ARENA) or form > 1 or shift > 63:
+        raise _refused(f"kind {kind}, form {form}, shift {shift}")
+    if count < 1 or len(ticket) != _HEAD.size + 4 * count * (form + 1):
+        raise _refused(f"{len(ticket)} bytes for {count} fragments of form {form}")
+    if (kind == Kind.MEMORY and arena) or ticket[3] or (form and any(cut)):
+        raise _refused("a field that must be 0 is not")
+    distances = np.frombuffer(ticket, _TABLE, count, _HEAD.size)
+    furthest = int(distances.max()) << shift
+    if furthest + base + nbytes >= _ADDRESS_MAX:
+        raise _refused("addresses beyond the end of memory")
+    lengths = _lengths(ticket, form, count, cut)
+    if not lengths.all() or int(lengths.sum()) != nbytes:
+        raise _refused(f"fragments of {int(lengths.sum())} bytes, not of {nbytes}")
+    addresses = (distances.astype(np.uint64) << np.uint64(shift)) + np.uint64(base)
+    fragments = Fragments(addresses, lengths, owner=None, writable=False)
+    return Place(Kind(kind), arena, fragments)
+
+
+def _common_shift(distances: Array) -> int:
+    """The largest power of two that divides all distances, as an exponent."""
+    bits = int(np.bitwise_or.reduce(distances))
+    return (bits & -bits).bit_length() - 1 if bits else 0
+
+
+def _lengths(ticket: bytes, form: int, count: int, cut: list[int]) -> Array:
+    if form:
+        table: npt.NDArray[np.uint32] = np.frombuffer(
+            ticket, _TABLE, count, _HEAD.size + 4 * count
+        )
+        return table.astype(np.uint64)
+    first, middle, last = cut
+    lengths = np.full(count, middle, np.uint64)
+    lengths[0] = first
+    lengths[-1] = last
+    return lengths
+
+
+def _refused(text: str) -> ProtocolError:
+    return ProtocolError(RULE, f"local: a ticket of {text}")

@@ -1,0 +1,93 @@
+"""Who may read this process, where the Yama security module restricts that.
+
+With ``kernel.yama.ptrace_scope = 1``, the default of Debian and Ubuntu, a process reads
+another one of the same user only if that one has named it with
+``prctl(PR_SET_PTRACER, pid)``. What is granted is more than reading: whoever may trace
+a process controls it. And a process has one place for one name. So:
+
+* by default the place is given to one peer process at a time, the first one that comes,
+  for as long as it has a lane. Lanes of further peers use arenas, which need no
+  permission; the transport report says so;
+* the setting ``tracer=none`` never gives it; ``tracer=any`` lets all processes of this
+  user read, which is what scope 0 is.
+
+Under scope 0 nothing has to be named. Under 2 and 3 naming does not help.
+
+https://docs.kernel.org/admin-guide/LSM/Yama.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+SCOPE_FILE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PR_SET_PTRACER: Final = 0x59616D61
+_PR_SET_PTRACER_ANY: Final = 2**64 - 1
+_SCOPE_NAMED: Final = 1
+
+CHOICES: Final = ("one", "none", "any")
+
+
+class Tracers:
+    """The one place of this process.
+
+    Args:
+        name: Puts a pid into it; 0 empties it. Says whether it did.
+        scope_file: Where the scope is read.
+    """
+
+    def __init__(
+        self, name: Callable[[int], bool], scope_file: Path = SCOPE_FILE
+    ) -> None:
+        self._name = name
+        self._scope_file = scope_file
+        # How many lanes each peer process has; one process has the place.
+        self._named: Counter[int] = Counter()
+
+    @property
+    def scope(self) -> int | None:
+        """``kernel.yama.ptrace_scope``; None where Yama is not at work."""
+        try:
+            return int(self._scope_file.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def permit(self, pid: int, choice: str) -> bool:
+        """Let a peer process read this one; True if the place was given, or kept.
+
+        Each success is undone by one :meth:`withdraw`.
+        """
+        if self.scope != _SCOPE_NAMED or choice == "none" or pid < 1:
+            return False
+        holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
+        if self._named and holder not in self._named:
+            return False
+        if not self._named and not self._name(holder):
+            return False
+        self._named[holder] += 1  # bounded: LANES_MAX for each connection
+        return True
+
+    def withdraw(self, pid: int, choice: str) -> None:
+        """One lane that was permitted has ended; the last one empties the place."""
+        holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
+        self._named[holder] -= 1
+        if self._named[holder] < 1:
+            del self._named[holder]
+            self._name(0)
+
+
+@functools.cache
+def tracers() -> Tracers:
+    """The place of this process."""
+    return Tracers(_prctl)
+
+
+def _prctl(pid: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+    return int(libc.prctl(_PR_SET_PTRACER, pid, 0, 0, 0)) == 0

@@ -1,0 +1,199 @@
+"""The Unix socket beside a lane: who is there, what was read, descriptors of arenas.
+
+No payload passes through it. It exists because only the kernel can say these things:
+
+* who the peer is: ``SO_PEERCRED`` gives the process at the other end, in our own pid
+  namespace, so that no pid is ever taken from a peer's word;
+* that the peer is still there. Its end of the socket is shut down before its lane lets
+  go of any memory, and closed by the kernel when it dies. Whether that has happened is
+  read under the same lock of the kernel under which it is done: see :meth:`Wire.hear`;
+* what a descriptor of the peer's is here (``SCM_RIGHTS``).
+
+Records are a head of 8 bytes and a body::
+
+    READ    u64     payloads of yours that I have read, in all
+    PLACED  ticket  of the next of my payloads whose ticket was LATER
+    ARENA   u32     the number of the arena whose descriptor comes with this record
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.errors import ConnectionLost, ProtocolError
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, TICKET_BYTES_MAX
+from kvwire_local.ticket import RULE
+
+_HEAD: Final = struct.Struct("<BxxxI")
+# `struct ucred`: pid, uid, gid.
+_CREDENTIALS: Final = struct.Struct("iII")
+_READ_BYTES: Final = 64 * KIB
+# A place for each payload that may be under way, and as much again.
+_HEARD_MAX: Final = 2 * LANE_PAYLOADS_MAX * (TICKET_BYTES_MAX + _HEAD.size)
+ARENAS_MAX: Final = 64
+"""Arenas that one lane shares; what lies in further ones is read as other memory is."""
+
+
+class Say(enum.IntEnum):
+    """Kinds of records."""
+
+    READ = 1
+    PLACED = 2
+    ARENA = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the peer has said."""
+
+    kind: Say
+    body: bytes
+
+
+class Wire:
+    """One end of the socket, connected and non-blocking.
+
+    Args:
+        sock: The socket; closed with this object.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._heard = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._unsaid: deque[tuple[bytes, int]] = deque()
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def has_unsaid(self) -> bool:
+        """Whether the socket was full: say the rest when it is writable."""
+        return bool(self._unsaid)
+
+    def say(self, kind: Say, body: bytes, descriptor: int = -1) -> None:
+        """Send one record, now or when there is room; order is kept."""
+        record = _HEAD.pack(kind, len(body)) + body
+        if descriptor >= 0:
+            # Ours, since the arena may be closed before there is room.
+            descriptor = os.dup(descriptor)
+        self._unsaid.append((record, descriptor))  # bounded: LANE_PAYLOADS_MAX
+        self.say_rest()
+
+    def say_rest(self) -> None:
+        """Send what there was no room for. Whether the peer has gone, `hear` sees."""
+        try:
+            while self._unsaid:
+                record, descriptor = self._unsaid[0]
+                descriptors = [descriptor] if descriptor >= 0 else []
+                sent = socket.send_fds(
+                    self._socket, [record], descriptors, socket.MSG_NOSIGNAL
+                )
+                if descriptors:
+                    os.close(descriptor)
+                self._unsaid[0] = (record[sent:], -1)
+                if sent == len(record):
+                    self._unsaid.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._forget_unsaid()
+
+    def hear(self) -> tuple[list[Record], bool]:
+        """What the peer has said, and whether it is still there.
+
+        "Still there" is true as of a moment after everything that this thread has read
+        so far: the kernel looks, under the lock of our end of the socket, whether that
+        was shut down, and the peer shuts it down under the same lock before it reuses
+        memory. So if the answer is yes, all bytes read before are those that were sent.
+
+        Raises:
+            ProtocolError: The peer said what no lane says.
+        """
+        there = self._receive()
+        records = []
+        while (record := self._next()) is not None:
+            records.append(record)
+        return records, there
+
+    def take_descriptor(self) -> int:
+        """The descriptor that came with an ARENA record; now the caller's to close.
+
+        Raises:
+            ProtocolError: None came.
+        """
+        if not self._descriptors:
+            raise ProtocolError(RULE, "local: an arena without its descriptor")
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        """Shut it down, which the peer sees, and close it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._forget_unsaid()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _receive(self) -> bool:
+        """Take all that is there; False at the end of the stream."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._socket, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            self._descriptors.extend(descriptors)  # bounded: ARENAS_MAX
+            self._heard += data
+            if not data:
+                return False
+            if len(self._heard) > _HEARD_MAX or len(self._descriptors) > ARENAS_MAX:
+                raise ProtocolError(RULE, "local: more records than a lane has to say")
+
+    def _next(self) -> Record | None:
+        if len(self._heard) < _HEAD.size:
+            return None
+        number, length = _HEAD.unpack_from(self._heard)
+        if number not in tuple(Say) or length > TICKET_BYTES_MAX:
+            raise ProtocolError(RULE, f"local: record {number} of {length} bytes")
+        end = _HEAD.size + length
+        if len(self._heard) < end:
+            return None
+        body = bytes(self._heard[_HEAD.size : end])
+        del self._heard[:end]
+        return Record(Say(number), body)
+
+    def _forget_unsaid(self) -> None:
+        while self._unsaid:
+            _, descriptor = self._unsaid.popleft()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process at the other end, as the kernel says; 0 if it is not visible here.
+
+    It is the process that connected, or that listens.
+
+    Raises:
+        ConnectionLost: The socket is not connected any more.
+    """
+    try:
+        found = sock.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+    except OSError as exc:
+        raise ConnectionLost(f"local: the peer has gone: {exc}") from exc
+    pid, _, _ = _CREDENTIALS.unpack(found)
+    return int(pid)
