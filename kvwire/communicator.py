@@ -29,6 +29,7 @@ from kvwire.errors import (
 )
 from kvwire.exchange import Exchange
 from kvwire.incoming import Incoming
+from kvwire.integrity import Checks
 from kvwire.memory.buffers import as_payload
 from kvwire.opening import Opening, hands_shaken, report_of
 from kvwire.outgoing import Outgoing
@@ -435,7 +436,7 @@ class Communicator(Offering):
             link,
             self.buffers,
             self.loop,
-            check_payload=self.config.checksum == "on",
+            checks=Checks(self.config.checksum),
         )
         self._pumps.add(pump)
         pump.ended.add_done_callback(lambda _: self._pumps.discard(pump))

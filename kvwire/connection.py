@@ -93,7 +93,7 @@ class Connection(Asking):
         self._pump = pump
         self._buffers = communicator.buffers
         self._loop = asyncio.get_running_loop()
-        self._check = communicator.config.checksum == "on"
+        self._check = communicator.config.checksum != "off"
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None

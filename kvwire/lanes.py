@@ -9,13 +9,12 @@ control link again, if its transport may carry data: otherwise the connection en
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Payload
 from kvwire.errors import ConnectionLost, KVWireError, ProtocolError
-from kvwire.integrity import check_of, matches
+from kvwire.integrity import Checks, matches
 from kvwire.kv.fragments import Fragments
 from kvwire.lane import Lane, LaneHandler
 from kvwire.limits import LINK_QUEUE_BYTES, TICKET_BYTES_MAX
@@ -26,8 +25,6 @@ from kvwire.types import MemoryKind
 if TYPE_CHECKING:
     from kvwire.proto.connection import Connection as Core
     from kvwire.staged import Staged
-
-logger = logging.getLogger("kvwire")
 
 
 class Half:
@@ -67,7 +64,7 @@ class Lanes(LaneHandler):
         up: Those that may be sent on.
         shared: The control link carries payload beside them.
         fallback: The control link may carry payload when none of them is left.
-        on_change: Called with the name of a transport that has broken, and why.
+        on_broken: Called with the transport of a lane that has broken, and why.
         check_ended: To be called when something may have become quiet.
     """
 
@@ -77,18 +74,18 @@ class Lanes(LaneHandler):
         staged: Staged,
         loop: asyncio.AbstractEventLoop,
         *,
-        check_payload: bool,
+        checks: Checks,
         run: Callable[[], None],
         check_ended: Callable[[], None],
     ) -> None:
         self.up: list[Half] = []
         self.shared = False
         self.fallback = True
-        self.on_change: Callable[[str, str], None] | None = None
+        self.on_broken: Callable[[str, str], None] = _nobody_asks
         self._core = core
         self._staged = staged
         self._loop = loop
-        self._check = check_payload
+        self._checks = checks
         self._run = run
         self.check_ended = check_ended
         # bounded: LANES_MAX
@@ -164,7 +161,7 @@ class Lanes(LaneHandler):
 
     def send(self, half: Half, chunk: Chunk, payload: Payload) -> tuple[bytes, bytes]:
         """Queue a chunk on a lane; returns the frame that announces it."""
-        check = check_of(payload) if self._check else None
+        check = self._checks.of(payload)
         ticket = half.lane.send(payload, chunk)
         assert len(ticket) <= TICKET_BYTES_MAX
         self._dirty[half.lane] = None  # bounded: LANES_MAX
@@ -275,24 +272,18 @@ class Lanes(LaneHandler):
 
     def _broken(self, half: Half, reason: str, error: Exception | None) -> None:
         """A lane that carried data is gone: go on without it, if that is allowed."""
-        peer = self._core.agreement.peer
         if isinstance(error, ProtocolError):
             self._core.fail(error)
-        elif self.up:
-            logger.warning("peer %s: a lane of %s: %s", peer, half.backend, reason)
-        elif self.fallback:
-            logger.warning(
-                "peer %s: %s failed, and the control link carries the data now: %s",
-                peer,
-                half.backend,
-                reason,
-            )
-            if self.on_change is not None:
-                self.on_change(half.backend, reason)
+        elif self.up or self.fallback:
+            self.on_broken(half.backend, reason)
         else:
             self._core.fail(
                 _lost(f"{half.backend} failed and no other transport is allowed", error)
             )
+
+
+def _nobody_asks(backend: str, reason: str) -> None:
+    """Until lanes are raised none can break."""
 
 
 def _lost(text: str, error: Exception | None) -> KVWireError:

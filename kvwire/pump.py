@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.buffer_table import BufferTable
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
-from kvwire.integrity import check_of, matches
+from kvwire.integrity import Checks, matches
 from kvwire.kv.fragments import Fragments
 from kvwire.lanes import Half, Lanes
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
@@ -68,7 +68,7 @@ class Pump(LinkHandler):
         buffers: BufferTable,
         loop: asyncio.AbstractEventLoop,
         *,
-        check_payload: bool,
+        checks: Checks,
     ) -> None:
         self.link = link
         self.core: Core | None = None
@@ -78,7 +78,7 @@ class Pump(LinkHandler):
         self._opening: Opening | None = None
         self._buffers = buffers
         self._loop = loop
-        self._check = check_payload
+        self._checks = checks
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._seen_bytes = 0
@@ -118,7 +118,7 @@ class Pump(LinkHandler):
             core,
             self.staged,
             self._loop,
-            check_payload=self._check,
+            checks=self._checks,
             run=self.run,
             check_ended=self._check_ended,
         )
@@ -316,8 +316,8 @@ class Pump(LinkHandler):
             self.staged.stage(chunk, payload)
             return 0
         else:
-            check = check_of(payload) if self._check else None
-            self.link.send(core.chunk_header(chunk, check), payload, chunk)
+            header = core.chunk_header(chunk, self._checks.of(payload))
+            self.link.send(header, payload, chunk)
         return chunk.length
 
     def _destination(self, arrival: Arrival) -> Payload | None:
