@@ -19,6 +19,7 @@ from kvwire.backend import API_VERSION, Backend, Link, Listener
 from kvwire.buffer_table import BufferTable
 from kvwire.config import Config
 from kvwire.connection import Connection
+from kvwire.counters import Counters
 from kvwire.devices import Devices
 from kvwire.errors import (
     BackendUnavailable,
@@ -105,6 +106,7 @@ class Communicator(Offering):
     Attributes:
         config: Its configuration.
         buffers: The memory its users have lent it.
+        counters: What has happened so far.
         devices: The devices that some of that memory belongs to.
     """
 
@@ -114,6 +116,7 @@ class Communicator(Offering):
             config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
         self.config = config
         self.buffers = BufferTable()
+        self.counters = Counters()
         self.loop = asyncio.get_running_loop()
         self.devices = Devices(self.loop, config.chunk_bytes)
         self.exchange = Exchange()
@@ -394,6 +397,7 @@ class Communicator(Offering):
         self._connections.discard(connection)
         if not isinstance(error, ClosedOK):
             logger.info("connection to %s ended: %s", connection.peer, error)
+            self.counters.connections_lost += 1
             if not self._closed:
                 self.recovery.lost(connection)
 
@@ -468,13 +472,14 @@ class Communicator(Offering):
             scheme=opening.scheme,
         )
         self._connections.add(connection)
+        self.counters.connections += 1
         return connection
 
 
 async def _lanes_up(connection: Connection, count: int) -> None:
     """Wait for the transport of the data; without it there is no connection."""
     try:
-        await connection.raise_lanes(count)
+        await connection.raising.raise_lanes(count)
     except BaseException as exc:
         connection.abort(str(exc) or "no transport for the data came up")
         raise

@@ -46,9 +46,8 @@ from kvwire.proto.requests import Request as CoreRequest
 from kvwire.proto.segments import Transfer
 from kvwire.proto.state import Kind
 from kvwire.pump import Pump
-from kvwire.raising import LaneEvent, Raising
+from kvwire.raising import LaneEvent, Raising, Route
 from kvwire.request import Request
-from kvwire.selection import tried
 from kvwire.transfer import Attempt, TransferEvent
 from kvwire.transfer_verbs import Asking
 from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
@@ -71,8 +70,7 @@ class Connection(Asking):
     Attributes:
         communicator: Whose connection it is.
         peer: Who is at the other end.
-        transport: The transport that carries it, such as ``"tcp"``.
-        transport_report: Every transport considered, and why it was taken or not.
+        raising: Which transport carries its data, and the lanes for that.
     """
 
     def __init__(
@@ -88,8 +86,6 @@ class Connection(Asking):
         self.communicator = communicator
         self.peer = peer
         self.core = core
-        self.transport = report.taken
-        self.transport_report = report
         self._pump = pump
         self._buffers = communicator.buffers
         self._loop = asyncio.get_running_loop()
@@ -97,67 +93,36 @@ class Connection(Asking):
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
-        pump.connect(core, communicator.devices, self._on_event, self._lost)
+        pump.connect(core, communicator.devices, self._on_event, self._raisings_over)
         self.staged = pump.staged
-        self._raising = Raising(
+        self.raising = Raising(
             core,
             pump.lanes,
-            report=report,
-            scheme=scheme,
-            remote=peer.address,
+            Route(scheme, peer.address, report),
             open_backend=communicator.lane_backend,
             settings=communicator.config.backends,
+            counters=communicator.counters,
             run=pump.run,
         )
-        pump.lanes.on_change = self._fall_back
 
     def __repr__(self) -> str:
         state = self.core.phase.value
         return f"<Connection to {self.peer} over {self.transport}, {state}>"
 
     @property
+    def transport(self) -> str:
+        """The transport that carries its data, such as ``"tcp"``."""
+        return self.raising.taken
+
+    @property
+    def transport_report(self) -> TransportReport:
+        """Every transport considered, and why it was taken or not."""
+        return self.raising.report
+
+    @property
     def closed(self) -> bool:
         """Whether nothing more can be sent."""
         return self.core.closed
-
-    # --- lanes ------------------------------------------------------------------------
-
-    async def raise_lanes(self, count: int) -> None:
-        """Client: bring up the transport for the data, with ``count`` data paths.
-
-        Raises:
-            BackendUnavailable: None of those that are allowed can.
-            ConnectionClosed: The connection has ended.
-
-        Cancel safety: the connection is to be aborted.
-        """
-        await self._raising.raise_lanes(count)
-        self._show_transport()
-
-    async def lanes_raised(self) -> None:
-        """Server: wait until the client has done that, or has gone.
-
-        Cancel safety: safe, it only watches.
-        """
-        if self._raising.due:
-            await asyncio.shield(self._raising.settled)
-        self._show_transport()
-
-    def _show_transport(self) -> None:
-        raising = self._raising
-        self.transport = raising.taken
-        self.transport_report = tried(
-            self.transport_report, raising.taken, raising.why, raising.failed
-        )
-
-    def _fall_back(self, name: str, reason: str) -> None:
-        """The lanes of a transport have broken; the control link carries the data."""
-        self._raising.fall_back(name, reason)
-        self._show_transport()
-
-    def _lost(self) -> bool:
-        self._raising.cancel()
-        return not self._raising.busy
 
     # --- messages ---------------------------------------------------------------------
 
@@ -424,6 +389,10 @@ class Connection(Asking):
 
     # --- inside -----------------------------------------------------------------------
 
+    def _raisings_over(self) -> bool:
+        self.raising.cancel()
+        return not self.raising.busy
+
     def _begin(self, request: Request[Any]) -> Request[Any]:
         """Start a request in the core and carry out what it says."""
         assert request.post is not None
@@ -520,7 +489,7 @@ class Connection(Asking):
         elif isinstance(event, Ended):
             self.communicator.connection_ended(self, event.error)
         elif isinstance(event, LaneEvent):
-            self._raising.event(event)
+            self.raising.event(event)
         elif not isinstance(event, AsideReceived):  # which the pump deals with
             self._transfer_event(event)
 

@@ -40,6 +40,8 @@ class Incoming(KVTransfer):
     plan: TransferPlan
     landed: Landed
 
+    receives = True
+
     def __init__(
         self,
         *args: Any,

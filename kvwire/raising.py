@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from kvwire.backend import Backend
+from kvwire.counters import Counters
 from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
 from kvwire.lane import LaneContext
 from kvwire.lanes import Half, Lanes
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import LaneAnswered, LaneAsked, LaneLowered, LaneRaised
+from kvwire.selection import tried
 from kvwire.types import Address, TransportReport
 
 logger = logging.getLogger("kvwire")
@@ -27,26 +30,39 @@ Settings = Mapping[str, Mapping[str, str]]
 LaneEvent = LaneAsked | LaneAnswered | LaneRaised | LaneLowered
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a connection goes, and what was agreed about it.
+
+    Attributes:
+        scheme: The transport of the control link.
+        remote: Where that leads.
+        report: The server's verdicts, in the order in which they are tried.
+    """
+
+    scheme: str
+    remote: Address | None
+    report: TransportReport
+
+
 class Raising:
     """The raising of one connection's lanes, on either side.
 
     Attributes:
-        failed: Why a transport did not come up, by name.
+        failed: Why a transport did not come up, or broke, by name.
         taken: The transport that carries the data.
-        why: Why that one does.
-        settled: Done when no more lanes will be raised.
+        report: Every transport considered, and why it was taken or not.
     """
 
     def __init__(
         self,
         core: Core,
         lanes: Lanes,
+        route: Route,
         *,
-        report: TransportReport,
-        scheme: str,
-        remote: Address | None,
         open_backend: OpenBackend,
         settings: Settings,
+        counters: Counters,
         run: Callable[[], None],
     ) -> None:
         """Prepare it.
@@ -54,29 +70,30 @@ class Raising:
         Args:
             core: The protocol of the connection.
             lanes: Where halves go.
-            report: The server's verdicts, in the order in which they are tried.
-            scheme: The transport of the control link.
-            remote: Where that leads.
+            route: Where the connection goes.
             open_backend: Gives a backend by its name, or raises BackendUnavailable.
             settings: Of each backend.
+            counters: Of the communicator.
             run: Carries out what the core says.
         """
         self.failed: dict[str, str] = {}
-        self.taken = report.taken
-        self.why = next((c.reason for c in report if c.taken), "")
-        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.taken = route.report.taken
+        self.report = route.report
         self._core = core
         self._lanes = lanes
-        self._possible = tuple(c.name for c in report if c.possible)
-        self._scheme = scheme
-        self._remote = remote
+        self._possible = tuple(c.name for c in route.report if c.possible)
+        self._scheme = route.scheme
+        self._remote = route.remote
         self._open_backend = open_backend
         self._settings = settings
         self._run = run
         # Lanes that the server is asked for, by number.
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        lanes.fallback = scheme in self._possible
+        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._counters = counters
+        lanes.on_broken = self._broken
+        lanes.fallback = route.scheme in self._possible
 
     @property
     def due(self) -> bool:
@@ -180,7 +197,7 @@ class Raising:
         if not self._lanes.knows(half):
             raise BackendUnavailable(half.lowered or "it broke as soon as it was up")
         self._core.lanes.up(number)
-        self._lanes.raised(number)
+        self._raised_one(number)
         self._run()
         return half
 
@@ -201,7 +218,7 @@ class Raising:
     def _raised(self, event: LaneRaised) -> None:
         """A lane is up on both sides; of lane 0: there will be no more."""
         if event.lane:
-            self._lanes.raised(event.lane)
+            self._raised_one(event.lane)
             return
         up = self._lanes.up
         name = up[0].backend if up else self._scheme
@@ -240,6 +257,14 @@ class Raising:
         self._tasks.discard(task)
         self._lanes.check_ended()
 
+    async def raised(self) -> None:
+        """Server: wait until the client has raised its lanes, or has gone.
+
+        Cancel safety: safe, it only watches.
+        """
+        if self.due:
+            await asyncio.shield(self._settled)
+
     # --- both -------------------------------------------------------------------------
 
     def _lowered(self, event: LaneLowered) -> None:
@@ -247,16 +272,11 @@ class Raising:
         answer = self._answers.get(event.lane)
         if answer is not None and not answer.done():
             answer.set_exception(BackendUnavailable(f"the peer: {event.reason}"))
-        elif not self.settled.done():
+        elif not self._settled.done():
             self.failed.setdefault(  # bounded: LANES_MAX
                 self._core.lanes.backend(event.lane), f"the peer: {event.reason}"
             )
         self._lanes.lowered(event)
-
-    def fall_back(self, name: str, reason: str) -> None:
-        """The last lane of a transport has broken; the control link takes over."""
-        self.failed[name] = reason  # bounded: BACKENDS_MAX
-        self._take(self._scheme, f"{name} failed: {reason}", shared=True)
 
     def cancel(self) -> None:
         """The connection ends: nothing more comes up."""
@@ -285,13 +305,37 @@ class Raising:
         elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
             logger.error("a bug of backend %s", half.backend, exc_info=exc)
             exc = BackendUnavailable(f"a bug of the backend: {exc!r}")
+        self._counters.lanes_failed += 1
         self._lanes.drop(half, str(exc) or "cancelled")
         return exc
 
+    def _raised_one(self, number: int) -> None:
+        self._counters.lanes_raised += 1
+        self._lanes.raised(number)
+
     def _take(self, name: str, why: str, *, shared: bool = False) -> None:
-        self.taken, self.why = name, why
+        if name != self.taken:
+            self._counters.transport_fallbacks += 1
+        self.taken = name
+        self.report = tried(self.report, name, why, self.failed)
         self._lanes.shared = shared
 
+    def _broken(self, name: str, reason: str) -> None:
+        """A lane that was up has broken; what is left carries the data."""
+        self._counters.lanes_failed += 1
+        peer = self._core.agreement.peer
+        if self._lanes.up:
+            logger.warning("peer %s: a lane of %s broke: %s", peer, name, reason)
+            return
+        logger.warning(
+            "peer %s: %s failed, and the control link carries the data now: %s",
+            peer,
+            name,
+            reason,
+        )
+        self.failed[name] = reason  # bounded: BACKENDS_MAX
+        self._take(self._scheme, f"{name} failed: {reason}", shared=True)
+
     def _settle(self) -> None:
-        if not self.settled.done():
-            self.settled.set_result(None)
+        if not self._settled.done():
+            self._settled.set_result(None)

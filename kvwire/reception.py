@@ -96,7 +96,7 @@ class Reception:
         self._pending.pop(pump, None)
         try:
             async with asyncio.timeout(timeout_s):
-                await connection.lanes_raised()
+                await connection.raising.raised()
         except TimeoutError:
             connection.abort(f"no transport for the data within {timeout_s:g} s")
             return

@@ -154,6 +154,8 @@ class KVTransfer:
 
     # A push meets its peer when that has given memory.
     waits_for_memory = False
+    # Which end it is.
+    receives = False
 
     def __init__(
         self,
@@ -315,6 +317,7 @@ class KVTransfer:
         """Record the outcome; the memory drains when the attempts' buffers have."""
         assert self._outcome is None, "a transfer ended twice"
         self._outcome = outcome
+        self.communicator.counters.transfer_ended(outcome, received=self.receives)
         self._done.set_result(outcome)
         self.stop_lease()
         if self._expiry is not None:
