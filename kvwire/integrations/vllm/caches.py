@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvwire.errors import UsageError
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
+from kvwire.kv.tensors import tensor_view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def layer_caches(tensors: Mapping[str, Any], shape: CacheShape) -> LayerCaches:
         tensor = tensors[name]
         _check_plain(name, tensor)
         # A layer that reads another one's cache has no row of its own.
-        row = rows.setdefault(tensor.data_ptr(), len(ordered))
+        row = rows.setdefault(tensor_view(tensor, name).address, len(ordered))
         if row == len(ordered):
             ordered.append(tensor)
             layers[name] = shape.first_layer + row

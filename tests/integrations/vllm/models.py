@@ -1,0 +1,71 @@
+"""Small models with random weights that are large enough to matter.
+
+vLLM's own dummy weights are so small that the KV of a prompt hardly changes what is
+generated: a connector that moved nothing would pass. With these, another first token
+gives another answer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    # Every second layer sees a window only: a hybrid model, with one cache group.
+    "window": {"num_attention_heads": 4, "num_key_value_heads": 1},
+}
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """Write a model and a tokenizer whose words are ``w0``, ``w1``, ..."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = folder / kind
+    torch.manual_seed(5)
+    _network(kind).to(torch.float32).save_pretrained(path)
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", bos_token="w1", eos_token="w2"
+    ).save_pretrained(path)
+    return path
+
+
+def _network(kind: str) -> Any:
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **SHAPES[kind],
+    }
+    if kind == "window":
+        layers = ["sliding_attention", "full_attention"] * 2
+        return Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **common,
+                sliding_window=256,
+                layer_types=layers,
+                query_pre_attn_scalar=32,
+            )
+        )
+    return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=False))

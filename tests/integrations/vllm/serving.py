@@ -1,0 +1,199 @@
+"""vLLM servers and the proxy, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+# vLLM takes half a minute to start on two idle cores.
+STARTS_WITHIN_S = 300.0
+# What a request of these models takes at most on a busy machine.
+ANSWERS_WITHIN_S = 120.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Process:
+    """A server as a process group of its own.
+
+    Attributes:
+        command: How it is started.
+        log: Where its output goes.
+        url: Where it serves.
+        environment: Beside our own.
+    """
+
+    command: list[str]
+    log: Path
+    url: str
+    environment: dict[str, str] = field(default_factory=dict)
+    running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; ``wait`` says when it is up."""
+        with self.log.open("ab") as log:
+            self.running = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.environment,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Wait until it serves."""
+        assert self.running is not None
+        end = time.monotonic() + STARTS_WITHIN_S
+        while time.monotonic() < end:
+            if self.running.poll() is not None:
+                raise RuntimeError(f"it ended:\n{self.tail()}")
+            try:
+                httpx.get(f"{self.url}/health", timeout=5).raise_for_status()
+            except httpx.HTTPError:
+                threading.Event().wait(0.5)
+            else:
+                return
+        raise TimeoutError(f"not up:\n{self.tail()}")
+
+    def kill(self) -> None:
+        """End it and all it has started, at once."""
+        if self.running is not None:
+            os.killpg(self.running.pid, signal.SIGKILL)
+            self.running.wait()
+            self.running = None
+
+    def tail(self) -> str:
+        """The end of its output."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+
+@dataclass
+class Engine(Process):
+    """A vLLM server with the connector.
+
+    Attributes:
+        kv: Where it listens for KV.
+    """
+
+    kv: str = ""
+
+    def generate(self, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
+        """Ask it alone; the whole answer."""
+        return complete(self.url, prompt, tokens, **more)
+
+    def metric(self, name: str) -> float:
+        """One of its metrics, over all labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
+        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request and no block is in use."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return not any(self.metric(f"vllm:{name}") for name in names)
+
+
+def engine(
+    model: Path,
+    folder: Path,
+    name: str,
+    core: int,
+    transfer: dict[str, Any],
+    *arguments: str,
+) -> Engine:
+    """A server of a model, not started.
+
+    Args:
+        model: Its folder.
+        folder: Where its output goes.
+        name: Of the output.
+        core: Which it computes on.
+        transfer: For ``kv_connector_extra_config``.
+        *arguments: For vLLM.
+    """
+    port, kv = free_port(), f"127.0.0.1:{free_port()}"
+    config = {
+        "kv_connector": "KvwireConnector",
+        "kv_connector_module_path": "kvwire.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"listen": kv, **transfer},
+    }
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
+        *("--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "4352"),
+        # Other sums of another batch change no token in this type.
+        *("--dtype", "float32", "--max-num-batched-tokens", "1024"),
+        *("--kv-transfer-config", json.dumps(config), *arguments),
+    ]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "KVWIRE_PREFER": "",
+    }
+    url = f"http://127.0.0.1:{port}"
+    return Engine(command, folder / f"{name}.log", url, environment, kv=kv)
+
+
+def front(prefill: Engine, decode: Engine, folder: Path, *arguments: str) -> Process:
+    """The proxy before two engines, not started."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "kvwire.integrations.vllm.proxy"),
+        *("--prefill", f"{prefill.url}={prefill.kv}"),
+        *("--decode", f"{decode.url}={decode.kv}"),
+        *("--port", str(port), *arguments),
+    ]
+    return Process(command, folder / "proxy.log", f"http://127.0.0.1:{port}")
+
+
+def complete(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
+    """A completion; the whole answer."""
+    body = {
+        "model": "m",
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+    timeout = more.pop("timeout", ANSWERS_WITHIN_S)
+    said = httpx.post(f"{url}/v1/completions", json=body, timeout=timeout)
+    said.raise_for_status()
+    return said.json()
+
+
+def tokens_of(answer: Any) -> list[int]:
+    """The token ids of a completion."""
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Token ids that no other seed begins with."""
+    chance = random.Random(seed * 10_007 + tokens)
+    return [chance.randrange(5, 500) for _ in range(tokens)]

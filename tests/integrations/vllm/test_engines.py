@@ -1,0 +1,195 @@
+"""Real vLLM engines: what decode makes of fetched KV is what it makes of its own.
+
+`make test-vllm` runs this; without vLLM every test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.serving import (
+    Engine,
+    Process,
+    complete,
+    engine,
+    front,
+    prompt,
+    tokens_of,
+)
+from tests.support.waiting import eventually
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+pytestmark = pytest.mark.timeout(600)
+# Not the default, so that a transfer whose peer was killed is over within a test.
+LEASE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill and a decode engine and the proxy before them."""
+
+    prefill: Engine
+    decode: Engine
+    proxy: Process
+
+    def local(self, ids: list[int], tokens: int = 12) -> list[int]:
+        """What the prefill engine alone makes of a prompt, without anybody's cache."""
+        answer = self.prefill.generate(ids, tokens, cache_salt=f"local-{ids[:4]}")
+        return tokens_of(answer)
+
+    def both(self, ids: list[int], tokens: int = 12) -> list[int]:
+        """What the two make of it together."""
+        return tokens_of(complete(self.proxy.url, ids, tokens))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two engines of a model with grouped queries, and the proxy."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = make_model("gqa", folder)
+    transfer = {"lease_s": LEASE_S, "require": ["tcp"]}
+    prefill = engine(model, folder, "prefill", 0, transfer)
+    decode = engine(model, folder, "decode", 1, transfer)
+    proxy = front(prefill, decode, folder)
+    try:
+        for process in (prefill, decode, proxy):
+            process.start()
+        for process in (prefill, decode, proxy):
+            process.wait()
+        yield Pair(prefill, decode, proxy)
+    finally:
+        for process in (proxy, decode, prefill):
+            process.kill()
+
+
+def test_the_model_tells_prompts_apart(pair: Pair) -> None:
+    """Else the tests below would pass with any KV."""
+    ids = prompt(300)
+    other = [ids[0] + 1, *ids[1:]]
+    assert pair.local(ids) != pair.local(other)
+
+
+@pytest.mark.parametrize("length", [1, 5, 127, 128, 129, 1024, 1025, 4000])
+def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
+    """Blocks have 128 tokens and chunks 1,024, so 4,000 stream chunk by chunk."""
+    ids = prompt(length, seed=1)
+    hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    assert pair.both(ids) == pair.local(ids)
+    fetched = pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits
+    assert fetched == length
+
+
+def test_in_sequence(pair: Pair) -> None:
+    """Prefill answers first, and its answer says where the KV is."""
+    ids = prompt(1500, seed=2)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = pair.prefill.generate(ids, 1, kv_transfer_params=asked)
+    params = first["kv_transfer_params"]
+    answer = pair.decode.generate(ids, kv_transfer_params=params)
+    assert tokens_of(answer) == pair.local(ids)
+
+
+def test_a_batch(pair: Pair) -> None:
+    prompts = [prompt(100 * size + 3, seed=3) for size in range(1, 9)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(pair.both, prompts))
+    assert answers == [pair.local(ids) for ids in prompts]
+
+
+def test_what_decode_has_is_not_sent_again(pair: Pair) -> None:
+    ids = prompt(900, seed=4)
+    longer = ids + prompt(200, seed=5)
+    assert pair.both(ids) == pair.local(ids)
+    hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    assert pair.both(longer) == pair.local(longer)
+    fetched = pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits
+    # Seven blocks of 128 tokens were there.
+    assert fetched == len(longer) - 896
+
+
+def test_the_other_direction(pair: Pair) -> None:
+    """Each engine can be either end."""
+    ids = prompt(700, seed=6)
+    asked = {"do_remote_decode": True}
+    first = pair.decode.generate(ids, 1, kv_transfer_params=asked)
+    answer = pair.prefill.generate(ids, kv_transfer_params=first["kv_transfer_params"])
+    assert tokens_of(answer) == pair.local(ids)
+
+
+def test_another_prompt_under_the_same_name_is_refused(pair: Pair) -> None:
+    """Decode computes what it was not given."""
+    ids, other = prompt(600, seed=7), prompt(600, seed=8)
+    asked = {"do_remote_decode": True}
+    first = pair.prefill.generate(other, 1, kv_transfer_params=asked)
+    answer = pair.decode.generate(ids, kv_transfer_params=first["kv_transfer_params"])
+    assert tokens_of(answer) == pair.local(ids)
+    assert eventually(lambda: pair.prefill.idle)
+
+
+def test_nobody_comes_for_it(pair: Pair) -> None:
+    """Blocks that are not fetched are free when their lease is over."""
+    pair.prefill.generate(
+        prompt(300, seed=9), 1, kv_transfer_params={"do_remote_decode": True}
+    )
+    assert pair.prefill.metric("vllm:kv_cache_usage_perc") > 0
+    assert eventually(lambda: pair.prefill.idle)
+
+
+def test_clients_that_go_away(pair: Pair) -> None:
+    """Nothing stays behind on either side, and nobody else gets a wrong token."""
+    chance = random.Random(10)
+    prompts = [prompt(chance.randrange(1, 2000), seed=11 + i) for i in range(40)]
+    patience = [chance.choice([0.02, 0.1, 0.3, None]) for _ in prompts]
+
+    def ask(ids: list[int], seconds: float | None) -> list[int] | None:
+        if seconds is None:
+            return pair.both(ids)
+        try:
+            complete(pair.proxy.url, ids, 200, timeout=seconds)
+        except httpx.TimeoutException:
+            return None
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, prompts, patience))
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer is None or answer == pair.local(ids)
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+
+
+def test_a_prefill_engine_that_is_killed(pair: Pair, tmp_path: Path) -> None:
+    """What decode waits for does not come; it computes, and the next one works."""
+    ids = prompt(2000, seed=60)
+    params = {
+        "do_remote_prefill": True,
+        "transfer_id": "never-published",
+        "remote": [pair.prefill.kv],
+    }
+    want = pair.local(ids)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(pair.decode.generate, ids, kv_transfer_params=params)
+        assert eventually(lambda: pair.decode.metric("vllm:num_requests_waiting") == 1)
+        pair.prefill.kill()
+        through = pool.submit(pair.both, prompt(800, seed=61))
+        assert tokens_of(waiting.result()) == want
+        alone = through.result()
+    pair.prefill.start()
+    pair.prefill.wait()
+    assert alone == pair.local(prompt(800, seed=61))
+    again = prompt(1200, seed=62)
+    assert pair.both(again) == pair.local(again)
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
