@@ -163,6 +163,8 @@ TABLE = (
         )
         for backend, own in {
             "kvwire_inproc": (),
+            "kvwire_local": (),
+            "kvwire_nccl": ("cuda", "nccl", "torch"),
             "kvwire_tcp": ("uvloop",),
             "kvwire_ucx": (),
         }.items()

@@ -133,9 +133,14 @@ class CupyStream(Stream):
             self._gather = module.get_function("gather")
             self._scatter = module.get_function("scatter")
 
+    @property
+    def pointer(self) -> int:
+        """See Stream."""
+        return int(self._stream.ptr)
+
     def wait(self, event: object) -> None:
         """See Stream."""
-        wait_on_pointer(self._stream.ptr, self._index, event)
+        wait_on_pointer(self.pointer, self._index, event)
 
     def record(self) -> Event:
         """See Stream."""

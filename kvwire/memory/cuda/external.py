@@ -1,4 +1,4 @@
-"""Streams and events of one library, waited for by a stream of another.
+"""What crosses between libraries: memory, and events that another's stream waits for.
 
 A stream is a pointer that both libraries take, an event is not: only the library that
 made it can have a stream wait for it.
@@ -10,6 +10,23 @@ from typing import Any
 
 from kvwire.errors import UsageError
 from kvwire.memory.device.ops import Event
+
+
+class DeviceArray:
+    """Device memory at an address, as libraries take it in without a copy.
+
+    Whoever uses it keeps the memory's owner, and sees to the order of streams.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (address, False),
+            "strides": None,
+            "stream": None,
+            "version": 3,
+        }
 
 
 def wait_on_pointer(stream: int, index: int, event: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.cuda.external import wait_on_pointer
+from kvwire.memory.cuda.external import DeviceArray, wait_on_pointer
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, contiguous
 from kvwire.memory.device.rows import Rows, as_rows
 from kvwire.types import Device, MemoryKind
@@ -89,9 +89,14 @@ class TorchStream(Stream):
         self._index = ops.device.index
         self._stream = ops.torch.cuda.Stream(device=self._index)
 
+    @property
+    def pointer(self) -> int:
+        """See Stream."""
+        return int(self._stream.cuda_stream)
+
     def wait(self, event: object) -> None:
         """See Stream."""
-        wait_on_pointer(self._stream.cuda_stream, self._index, event)
+        wait_on_pointer(self.pointer, self._index, event)
 
     def record(self) -> Event:
         """See Stream."""
@@ -167,21 +172,8 @@ class TorchStream(Stream):
     def _at(self, address: int, shape: tuple[int, ...], typestr: str) -> Any:
         """A tensor over memory at an address; its owner is kept by the caller."""
         return self._torch.as_tensor(
-            _Memory(address, shape, typestr), device=self._where
+            DeviceArray(address, shape, typestr), device=self._where
         )
-
-
-class _Memory:
-    """Memory at an address, as torch takes it in without a copy."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": typestr,
-            "data": (address, False),
-            "strides": None,
-            "version": 2,  # says nothing of streams, as order is ours
-        }
 
 
 def _divides(width: int, rows: Rows, packed: Fragments) -> bool:

@@ -57,6 +57,11 @@ class Event(ABC):
 class Stream(ABC):
     """Work of a device that happens in the order it was queued in."""
 
+    @property
+    @abstractmethod
+    def pointer(self) -> int:
+        """The library's own handle, such as a ``cudaStream_t``; 0 for none."""
+
     @abstractmethod
     def wait(self, event: object) -> None:
         """Have what is queued from here on wait for an event, ours or a library's."""

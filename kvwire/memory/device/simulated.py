@@ -249,6 +249,11 @@ class SimulatedStream(Stream):
             target=self._run, name=f"{device.device} stream", daemon=True
         ).start()
 
+    @property
+    def pointer(self) -> int:
+        """See Stream."""
+        return 0
+
     def wait(self, event: object) -> None:
         """See Stream."""
         own = event.native if isinstance(event, Event) else event

@@ -1,0 +1,119 @@
+"""The entry point: lanes for GPU memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, NoReturn
+
+from kvwire.backend import (
+    Availability,
+    Backend,
+    Capabilities,
+    Finding,
+    Link,
+    Listener,
+)
+from kvwire.errors import BackendUnavailable
+from kvwire.lane import Lane, LaneContext
+from kvwire.types import Address, MemoryKind
+from kvwire_nccl.lane import NcclLane
+from kvwire_nccl.library import Library, chosen
+
+_REMEDY = "pip install 'kvwire[nccl]', and torch or CuPy, on a machine with a GPU"
+# Behind every transport of host memory: it must be asked for. Two processes on one GPU
+# cannot use it, and its kernels share the GPU with the model's.
+_RANK = 90
+
+
+class NcclBackend(Backend):
+    """GPU memory over NCCL, beside the control link of another transport.
+
+    One library object for each connection's settings; lanes hold what they need of it.
+    """
+
+    scheme: ClassVar[str] = "nccl"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        links=False, lanes=True, memory_kinds=frozenset({MemoryKind.CUDA})
+    )
+
+    @classmethod
+    def rank(cls) -> int:
+        """See :class:`~kvwire.backend.Backend`."""
+        return _RANK
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """See :class:`~kvwire.backend.Backend`; looks, and loads nothing."""
+        missing = next((why for there, why in _NEEDS if not there()), "")
+        if missing:
+            return Availability(available=False, reason=missing, remedy=_REMEDY)
+        return Availability(
+            available=True, reason="nccl4py is installed and the kernel has a GPU"
+        )
+
+    @classmethod
+    def diagnose(cls) -> tuple[Finding, ...]:
+        """See :class:`~kvwire.backend.Backend`."""
+        return tuple(
+            Finding(name=name, state="ok", text="there is one")
+            if there()
+            else Finding(name=name, state="missing", text=why, remedy=_REMEDY)
+            for name, (there, why) in zip(("GPU", "nccl4py"), _NEEDS, strict=True)
+        )
+
+    async def listen(
+        self, address: Address, accept: Callable[[Link], None]
+    ) -> Listener:
+        """NCCL has no addresses of its own.
+
+        Raises:
+            BackendUnavailable: Always.
+
+        Cancel safety: safe.
+        """
+        _no_links(address)
+
+    async def connect(self, address: Address) -> Link:
+        """NCCL has no addresses of its own.
+
+        Raises:
+            BackendUnavailable: Always.
+
+        Cancel safety: safe.
+        """
+        _no_links(address)
+
+    def open_lane(self, context: LaneContext) -> Lane:
+        """See :class:`~kvwire.backend.Backend`.
+
+        Raises:
+            BackendUnavailable: No GPU, or no NCCL; says which.
+        """
+        return NcclLane(context, self.library(context))
+
+    def library(self, context: LaneContext) -> Library:
+        """What moves the bytes of a lane."""
+        return chosen(context.settings)
+
+
+def _has_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def _has_nccl4py() -> bool:
+    return importlib.util.find_spec("nccl") is not None
+
+
+_NEEDS = (
+    (_has_gpu, "this machine has no NVIDIA GPU, and nccl moves GPU memory only"),
+    (_has_nccl4py, "nccl4py is not installed"),
+)
+
+
+def _no_links(address: Address) -> NoReturn:
+    raise BackendUnavailable(
+        f"{address}: nccl carries data beside a control link and has no addresses of "
+        f'its own; listen on and connect to tcp://..., with transport="nccl"'
+    )

@@ -1,0 +1,208 @@
+"""The thread of one direction: does what the course says, and tells the loop.
+
+While something is under way the thread looks at it at a bounded rate: NCCL has no call
+that waits for an operation, an error and a deadline at once. While nothing is, it
+sleeps. A call into the library that hangs holds up this thread and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvwire.limits import WAKEUP_BYTES
+from kvwire_nccl.course import Course, Job, Step
+from kvwire_nccl.one_way import Move, OneWay, Progress
+
+_log = logging.getLogger("kvwire.nccl")
+
+# Between two looks at what is under way. A chunk of 1 MiB takes about as long on
+# PCIe 4; looking more often would only take the GIL from the loop.
+LOOK_S: Final = 0.0002
+# Between two looks at a communicator that comes up, which takes from 10 ms to seconds.
+START_LOOK_S: Final = 0.002
+
+
+class Driver:
+    """One direction at work.
+
+    Args:
+        way: The direction, which belongs to the thread from now on.
+        course: Its course.
+        name: Of the thread.
+        call_soon: Calls something on the loop, from any thread; raises RuntimeError
+            once the loop is closed.
+        moved: Told on the loop which jobs are done.
+        gone: Told on the loop, last of all, that no memory is touched any more, and
+            why it ended; None if it was asked to.
+        clock: The time in seconds.
+    """
+
+    def __init__(
+        self,
+        way: OneWay,
+        course: Course,
+        name: str,
+        *,
+        call_soon: Callable[[Callable[[], None]], object],
+        moved: Callable[[list[Job]], None],
+        gone: Callable[[Exception | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._way = way
+        self._course = course
+        self._call_soon = call_soon
+        self._tell_moved = moved
+        self._tell_gone = gone
+        self._clock = clock
+        # Guards the course; notified when something was said to it.
+        self._said = threading.Condition()
+        self._moves: list[Move] = []
+        self._done: deque[Job] = deque()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin.
+
+        Raises:
+            RuntimeError: The system has no more threads.
+        """
+        self._thread.start()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Move these as well, in this order."""
+        with self._said:
+            for job in jobs:
+                self._course.submit(job)
+            self._said.notify()
+
+    def close(self) -> None:
+        """End once nothing is left to do; ``gone`` tells."""
+        with self._said:
+            self._course.close()
+            self._said.notify()
+
+    def abort(self, error: Exception | None = None) -> None:
+        """End now; ``gone`` tells when that is through."""
+        with self._said:
+            self._course.fail(error)
+            self._said.notify()
+
+    # --- the thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (step := self._next()) is not Step.GO:
+            try:
+                self._do(step)
+            except Exception as exc:  # noqa: BLE001 - whatever the library raises
+                if step is Step.ABORT:
+                    self._quarantine(exc)
+                    return
+                self.abort(exc)
+        self._on_loop(self._leave)
+
+    def _next(self) -> Step:
+        with self._said:
+            step = self._course.step(self._clock())
+            while step is Step.REST:
+                self._said.wait()
+                step = self._course.step(self._clock())
+            return step
+
+    def _do(self, step: Step) -> None:
+        match step:
+            case Step.BEGIN:
+                self._way.begin()
+                with self._said:
+                    self._course.begun(self._clock())
+            case Step.WATCH_START:
+                self._watch_start()
+            case Step.MOVE:
+                with self._said:
+                    job = self._course.next_job(self._clock())
+                # Without the lock: the lane goes on while the library thinks.
+                self._moves.append(self._way.move(job.payload, job.nbytes))
+            case Step.WATCH:
+                self._watch()
+            case _:
+                self._way.abort()
+                self._moves.clear()
+                with self._said:
+                    self._course.quiet()
+
+    def _watch_start(self) -> None:
+        if self._way.is_up():
+            with self._said:
+                self._course.up()
+        else:
+            self._pause(START_LOOK_S)
+
+    def _watch(self) -> None:
+        """Look at what is under way; on a stream it is done in its order."""
+        newest = self._moves[-1].progress()
+        if newest is not Progress.QUEUED:
+            with self._said:
+                self._course.launched()
+        done: list[Job] = []
+        while self._moves and self._moves[0].progress() is Progress.DONE:
+            del self._moves[0]
+            with self._said:
+                done.append(self._course.done(self._clock()))
+        if done:
+            self._report(done)
+            return
+        self._way.check()
+        self._pause(LOOK_S)
+
+    def _pause(self, seconds: float) -> None:
+        """Rest a moment, or until something is said."""
+        with self._said:
+            self._said.wait(seconds)
+
+    def _report(self, done: list[Job]) -> None:
+        with self._said:
+            awake = bool(self._done)
+            self._done += done  # bounded: LANE_PAYLOADS_MAX
+        if not awake:
+            self._on_loop(self._deliver)
+
+    def _deliver(self) -> None:
+        """Tell of what is done, and let the loop do something else in between."""
+        told: list[Job] = []
+        budget = WAKEUP_BYTES
+        with self._said:
+            while self._done and budget > 0:
+                told.append(self._done.popleft())
+                budget -= told[-1].nbytes
+            more = bool(self._done)
+        if told:
+            self._tell_moved(told)
+        if more:
+            self._on_loop(self._deliver)
+
+    def _leave(self) -> None:
+        """Say the last word, once everything before it is said."""
+        self._deliver()
+        if self._done:
+            self._on_loop(self._leave)
+        else:
+            self._tell_gone(self._course.error)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        try:
+            self._call_soon(call)
+        except RuntimeError:
+            # The loop is closed: whoever waited for this is gone with it.
+            return
+
+    def _quarantine(self, error: Exception) -> None:
+        """It cannot prove that it is quiet, so nobody is told that it is."""
+        _log.error(
+            "%s: the abort failed; its memory stays in quarantine",
+            self._thread.name,
+            exc_info=error,
+        )

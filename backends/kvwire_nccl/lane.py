@@ -1,0 +1,246 @@
+"""A lane of two directions, each with a communicator and a thread of its own.
+
+Tickets are empty: both sides queue the payloads of a direction in the same order. What
+the library cannot move (host memory, to NCCL) ends the lane with the reason, and the
+core sends it by the control link, if that is allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kvwire.backend import Landing, Payload
+from kvwire.errors import BackendUnavailable, ProtocolError
+from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.limits import MIB
+from kvwire.types import MemoryKind, Role
+from kvwire_nccl.bootstrap import Bootstrap
+from kvwire_nccl.course import Course, Job, refusal
+from kvwire_nccl.driver import Driver
+from kvwire_nccl.library import Library
+
+_log = logging.getLogger("kvwire.nccl")
+
+# Per operation NCCL launches a kernel on both sides: some 10 us, in which the slowest
+# link between two GPUs moves this much.
+_BYTES_MIN: Final = 64 * 1024
+_WINDOW_BYTES: Final = 16 * MIB
+
+
+class NcclLane(Lane):
+    """One half of a lane.
+
+    Args:
+        context: What the core says of it.
+        library: What moves the bytes.
+
+    Raises:
+        BackendUnavailable: The library does not work here.
+    """
+
+    bytes_min = _BYTES_MIN
+    window_bytes = _WINDOW_BYTES
+
+    def __init__(self, context: LaneContext, library: Library) -> None:
+        self.memory_kinds: frozenset[MemoryKind] = library.kinds
+        self._library = library
+        self._loop = asyncio.get_running_loop()
+        self._role = context.role
+        self._number = context.number
+        self._own = Bootstrap(library.version)
+        if self._role is Role.CLIENT:
+            self._own = Bootstrap(library.version, library.name(), library.name())
+        self._handler: LaneHandler | None = None
+        self._outbound: Driver | None = None
+        self._inbound: Driver | None = None
+        self._gone = 0
+        self._error: Exception | None = None
+        self._sending: list[Job] = []
+        self._receiving: list[Job] = []
+        self._queued_bytes = 0
+        self._received_bytes = 0
+        self._left_some = False
+        self._closing = False
+        self._ended = False
+
+    @property
+    def bootstrap(self) -> bytes:
+        """See :class:`~kvwire.lane.Lane`."""
+        return self._own.encode()
+
+    @property
+    def description(self) -> str:
+        """See :class:`~kvwire.lane.Lane`."""
+        return self._library.version
+
+    @property
+    def queued_bytes(self) -> int:
+        """See :class:`~kvwire.lane.Lane`."""
+        return self._queued_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """See :class:`~kvwire.lane.Lane`."""
+        return self._received_bytes
+
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        """See :class:`~kvwire.lane.Lane`; the communicators come up behind it.
+
+        Raises:
+            BackendUnavailable: The peer has loaded another version.
+
+        Cancel safety: safe, it does not wait.
+        """
+        if self._ended:
+            raise BackendUnavailable("the lane was aborted")
+        try:
+            theirs = Bootstrap.decode(bootstrap)
+            theirs.require_same_library(self._library.version)
+            names = self._own if self._role is Role.CLIENT else theirs
+            if not names.there or not names.back:
+                raise BackendUnavailable("the peer's bootstrap names no directions")
+            there = self._driver(names.there, sends=self._role is Role.CLIENT)
+            back = self._driver(names.back, sends=self._role is Role.SERVER)
+        except BaseException:
+            self._ended = True
+            raise
+        self._handler = handler
+        client = self._role is Role.CLIENT
+        self._outbound, self._inbound = (there, back) if client else (back, there)
+        self._outbound.start()
+        self._inbound.start()
+
+    def send(self, payload: Payload, token: object) -> bytes:
+        """See :class:`~kvwire.lane.Lane`."""
+        if self._ended or self._closing:
+            return b""
+        reason = refusal(payload, self.memory_kinds)
+        if reason:
+            self._end(BackendUnavailable(f"{self._library.version}: {reason}"))
+            return b""
+        self._sending.append(  # bounded: LANE_PAYLOADS_MAX
+            Job(payload, payload.nbytes, token)
+        )
+        self._queued_bytes += payload.nbytes
+        return b""
+
+    def receive(self, ticket: bytes, landing: Landing) -> None:
+        """See :class:`~kvwire.lane.Lane`.
+
+        Raises:
+            ProtocolError: There is something in the ticket.
+        """
+        if ticket:
+            raise ProtocolError(
+                "KVW-LN-07", f"a ticket of {len(ticket)} bytes; over nccl it is empty"
+            )
+        if self._ended:
+            return
+        reason = refusal(landing.payload, self.memory_kinds)
+        if reason:
+            self._end(BackendUnavailable(f"{self._library.version}: {reason}"))
+            return
+        self._receiving.append(  # bounded: LANE_PAYLOADS_MAX
+            Job(landing.payload, landing.length, landing)
+        )
+
+    def flush(self) -> None:
+        """See :class:`~kvwire.lane.Lane`."""
+        if self._ended or self._outbound is None or self._inbound is None:
+            return
+        sending, self._sending = self._sending, []
+        receiving, self._receiving = self._receiving, []
+        if sending:
+            self._left_some = True
+            self._outbound.submit(sending)
+        if receiving:
+            self._inbound.submit(receiving)
+
+    def close(self) -> None:
+        """See :class:`~kvwire.lane.Lane`."""
+        self.flush()
+        self._closing = True
+        if self._outbound is None or self._inbound is None:
+            self._ended = True
+            return
+        # The peer may still announce what we are to receive: that ends with this half.
+        self._outbound.close()
+        self._inbound.close()
+
+    def abort(self) -> None:
+        """See :class:`~kvwire.lane.Lane`."""
+        self._end(None)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _driver(self, name: bytes, *, sends: bool) -> Driver:
+        library = self._library
+        return Driver(
+            library.open(name, sends),
+            Course(
+                start_timeout_s=library.start_timeout_s,
+                move_timeout_s=library.move_timeout_s,
+            ),
+            f"kvwire nccl {self._number} {'out' if sends else 'in'}",
+            call_soon=self._loop.call_soon_threadsafe,
+            moved=self._sent if sends else self._received,
+            gone=self._driver_gone,
+        )
+
+    def _sent(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            if self._ended:
+                return
+            self._queued_bytes -= job.nbytes
+            if self._handler is not None:
+                self._tell(self._handler.payload_sent, job.token)
+        if self._left_some and not self._queued_bytes and self._handler is not None:
+            self._left_some = False
+            self._tell(self._handler.lane_writable)
+
+    def _received(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self._received_bytes += job.nbytes
+            if self._handler is not None:
+                self._tell(self._handler.payload_received, job.token)
+
+    def _tell(self, call: Callable[..., None], *what: object) -> None:
+        """Tell the handler something, unless it has heard or said that this is over."""
+        if self._ended:
+            return
+        try:
+            call(self, *what)
+        except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
+            _log.error("a lane's handler raised; the lane is aborted", exc_info=exc)
+            self._end(exc)
+
+    def _end(self, error: Exception | None) -> None:
+        """End both directions; `lane_closed` follows when both are quiet."""
+        if self._ended:
+            return
+        self._ended = True
+        self._error = error
+        self._sending.clear()
+        self._receiving.clear()
+        self._queued_bytes = 0
+        if self._outbound is not None and self._inbound is not None:
+            self._outbound.abort()
+            self._inbound.abort()
+
+    def _driver_gone(self, error: Exception | None) -> None:
+        """One direction is quiet; the other goes with it."""
+        self._gone += 1
+        if error is not None and not self._ended:
+            self._end(error)
+        if self._gone < 2:
+            return
+        self._ended = True
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            try:
+                handler.lane_closed(self, self._error)
+            except Exception:  # noqa: BLE001 - there is no more to end
+                _log.exception("a lane's handler raised in lane_closed")

@@ -1,0 +1,95 @@
+"""What moves the bytes of a lane: NCCL, or gloo in its place where there is no GPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Final
+
+from kvwire.errors import UsageError
+from kvwire.types import MemoryKind
+from kvwire_nccl.one_way import OneWay
+
+# NCCL's first communicator of a process loads kernels and looks for networks: seconds.
+_START_TIMEOUT_S: Final = 20.0
+# Nothing moves for so long only where the peer is gone, and that is known earlier.
+_MOVE_TIMEOUT_S: Final = 30.0
+
+
+class Library(ABC):
+    """A library that makes the directions of lanes.
+
+    Attributes:
+        version: Its name and version, which must be the same on both sides.
+        kinds: Memory that it moves.
+        start_timeout_s: How long a direction may take to come up.
+        move_timeout_s: How long it may take until the next payload under way is done.
+    """
+
+    version: str
+    kinds: frozenset[MemoryKind]
+    start_timeout_s: float = _START_TIMEOUT_S
+    move_timeout_s: float = _MOVE_TIMEOUT_S
+
+    @abstractmethod
+    def name(self) -> bytes:
+        """A new name for one direction; both sides open it with the same.
+
+        Raises:
+            BackendUnavailable: The library does not work here.
+        """
+
+    @abstractmethod
+    def open(self, name: bytes, sends: bool) -> OneWay:
+        """One end of the direction with a name; nothing is awaited yet.
+
+        Raises:
+            BackendUnavailable: It cannot be.
+        """
+
+
+def chosen(settings: Mapping[str, str]) -> Library:
+    """The library that a user's settings ask for.
+
+    ``communicator``: "nccl", or "gloo" for host memory, without a GPU; ``device``: the
+    number of the GPU; ``start_timeout_s`` and ``move_timeout_s``: seconds.
+
+    Raises:
+        BackendUnavailable: It does not work here.
+        UsageError: There is no such setting, or not with such a value.
+    """
+    left = dict(settings)
+    name = left.pop("communicator", "nccl")
+    device = int(_number("device", left.pop("device", "0")))
+    start_s = _number("start_timeout_s", left.pop("start_timeout_s", "20"))
+    move_s = _number("move_timeout_s", left.pop("move_timeout_s", "30"))
+    if left:
+        raise UsageError(
+            f"backends.nccl: there is no {', '.join(sorted(left))}; there are "
+            f"communicator, device, start_timeout_s, move_timeout_s"
+        )
+    library = _made(name, device)
+    library.start_timeout_s, library.move_timeout_s = start_s, move_s
+    return library
+
+
+def _made(name: str, device: int) -> Library:
+    if name == "nccl":
+        from kvwire_nccl.nccl import Nccl  # noqa: PLC0415 - loads CUDA
+
+        return Nccl(device)
+    if name == "gloo":
+        from kvwire_nccl.gloo import Gloo  # noqa: PLC0415 - loads torch
+
+        return Gloo()
+    raise UsageError(f'backends.nccl: communicator={name!r}; "nccl" or "gloo"')
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 86_400:
+        raise UsageError(f"backends.nccl: {key}={text!r} is no number of 0 to 86,400")
+    return number

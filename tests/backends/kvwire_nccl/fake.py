@@ -1,0 +1,156 @@
+"""A library whose communicators live in this process, and do what a test wants."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+
+from kvwire.backend import Availability, Payload
+from kvwire.lane import Lane, LaneContext
+from kvwire.memory.copy import copy
+from kvwire.types import MemoryKind
+from kvwire_nccl.backend import NcclBackend
+from kvwire_nccl.lane import NcclLane
+from kvwire_nccl.library import Library
+from kvwire_nccl.one_way import Move, MoveFailed, OneWay, Progress
+
+_names = itertools.count()
+_lock = threading.Lock()
+_wires: dict[bytes, list[FakeOneWay]] = {}
+
+
+@dataclass
+class Faults:
+    """What goes wrong, for all communicators of one library.
+
+    Attributes:
+        start: Lets communicators come up.
+        moves: Lets movements be done.
+        abort: Lets an abort return.
+        error: Reported as an asynchronous error, if not empty.
+        abort_error: Raised by an abort, if not empty.
+        aborts: How many aborts have begun.
+    """
+
+    start: threading.Event = field(default_factory=threading.Event)
+    moves: threading.Event = field(default_factory=threading.Event)
+    abort: threading.Event = field(default_factory=threading.Event)
+    error: str = ""
+    abort_error: str = ""
+    aborts: int = 0
+
+    def __post_init__(self) -> None:
+        for gate in (self.start, self.moves, self.abort):
+            gate.set()
+
+
+class FakeLibrary(Library):
+    """Moves host memory within the process."""
+
+    kinds = frozenset({MemoryKind.HOST})
+
+    def __init__(self, faults: Faults | None = None, version: str = "fake 1") -> None:
+        self.version = version
+        self.faults = Faults() if faults is None else faults
+
+    def name(self) -> bytes:
+        return b"wire %d" % next(_names)
+
+    def open(self, name: bytes, sends: bool) -> OneWay:
+        return FakeOneWay(self.faults, name, sends=sends)
+
+
+class FakeBackend(NcclBackend):
+    """The backend over communicators of this process."""
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return Availability(available=True, reason="a fake for tests")
+
+    def open_lane(self, context: LaneContext) -> Lane:
+        return NcclLane(context, FakeLibrary())
+
+
+class FakeOneWay(OneWay):
+    """One end of a wire."""
+
+    kinds = FakeLibrary.kinds
+
+    def __init__(self, faults: Faults, name: bytes, *, sends: bool) -> None:
+        self.faults = faults
+        self.name = name
+        self.sends = sends
+        self.moves: list[FakeMove] = []
+        self.dead = False
+
+    @property
+    def peer(self) -> FakeOneWay | None:
+        return next((end for end in _wires.get(self.name, ()) if end is not self), None)
+
+    def begin(self) -> None:
+        with _lock:
+            _wires.setdefault(self.name, []).append(self)
+
+    def is_up(self) -> bool:
+        with _lock:
+            return self.peer is not None and self.faults.start.is_set()
+
+    def move(self, payload: Payload | None, nbytes: int) -> Move:
+        with _lock:
+            move = FakeMove(self, len(self.moves), payload, nbytes)
+            self.moves.append(move)
+            return move
+
+    def check(self) -> None:
+        if self.faults.error:
+            raise MoveFailed(self.faults.error)
+        peer = self.peer
+        if peer is None or peer.dead:
+            raise MoveFailed("the other end is gone")
+
+    def abort(self) -> None:
+        self.faults.aborts += 1
+        self.faults.abort.wait()
+        if self.faults.abort_error:
+            raise MoveFailed(self.faults.abort_error)
+        with _lock:
+            self.dead = True
+            self.moves.clear()
+            ends = _wires.get(self.name, [])
+            if all(end.dead for end in ends):
+                _wires.pop(self.name, None)
+
+
+class FakeMove(Move):
+    """Done once the receiver has copied."""
+
+    def __init__(
+        self, way: FakeOneWay, index: int, payload: Payload | None, nbytes: int
+    ) -> None:
+        self.way = way
+        self.index = index
+        self.payload = payload
+        self.nbytes = nbytes
+        self.copied = False
+
+    def progress(self) -> Progress:
+        with _lock:
+            return self._progress()
+
+    def _progress(self) -> Progress:
+        peer = self.way.peer
+        if self.way.dead or peer is None or not self.way.faults.moves.is_set():
+            return Progress.LAUNCHED
+        if self.copied:
+            return Progress.DONE
+        if self.way.sends or peer.dead or self.index >= len(peer.moves):
+            return Progress.LAUNCHED
+        sent = peer.moves[self.index]
+        assert sent.nbytes == self.nbytes, "the two sides have another order"
+        if self.payload is not None and sent.payload is not None:
+            copy(sent.payload, self.payload)
+        self.copied = sent.copied = True
+        # From now on the memory is the lane's no more.
+        self.payload = sent.payload = None
+        return Progress.DONE

@@ -1,0 +1,252 @@
+"""Lanes over communicators that hang, fail, abort late, or do their work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvwire.backend import Landing
+from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
+from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.testing.conformance.check import CheckOf
+from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
+from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.types import MemoryKind, Role
+from kvwire_nccl.bootstrap import Bootstrap
+from kvwire_nccl.lane import NcclLane
+from tests.backends.kvwire_nccl.fake import FakeBackend, FakeLibrary, Faults
+from tests.support.pairs import until
+
+
+@pytest.mark.parametrize("check", LANE_CHECKS, ids=lambda check: check.id)
+async def test_it_keeps_every_promise(check: CheckOf[LaneRig]) -> None:
+    """The conformance kit, over communicators of this process."""
+    result = await run_lane_check(check, FakeBackend)
+    assert result.passed, result.reason
+
+
+class Notes(LaneHandler):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.received: list[Landing] = []
+        self.closed: list[Exception | None] = []
+
+    def payload_sent(self, lane: Lane, token: object) -> None:
+        self.sent.append(token)
+
+    def payload_received(self, lane: Lane, landing: Landing) -> None:
+        self.received.append(landing)
+
+    def lane_writable(self, lane: Lane) -> None:
+        pass
+
+    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
+        self.closed.append(error)
+
+
+class Pair:
+    """Both halves of a lane, over libraries whose faults the test chooses."""
+
+    def __init__(self, **timeouts: float) -> None:
+        self.faults = Faults(), Faults()
+        self.notes = Notes(), Notes()
+        libraries = [FakeLibrary(faults) for faults in self.faults]
+        for library in libraries:
+            library.start_timeout_s = timeouts.get("start", 20)
+            library.move_timeout_s = timeouts.get("move", 30)
+        self.client, self.server = (
+            NcclLane(context(role), library)
+            for role, library in zip((Role.CLIENT, Role.SERVER), libraries, strict=True)
+        )
+
+    async def join(self) -> None:
+        await self.server.join(self.client.bootstrap, self.notes[1])
+        await self.client.join(self.server.bootstrap, self.notes[0])
+
+    def move(self, nbytes: int = 1000) -> bytearray:
+        """A payload from the client to the server; where it goes."""
+        into = bytearray(nbytes)
+        ticket = self.client.send(memoryview(bytes(range(250)) * (nbytes // 250)), 7)
+        self.client.flush()
+        self.server.receive(ticket, Landing(nbytes, memoryview(into)))
+        self.server.flush()
+        return into
+
+    async def end(self) -> None:
+        self.client.abort()
+        self.server.abort()
+        await until(lambda: all(notes.closed for notes in self.notes))
+
+
+def context(role: Role) -> LaneContext:
+    return LaneContext(role=role, number=1, secret=bytes(32))
+
+
+async def test_a_payload_moves() -> None:
+    pair = Pair()
+    await pair.join()
+    into = pair.move()
+    await until(lambda: pair.notes[0].sent and pair.notes[1].received)
+    assert bytes(into) == bytes(range(250)) * 4
+    assert pair.client.queued_bytes == 0
+    assert pair.server.received_bytes == 1000
+    await pair.end()
+    assert [notes.closed for notes in pair.notes] == [[None], [None]]
+
+
+async def test_what_is_queued_waits_for_the_start() -> None:
+    pair = Pair()
+    pair.faults[1].start.clear()
+    pair.faults[0].start.clear()
+    await pair.join()
+    into = pair.move()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not any(into)
+    pair.faults[0].start.set()
+    pair.faults[1].start.set()
+    await until(lambda: pair.notes[0].sent and pair.notes[1].received)
+    assert any(into)
+    await pair.end()
+
+
+async def test_a_start_that_hangs_ends_by_itself() -> None:
+    pair = Pair(start=0.01)
+    pair.faults[0].start.clear()
+    await pair.join()
+    await until(lambda: pair.notes[0].closed)
+    (error,) = pair.notes[0].closed
+    assert isinstance(error, ConnectionLost)
+    assert "did not come up within 0.01 s" in str(error)
+    await pair.end()
+
+
+async def test_a_movement_that_hangs_ends_by_itself() -> None:
+    """The receive that the peer never posts: NCCL would wait for ever."""
+    pair = Pair(move=0.01)
+    await pair.join()
+    pair.client.send(memoryview(bytes(1000)), 7)
+    pair.client.flush()
+    await until(lambda: pair.notes[0].closed)
+    (error,) = pair.notes[0].closed
+    assert "moved nothing for 0.01 s" in str(error)
+    assert not pair.notes[0].sent
+    await pair.end()
+
+
+async def test_an_asynchronous_error_ends_it() -> None:
+    pair = Pair()
+    pair.faults[0].moves.clear()
+    await pair.join()
+    pair.move()
+    pair.faults[0].error = "NCCL: remote process exited"
+    await until(lambda: pair.notes[0].closed)
+    assert "remote process exited" in str(pair.notes[0].closed[0])
+    await pair.end()
+
+
+async def test_quarantine_until_the_abort_is_through() -> None:
+    """The core holds the memory of all that is under way until lane_closed."""
+    pair = Pair()
+    faults, notes = pair.faults[0], pair.notes[0]
+    faults.moves.clear()
+    faults.abort.clear()
+    await pair.join()
+    pair.move()
+    pair.client.abort()
+    await until(lambda: faults.aborts == 2)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not notes.closed
+    assert pair.client.send(memoryview(b"late"), 8) == b""
+    faults.abort.set()
+    await until(lambda: notes.closed)
+    assert not notes.sent
+    await pair.end()
+
+
+async def test_an_abort_that_fails_is_never_said_to_be_quiet() -> None:
+    pair = Pair()
+    faults, notes = pair.faults[0], pair.notes[0]
+    faults.abort_error = "NCCL: unhandled cuda error"
+    await pair.join()
+    pair.client.abort()
+    await until(lambda: faults.aborts == 2)
+    await until(lambda: not running(pair.client))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not notes.closed
+    pair.server.abort()
+    await until(lambda: pair.notes[1].closed)
+
+
+def running(lane: NcclLane) -> bool:
+    """Whether a thread of a half still runs."""
+    drivers: list[Any] = [lane._outbound, lane._inbound]
+    return any(driver._thread.is_alive() for driver in drivers)
+
+
+async def test_the_end_of_the_peer_is_noticed_with_the_next_payload() -> None:
+    pair = Pair()
+    await pair.join()
+    pair.server.abort()
+    await until(lambda: pair.notes[1].closed)
+    pair.client.send(memoryview(bytes(10)), 7)
+    pair.client.flush()
+    await until(lambda: pair.notes[0].closed)
+    assert "the other end is gone" in str(pair.notes[0].closed[0])
+
+
+async def test_other_memory_ends_it_with_the_reason() -> None:
+    """The core then takes the control link, where that is allowed."""
+    pair = Pair()
+    pair.client.memory_kinds = frozenset({MemoryKind.CUDA})
+    await pair.join()
+    pair.client.send(memoryview(b"host"), 7)
+    await until(lambda: pair.notes[0].closed)
+    error = pair.notes[0].closed[0]
+    assert isinstance(error, BackendUnavailable)
+    assert "it moves cuda memory only, and this is host" in str(error)
+    pair.server.memory_kinds = frozenset({MemoryKind.CUDA})
+    pair.server.receive(b"", Landing(4, memoryview(bytearray(4))))
+    await until(lambda: pair.notes[1].closed)
+    assert "this is host" in str(pair.notes[1].closed[0])
+
+
+async def test_another_version_is_named_before_anything_begins() -> None:
+    client = NcclLane(context(Role.CLIENT), FakeLibrary(version="NCCL 2.28.9"))
+    server = NcclLane(context(Role.SERVER), FakeLibrary(version="NCCL 2.30.4"))
+    with pytest.raises(BackendUnavailable, match=r"NCCL 2\.30\.4 .* 'NCCL 2\.28\.9'"):
+        await server.join(client.bootstrap, Notes())
+    assert threading.active_count() == 1
+
+
+async def test_a_server_cannot_name_the_directions() -> None:
+    client = NcclLane(context(Role.CLIENT), FakeLibrary())
+    server = NcclLane(context(Role.SERVER), FakeLibrary())
+    with pytest.raises(BackendUnavailable, match="names no directions"):
+        await server.join(Bootstrap("fake 1").encode(), Notes())
+    with pytest.raises(BackendUnavailable, match="the lane was aborted"):
+        await server.join(client.bootstrap, Notes())
+
+
+async def test_a_ticket_is_empty() -> None:
+    pair = Pair()
+    await pair.join()
+    with pytest.raises(ProtocolError, match="a ticket of 1 bytes; over nccl"):
+        pair.server.receive(b"x", Landing(4, memoryview(bytearray(4))))
+    await pair.end()
+
+
+@pytest.fixture(autouse=True)
+def _no_wire_is_left() -> Iterator[None]:
+    from tests.backends.kvwire_nccl import fake
+
+    yield
+    fake._wires.clear()
