@@ -12,8 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
+
+from tests.support.waiting import eventually
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+import httpx
 
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.serving import (
@@ -25,13 +34,6 @@ from tests.integrations.vllm.serving import (
     prompt,
     tokens_of,
 )
-from tests.support.waiting import eventually
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
 
 pytestmark = pytest.mark.timeout(600)
 # Not the default, so that a transfer whose peer was killed is over within a test.
