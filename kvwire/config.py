@@ -48,8 +48,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         profile: Facts both sides must agree on where both name them, such as the
             model's revision; a difference is named in the error.
         checksum: ``"on"`` verifies every payload byte, ``"sampled"`` one large chunk in
-            8 and everything small, ``"off"`` trusts the transport. It is for what this
-            side sends.
+            8 and everything small, ``"off"`` trusts the transport. ``"auto"`` is
+            ``"on"``, but ``"sampled"`` from memory to memory of one host. It is for what
+            this side sends.
         chunk_bytes: Payload bytes in one frame; the smaller of both sides' is used.
         eager_bytes: Messages up to this size travel at once; likewise.
         window_bytes: Messages that nobody has asked for yet are held up to this.
@@ -82,7 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     profile: Annotated[
         dict[ProfileText, ProfileText], Meta(max_length=limits.PROFILE_FIELDS_MAX)
     ] = {}
-    checksum: Literal["on", "sampled", "off"] = "on"
+    checksum: Literal["auto", "on", "sampled", "off"] = "auto"
     chunk_bytes: Annotated[
         int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)
     ] = limits.CHUNK_BYTES

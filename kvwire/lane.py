@@ -107,6 +107,8 @@ class Lane(ABC):
 
     bytes_min: int = 1
     """Smaller payloads travel on the control link: there they are faster."""
+    intact: bool = False
+    """Nothing but memory is on the payload's way: no cable, no switch, no socket."""
     window_bytes: int = 4 * MIB
     """Payload that may be under way: the lane's rate times its round trip, and more.
 

@@ -161,7 +161,7 @@ class Lanes(LaneHandler):
 
     def send(self, half: Half, chunk: Chunk, payload: Payload) -> tuple[bytes, bytes]:
         """Queue a chunk on a lane; returns the frame that announces it."""
-        check = self._checks.of(payload)
+        check = self._checks.of(payload, intact=half.lane.intact)
         ticket = half.lane.send(payload, chunk)
         assert len(ticket) <= TICKET_BYTES_MAX
         self._dirty[half.lane] = None  # bounded: LANES_MAX

@@ -41,6 +41,8 @@ class InprocLane(Lane):
             received so many payloads: what a test of failover wants.
     """
 
+    intact = True
+
     def __init__(self, context: LaneContext) -> None:
         self._break_after = _number(context.settings.get("break_after"))
         self._loop = asyncio.get_running_loop()
