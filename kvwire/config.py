@@ -49,8 +49,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             model's revision; a difference is named in the error.
         checksum: ``"on"`` verifies every payload byte, ``"sampled"`` one large chunk in
             8 and everything small, ``"off"`` trusts the transport. ``"auto"`` is
-            ``"on"``, but ``"sampled"`` from memory to memory of one host. It is for what
-            this side sends.
+            ``"on"``, but ``"sampled"`` from memory to memory of one host. It is for
+            what this side sends.
         chunk_bytes: Payload bytes in one frame; the smaller of both sides' is used.
         eager_bytes: Messages up to this size travel at once; likewise.
         window_bytes: Messages that nobody has asked for yet are held up to this.
