@@ -71,6 +71,7 @@ class LocalLane(Lane):
     """
 
     bytes_min = 32 * KIB
+    intact = True
 
     def __init__(self, context: LaneContext) -> None:
         allowed = _WAYS[_setting(context, "way", tuple(_WAYS))]
@@ -86,7 +87,6 @@ class LocalLane(Lane):
         self._wire: Wire | None = None
         self._outgoing = Outgoing()
         self._incoming = Incoming()
-        self._description = "not up"
         # Bytes were kept at a flush; lane_writable tells when they have gone.
         self._kept = False
         # No callback comes from inside another one, although each may call flush.
@@ -105,7 +105,7 @@ class LocalLane(Lane):
     @property
     def description(self) -> str:
         """See Lane: how this side reads the other one."""
-        return self._description
+        return self._meeting.description
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See Lane."""
@@ -150,8 +150,6 @@ class LocalLane(Lane):
             return
         self._wire = Wire(met.sock)
         self._incoming.peer = met.peer
-        in_place = Ways.MEMORY in met.reads
-        self._description = "cma" if in_place else f"arena ({met.refusal})"
         self._loop.add_reader(self._wire.fileno(), self._run, self._readable)
         self._outgoing.come_up(self._wire, met.is_read)
 

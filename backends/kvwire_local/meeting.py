@@ -56,16 +56,12 @@ class Met:
     Attributes:
         sock: The socket between the two.
         peer: The other side.
-        reads: How this side reads the other one.
         is_read: How the other one reads this side.
-        refusal: Why this side cannot read the other's memory in place, or "".
     """
 
     sock: socket.socket
     peer: Peer
-    reads: Ways
     is_read: Ways
-    refusal: str
 
 
 class Meeting:
@@ -77,6 +73,9 @@ class Meeting:
         allowed: The ways that the settings leave.
         tracers: Who may read this process.
         tracer: The setting of that.
+
+    Attributes:
+        description: How this side reads the other one, once it has tried.
     """
 
     def __init__(
@@ -87,6 +86,8 @@ class Meeting:
         self._allowed = allowed
         self._tracers = tracers
         self._tracer = tracer
+        self.description = "not up"
+        self._refusal = ""
         self._permitted: list[int] = []
         # It stays where it is, as long as this object lives.
         self._cookie = np.frombuffer(bytearray(self._cookie_of(role)), np.uint8)
@@ -142,7 +143,7 @@ class Meeting:
             self._permit(pid)
             await self._greet(sock, Ways(0))
             address, is_read = await self._greeting(sock)
-            peer, reads, refusal = self._look_at(pid, address)
+            peer, reads = self._look_at(pid, address)
             await self._greet(sock, reads)
         except OSError as exc:
             sock.close()
@@ -152,14 +153,13 @@ class Meeting:
         except BaseException:
             sock.close()
             raise
-        met = Met(sock, peer, reads, is_read, refusal)
         if not reads or not is_read:
             sock.close()
             raise BackendUnavailable(
-                f"local: the way that is asked for does not lead "
-                f"{'there' if reads else 'here'}: {refusal or 'see the peer'}"
+                "local: way=cma is asked for, and "
+                + ("the server cannot read this process" if reads else self._refusal)
             )
-        return met
+        return Met(sock, peer, is_read)
 
     def close(self) -> None:
         """Withdraw what was permitted."""
@@ -170,24 +170,30 @@ class Meeting:
         pid = peer_pid(sock)
         address, _ = await self._greeting(sock)
         self._permit(pid)
-        peer, reads, refusal = self._look_at(pid, address)
+        peer, reads = self._look_at(pid, address)
         await self._greet(sock, reads)
         _, is_read = await self._greeting(sock)
         if not reads or not is_read:
-            raise BackendUnavailable("local: the way that is asked for does not lead")
-        return Met(sock, peer, reads, is_read, refusal)
+            raise BackendUnavailable(f"local: not in both directions: {reads!r}")
+        return Met(sock, peer, is_read)
 
     def _permit(self, pid: int) -> None:
         if self._tracers.permit(pid, self._tracer):
             self._permitted.append(pid)
 
-    def _look_at(self, pid: int, address: int) -> tuple[Peer, Ways, str]:
+    def _look_at(self, pid: int, address: int) -> tuple[Peer, Ways]:
         """Try to read the other side."""
         peer = Peer(pid, address, self._cookie_of(self._role.other))
         if Ways.MEMORY not in self._allowed:
-            return peer, self._allowed, "not tried, by the setting way"
+            self.description = "arena (asked for)"
+            return peer, self._allowed
         refusal = peer.refusal()
-        return peer, self._allowed & ~Ways.MEMORY if refusal else self._allowed, refusal
+        if not refusal:
+            self.description = "cma"
+            return peer, self._allowed
+        self._refusal = refusal
+        self.description = f"arena ({refusal})"
+        return peer, self._allowed & ~Ways.MEMORY
 
     # --- greetings --------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from kvwire_local.wire import ARENAS_MAX, Say, Wire
 
 # Below this mean length of fragments, gathering here and reading one piece there is
 # faster than reading each in place; docs/howto/same-host.md has the table.
-_GATHER_BELOW_BYTES: Final = 2 * KIB
+_GATHER_BELOW_BYTES: Final = 8 * KIB
 _COUNT: Final = struct.Struct("<Q")
 
 
