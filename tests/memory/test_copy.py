@@ -34,6 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip(f"process_vm_readv is missing or forbidden on this {sys.platform}")
     else:
         monkeypatch.setattr(copy_module, "_KERNEL_PIECE_BYTES", 0)
+        monkeypatch.setattr(copy_module, "_KERNEL_VIEW_PIECE_BYTES", 0)
     return name
 
 
