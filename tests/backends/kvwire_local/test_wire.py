@@ -1,0 +1,151 @@
+"""The socket beside a lane: records in order, descriptors, full sockets, the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvwire.errors import ConnectionLost, ProtocolError
+from kvwire.limits import TICKET_BYTES_MAX
+from kvwire.testing.conformance.bench import open_descriptors
+from kvwire_local.wire import ARENAS_MAX, Say, Wire, peer_pid
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Wire, Wire, socket.socket]]:
+    """Two ends, and the socket of the first one for what no lane says."""
+    left, right = socket.socketpair()
+    for sock in (left, right):
+        sock.setblocking(False)
+    wires = Wire(left), Wire(right)
+    yield *wires, left
+    for wire in wires:
+        wire.close()
+
+
+def test_records_come_whole_and_in_order(
+    ends: tuple[Wire, Wire, socket.socket],
+) -> None:
+    left, right, _ = ends
+    assert right.hear() == ([], True)
+    bodies = [b"", b"x", bytes(TICKET_BYTES_MAX)]
+    for body in bodies:
+        left.say(Say.PLACED, body)
+    left.say(Say.READ, b"12345678")
+    records, there = right.hear()
+    assert there
+    assert [record.body for record in records] == [*bodies, b"12345678"]
+    assert [record.kind for record in records] == [Say.PLACED] * 3 + [Say.READ]
+
+
+def test_a_full_socket_keeps_the_rest(ends: tuple[Wire, Wire, socket.socket]) -> None:
+    left, right, _ = ends
+    count = 100
+    for number in range(count):
+        left.say(Say.PLACED, number.to_bytes(2, "little") * 5000)
+    full = left.has_unsaid
+    heard: list[bytes] = []
+    while len(heard) < count:
+        records, there = right.hear()
+        assert there
+        heard += [record.body[:2] for record in records]
+        left.say_rest()
+    assert (full, left.has_unsaid) == (True, False)
+    assert heard == [number.to_bytes(2, "little") for number in range(count)]
+
+
+def test_descriptors_come_with_their_records(
+    ends: tuple[Wire, Wire, socket.socket],
+) -> None:
+    left, right, _ = ends
+    files = [os.memfd_create(f"arena {number}") for number in range(3)]
+    for number, file in enumerate(files):
+        os.write(file, b"%d" % number)
+        left.say(Say.READ, b"between")
+        left.say(Say.ARENA, b"%d" % number, file)
+        os.close(file)
+    records, _there = right.hear()
+    for record in records:
+        if record.kind is Say.ARENA:
+            file = right.take_descriptor()
+            assert os.pread(file, 10, 0) == record.body
+            os.close(file)
+    with pytest.raises(ProtocolError, match="without its descriptor"):
+        right.take_descriptor()
+
+
+def test_descriptors_that_nobody_takes_are_closed(
+    ends: tuple[Wire, Wire, socket.socket],
+) -> None:
+    left, right, _ = ends
+    before = len(open_descriptors())
+    file = os.memfd_create("arena")
+    left.say(Say.ARENA, b"", file)
+    os.close(file)
+    right.hear()
+    assert len(open_descriptors()) == before + 1
+    right.close()
+    assert len(open_descriptors()) < before + 1
+
+
+def test_the_end_is_seen_after_what_was_said(
+    ends: tuple[Wire, Wire, socket.socket],
+) -> None:
+    left, right, _ = ends
+    left.say(Say.READ, b"last")
+    left.close()
+    records, there = right.hear()
+    assert [record.body for record in records] == [b"last"]
+    assert not there
+    assert right.hear() == ([], False)
+    right.say(Say.READ, b"to nobody")
+    assert not right.has_unsaid
+
+
+def test_an_end_with_unread_records_is_an_end(
+    ends: tuple[Wire, Wire, socket.socket],
+) -> None:
+    left, right, _ = ends
+    right.say(Say.READ, b"never read")
+    left.close()
+    assert right.hear() == ([], False)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x00\x00\x00\x00\x00\x00\x00\x00",
+        b"\x09\x00\x00\x00\x00\x00\x00\x00",
+        b"\x01\x00\x00\x00" + (TICKET_BYTES_MAX + 1).to_bytes(4, "little"),
+    ],
+)
+def test_what_no_lane_says_is_refused(
+    ends: tuple[Wire, Wire, socket.socket], said: bytes
+) -> None:
+    _, right, raw = ends
+    raw.send(said)
+    with pytest.raises(ProtocolError, match=r"record \d"):
+        right.hear()
+
+
+def test_more_descriptors_than_arenas_are_refused(
+    ends: tuple[Wire, Wire, socket.socket],
+) -> None:
+    left, right, _ = ends
+    file = os.memfd_create("arena")
+    for _ in range(ARENAS_MAX + 1):
+        left.say(Say.ARENA, b"", file)
+    os.close(file)
+    with pytest.raises(ProtocolError, match="more records than a lane has to say"):
+        right.hear()
+
+
+def test_the_kernel_says_who_is_there() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        assert peer_pid(left) == os.getpid()
+    with pytest.raises(ConnectionLost, match="has gone"):
+        peer_pid(left)

@@ -1,0 +1,160 @@
+"""Arenas: memory that can be shared, and can only be read by who it is shared with."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from kvwire.errors import UsageError
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.arena import SEALS, Arena, arena_of
+from kvwire.memory.copy import as_fragments
+from kvwire.testing.conformance.bench import open_descriptors
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="memory is shared by descriptor on Linux only"
+)
+
+
+def test_arrays_are_zero_apart_and_aligned() -> None:
+    with Arena(1 << 20) as arena:
+        first = arena.numpy((3, 5), np.float32)
+        second = arena.numpy(7, "u1")
+        assert first.shape == (3, 5)
+        assert not first.any()
+        first[:] = 1.5
+        second[:] = 9
+        assert (first == 1.5).all()
+        for array in (first, second):
+            assert array.ctypes.data % 64 == 0
+            assert array.flags.writeable
+        del first, second, array
+
+
+def test_sizes_are_whole_pages_and_used_up() -> None:
+    with Arena(1) as arena:
+        assert arena.nbytes == mmap.PAGESIZE
+        arena.buffer(mmap.PAGESIZE - 64)
+        with pytest.raises(UsageError, match="65 bytes of an arena of"):
+            arena.buffer(65)
+        assert len(arena.buffer(64)) == 64
+        assert "used" in repr(arena)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_size_below_one_is_refused(nbytes: int) -> None:
+    with pytest.raises(UsageError, match="at least 1 byte"):
+        Arena(nbytes)
+
+
+def test_arrays_that_cannot_be_shared_are_refused() -> None:
+    with Arena(4096) as arena:
+        with pytest.raises(UsageError, match="can be shared"):
+            arena.numpy(3, object)
+        with pytest.raises(UsageError, match="0 bytes of an arena"):
+            arena.buffer(0)
+        assert arena.numpy((0, 4), np.int8).shape == (0, 4)
+
+
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UsageError, match="on Linux only"):
+        Arena(4096)
+
+
+def test_it_is_not_unmapped_under_an_array() -> None:
+    arena = Arena(4096)
+    array = arena.numpy(4, np.int64)
+    with pytest.raises(UsageError, match="still alive"):
+        arena.close()
+    array[:] = 3
+    assert array.sum() == 12
+    del array
+    arena.close()
+    arena.close()
+    assert arena.closed
+    with pytest.raises(UsageError, match="it is closed"):
+        arena.buffer(1)
+    with pytest.raises(UsageError, match="it is closed"):
+        arena.fileno()
+
+
+def test_an_exception_is_not_hidden_by_arrays_that_its_frames_hold() -> None:
+    arena = Arena(4096)
+    array = arena.numpy(4, np.int64)
+    with pytest.raises(ZeroDivisionError), arena:
+        raise ZeroDivisionError
+    assert not arena.closed
+    del array
+    gc.collect()
+    arena.close()
+    assert arena.closed
+
+
+def test_who_has_the_descriptor_can_map_it_and_only_read() -> None:
+    with Arena(8192) as arena:
+        array = arena.numpy(8192, np.uint8)
+        theirs = os.open(f"/proc/self/fd/{arena.fileno()}", os.O_RDWR)
+        try:
+            with mmap.mmap(theirs, 8192, prot=mmap.PROT_READ) as mapped:
+                array[100] = 77
+                assert mapped[100] == 77
+            for attempt in (
+                lambda: mmap.mmap(theirs, 8192),
+                lambda: os.write(theirs, b"x"),
+                lambda: os.ftruncate(theirs, 0),
+                lambda: os.ftruncate(theirs, 1 << 20),
+                lambda: fcntl.fcntl(theirs, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+            ):
+                with pytest.raises(PermissionError):
+                    attempt()
+            assert fcntl.fcntl(theirs, fcntl.F_GET_SEALS) & SEALS == SEALS
+        finally:
+            os.close(theirs)
+        del array
+
+
+def test_memory_is_found_in_its_arena() -> None:
+    with Arena(1 << 16) as one, Arena(1 << 16) as two:
+        assert one.serial != two.serial
+        for arena in (one, two):
+            array = arena.numpy(1000, np.uint8)
+            assert arena_of(as_fragments(array.data)) is arena
+            assert array.ctypes.data == arena.address
+            del array
+        across = Fragments(
+            np.array([one.address, two.address], np.uint64),
+            np.array([10, 10], np.uint64),
+            owner=None,
+            writable=False,
+        )
+        assert arena_of(across) is None
+        beyond = Fragments(
+            np.array([one.address], np.uint64),
+            np.array([one.nbytes + 1], np.uint64),
+            owner=None,
+            writable=False,
+        )
+        assert arena_of(beyond) is None
+        ordinary = np.zeros(64, np.uint8)
+        assert arena_of(as_fragments(ordinary.data)) is None
+    assert arena_of(across) is None
+
+
+def test_a_refusal_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(open_descriptors())
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "not here")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with pytest.raises(PermissionError, match="not here"):
+        Arena(4096)
+    gc.collect()
+    assert len(open_descriptors()) == before
