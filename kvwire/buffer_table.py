@@ -44,6 +44,10 @@ class BufferTable:
         self.holds.retire(buffer)
         self.collect()
 
+    def whole(self, buffer: BufferId) -> Payload:
+        """All of a buffer."""
+        return self._payloads[buffer]
+
     def part(self, buffer: BufferId, offset: int, nbytes: int) -> Payload:
         """A byte range of a buffer."""
         payload = self._payloads[buffer]

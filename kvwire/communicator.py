@@ -31,6 +31,7 @@ from kvwire.errors import (
 from kvwire.exchange import Exchange
 from kvwire.incoming import Incoming
 from kvwire.integrity import Checks
+from kvwire.limits import SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.opening import Opening, hands_shaken, report_of
 from kvwire.outgoing import Outgoing
@@ -118,7 +119,7 @@ class Communicator(Offering):
         self.buffers = BufferTable()
         self.counters = Counters()
         self.loop = asyncio.get_running_loop()
-        self.devices = Devices(self.loop, config.chunk_bytes)
+        self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
         self.exchange = Exchange()
         self.recovery = Recovery(self)
         self._reception = Reception(self)

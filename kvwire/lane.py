@@ -109,6 +109,12 @@ class Lane(ABC):
     """Smaller payloads travel on the control link: there they are faster."""
     intact: bool = False
     """Nothing but memory is on the payload's way: no cable, no switch, no socket."""
+    span_bytes: int = 0
+    """Payload that may come in one ``send`` where it lies in large pieces.
+
+    0 is a chunk, as large as both sides have agreed on. More pays where a payload costs
+    time beside its bytes.
+    """
     window_bytes: int = 4 * MIB
     """Payload that may be under way: the lane's rate times its round trip, and more.
 

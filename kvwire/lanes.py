@@ -17,10 +17,10 @@ from kvwire.errors import ConnectionLost, KVWireError, ProtocolError
 from kvwire.integrity import Checks, matches
 from kvwire.kv.fragments import Fragments
 from kvwire.lane import Lane, LaneHandler
-from kvwire.limits import LINK_QUEUE_BYTES, TICKET_BYTES_MAX
+from kvwire.limits import LINK_QUEUE_BYTES, SPAN_PIECE_BYTES, TICKET_BYTES_MAX
 from kvwire.proto.events import AsideReceived, LaneLowered
 from kvwire.proto.flows import Arrival, Chunk
-from kvwire.types import MemoryKind
+from kvwire.types import BufferId, MemoryKind
 
 if TYPE_CHECKING:
     from kvwire.proto.connection import Connection as Core
@@ -151,6 +151,16 @@ class Lanes(LaneHandler):
         if payload.nbytes < half.lane.bytes_min:
             return False
         return MemoryKind.HOST in kinds or not self.fallback
+
+    def span(self, half: Half, buffer: BufferId) -> int:
+        """Bytes of a buffer that a lane takes at once; 0 for a chunk."""
+        payload = self._staged.whole(buffer)
+        if isinstance(payload, Fragments) and (
+            payload.device is not None
+            or payload.nbytes < SPAN_PIECE_BYTES * payload.lengths.size
+        ):
+            return 0
+        return half.lane.span_bytes if self.carries(half, payload) else 0
 
     def takes(self, number: int, kind: MemoryKind) -> bool:
         """Whether a lane moves this kind of memory itself."""

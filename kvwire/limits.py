@@ -60,6 +60,11 @@ BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
 TICKET_BYTES_MAX: Final = 32 * KIB
 # Payloads that one lane has and the receiver has not taken yet.
 LANE_PAYLOADS_MAX: Final = 256
+# One payload on a lane where a chunk is smaller: 4 MiB pay for what a payload costs
+# beside its bytes, and are through in less than a millisecond where it matters.
+SPAN_BYTES_MAX: Final = 4 * MIB
+# Only what lies in pieces of this size on average: a ticket names each piece.
+SPAN_PIECE_BYTES: Final = 32 * KIB
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
@@ -299,10 +300,15 @@ class Pump(LinkHandler):
                 break
             if not ready and self.staged.full:
                 break
-            chunk = ready.popleft() if ready else core.next_chunk()
+            half = lanes.pick(link.queued_bytes) if lanes.up else None
+            if ready:
+                chunk: Chunk | None = ready.popleft()
+            elif half is not None and half.lane.span_bytes:
+                chunk = core.next_chunk(partial(lanes.span, half))
+            else:
+                chunk = core.next_chunk()
             if chunk is None:
                 break
-            half = lanes.pick(link.queued_bytes) if lanes.up else None
             queued_bytes += self._send_chunk(core, chunk, half)
         return queued_bytes
 

@@ -30,7 +30,7 @@ from kvwire.backend import Link, Payload
 from kvwire.buffer_table import BufferTable
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import STAGING_SLOTS
+from kvwire.limits import SPAN_BYTES_MAX, STAGING_SLOTS
 from kvwire.memory.device.reaper import Done
 from kvwire.memory.staging.desk import Desk
 from kvwire.memory.staging.ring import Ring
@@ -101,8 +101,9 @@ class Staged:
                 f"would bound what waits to be copied; use another transport"
             )
         nbytes = self._core.agreement.terms.chunk_bytes
+        span_bytes = max(nbytes, SPAN_BYTES_MAX)
         # bounded by the devices of this host
-        self._slots[device] = _Slots(desk, nbytes), _Slots(desk, nbytes)
+        self._slots[device] = _Slots(desk, nbytes), _Slots(desk, span_bytes)
 
     @property
     def quiet(self) -> bool:
@@ -120,6 +121,10 @@ class Staged:
     def full(self) -> bool:
         """Whether a chunk waits for a slot; then none is taken from the core."""
         return self._waiting is not None
+
+    def whole(self, buffer: BufferId) -> Payload:
+        """All of a buffer, where it has always been."""
+        return self._buffers.whole(buffer)
 
     def payload(self, chunk: Chunk) -> Payload:
         """The bytes of a chunk: in its slot, or where they have always been."""

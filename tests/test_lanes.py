@@ -18,7 +18,7 @@ from kvwire import BackendUnavailable, ConnectionLost
 from kvwire.backend import Payload
 from kvwire.errors import ConnectionClosed
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import KIB, MIB
+from kvwire.limits import KIB, MIB, SPAN_BYTES_MAX
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
@@ -241,6 +241,18 @@ async def test_a_lane_that_breaks_is_replaced_by_the_control_link(
         assert pair.left._pump.lanes.quiet
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert any("the control link carries the data now" in line for line in said)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+async def test_spans_are_sent_again_as_chunks(after: int) -> None:
+    """The lane takes 4 MiB at once, the control link chunk by chunk."""
+    backends = {
+        "inproc": {"break_after": str(after), "span_bytes": str(SPAN_BYTES_MAX)}
+    }
+    async with connected(**BESIDE, backends=backends) as pair:
+        await expect_moves(pair)
+        if after:
+            await until(partial(_is_over, pair.left, "tcp"))
 
 
 async def test_one_lane_of_several_breaks(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Mapping
 from itertools import count
 from typing import Final
 
@@ -38,13 +39,15 @@ class InprocLane(Lane):
 
     Args:
         context: With the setting ``break_after``, the lane breaks after this half has
-            received so many payloads: what a test of failover wants.
+            received so many payloads: what a test of failover wants. ``span_bytes`` is
+            that of the lane.
     """
 
     intact = True
 
     def __init__(self, context: LaneContext) -> None:
-        self._break_after = _number(context.settings.get("break_after"))
+        self._break_after = _number(context.settings, "break_after")
+        self.span_bytes = _number(context.settings, "span_bytes")
         self._loop = asyncio.get_running_loop()
         self._number = next(_numbers)
         self._handler: LaneHandler | None = None
@@ -222,10 +225,9 @@ class InprocLane(Lane):
         self._peer = None
 
 
-def _number(text: str | None) -> int:
+def _number(settings: Mapping[str, str], key: str) -> int:
     """The number in a setting; 0 if there is none."""
-    if text is None:
-        return 0
+    text = settings.get(key, "0")
     if not text.isdecimal():
-        raise UsageError(f"break_after={text!r}: a number of payloads is needed")
+        raise UsageError(f"{key}={text!r}: a number is needed")
     return int(text)

@@ -41,7 +41,7 @@ from collections.abc import Callable
 from kvwire.backend import Landing, Payload
 from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import KIB
+from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.host import Host
 from kvwire_local.incoming import Incoming
@@ -72,6 +72,9 @@ class LocalLane(Lane):
 
     bytes_min = 32 * KIB
     intact = True
+    span_bytes = SPAN_BYTES_MAX
+    # Four spans: the reader never waits for the round trip of an acknowledgement.
+    window_bytes = 4 * SPAN_BYTES_MAX
 
     def __init__(self, context: LaneContext) -> None:
         allowed = _WAYS[_setting(context, "way", tuple(_WAYS))]

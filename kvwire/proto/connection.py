@@ -17,6 +17,8 @@ then calls ``fail`` and stops feeding. Nothing else is raised for what a peer se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvwire.errors import (
     ClosedOK,
     ConnectionClosed,
@@ -239,11 +241,11 @@ class Connection:
             self._end(error or ConnectionLost("the peer closed the connection"))
         self._turn(Turn.LOST)
 
-    def next_chunk(self) -> Chunk | None:
-        """The next piece of payload to send, if there is one."""
+    def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
+        """The next piece of payload to send, if there is one; see Flows."""
         if self.error is not None:
             return None
-        return self._flows.next_chunk()
+        return self._flows.next_chunk(span)
 
     @property
     def sending(self) -> bool:

@@ -5,6 +5,9 @@ in a frame of its own that says where it belongs. So the order in which they arr
 does not matter, none can overlap another, and a request is complete when its bytes
 add up.
 
+On a lane several chunks that follow each other may travel as one *span*: what a payload
+costs beside its bytes is then paid once.
+
 Requests that send take turns, one chunk each: a message of 4 MiB beside a prompt of
 4 GiB waits for its share of the wire and not for the prompt. A transfer has one turn,
 however many of its segments are marked, and sends them in the order of their marks: so
@@ -20,14 +23,16 @@ from collections.abc import Callable
 import msgspec
 
 from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
-from kvwire.limits import LINK_CHUNKS_MAX, REQUESTS_MAX
+from kvwire.limits import LINK_CHUNKS_MAX, REQUESTS_MAX, SPAN_BYTES_MAX
 from kvwire.proto.holds import Holds
 from kvwire.proto.requests import SENDING, Request, Requests
 from kvwire.proto.seen import Seen
 from kvwire.proto.segments import Segment
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
-from kvwire.wire.header import Header
+from kvwire.wire.header import FrameType, Header
+
+_DATA = int(FrameType.DATA)
 
 Mover = Request | Segment
 """What sends chunks: a request in one piece, or a segment of a transfer."""
@@ -157,10 +162,14 @@ class Flows:
         """Whether there may be a chunk to send."""
         return bool(self._turns or self._again) and len(self._leaving) < LINK_CHUNKS_MAX
 
-    def next_chunk(self) -> Chunk | None:
+    def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
         """The next piece to send. Its memory is held until :meth:`chunk_sent`.
 
         A higher priority goes first; within one priority each takes its turn.
+
+        Args:
+            span: How many bytes of a buffer may go at once, where a lane would take
+                more than one chunk.
         """
         while self.sending:
             if self._again:
@@ -177,6 +186,8 @@ class Flows:
             if mover.state is State.MOVING:
                 position = mover.moved
                 length = min(self._chunk_bytes, mover.nbytes - position)
+                if span is not None and length < mover.nbytes - position:
+                    length = self._span(mover, span)
                 mover.moved += length
                 mover.in_flight += 1
                 chunk = Chunk(mover, position, length)
@@ -217,10 +228,25 @@ class Flows:
             self._requests.finish(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
-        """A chunk got lost with its lane: it is sent again, before all others."""
+        """A chunk got lost with its lane: it is sent again, before all others.
+
+        A span is sent as single chunks, which any way can carry.
+        """
         self._leaving.pop(chunk)
-        chunk.lane = 0
-        self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+        if chunk.length <= self._chunk_bytes:
+            chunk.lane = 0
+            self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+            return
+        mover, end = chunk.mover, chunk.position + chunk.length
+        if mover.state is not State.MOVING:
+            end = chunk.position  # it is over, and its memory on its way back
+        for position in range(chunk.position, end, self._chunk_bytes):
+            part = Chunk(mover, position, min(self._chunk_bytes, end - position))
+            self._holds.take(part.buffer)
+            mover.in_flight += 1
+            self._again.append(part)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+        mover.in_flight -= 1
+        self._holds.drop(chunk.buffer)
 
     # --- receiving --------------------------------------------------------------------
 
@@ -245,26 +271,32 @@ class Flows:
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",
             )
-        if not request.arrived.note(self.chunk_number(header, request.nbytes)):
-            raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
+        for number in self.chunk_numbers(header, request.nbytes):
+            if not request.arrived.note(number):
+                raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
         assert request.buffer is not None
         return self.land(header, request.buffer, request.base + header.offset, request)
 
-    def chunk_number(self, header: Header, nbytes: int) -> int:
-        """Which chunk of a movement of ``nbytes`` a header announces.
+    def chunk_numbers(self, header: Header, nbytes: int) -> range:
+        """Which chunks of a movement of ``nbytes`` a header announces.
 
         Raises:
-            MalformedFrame: None of it.
+            MalformedFrame: None of it, or on the control link more than one.
         """
-        number, beside = divmod(header.offset, self._chunk_bytes)
-        left = nbytes - header.offset
-        if beside or left < 1 or header.length != min(self._chunk_bytes, left):
+        chunk_bytes = self._chunk_bytes
+        first, beside = divmod(header.offset, chunk_bytes)
+        left, length = nbytes - header.offset, header.length
+        whole = length == left or not length % chunk_bytes
+        most = chunk_bytes
+        if header.type != _DATA:
+            most = max(chunk_bytes, SPAN_BYTES_MAX)
+        if beside or left < 1 or length > min(left, most) or not whole:
             raise MalformedFrame(
                 "KVW-DT-02",
-                f"chunk {header.offset}+{header.length} of {nbytes} bytes in chunks of "
-                f"{self._chunk_bytes}",
+                f"chunk {header.offset}+{length} of {nbytes} bytes in chunks of "
+                f"{chunk_bytes}",
             )
-        return number
+        return range(first, first - (-length // chunk_bytes))
 
     def land(
         self,
@@ -311,13 +343,18 @@ class Flows:
     def missed(self, arrival: Arrival) -> None:
         """An arrival got lost with its lane, and may come again."""
         self.release(arrival)
-        number = arrival.header.offset // self._chunk_bytes
-        if arrival.segment is not None:
-            arrival.segment.arrived[number] = 0
-        else:
-            assert arrival.request is not None
-            assert arrival.request.arrived is not None
-            arrival.request.arrived.forget(number)
+        for number in self.numbers(arrival):
+            if arrival.segment is not None:
+                arrival.segment.arrived[number] = 0
+            else:
+                assert arrival.request is not None
+                assert arrival.request.arrived is not None
+                arrival.request.arrived.forget(number)
+
+    def numbers(self, arrival: Arrival) -> range:
+        """The chunks of an arrival that was accepted."""
+        first = arrival.header.offset // self._chunk_bytes
+        return range(first, first - (-arrival.length // self._chunk_bytes))
 
     # --- the end ----------------------------------------------------------------------
 
@@ -338,6 +375,12 @@ class Flows:
         self._queued = 0
 
     # --- inside -----------------------------------------------------------------------
+
+    def _span(self, mover: Mover, span: Callable[[BufferId], int]) -> int:
+        """Bytes of the next span of a mover: whole chunks, or all that is left."""
+        assert mover.buffer is not None
+        chunks = max(1, min(span(mover.buffer), SPAN_BYTES_MAX) // self._chunk_bytes)
+        return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)
 
     def _after(self, mover: Mover) -> Segment | None:
         """What takes the turn of a mover that is through."""

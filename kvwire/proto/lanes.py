@@ -457,9 +457,12 @@ class Lanes:
 
 
 def _as_data(header: Header, body: Aside) -> Header:
-    """The DATA header that the chunk would have come under on the control link."""
+    """The header that the chunk would have come under on the control link.
+
+    Its type stays, since on a lane several chunks may come at once.
+    """
     return Header(
-        type=FrameType.DATA,
+        type=FrameType.ASIDE,
         flags=0 if body.check is None else _CHECKED,
         sequence=header.sequence,
         length=body.nbytes,

@@ -337,10 +337,11 @@ class Transfers:
             raise UnexpectedFrame(
                 "KVW-TR-07", f"payload for segment {header.segment}, not marked"
             )
-        number = self._flows.chunk_number(header, segment.nbytes)
-        if segment.arrived[number]:
+        numbers = self._flows.chunk_numbers(header, segment.nbytes)
+        if any(segment.arrived[number] for number in numbers):
             raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
-        segment.arrived[number] = CHUNK_ARRIVING
+        for number in numbers:
+            segment.arrived[number] = CHUNK_ARRIVING
         return self._flows.land(header, segment.buffer, header.offset, segment=segment)
 
     def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
@@ -353,7 +354,8 @@ class Transfers:
             return
         segment.moved += arrival.length
         if intact:
-            segment.arrived[arrival.offset // self._chunk_bytes] = CHUNK_LANDED
+            for number in self._flows.numbers(arrival):
+                segment.arrived[number] = CHUNK_LANDED
         else:
             segment.damaged = True
         if segment.moved < segment.nbytes:

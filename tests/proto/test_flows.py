@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -307,11 +308,89 @@ def test_a_chunk_that_was_lost_goes_first() -> None:
     lost.lane = 3
     side.flows.chunk_missed(lost)
     assert side.flows.sending
-    assert side.chunk() is lost
-    assert (lost.lane, lost.mover) == (0, request)
+    again = side.chunk()
+    assert (again.mover, again.position, again.lane) == (request, lost.position, 0)
     assert side.chunk().mover is other
-    side.flows.chunk_sent(lost)
+    side.flows.chunk_sent(again)
     assert request.state is State.MOVING
+
+
+def test_a_lane_may_take_several_chunks_at_once() -> None:
+    """Whole chunks, or all that is left; a lane that wants less gets one."""
+    side = Side()
+    request = side.put(48)
+    spans = []
+    while (chunk := side.flows.next_chunk(lambda buffer: 25)) is not None:
+        assert chunk.buffer == request.buffer
+        spans.append((chunk.position, chunk.length))
+    assert spans == [(0, 20), (20, 20), (40, 8)]
+    side.put(30)
+    chunk = side.flows.next_chunk(lambda buffer: 0)
+    assert chunk is not None
+    assert chunk.length == CHUNK
+
+
+def test_a_span_that_was_lost_goes_as_chunks() -> None:
+    """What carries it now may take no more at once."""
+    side = Side()
+    request = side.put(35)
+    span = side.flows.next_chunk(lambda buffer: 30)
+    assert span is not None
+    side.flows.chunk_missed(span)
+    again = [side.chunk() for _ in range(4)]
+    assert [(c.position, c.length) for c in again] == pieces(35)
+    assert request.in_flight == 4
+    for chunk in again:
+        side.flows.chunk_sent(chunk)
+    assert request.state is State.WAITING
+
+
+def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
+    """Its memory is given back instead."""
+    side = Side()
+    request = side.put(35)
+    span = side.flows.next_chunk(lambda buffer: 30)
+    assert span is not None
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    side.flows.chunk_missed(span)
+    assert side.flows.next_chunk() is None
+    assert side.holds.drained == [request.buffer]
+    assert request.in_flight == 0
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 20), (10, 25), (30, 5), (0, 35)])
+def test_a_span_arrives_as_its_chunks(offset: int, length: int) -> None:
+    side = Side()
+    request = side.get(35)
+    span = msgspec.structs.replace(
+        data(request.wire_id, offset, length), type=FrameType.ASIDE
+    )
+    arrival = side.flows.data_header(span)
+    assert list(side.flows.numbers(arrival)) == list(
+        range(offset // CHUNK, -(-(offset + length) // CHUNK))
+    )
+    with pytest.raises(UnexpectedFrame, match="came twice"):
+        side.flows.data_header(data(request.wire_id, offset, min(CHUNK, length)))
+    side.flows.missed(arrival)
+    assert side.flows.data_header(span).length == length
+
+
+@pytest.mark.parametrize(
+    ("kind", "offset", "length"),
+    [
+        (FrameType.DATA, 0, 20),
+        (FrameType.ASIDE, 5, 10),
+        (FrameType.ASIDE, 0, 15),
+        (FrameType.ASIDE, 0, 40),
+        (FrameType.ASIDE, 40, 10),
+    ],
+)
+def test_what_is_no_span_is_refused(kind: FrameType, offset: int, length: int) -> None:
+    side = Side()
+    request = side.get(35)
+    header = msgspec.structs.replace(data(request.wire_id, offset, length), type=kind)
+    with pytest.raises(MalformedFrame, match="KVW-DT-02"):
+        side.flows.data_header(header)
 
 
 def test_the_last_chunk_may_be_the_lost_one() -> None:
@@ -332,7 +411,19 @@ def test_a_lost_chunk_of_a_request_that_is_over_is_not_sent() -> None:
     request = side.put(15)
     lost = side.chunk()
     side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == []
     side.flows.chunk_missed(lost)
+    assert side.flows.next_chunk() is None
+    assert side.holds.drained == [request.buffer]
+    assert request.in_flight == 0
+
+
+def test_a_request_ends_while_its_lost_chunk_waits() -> None:
+    """It is not sent any more, and its memory is given back."""
+    side = Side()
+    request = side.put(15)
+    side.flows.chunk_missed(side.chunk())
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
     assert side.holds.drained == []
     assert side.flows.next_chunk() is None
     assert side.holds.drained == [request.buffer]
