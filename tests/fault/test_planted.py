@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from kvwire.testing.sim import run
-from tests.fault.planted import access, memory, progress
+from tests.fault.planted import access, lanes, memory, progress
 from tests.fault.planted.plant import Planted, planted
 
-BUGS = (*memory.BUGS, *access.BUGS, *progress.BUGS)
+BUGS = (*memory.BUGS, *access.BUGS, *progress.BUGS, *lanes.BUGS)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

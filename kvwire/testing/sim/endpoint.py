@@ -14,6 +14,7 @@ from kvwire.proto.events import Ended, MemoryWanted, RequestDone
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Known
+from kvwire.testing.sim.beside import Beside, LaneEvent
 from kvwire.testing.sim.lane import Frame, Landing
 from kvwire.testing.sim.memory import Lease
 from kvwire.testing.sim.net import End
@@ -52,6 +53,7 @@ class Endpoint:
         ended: The core has said that it is over.
         down: The wire has gone.
         longest: No message is longer.
+        beside: Its lanes.
     """
 
     def __init__(self, world: World, node: Node, end: End, core: Connection) -> None:
@@ -79,6 +81,7 @@ class Endpoint:
             *(2 * chunk, 3 * chunk + 17, 5 * chunk),
         )
         self.longest = max(self._sizes)
+        self.beside = Beside(world, self)
         node.endpoints.append(self)
         self.set_timer()
 
@@ -173,6 +176,7 @@ class Endpoint:
         self._world.note(self.name, "link closed", str(error or ""))
         self.down = True
         self.core.link_lost(error)
+        self.beside.break_all()
         self.pump()
         for buffer, held in list(self.held.items()):
             if not held.whole:
@@ -180,6 +184,7 @@ class Endpoint:
 
     def vanish(self) -> None:
         """The process has crashed."""
+        self.beside.vanish()
         self.end.vanish()
 
     # --- carrying out -----------------------------------------------------------------
@@ -236,8 +241,13 @@ class Endpoint:
 
     def _send_chunk(self, chunk: Chunk) -> None:
         self._world.judge.leaves(self, chunk)
+        check = 0 if self._checked else None
+        lane = self.beside.pick()
+        if lane is not None:
+            self.end.send(self.beside.send(lane, chunk, check))
+            return
         frame = Frame(
-            self.core.chunk_header(chunk, 0 if self._checked else None),
+            self.core.chunk_header(chunk, check),
             None,
             lease=self.node.lease(chunk.buffer),
             offset=chunk.offset,
@@ -266,6 +276,9 @@ class Endpoint:
                 self.end.close()
             else:
                 self.end.abort()
+            self.beside.break_all()
+        elif isinstance(event, LaneEvent):
+            self.beside.event(event)
         else:
             self.node.app.kv.event(self, event)
 

@@ -106,6 +106,8 @@ class Opening:
         self.endpoint = endpoint = Endpoint(self._world, node, end, core)
         end.handler = endpoint
         self._world.agreed(endpoint)
+        endpoint.beside.ask()
+        endpoint.pump()
 
     def _flush(self) -> None:
         for header, body in self._handshake.outgoing:

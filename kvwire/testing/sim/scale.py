@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Final
 
-from kvwire.proto import flows, messages, regions, requests, transfers
+from kvwire.proto import flows, lanes, messages, regions, requests, transfers
 from kvwire.wire import hello
 
 SMALL_CHUNK_BYTES: Final = 64
@@ -23,6 +23,7 @@ _SMALL_TABLES: Final[tuple[_Change, ...]] = (
     (messages, "REQUESTS_MAX", 6),
     (flows, "REQUESTS_MAX", 6),
     (flows, "LINK_CHUNKS_MAX", 6),
+    (lanes, "LANE_PAYLOADS_MAX", 3),
     (regions, "GRANTS_MAX", 4),
     (transfers, "TRANSFERS_WAITING_MAX", 3),
     (transfers, "LANDED_MAX", 2),

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # What a peer is told about a grant that is not its own, whatever is wrong with it.
 _NO_GRANT: Final = "no such grant on this connection"
+# What is said of a close that has taken too long.
+_TOO_LATE: Final = "did not finish closing in time"
 _SAME_ANSWER: Final = frozenset({"wrong token", "foreign", "unknown"})
 
 
@@ -63,6 +65,8 @@ class Truth:
         claim = self._claims.get(type(error))
         if claim is None or not claim(ask):
             raise Violation("untrue", f"{ask} failed with {error!r}, which is not so")
+        if _TOO_LATE in str(error) and _is_delivered(ask):
+            self._check_hindered(ask)
         if isinstance(error, AccessDenied) and ask.aim is not None:
             demand(
                 _NO_GRANT in str(error) or ask.aim.wrong not in _SAME_ANSWER,
@@ -90,6 +94,17 @@ class Truth:
                 "deadline",
                 "a request is open after its deadline",
             )
+
+    def _check_hindered(self, ask: Ask) -> None:
+        """Puts and gets need no application: a close waits for them, and they move."""
+        setup, wire = self._setup, ask.endpoint.end.out.wire
+        slow = setup.stuck or setup.late or setup.gap or setup.bytes_per_s
+        trips = setup.close_timeout_s / setup.latency_s[1]
+        demand(
+            slow or trips < 40 or not wire.healthy,
+            "stuck",
+            f"{ask} was not over when a close of {setup.close_timeout_s:g} s was",
+        )
 
     def _expired(self, ask: Ask) -> bool:
         now = ask.endpoint.node.clock

@@ -16,6 +16,7 @@ from kvwire.proto.auth import key_id
 from kvwire.proto.events import MemoryWanted
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.app import App
+from kvwire.testing.sim.beside import Fate
 from kvwire.testing.sim.endpoint import Endpoint
 from kvwire.testing.sim.faults import Faults
 from kvwire.testing.sim.judge import Judge
@@ -47,6 +48,7 @@ class World:
         wires: Every wire there has been.
         endpoints: Every side of a connection there has been.
         judge: Decides whether it is right.
+        fate: What happens to lanes.
         calm: Faults are over.
         keeps_history: Lanes have to remember what they have sent.
         keys: What every node accepts in ``psk`` mode.
@@ -62,6 +64,7 @@ class World:
         self.wires: list[Wire] = []
         self.endpoints: list[Endpoint] = []
         self.judge = Judge(self)
+        self.fate = Fate(plan)
         self.calm = False
         self.keeps_history = plan.has(Verb.REFLECT)
         self._closing = False

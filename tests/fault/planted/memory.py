@@ -60,9 +60,8 @@ BUGS: Final = (
     Planted(
         name="what was landing when the link died stays held for ever",
         module="kvwire.proto.flows",
-        before="        for arrival in self._landing:\n"
-        "            assert arrival.buffer is not None\n"
-        "            self._holds.drop(arrival.buffer)\n",
+        before="        for arrival in [a for a in self._landing if not a.lane]:\n"
+        "            self.release(arrival)\n",
         after="",
         rules=frozenset({"drained"}),
     ),

@@ -1,0 +1,21 @@
+"""Lanes in the simulator: what its schedules reach."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvwire.testing.sim.run import run_seed
+
+
+def test_the_schedules_reach_what_lanes_are_for() -> None:
+    """They come up, carry, break before, within and after a payload, or never come."""
+    said: Counter[str] = Counter()
+    for seed in range(400):
+        for _, _, what, *details in run_seed(seed).trace:
+            if what == "lane":
+                said[str(details[0])] += 1
+    for event in ("up", "payload", "it broke", "the other half is gone", "declined"):
+        assert said[event] > 50, f"{event}: {said[event]}"
+    assert said["payload missed"] > 10
+    assert said["the other process is gone"]
+    assert said["the connection is over"]
