@@ -1,0 +1,122 @@
+"""vLLM's scheduler as far as the connector looks at it, and two workers' memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import kvwire
+from kvwire.integrations.vllm.caches import CacheShape
+from kvwire.integrations.vllm.config import Settings
+from kvwire.integrations.vllm.worker import WorkerSide
+
+LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, DIM = 3, 16, 4, 4, 8
+NAMES = tuple(f"model.layers.{index}.self_attn.attn" for index in range(LAYERS))
+FREE = -1.0
+
+
+@dataclass
+class Request:
+    """A request of vLLM."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As vLLM counts them."""
+        return len(self.prompt_token_ids)
+
+
+@dataclass
+class New:
+    """A request that is scheduled for the first time."""
+
+    req_id: str
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int = 0
+
+
+@dataclass
+class Cached:
+    """Requests that were scheduled before."""
+
+    req_ids: list[str] = field(default_factory=list)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Output:
+    """A step of the scheduler."""
+
+    num_scheduled_tokens: dict[str, int]
+    scheduled_new_reqs: list[New] = field(default_factory=list)
+    scheduled_cached_reqs: Cached = field(default_factory=Cached)
+    preempted_req_ids: set[str] | None = None
+
+
+def chunk(request_id: str, blocks: list[int], computed: int, tokens: int) -> Output:
+    """A later step of one request."""
+    cached = Cached([request_id], [(blocks,) if blocks else None], [computed])
+    return Output({request_id: tokens}, scheduled_cached_reqs=cached)
+
+
+class Worker:
+    """A worker side and its memory: the layout of vLLM on CPUs.
+
+    Args:
+        rank: Of a group of ``ranks``.
+        ranks: Its size.
+        **settings: Of :class:`Settings`.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1, **settings: Any) -> None:
+        config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0))
+        self.heads = max(1, HEADS // ranks)
+        self.side = WorkerSide(
+            Settings(**settings),
+            config,
+            CacheShape(
+                block_tokens=BLOCK_TOKENS,
+                kv_heads=self.heads,
+                total_kv_heads=HEADS,
+                head_dim=DIM,
+                rank=rank,
+                ranks=ranks,
+            ),
+        )
+        shape = (BLOCKS, self.heads, BLOCK_TOKENS, 2 * DIM)
+        self.tensors = {name: np.full(shape, FREE, np.float32) for name in NAMES}
+        self.first_head = rank * self.heads
+        self.side.register(self.tensors)
+
+    def write(self, name: str, blocks: list[int]) -> None:
+        """What prefill leaves: position in the prompt, head and layer, in each."""
+        layer = NAMES.index(name)
+        for position, block in enumerate(blocks):
+            for head in range(self.heads):
+                value = 10_000 * layer + 100 * position + self.first_head + head
+                self.tensors[name][block, head] = value
+
+    def holds(self, blocks: list[int], layers: int = LAYERS) -> bool:
+        """Whether these blocks hold what ``write`` leaves, on whichever rank."""
+        for layer, name in enumerate(NAMES[:layers]):
+            for position, block in enumerate(blocks):
+                for head in range(self.heads):
+                    want = 10_000 * layer + 100 * position + self.first_head + head
+                    if not (self.tensors[name][block, head] == want).all():
+                        return False
+        return True
+
+    def forward(self, blocks: list[int]) -> None:
+        """Write every layer, with the hooks around each."""
+        for name in NAMES:
+            self.side.wait_layer(name)
+            self.write(name, blocks)
+            self.side.layer_written(name)
+        self.side.step_written()

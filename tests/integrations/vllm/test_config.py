@@ -1,0 +1,63 @@
+"""The keys of kv_connector_extra_config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvwire import UsageError
+from kvwire.integrations.vllm.config import Settings, read_settings
+from kvwire.types import Address
+
+
+def test_what_is_not_ours_is_for_kvwire() -> None:
+    extra = {"stream": "chunk", "lease_s": 5, "profile": {"site": "a"}}
+    settings, config = read_settings(extra, {"vllm_model": "m"})
+    assert settings.stream == "chunk"
+    assert config.lease_s == 5
+    assert config.profile == {"vllm_model": "m", "site": "a"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"mode": "pusch"}, "mode='pusch' is none of pull, push"),
+        ({"stream": 1}, "stream=1"),
+        ({"listen": "7400"}, "no port"),
+        ({"listen": 7400}, "listen=7400"),
+        ({"gate_layers": -1}, "gate_layers=-1"),
+        ({"gate_layers": True}, "gate_layers=True"),
+        ({"fence_s": 0}, "fence_s=0"),
+        ({"lease": 5}, "did you mean 'lease_s'"),
+        ({"profile": "x"}, "profile='x'"),
+    ],
+)
+def test_what_cannot_be(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_settings(extra, {})
+
+
+def test_ranks_listen_beside_each_other() -> None:
+    settings = Settings(listen="127.0.0.1:7400")
+    assert str(settings.address(3)) == "tcp://127.0.0.1:7403"
+    assert str(Settings().address(3)) == "tcp://127.0.0.1:0"
+
+
+def test_what_peers_are_told() -> None:
+    bound = Address("tcp", "0.0.0.0", 7400)
+    assert Settings(advertise="node-7").advertised(bound) == "tcp://node-7:7400"
+    assert Settings().advertised(bound) == "tcp://0.0.0.0:7400"
+
+
+@pytest.mark.parametrize(
+    ("keys", "needs"),
+    [
+        ({"stream": "layer"}, True),
+        ({"stream": "chunk"}, False),
+        ({"stream": "request"}, False),
+        ({"stream": "request", "gate_layers": 1}, True),
+    ],
+)
+def test_when_layer_hooks_are_needed(keys: dict[str, Any], needs: bool) -> None:
+    assert Settings(**keys).needs_layer_hooks is needs

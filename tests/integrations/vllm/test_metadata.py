@@ -1,0 +1,62 @@
+"""kv_transfer_params, as clients may send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvwire import UsageError
+from kvwire.integrations.vllm.metadata import Wanted, answer
+
+
+def test_an_answer_is_what_decode_reads() -> None:
+    wanted = Wanted.read(answer("id", ("a:1", "b:2")))
+    assert wanted == Wanted(loads=True, transfer_id="id", remote=("a:1", "b:2"))
+    wanted.check(pushed=False)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"other": 1}])
+def test_a_request_for_this_engine_alone(params: dict[str, Any] | None) -> None:
+    assert Wanted.read(params) == Wanted()
+
+
+def test_addresses_as_one_text() -> None:
+    assert Wanted.read({"remote": "a:1,b:2"}).remote == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"transfer_id": 7}, "transfer_id=7"),
+        ({"remote": 7}, "remote=7"),
+        ({"remote": [7]}, "remote="),
+        ({"remote": ["a:1"] * 2000}, "at most 1024"),
+    ],
+)
+def test_what_cannot_be(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Wanted.read(params)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pushed", "said"),
+    [
+        (Wanted(loads=True, remote=("a:1",)), False, "needs transfer_id"),
+        (Wanted(loads=True, transfer_id="x"), False, "remote is missing"),
+        (Wanted(sends=True, transfer_id="x"), True, "remote is missing"),
+    ],
+)
+def test_what_is_missing(wanted: Wanted, pushed: bool, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        wanted.check(pushed=pushed)
+
+
+def test_who_waits_needs_no_address() -> None:
+    """Of a pull, whoever publishes; of a push, whoever expects."""
+    for wanted, pushed in (
+        (Wanted(sends=True), False),
+        (Wanted(loads=True, transfer_id="x"), True),
+    ):
+        wanted.check(pushed=pushed)
+        assert not wanted.remote

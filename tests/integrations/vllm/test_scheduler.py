@@ -1,0 +1,164 @@
+"""The scheduler's side, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvwire.integrations.vllm.config import Settings
+from kvwire.integrations.vllm.metadata import Load, Send, Written
+from kvwire.integrations.vllm.scheduler import SchedulerSide
+from tests.integrations.vllm.fakes import BLOCK_TOKENS, New, Output, Request, chunk
+
+TOKENS = list(range(100, 110))  # ten: two blocks and a half
+SENDS = {"do_remote_decode": True, "transfer_id": "t"}
+
+
+def loads(**more: Any) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "transfer_id": "t",
+        "remote": ["a:1"],
+        **more,
+    }
+
+
+def side(**settings: Any) -> SchedulerSide:
+    made = SchedulerSide(Settings(**settings), "engine", BLOCK_TOKENS)
+    made.hear_addresses({1: "b:2", 0: "a:1"})
+    return made
+
+
+def first_step(blocks: list[int], tokens: int, computed: int = 0) -> Output:
+    return Output({"r": tokens}, [New("r", (blocks,), computed)])
+
+
+def test_a_prompt_in_one_step() -> None:
+    scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7, 8, 9], 0)
+    step = scheduler.step(first_step([7, 8, 9], 10))
+    (send,) = step.sends
+    assert (send.blocks, send.tokens, len(send.hashes)) == ([7, 8, 9], 10, 2)
+    assert step.written == [Written(request_id="r", blocks=[], stop=10)]
+    assert scheduler.finished(request) == (
+        True,
+        {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": "t",
+            "remote": ["a:1", "b:2"],
+        },
+    )
+
+
+def test_a_prompt_in_chunks() -> None:
+    scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7], 0)
+    assert scheduler.step(first_step([7], 3)).written[0].stop == 3
+    step = scheduler.step(chunk("r", [8], 3, 5))
+    assert step.written == [Written(request_id="r", blocks=[8], stop=8)]
+    step = scheduler.step(chunk("r", [9], 8, 2))
+    assert step.written == [Written(request_id="r", blocks=[9], stop=10)]
+    # What is generated afterwards is not the prompt's.
+    assert scheduler.step(chunk("r", [10], 10, 1)).written == []
+
+
+def test_as_a_whole_it_is_sent_when_it_is_whole() -> None:
+    scheduler, request = side(stream="request"), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7], 0)
+    assert scheduler.step(first_step([7], 4)).sends == []
+    step = scheduler.step(chunk("r", [8, 9], 4, 6))
+    assert [send.blocks for send in step.sends] == [[7, 8, 9]]
+    assert step.written[0].stop == 10
+
+
+def test_blocks_behind_the_prompt_are_not_sent() -> None:
+    """vLLM may allocate for tokens to come."""
+    scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7, 8, 9, 10], 0)
+    assert scheduler.step(first_step([7, 8, 9, 10], 10)).sends[0].blocks == [7, 8, 9]
+
+
+def test_a_request_that_ends_before_its_prompt() -> None:
+    """Its blocks wait for what is under way; nobody is told where they are."""
+    scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7], 0)
+    scheduler.step(first_step([7], 4))
+    assert scheduler.finished(request) == (True, None)
+
+
+def test_a_request_that_never_ran() -> None:
+    scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7], 0)
+    assert scheduler.finished(request) == (False, None)
+
+
+def test_a_preempted_prompt_is_not_sent_again() -> None:
+    """Its transfer was aborted; decode computes what had not arrived."""
+    scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7], 0)
+    scheduler.step(first_step([7], 4))
+    step = scheduler.step(Output({}, preempted_req_ids={"r"}))
+    assert step.preempted == {"r"}
+    scheduler.allocated(request, [1, 2, 3], 0)
+    again = scheduler.step(chunk("r", [1, 2, 3], 0, 10))
+    assert (again.sends, again.written) == ([], [])
+    assert scheduler.finished(request) == (False, None)
+
+
+def test_a_prompt_preempted_before_it_was_sent_starts_over() -> None:
+    scheduler, request = side(stream="request"), Request("r", TOKENS, dict(SENDS))
+    scheduler.allocated(request, [7], 0)
+    scheduler.step(first_step([7], 4))
+    scheduler.step(Output({}, preempted_req_ids={"r"}))
+    step = scheduler.step(chunk("r", [1, 2, 3], 0, 10))
+    assert [send.blocks for send in step.sends] == [[1, 2, 3]]
+
+
+def test_a_prompt_that_is_fetched() -> None:
+    scheduler, request = side(), Request("r", TOKENS, loads())
+    assert scheduler.matched(request, 4) == (6, True)
+    assert scheduler.matched(request, 4) == (6, True)
+    scheduler.allocated(request, [5, 6, 7, 8], 6)
+    (load,) = scheduler.step(Output({})).loads
+    assert (load.blocks, load.cached, load.tokens) == ([5, 6, 7], 1, 10)
+    assert load.remote == ("a:1",)
+    # It comes back with more blocks, or after a preemption: nothing to fetch.
+    assert scheduler.matched(request, 0) == (0, False)
+    scheduler.allocated(request, [5, 6, 7, 8, 9], 0)
+    assert scheduler.step(Output({})).loads == []
+    assert scheduler.finished(request) == (False, None)
+
+
+def test_both_engines_name_blocks_alike() -> None:
+    producer, consumer = side(), side()
+    sent, fetched = Request("r", TOKENS, dict(SENDS)), Request("q", TOKENS, loads())
+    producer.allocated(sent, [1, 2, 3], 0)
+    consumer.allocated(fetched, [1, 2, 3], 10)
+    send: Send = producer.step(first_step([1, 2, 3], 10)).sends[0]
+    load: Load = consumer.step(Output({})).loads[0]
+    assert send.hashes == load.hashes
+    salted = Request("s", TOKENS, loads(), cache_salt="tenant")
+    consumer.allocated(salted, [1, 2, 3], 10)
+    assert consumer.step(Output({})).loads[0].hashes != load.hashes
+
+
+def test_what_is_not_wanted_any_more_is_declined() -> None:
+    scheduler = side()
+    gone, chosen_elsewhere = (
+        Request("r", TOKENS, loads()),
+        Request("q", TOKENS, loads()),
+    )
+    assert scheduler.finished(gone) == (False, None)
+    scheduler.allocated(chosen_elsewhere, [1], 0)
+    assert [load.declined for load in scheduler.step(Output({})).loads] == [True, True]
+    assert scheduler.finished(chosen_elsewhere) == (False, None)
+
+
+def test_a_client_that_says_too_little_is_computed_here() -> None:
+    scheduler = side()
+    for params in (loads(transfer_id=7), loads(remote=[])):
+        assert scheduler.matched(Request("r", TOKENS, params), 0) == (0, False)
+    pushing = side(mode="push")
+    request = Request("r", TOKENS, dict(SENDS))
+    pushing.allocated(request, [1], 0)
+    assert pushing.step(first_step([1, 2, 3], 10)).sends == []
