@@ -27,6 +27,11 @@ class Work:
     count: int
     in_flight: int = 1
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of a round."""
+        return self.nbytes * self.count
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -116,7 +121,8 @@ class Case:
         unit: How its samples are read.
         ours: The contender that is judged.
         beside: Those it is compared with; the best of them counts.
-        target: The ratio aimed at: at most that for times, at least that for rates.
+        target: The ratio aimed at: at most that for times, at least that for rates;
+            None for none.
         tail: Whether the 99th percentile of the samples means anything.
     """
 
@@ -125,7 +131,7 @@ class Case:
     unit: Unit
     ours: Contender
     beside: Sequence[Contender]
-    target: float
+    target: float | None
     tail: bool = False
 
     @property

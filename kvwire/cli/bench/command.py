@@ -8,7 +8,13 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from kvwire.cli.bench import fragments_command, overlap_command
+from kvwire.cli.bench import (
+    cost_command,
+    fragments_command,
+    many_command,
+    overlap_command,
+    setup_command,
+)
 from kvwire.cli.bench.document import document
 from kvwire.cli.bench.messages import messages as benchmark_messages
 from kvwire.cli.bench.output import Output, Rounds, measure, show
@@ -28,6 +34,9 @@ app = App(
 )
 app.command(overlap_command.command, name="overlap")
 app.command(fragments_command.command, name="fragments")
+app.command(many_command.command, name="many")
+app.command(cost_command.command, name="cost")
+app.command(setup_command.command, name="setup")
 
 
 @app.command

@@ -57,7 +57,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 def show(
     table: RenderableType,
     document: Callable[[], dict[str, Any]],
-    picture: Callable[[], str],
+    picture: Callable[[], str] | None,
     *,
     json: Path | None,
     plot: Path | None,
@@ -76,7 +76,7 @@ def show(
             sys.stdout.write(text)
         else:
             _write(json, text)
-    if plot is not None:
+    if plot is not None and picture is not None:
         _write(plot, picture())
 
 

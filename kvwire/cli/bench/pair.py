@@ -191,8 +191,7 @@ class PairContender(Contender):
         self._right.answer()
         after = self._cpu_s()
         left_s, right_s = (b - a for a, b in zip(before, after, strict=True))
-        moved_bytes = work.nbytes * work.count
-        return Sample(values, moved_bytes, left_s + right_s, (left_s, right_s))
+        return Sample(values, work.moved_bytes, left_s + right_s, (left_s, right_s))
 
     def prepare(self, work: Work) -> None:
         """Have both sides get ready."""

@@ -173,8 +173,8 @@ class PeerContender(FragmentPair):
         after = self._cpu_s()
         self._pause()
         left_s, right_s = (b - a for a, b in zip(before, after, strict=True))
-        moved_bytes = work.nbytes * work.count
-        return Sample(found["values"], moved_bytes, left_s + right_s, (left_s, right_s))
+        cpu_s = (left_s, right_s)
+        return Sample(found["values"], work.moved_bytes, sum(cpu_s), cpu_s)
 
     def stop(self) -> None:
         """See Contender."""

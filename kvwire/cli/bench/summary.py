@@ -79,8 +79,15 @@ def compare(finding: Finding[Case]) -> Comparison:
     ours = finding.samples[case.ours.name]
     ratio = median(ours.values) / others[best]
     each = _by_round(ours, finding.samples[best])
-    met = ratio <= case.target if case.unit.less_is_better else ratio >= case.target
-    return Comparison(best=best, ratio=ratio, low=min(each), high=max(each), met=met)
+    return Comparison(
+        best=best, ratio=ratio, low=min(each), high=max(each), met=_met(case, ratio)
+    )
+
+
+def _met(case: Case, ratio: float) -> bool | None:
+    if case.target is None:
+        return None
+    return ratio <= case.target if case.unit.less_is_better else ratio >= case.target
 
 
 def _by_round(ours: Samples, theirs: Samples) -> list[float]:

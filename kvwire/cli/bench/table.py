@@ -50,6 +50,8 @@ def _judged(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Table:
 
 
 def _target(case: Case, comparison: Comparison) -> Text:
+    if case.target is None:
+        return Text()
     aim = f"{'<=' if case.unit.less_is_better else '>='} {case.target:g} "
     return Text(aim) + {None: Text(""), True: MET, False: MISSED}[comparison.met]
 

@@ -9,16 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from kvwire.cli.bench.sides.cost_half import CostHalf
 from kvwire.cli.bench.sides.fragments_half import FragmentsHalf
 from kvwire.cli.bench.sides.half import CALLS, Half
 from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
+from kvwire.cli.bench.sides.many_half import ManyHalf
 from kvwire.cli.bench.sides.overlap_half import OverlapHalf
+from kvwire.cli.bench.sides.setup_half import SetupHalf, StreamsSetupHalf
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
 from kvwire.cli.bench.sides.solo import SOLO_CALLS, InprocSolo, MemcpySolo, Solo
 from kvwire.cli.bench.sides.streams_half import StreamsHalf
 
 HALVES: Final[dict[str, Callable[[dict[str, str]], Half | Solo]]] = {
     "kvwire": lambda options: KvwireHalf(options["transport"]),
+    "cost": lambda options: CostHalf(options["transport"], int(options["pool_bytes"])),
     "fragments": lambda options: FragmentsHalf(
         options["transport"], int(options["pool_bytes"])
     ),
@@ -26,7 +30,10 @@ HALVES: Final[dict[str, Callable[[dict[str, str]], Half | Solo]]] = {
     "inproc": lambda options: InprocSolo(
         options["transport"], int(options["pool_bytes"])
     ),
+    "many": lambda options: ManyHalf(options["transport"], int(options["endpoints"])),
     "memcpy": lambda options: MemcpySolo(int(options["pool_bytes"])),
+    "setup": lambda options: SetupHalf(options["transport"]),
+    "setup-streams": lambda _: StreamsSetupHalf(),
     "streams": lambda _: StreamsHalf(),
     "sockets": lambda _: SocketsHalf(),
 }

@@ -1,0 +1,42 @@
+"""The ``kvwire bench setup`` command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from kvwire.cli.bench.document import document
+from kvwire.cli.bench.output import Output, Rounds, measure, show
+from kvwire.cli.bench.plot import draw
+from kvwire.cli.bench.setup import setup
+from kvwire.cli.bench.table import render
+
+
+def command(
+    *,
+    transport: str = "tcp",
+    loop: Literal["uvloop", "asyncio"] = "uvloop",
+    rounds: Rounds = 5,
+    json: Output = None,
+    plot: Path | None = None,
+) -> None:
+    """The handshake of a connection, its first transfer and its second.
+
+    Args:
+        transport: Of kvwire, separated by commas; those that join two processes.
+        loop: The event loop of kvwire and of the bare streams beside it.
+        rounds: How often 20 connections are made by everybody.
+        json: Write every sample, and what ran where, to this file; - is the output.
+        plot: Write a picture (SVG) to this file.
+    """
+    transports = transport.split(",")
+    benchmark = setup(transports=transports, loop=loop)
+    settings = {"transport": transports, "loop": loop, "rounds": rounds}
+    findings = measure(benchmark, rounds)
+    show(
+        render(benchmark, findings),
+        lambda: document(benchmark, findings, settings),
+        lambda: draw(benchmark, findings),
+        json=json,
+        plot=plot,
+    )

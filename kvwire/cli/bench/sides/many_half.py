@@ -1,0 +1,277 @@
+"""Many connections, many transfers: the left side pulls, the right one publishes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+import kvwire
+from kvwire.cli.bench.case import Work
+from kvwire.cli.bench.many_work import (
+    AT_ONCE,
+    BESIDE,
+    BLOCK_BYTES,
+    LAYER_BYTES,
+    LAYERS,
+    ManyWork,
+    scattered,
+)
+from kvwire.cli.bench.sides.half import HOST, Half, digest, fill
+
+GO: Final = 1
+STOP: Final = 2
+# 2 components x 16 tokens x 1 head of 2 bytes: what is left are its dims.
+_TOKENS: Final = 16
+_DIMS: Final = LAYER_BYTES // (2 * _TOKENS * 2)
+# Published before they are pulled, so that nobody waits for the other side's loop.
+_AHEAD: Final = 4
+
+
+class ManyHalf(Half):
+    """Some communicators on each side, every one connected to every other.
+
+    Args:
+        transport: Its name.
+        endpoints: How many there are on each side.
+    """
+
+    work_type = ManyWork
+
+    def __init__(self, transport: str, endpoints: int) -> None:
+        self._transport = transport
+        self._endpoints = endpoints
+        self._communicators: list[kvwire.Communicator] = []
+        self._connections: list[kvwire.Connection] = []
+        self._work: ManyWork | None = None
+        self._memory = np.zeros(0, np.uint8)
+        # Ids are never used twice.
+        self._number = 0
+
+    async def listen(self) -> dict[str, Any]:
+        """See Half."""
+        await self._open("right")
+        addresses = [await c.listen(f"tcp://{HOST}:0") for c in self._communicators]
+        return {"address": [str(address) for address in addresses]}
+
+    async def accept(self) -> dict[str, Any]:
+        """See Half; the first connection is known to both sides as the first."""
+        for communicator in self._communicators:
+            for _ in range(self._endpoints):
+                self._connections.append(await communicator.accept())
+        return {}
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        """See Half."""
+        await self._open("left")
+        for where in address:
+            for communicator in self._communicators:
+                connection = await communicator.connect(
+                    where, transport=self._transport
+                )
+                self._connections.append(connection)
+        return {
+            "connections": len(self._connections),
+            "transport": str(self._connections[0].transport_report),
+        }
+
+    async def prepare(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        self._have(work)
+        return {}
+
+    async def use(self, work: Work, given: dict[str, Any]) -> dict[str, Any]:
+        """See Half."""
+        self._have(work)
+        return {}
+
+    async def check_left(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        self._have(work)
+        self._memory[:] = 0
+        await self._pull(work)
+        # In a thread: a loop that stands still for long is a dead peer to others.
+        return {"digest": await asyncio.to_thread(digest, self._memory.data)}
+
+    async def check_right(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        self._have(work)
+        sent = await asyncio.to_thread(fill, self._memory.data)
+        await self._publish(work)
+        return {"digest": sent}
+
+    async def drive(self, work: Work) -> dict[str, Any]:
+        """Left: ``values`` are seconds of each transfer, in their order."""
+        return {"values": await self._pull(work)}
+
+    async def serve(self, work: Work) -> dict[str, Any]:
+        """See Half."""
+        await self._publish(work)
+        return {}
+
+    async def close(self) -> None:
+        """See Half."""
+        for communicator in self._communicators:
+            communicator.abort()
+            await communicator.close()
+
+    async def _open(self, name: str) -> None:
+        for number in range(self._endpoints):
+            communicator = await kvwire.open(name=f"bench-{name}-{number}")
+            self._communicators.append(communicator)
+
+    def _have(self, work: Work) -> ManyWork:
+        """The memory of a work as a cache, and who gets which blocks of it."""
+        assert isinstance(work, ManyWork)
+        if self._work != work:
+            self._memory = np.ones(work.blocks * BLOCK_BYTES, np.uint8)
+            spec = kvwire.KVSpec(
+                layers=LAYERS,
+                kv_heads=1,
+                head_dim=_DIMS,
+                block_tokens=_TOKENS,
+                dtype="float16",
+            )
+            shape = (LAYERS, work.blocks, 2, _TOKENS, 1, _DIMS)
+            tensors = list(self._memory.view(np.float16).reshape(shape))
+            self._cache = kvwire.PagedCache(spec, tensors)
+            self._work = work
+        return work
+
+    # --- left -------------------------------------------------------------------------
+
+    async def _pull(self, work: Work) -> list[float]:
+        assert isinstance(work, ManyWork)
+        first, control = self._number, self._connections[0]
+        self._number += 1
+        await control.recv(GO)
+        if work.verb == AT_ONCE:
+            return await self._pull_all(work, first)
+        own, *others = self._shares(work)
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for index, blocks in enumerate(others):
+                group.create_task(self._keep_pulling(first, index, blocks, stop))
+            values = [
+                await self._pull_one(f"{first}-{i}", own, work.priority)
+                for i in range(work.count)
+            ]
+            stop.set()
+            if others:
+                await control.send(STOP, b"")
+        return values
+
+    async def _pull_all(self, work: ManyWork, first: int) -> list[float]:
+        async def one(index: int, blocks: Sequence[int]) -> float:
+            connection = self._connections[index % len(self._connections)]
+            await _over(connection.pull(f"{first}-{index}", self._cache, blocks))
+            return time.perf_counter() - began
+
+        shares = scattered(work.sizes(), work.blocks)
+        began = time.perf_counter()
+        return await asyncio.gather(*(one(i, b) for i, b in enumerate(shares)))
+
+    async def _pull_one(self, id: str, blocks: Sequence[int], priority: int) -> float:
+        began = time.perf_counter()
+        pulled = self._connections[0].pull(id, self._cache, blocks, priority=priority)
+        await _over(pulled)
+        return time.perf_counter() - began
+
+    async def _keep_pulling(
+        self, first: int, index: int, blocks: Sequence[int], stop: asyncio.Event
+    ) -> None:
+        """One after the other; the last is given up when it is not needed any more."""
+        number = 0
+        while not stop.is_set():
+            id = f"{first}-other-{index}-{number}"
+            incoming = self._connections[0].pull(id, self._cache, blocks)
+            stopped = asyncio.ensure_future(stop.wait())
+            ended = asyncio.ensure_future(incoming.drained())
+            await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
+            incoming.abort("the benchmark has what it needs")
+            await ended
+            stopped.cancel()
+            number += 1
+
+    # --- right ------------------------------------------------------------------------
+
+    async def _publish(self, work: Work) -> None:
+        assert isinstance(work, ManyWork)
+        first, control = self._number, self._connections[0]
+        self._number += 1
+        if work.verb == AT_ONCE:
+            shares = scattered(work.sizes(), work.blocks)
+            published = [
+                self._offer(self._communicator_of(i), f"{first}-{i}", blocks)
+                for i, blocks in enumerate(shares)
+            ]
+            await control.send(GO, b"")
+            await asyncio.gather(*map(_over, published))
+            return
+        own, *others = self._shares(work)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._keep_publishing(first, index, blocks))
+                for index, blocks in enumerate(others)
+            ]
+            await self._publish_in_order(work, first, own)
+            if work.verb == BESIDE:
+                await control.recv(STOP)
+            for task in tasks:
+                task.cancel()
+
+    async def _publish_in_order(
+        self, work: ManyWork, first: int, blocks: Sequence[int]
+    ) -> None:
+        communicator = self._communicators[0]
+        ids = [f"{first}-{number}" for number in range(work.count)]
+        ahead = [self._offer(communicator, id, blocks) for id in ids[:_AHEAD]]
+        await self._connections[0].send(GO, b"")
+        for id in ids[_AHEAD:]:
+            await _over(ahead.pop(0))
+            ahead.append(self._offer(communicator, id, blocks))
+        for outgoing in ahead:
+            await _over(outgoing)
+
+    async def _keep_publishing(
+        self, first: int, index: int, blocks: Sequence[int]
+    ) -> None:
+        number = 0
+        while True:
+            id = f"{first}-other-{index}-{number}"
+            outgoing = self._offer(self._communicators[0], id, blocks)
+            try:
+                await outgoing.drained()
+            except asyncio.CancelledError:
+                outgoing.abort("the benchmark has what it needs")
+                await outgoing.drained()
+                raise
+            number += 1
+
+    def _offer(
+        self, communicator: kvwire.Communicator, id: str, blocks: Sequence[int]
+    ) -> kvwire.Outgoing:
+        outgoing = communicator.publish(id, self._cache, blocks)
+        outgoing.ready()
+        outgoing.finish()
+        return outgoing
+
+    def _communicator_of(self, index: int) -> kvwire.Communicator:
+        """Whose connection number ``index`` is: each has as many as there are peers."""
+        number = index % len(self._connections) // self._endpoints
+        return self._communicators[number]
+
+    @staticmethod
+    def _shares(work: ManyWork) -> list[list[int]]:
+        sizes = [work.nbytes, *[work.other_bytes] * work.others]
+        return scattered(sizes, work.blocks)
+
+
+async def _over(end: kvwire.Incoming | kvwire.Outgoing) -> None:
+    outcome = await end
+    if not outcome.complete:
+        raise RuntimeError(f"a transfer did not end well: {outcome!r}")
+    await end.drained()
