@@ -20,6 +20,7 @@ from kvwire.errors import KVWireError
 from kvwire.testing.conformance.lanes import LANE_CHECKS, check_lanes
 from kvwire.testing.conformance.report import Report, Result
 from kvwire.testing.conformance.runner import CHECKS, TIMEOUT_S, check_backend
+from kvwire.types import Address
 
 _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
     "asyncio": asyncio.SelectorEventLoop,
@@ -61,6 +62,7 @@ async def _checked(
         return await check_lanes(
             chosen.backend,
             settings=dict(chosen.setting),
+            address=Address.parse(chosen.address) if chosen.address else None,
             only=ids,
             timeout_s=chosen.timeout,
             raising=False,

@@ -60,7 +60,8 @@ async def check_lanes(
             scheme of an installed one.
         settings: The user's settings for it, such as which of its ways to use.
         address: Where the backend is to listen, for lanes that dial the address of the
-            control link: any free port or name.
+            control link: any free port or name. By default port 0 of the loopback
+            address, for a backend that has links to other processes.
         only: Ids of the checks to run; by default all of :data:`LANE_CHECKS`.
         timeout_s: How long anything that a lane promises may take.
         raising: Whether a failed check raises in the end.
@@ -76,6 +77,8 @@ async def check_lanes(
     cls = registry.load(backend) if isinstance(backend, str) else backend
     if not cls.capabilities.lanes:
         raise UsageError(f"conformance: backend {cls.scheme!r} says it has no lanes")
+    if address is None and cls.capabilities.links and not cls.capabilities.same_process:
+        address = Address(cls.scheme, "127.0.0.1")
     results = []
     for check in _chosen(only):
         results.append(await run_lane_check(check, cls, settings, timeout_s, address))
