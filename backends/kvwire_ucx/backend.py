@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NoReturn
+from typing import ClassVar, Final, NoReturn
 
 from kvwire.backend import (
     Availability,
@@ -16,12 +17,15 @@ from kvwire.backend import (
 )
 from kvwire.errors import BackendUnavailable
 from kvwire.lane import Lane, LaneContext
+from kvwire.limits import CLOSE_TIMEOUT_S
 from kvwire.types import Address
 from kvwire_ucx import diagnosis
 from kvwire_ucx.context import Context
-from kvwire_ucx.lane import LINGER_S, UcxLane
+from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import REMEDY, load
 from kvwire_ucx.worker import Worker
+
+_log: Final = logging.getLogger("kvwire.ucx")
 
 
 class UcxBackend(Backend):
@@ -101,18 +105,18 @@ class UcxBackend(Backend):
 
         Cancel safety: safe.
         """
-        lanes = list(self._lanes)
-        for lane in lanes:
+        for lane in list(self._lanes):
             lane.abort()
-        try:
-            if lanes:
-                await asyncio.wait([lane.ended for lane in lanes], timeout=2 * LINGER_S)
-        finally:
-            for lane in lanes:
-                lane.destroy()
-            contexts, self._contexts = self._contexts, {}
-            for context in contexts.values():
-                context.close()
+        contexts, self._contexts = self._contexts, {}
+        endings = [lane.ended for lane in self._lanes]
+        if endings:
+            await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
+        if self._lanes:
+            # To free a context under them would end the process.
+            _log.error("%d lanes have not ended; UCX is left as it is", len(endings))
+            return
+        for context in contexts.values():
+            context.close()
 
     def _context(self, settings: Mapping[str, str]) -> Context:
         key = frozenset(settings.items())

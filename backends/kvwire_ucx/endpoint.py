@@ -56,15 +56,6 @@ class Endpoint:
             self._transports = _transports(text)
         return self._transports
 
-    def flush(self, on_done: Callable[[], None]) -> None:
-        """Have everything sent that was posted."""
-        ucp, handle = self._worker.context.library.ucp, self.handle
-        self._worker.post(
-            lambda _status, _nbytes: on_done(),
-            None,
-            lambda params: ucp.ep_flush_nbx(handle, params),
-        )
-
     def close(self, on_gone: Callable[[], None]) -> None:
         """Close it by force: what is under way on it ends."""
         handle, self.handle = self.handle, 0

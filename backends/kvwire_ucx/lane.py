@@ -5,7 +5,7 @@
     OPENED --join()--> GREETING --hello--> UP --close()--> DRAINING --none under way--+
        |                  |                |                  |
        |                  |                +--- abort(), bye, endpoint or handler ----+
-       +----- abort() ----+                     failed: cancel, bye, flush             |
+       +----- abort() ----+                     failed: cancel, say bye                |
        v                                                                              v
      ENDED, and no            endpoint gone, no operation open: lane_closed <---- ENDING
      lane_closed
@@ -23,7 +23,12 @@ and with it the sockets, queue pairs and shared memory that anybody could reach 
 *Hello.* UCX connects when it is used, so a lane that is merely made proves nothing. The
 client says hello and its join waits for the answer. Both prove the lane's secret.
 
-*Bye.* Over shared memory UCX does not notice an endpoint that a living peer has closed.
+*Bye.* Over shared memory UCX does not notice an endpoint that a living peer has closed,
+and the peer may be reading our memory at this moment. So a side that ends with sends
+under way waits for the peer's own bye: after that, the peer takes nothing for received.
+A peer that does not answer, because it is stopped, is not waited for. Should it go on
+one day, it may find that it has read memory which had other contents by then: then the
+payload's checksum is wrong, and it knows.
 """
 
 from __future__ import annotations
@@ -71,9 +76,9 @@ WINDOW_BYTES: Final = 8 * MIB
 # Fragments of at least this are messages of their own, which nobody has to pack.
 PIECE_BYTES: Final = 128 * KIB
 PIECES_MAX: Final = 32
-# How long the end of a lane waits for its last words to be sent. A peer that has
-# stopped takes none.
-LINGER_S: Final = 0.1
+# How long the end of a lane waits for the peer to hear its last word. One that has
+# stopped never does.
+LINGER_S: Final = 1.0
 
 _NUMBER: Final = struct.Struct(">I")
 _GREETING_BYTES: Final = 16
@@ -91,9 +96,6 @@ class _State(enum.Enum):
     DRAINING = enum.auto()
     ENDING = enum.auto()
     ENDED = enum.auto()
-
-
-_JOINED: Final = (_State.GREETING, _State.UP, _State.DRAINING)
 
 
 class _Parts:
@@ -153,8 +155,11 @@ class UcxLane(Lane):
         # Whether the core has been given the lane, and so is told of its end.
         self._given = False
         self._error: Exception | None = None
-        # What can be cancelled, by number.
-        self._receives: dict[int, Request] = {}
+        # Receives of payload, which may not have met their message.
+        self._receives: set[Request] = set()
+        # Messages of payload that are not over.
+        self._sends = 0
+        self._peer_has_left = False
         self._payloads = 0
         self._next_sent = FIRST_PAYLOAD
         self._next_received = FIRST_PAYLOAD
@@ -194,7 +199,7 @@ class UcxLane(Lane):
             self._expect(HELLO, _GREETING_BYTES, self._greeted)
             self._expect(BYE, 1, self._peer_left)
             if self._context.role is Role.CLIENT:
-                self._say(HELLO, self._greeting(Role.CLIENT))
+                self._say_hello()
                 await self._came_up
             if self._state is not _State.GREETING:
                 raise BackendUnavailable(str(self._error or "the lane was closed"))
@@ -207,13 +212,21 @@ class UcxLane(Lane):
     def _greeted(self, data: bytes) -> None:
         """The peer says hello; the server answers."""
         role = self._context.role
+        if self._state is _State.ENDING:
+            return
         if not hmac.compare_digest(data, self._greeting(role.other)):
             self._end(ConnectionLost("ucx: the peer's hello does not prove the secret"))
             return
         if role is Role.SERVER:
-            self._say(HELLO, self._greeting(role))
+            self._say_hello()
         elif not self._came_up.done():
             self._came_up.set_result(None)
+
+    def _say_hello(self) -> None:
+        assert self._endpoint is not None
+        memory = Memory(memoryview(self._greeting(self._context.role)))
+        tag = self._peer.tag(HELLO)
+        self._worker.send_eager(self._endpoint.handle, memory, tag, _nothing)
 
     def _greeting(self, role: Role) -> bytes:
         """What a side says that knows the secret, for these two halves only."""
@@ -249,6 +262,7 @@ class UcxLane(Lane):
         for piece in _pieces(payload, lengths):
             tag = self._peer.tag(self._next_sent)
             self._next_sent = next_message(self._next_sent)
+            self._sends += 1
             self._worker.send(
                 self._endpoint.handle,
                 Memory(piece),
@@ -285,7 +299,7 @@ class UcxLane(Lane):
         expected = memory.nbytes
 
         def done(status: int, nbytes: int) -> None:
-            del self._receives[request.number]
+            self._receives.discard(request)
             if status == OK and nbytes == expected:
                 self._piece_received(parts, nbytes)
             elif status in (OK, ERR_MESSAGE_TRUNCATED):
@@ -295,7 +309,7 @@ class UcxLane(Lane):
                 self._end(self._broken(status))
 
         request = self._worker.receive(memory, self._own.tag(message), done)
-        self._receives[request.number] = request
+        self._receives.add(request)  # bounded: LANE_PAYLOADS_MAX
 
     def _read(self, ticket: bytes, landing: Landing) -> list[int]:
         """The lengths of a payload's messages; none if it is one."""
@@ -313,6 +327,7 @@ class UcxLane(Lane):
         return lengths
 
     def _piece_sent(self, parts: _Parts, status: int) -> None:
+        self._sends -= 1
         parts.left -= 1
         if status != OK:
             self._end(self._broken(status))
@@ -346,11 +361,6 @@ class UcxLane(Lane):
         """See :class:`~kvwire.lane.Lane`."""
         self._end(None)
 
-    def destroy(self) -> None:
-        """End it at once, and not from within one of its callbacks."""
-        self._end(None)
-        self._finish()
-
     @property
     def _is_live(self) -> bool:
         return self._state in (_State.UP, _State.DRAINING)
@@ -359,11 +369,9 @@ class UcxLane(Lane):
         if self._state is _State.DRAINING and self._payloads == 0:
             self._end(None)
 
-    def _peer_left(self, _: bytes) -> None:
-        self._end(ConnectionLost("ucx: the peer ended the lane"))
-
     def _endpoint_failed(self, status: int) -> None:
         self._end(self._broken(status))
+        self._hang_up()
 
     def _end(self, error: Exception | None) -> None:
         """End it now, from any state: first step."""
@@ -373,28 +381,48 @@ class UcxLane(Lane):
         self._error = error
         if not self._came_up.done():
             self._came_up.set_result(None)  # join looks at the state
-        for request in list(self._receives.values()):
+        for request in self._receives:
             self._worker.cancel(request)
         if self._endpoint is None:
             self._gone()
         elif self._endpoint.failed:
-            self._flushed()
+            self._hang_up()
         else:
-            self._say(BYE, b"\0")
-            self._linger = self._loop.call_later(LINGER_S, self._flushed)
-            self._endpoint.flush(self._flushed)
+            self._linger = self._loop.call_later(LINGER_S, self._hang_up)
+            self._say_bye()
 
-    def _flushed(self) -> None:
-        """The peer has been told, or does not listen: second step."""
+    def _say_bye(self) -> None:
+        assert self._endpoint is not None
+        memory, tag = Memory(memoryview(b"\0")), self._peer.tag(BYE)
+        if self._peer_has_left:
+            # An answer, to which there is none.
+            self._worker.send_eager(self._endpoint.handle, memory, tag, self._answered)
+        else:
+            self._worker.send(self._endpoint.handle, memory, tag, self._heard)
+
+    def _answered(self, _status: int, _nbytes: int) -> None:
+        self._hang_up()
+
+    def _heard(self, _status: int, _nbytes: int) -> None:
+        """The peer has read our bye, and what came before it."""
+        if not self._sends:
+            self._hang_up()
+
+    def _peer_left(self, _: bytes) -> None:
+        self._peer_has_left = True
+        if self._state is _State.ENDING:
+            self._hang_up()
+        else:
+            self._end(ConnectionLost("ucx: the peer ended the lane"))
+
+    def _hang_up(self) -> None:
+        """The peer knows, or does not listen: second step."""
         assert self._endpoint is not None
         self._endpoint.close(self._gone)
 
     def _gone(self) -> None:
-        """UCX has let go of the endpoint: the last step is due.
-
-        Not taken at once, since the worker may be telling others of their operations.
-        """
-        self._loop.call_soon(self._finish)
+        """UCX has let go of the endpoint: the last step is due."""
+        self._worker.when_idle(self._finish)
 
     def _finish(self) -> None:
         """Destroy the worker: last step.
@@ -430,26 +458,21 @@ class UcxLane(Lane):
         text = self._worker.context.library.status_text(status)
         return ConnectionLost(f"ucx: the endpoint to the peer failed: {text}")
 
-    # --- hello and bye ----------------------------------------------------------------
-
-    def _say(self, message: int, data: bytes) -> None:
-        assert self._endpoint is not None
-        tag = self._peer.tag(message)
-        self._worker.send_eager(self._endpoint.handle, Memory(memoryview(data)), tag)
-
     def _expect(
         self, message: int, nbytes: int, on_said: Callable[[bytes], None]
     ) -> None:
         data = bytearray(nbytes)
 
         def done(status: int, received: int) -> None:
-            del self._receives[request.number]
-            if status == OK and received == nbytes and self._state in _JOINED:
+            if status == OK and received == nbytes and self._state is not _State.ENDED:
                 on_said(bytes(data))
 
         memory = Memory(memoryview(data))
-        request = self._worker.receive(memory, self._own.tag(message), done)
-        self._receives[request.number] = request
+        self._worker.receive(memory, self._own.tag(message), done)
+
+
+def _nothing(_status: int, _nbytes: int) -> None:
+    return
 
 
 def _piece_lengths(payload: Payload) -> list[int]:

@@ -64,6 +64,7 @@ class Worker:
         self._scheduled = False
         self._turning = False
         self._closed = False
+        self._on_idle: Callable[[], None] | None = None
         self._failed: list[tuple[int, int]] = []
         # By number of the endpoint; who is told that it failed, and the status.
         self._endpoints: dict[int, Callable[[int], None]] = {}
@@ -95,9 +96,11 @@ class Worker:
         )
         return self._posted(request, result)
 
-    def send_eager(self, endpoint: int, memory: Memory, tag: int) -> Request:
+    def send_eager(
+        self, endpoint: int, memory: Memory, tag: int, on_done: OnDone
+    ) -> Request:
         """Send a message of a few bytes; over when UCX has taken it."""
-        request = self.requests.new(_nothing, memory)
+        request = self.requests.new(on_done, memory)
         params = self._moving(self._sending, memory, request)
         result = self._ucp.tag_send_nbx(
             endpoint, memory.address, memory.count, tag, params
@@ -189,10 +192,16 @@ class Worker:
             self._scheduled = True
             self._loop.call_soon(self._scheduled_turn)
 
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Call back, once, when UCX has nothing to do but to wait for events."""
+        self._on_idle = callback
+        self.wake()
+
     def close(self) -> None:
         """Destroy it; what was under way is over then, and is told so.
 
-        Not from within a call of UCX, which only a turn makes.
+        Only when it has been idle: UCX ends the process over copies that it has begun
+        ("ucs_arbiter_group_is_empty"). And not from within a turn.
         """
         if self._closed:
             return
@@ -228,12 +237,18 @@ class Worker:
             elif not moved:
                 status = ucp.worker_arm(handle)
                 if status == OK:
+                    self._tell_idle()
                     return True
                 if status != ERR_BUSY:
                     self._failed += [(number, status) for number in self._endpoints]
             if time.monotonic() > deadline:
                 return False
         return True
+
+    def _tell_idle(self) -> None:
+        callback, self._on_idle = self._on_idle, None
+        if callback is not None:
+            self._loop.call_soon(callback)
 
     def _tell(self) -> None:
         self.requests.tell()
@@ -326,7 +341,3 @@ def _params(callback: object, fields: int = 0) -> RequestParams:
         op_attr_mask=binding.OP_CALLBACK | binding.OP_USER_DATA | fields,
         callback=ctypes.cast(callback, ctypes.c_void_p),  # type: ignore[arg-type]
     )
-
-
-def _nothing(_status: int, _nbytes: int) -> None:
-    return
