@@ -13,9 +13,11 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from kvwire.backend import Payload
+from kvwire.copies import Copies
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX
-from kvwire.memory.checksum import checksum
+from kvwire.memory.checksum import checksum, is_scattered
+from kvwire.memory.copy import copy
 from kvwire.wire.header import Flag, Header
 
 # Then it costs an eighth, and of chunks that are all damaged the 13th is seen at last.
@@ -49,19 +51,61 @@ class Checks:
         self._short_bytes = -1 if mode == "off" else EAGER_BYTES_MAX
         self._turn = 0
 
+    def seal(
+        self, payload: Payload, copies: Copies, owner: object
+    ) -> tuple[Payload, int | None]:
+        """What to send for a payload, and the checksum to send it with; None for none.
+
+        Small fragments are gathered: the checksum needs that anyway, the copy is still
+        in the cache, and it costs a transport a third less than the fragments.
+        """
+        if not self._due(payload, self._share):
+            return payload, None
+        if is_scattered(payload):
+            payload, scattered = copies.room(payload.nbytes, owner), payload
+            copy(scattered, payload)
+        return payload, checksum(payload)
+
     def of(self, payload: Payload, *, intact: bool = False) -> int | None:
         """The checksum to send a payload with; None for none.
 
         ``intact`` if nothing but memory is on its way.
         """
+        share = self._intact_share if intact else self._share
+        return checksum(payload) if self._due(payload, share) else None
+
+    def _due(self, payload: Payload, share: int) -> bool:
         if payload.nbytes > self._short_bytes:
             turn = self._turn
             self._turn = (turn + _STEP) % _TURN
-            if turn >= (self._intact_share if intact else self._share):
-                return None
-        if isinstance(payload, Fragments) and payload.device is not None:
-            return None  # out of the host's reach: its transport answers for it
-        return checksum(payload)
+            if turn >= share:
+                return False
+        # What is out of the host's reach its transport answers for.
+        return not isinstance(payload, Fragments) or payload.device is None
+
+
+def landing_for(
+    place: Payload, header: Header, copies: Copies, owner: object
+) -> Payload:
+    """Where to receive a payload that belongs in ``place``.
+
+    If it is checked and goes to small fragments, they get theirs by a copy once it is
+    known to be intact: :func:`arrived`. The reason is that of :meth:`Checks.seal`.
+    """
+    if header.flags & _CHECKED and is_scattered(place):
+        return copies.room(place.nbytes, owner)
+    return place
+
+
+def arrived(received: Payload | None, place: Payload | None, header: Header) -> bool:
+    """Put a payload where it belongs, if it is intact; False if it is not."""
+    if not matches(received, header):
+        return False
+    if received is not place:
+        assert received is not None
+        assert place is not None
+        copy(received, place)
+    return True
 
 
 def matches(payload: Payload | None, header: Header) -> bool:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.buffer_table import BufferTable
+from kvwire.copies import Copies
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
-from kvwire.integrity import Checks, matches
+from kvwire.integrity import Checks, arrived, landing_for
 from kvwire.kv.fragments import Fragments
 from kvwire.lanes import Half, Lanes
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
@@ -37,12 +38,14 @@ logger = logging.getLogger("kvwire")
 
 
 class _Landing(Landing):
-    __slots__ = ("arrival",)
+    __slots__ = ("arrival", "place")
 
-    def __init__(self, arrival: Arrival, payload: Payload | None) -> None:
+    def __init__(self, arrival: Arrival, place: Payload | None) -> None:
         self.length = arrival.header.length
-        self.payload = payload
+        self.payload = place
         self.arrival = arrival
+        # Where it belongs; small fragments are received in one piece first.
+        self.place = place
 
 
 class Pump(LinkHandler):
@@ -80,6 +83,7 @@ class Pump(LinkHandler):
         self._buffers = buffers
         self._loop = loop
         self._checks = checks
+        self._copies = Copies()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._seen_bytes = 0
@@ -140,7 +144,11 @@ class Pump(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
-        return _Landing(arrival, self._destination(arrival))
+        place = self._destination(arrival)
+        landing = _Landing(arrival, place)
+        if isinstance(place, Fragments):
+            landing.payload = landing_for(place, arrival.header, self._copies, arrival)
+        return landing
 
     def body_received(self, link: Link, landing: Landing) -> None:
         """See LinkHandler."""
@@ -157,7 +165,9 @@ class Pump(LinkHandler):
                 assert isinstance(payload, memoryview)
                 core.body_received(arrival, now, body=bytes(payload))
             else:
-                intact = matches(payload, arrival.header)
+                intact = arrived(payload, landing.place, arrival.header)
+                if payload is not landing.place:
+                    self._copies.give_back(arrival)
                 if arrival.place is Place.HOLD and intact:
                     assert arrival.buffer is not None
                     assert isinstance(payload, memoryview)
@@ -175,6 +185,7 @@ class Pump(LinkHandler):
         assert isinstance(token, Chunk)
         assert self.core is not None
         self.staged.sent(token)
+        self._copies.give_back(token)
         self.core.chunk_sent(token)
         self.run()
 
@@ -322,8 +333,8 @@ class Pump(LinkHandler):
             self.staged.stage(chunk, payload)
             return 0
         else:
-            header = core.chunk_header(chunk, self._checks.of(payload))
-            self.link.send(header, payload, chunk)
+            payload, check = self._checks.seal(payload, self._copies, chunk)
+            self.link.send(core.chunk_header(chunk, check), payload, chunk)
         return chunk.length
 
     def _destination(self, arrival: Arrival) -> Payload | None:
@@ -383,6 +394,7 @@ class Pump(LinkHandler):
             core.heard(now)
         elif self.staged.paused:
             core.heard(now)  # it is we who do not listen
+        self._copies.trim()
         core.tick(now)
         self.run()
         if core.error is None:

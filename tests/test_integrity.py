@@ -5,18 +5,29 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import kvwire
-from kvwire.integrity import SAMPLED_ONE_IN, CheckMode, Checks, matches
+from kvwire.copies import Copies
+from kvwire.integrity import (
+    SAMPLED_ONE_IN,
+    CheckMode,
+    Checks,
+    arrived,
+    landing_for,
+    matches,
+)
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX
+from kvwire.limits import EAGER_BYTES_MAX, KIB, MIB
 from kvwire.memory.checksum import checksum
 from kvwire.types import Device, MemoryKind
 from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
 
 SHORT, LONG = (memoryview(bytes(n)) for n in (EAGER_BYTES_MAX, EAGER_BYTES_MAX + 1))
 MANY = 4000
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def header(check: int | None) -> Header:
@@ -85,6 +96,58 @@ def test_memory_of_a_device_is_not_touched() -> None:
     there = Fragments(where, where, owner=None, writable=True, device=device)
     assert Checks("on").of(there) is None
     assert matches(there, header(1))
+
+
+def pieces(memory: Bytes, piece_bytes: int) -> Fragments:
+    """Fragments of one length, the last first in memory."""
+    count = memory.size // piece_bytes
+    starts = np.arange(count, dtype=np.uint64)[::-1] * np.uint64(piece_bytes)
+    return Fragments(
+        starts + np.uint64(memory.ctypes.data),
+        np.full(count, piece_bytes, np.uint64),
+        owner=memory,
+        writable=True,
+    )
+
+
+@pytest.mark.parametrize(("piece", "gathered"), [(512, True), (64 * KIB, False)])
+def test_small_fragments_travel_as_a_copy(piece: int, gathered: bool) -> None:
+    memory = np.random.default_rng(1).integers(0, 256, MIB, np.uint8)
+    payload, copies = pieces(memory, piece), Copies()
+    sealed, check = Checks("on").seal(payload, copies, "chunk")
+    assert check == checksum(payload) == checksum(sealed)
+    assert isinstance(sealed, memoryview) == gathered
+    assert copies.lent_bytes == (MIB if gathered else 0)
+
+
+def test_what_is_not_checked_is_not_copied() -> None:
+    payload, copies = pieces(np.zeros(MIB, np.uint8), 512), Copies()
+    assert Checks("off").seal(payload, copies, "chunk") == (payload, None)
+    assert landing_for(payload, header(None), copies, "arrival") is payload
+    assert copies.lent_bytes == 0
+
+
+def test_small_fragments_get_their_bytes_once_they_are_intact() -> None:
+    memory = np.zeros(MIB, np.uint8)
+    place, copies = pieces(memory, 512), Copies()
+    sent = np.random.default_rng(2).integers(0, 256, MIB, np.uint8)
+    head = header(checksum(sent.data))
+    received = landing_for(place, head, copies, "arrival")
+    assert isinstance(received, memoryview)
+    received[:] = sent.data
+    received[5] ^= 1
+    assert not arrived(received, place, head)
+    assert not memory.any()
+    received[5] ^= 1
+    assert arrived(received, place, head)
+    assert (memory.reshape(-1, 512)[::-1].reshape(-1) == sent).all()
+
+
+def test_what_was_received_in_its_place_stays_there() -> None:
+    place = memoryview(bytearray(b"abc"))
+    assert arrived(place, place, header(checksum(place)))
+    assert not arrived(place, place, header(1))
+    assert arrived(None, None, header(1))
 
 
 async def test_a_large_message_arrives_with_few_checksums() -> None:

@@ -37,12 +37,20 @@ def checksum(payload: Payload) -> int:
     if isinstance(payload, memoryview):
         return xxhash.xxh3_64_intdigest(payload) & _LOW_32_BITS
     state = xxhash.xxh3_64()
-    few = len(payload) < _FEW_FRAGMENTS
-    if few or payload.nbytes >= _GATHER_BELOW_BYTES * len(payload):
-        _add_each(state, payload.addresses, payload.lengths)
-    else:
+    if is_scattered(payload):
         _add_gathered(state, payload)
+    else:
+        _add_each(state, payload.addresses, payload.lengths)
     return int(state.intdigest()) & _LOW_32_BITS
+
+
+def is_scattered(payload: Payload) -> bool:
+    """Whether a payload has to be gathered before its checksum is made."""
+    return (
+        not isinstance(payload, memoryview)
+        and len(payload) >= _FEW_FRAGMENTS
+        and payload.nbytes < _GATHER_BELOW_BYTES * len(payload)
+    )
 
 
 def _add_each(state: xxhash.xxh3_64, addresses: Array, lengths: Array) -> None:
