@@ -1,0 +1,82 @@
+"""``kvwire bench many``, on a few connections and tiny caches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvwire.cli.bench import many
+from kvwire.cli.bench.many_work import (
+    AT_ONCE,
+    BLOCK_BYTES,
+    MEDIUM_BYTES,
+    ONE_BY_ONE,
+    SMALL_BYTES,
+    ManyWork,
+    scattered,
+)
+from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.limits import MIB
+
+# Starts processes, on a machine that may be busy with others.
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_everything_is_measured_and_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(many, "TIMED", 5)
+    out = tmp_path / "found.json"
+    arguments = ["--endpoints", "2", "--transfers", "20", "--large-mib", "2"]
+    arguments += ["--others", "2", "--other-mib", "2", "--rounds", "1"]
+    assert main(["bench", "many", *arguments, "--json", str(out)]) == 0
+
+    printed = capsys.readouterr().out
+    assert "kvwire tcp, 2 x 2 connections: from the call to the outcome, ms" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    found = json.loads(out.read_text())
+    assert found["contenders"]["kvwire tcp"]["connections"] == 4
+    rows = {case["name"]: case["by_size"]["kvwire tcp"] for case in found["cases"]}
+    assert list(rows) == [
+        "1 MiB alone",
+        "1 MiB beside 2 x 2 MiB",
+        "1 MiB beside 2 x 2 MiB, priority 1",
+        "64 KiB alone",
+        "20 at once",
+    ]
+    mixed = {size: found["count"] for size, found in rows["20 at once"].items()}
+    assert mixed == {"64 KiB": 15, "1 MiB": 4, "2 MiB": 1}
+    assert all(s["low"] > 0 for sizes in rows.values() for s in sizes.values())
+
+
+def test_the_sizes_of_a_mix_are_shares_of_all() -> None:
+    work = ManyWork(verb=AT_ONCE, nbytes=4 * MIB, count=1000)
+    sizes = work.sizes()
+    assert [sizes.count(s) for s in (SMALL_BYTES, MEDIUM_BYTES, 4 * MIB)] == [
+        *(800, 180, 20)
+    ]
+    assert work.moved_bytes == sum(sizes) == work.blocks * BLOCK_BYTES
+
+
+def test_one_by_one_they_share_their_blocks() -> None:
+    work = ManyWork(verb=ONE_BY_ONE, nbytes=MIB, count=9, others=2, other_bytes=2 * MIB)
+    assert work.blocks * BLOCK_BYTES == 5 * MIB
+    assert work.moved_bytes == 9 * MIB
+
+
+def test_no_block_belongs_to_two_transfers() -> None:
+    sizes = [BLOCK_BYTES, 3 * BLOCK_BYTES, 2 * BLOCK_BYTES]
+    parts = scattered(sizes, 8)
+    assert [len(part) for part in parts] == [1, 3, 2]
+    blocks = [block for part in parts for block in part]
+    assert len(set(blocks)) == 6
+    assert set(blocks) <= set(range(8))
+
+
+def test_a_transport_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "many", "--transport", "pigeons"]) == CALLED_WRONG
+    assert "--transport pigeons: no such backend" in capsys.readouterr().err
