@@ -52,7 +52,8 @@ demo: $(DEMO_STAMP)
 # The tests that need torch and transformers.
 test-demo: $(DEMO_STAMP)
 	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	$(DEMO_VENV)/bin/python -m pytest tests/integrations tests/examples $(ARGS)
+	$(DEMO_VENV)/bin/python -m pytest tests/integrations tests/examples \
+	  tests/backends/kvwire_nccl/test_gloo.py tests/kv/test_torch.py $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. ARGS="-k tokens" for a part of them.
 test-vllm: $(VLLM_STAMP)

@@ -6,7 +6,9 @@ A process group of two is built for each direction, without the global one of
 
 from __future__ import annotations
 
+import queue
 import secrets
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -58,9 +60,17 @@ class Gloo(Library):
             raise BackendUnavailable("the peer's name of a direction is none of gloo's")
         return GlooOneWay(self, int(port), prefix, sends=sends)
 
+    def close(self) -> None:
+        """See Library."""
+        self._store = None
+
 
 class GlooOneWay(OneWay):
-    """See OneWay."""
+    """See OneWay.
+
+    gloo knows that a movement is done only once somebody has waited for it, so a thread
+    does that, one movement after the other.
+    """
 
     kinds = Gloo.kinds
 
@@ -70,6 +80,10 @@ class GlooOneWay(OneWay):
         self._prefix = prefix
         self._sends = sends
         self._group: Any = None
+        self._waited: queue.SimpleQueue[GlooMove | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(
+            target=self._wait, name="kvwire gloo", daemon=True
+        )
 
     def begin(self) -> None:
         """See OneWay; here this waits for the peer, at most the start's timeout."""
@@ -84,6 +98,7 @@ class GlooOneWay(OneWay):
             2,
             timeout,
         )
+        self._waiter.start()
 
     def is_up(self) -> bool:
         """See OneWay."""
@@ -96,38 +111,63 @@ class GlooOneWay(OneWay):
             copy(payload, packed)
         tensor = self._gloo.torch.frombuffer(packed, dtype=self._gloo.torch.uint8)
         if self._sends:
-            return GlooMove(self._group.send([tensor], 1, 0), packed, None)
-        return GlooMove(self._group.recv([tensor], 0, 0), packed, payload)
+            work = self._group.send([tensor], 1, 0)
+        else:
+            work = self._group.recv([tensor], 0, 0)
+        move = GlooMove(work, packed, None if self._sends else payload)
+        self._waited.put(move)
+        return move
 
     def check(self) -> None:
         """See OneWay: gloo's movements report all errors themselves."""
 
     def abort(self) -> None:
-        """See OneWay."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        """See OneWay.
+
+        Nothing ends a movement of gloo but the peer's end or its timeout, so this is
+        as late as that; what is under way is in quarantine meanwhile.
+        """
+        if self._group is None:
+            return
+        self._waited.put(None)
+        self._waiter.join()
+        self._group.abort()
+        self._group = None
+
+    def _wait(self) -> None:
+        timeout = timedelta(seconds=self._gloo.move_timeout_s)
+        while (move := self._waited.get()) is not None:
+            try:
+                move.work.wait(timeout)
+            except RuntimeError as exc:
+                move.error = str(exc)
+            move.over.set()
 
 
 class GlooMove(Move):
-    """See Move."""
+    """See Move.
+
+    Attributes:
+        work: gloo's own record of it.
+        over: Set once gloo is through with it.
+        error: How it failed, or "".
+    """
 
     def __init__(self, work: Any, packed: memoryview, into: Payload | None) -> None:
-        self._work = work
+        self.work = work
+        self.over = threading.Event()
+        self.error = ""
         self._packed = packed
         self._into = into
-        self._done = False
 
     def progress(self) -> Progress:
         """See Move."""
-        if self._done:
-            return Progress.DONE
-        if not self._work.is_completed():
+        if not self.over.is_set():
             return Progress.LAUNCHED
-        error = self._work.exception()
-        if error is not None:
-            raise MoveFailed(f"gloo: {error}")
+        if self.error:
+            raise MoveFailed(f"gloo: {self.error}")
         if self._into is not None:
+            # Here, in the direction's own thread: after an abort it is not touched.
             copy(self._packed, self._into)
-        self._done = True
+            self._into = None
         return Progress.DONE

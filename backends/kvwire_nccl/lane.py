@@ -106,6 +106,7 @@ class NcclLane(Lane):
             back = self._driver(names.back, sends=self._role is Role.SERVER)
         except BaseException:
             self._ended = True
+            self._library.close()
             raise
         self._handler = handler
         client = self._role is Role.CLIENT
@@ -164,7 +165,7 @@ class NcclLane(Lane):
         self.flush()
         self._closing = True
         if self._outbound is None or self._inbound is None:
-            self._ended = True
+            self._end(None)
             return
         # The peer may still announce what we are to receive: that ends with this half.
         self._outbound.close()
@@ -229,6 +230,8 @@ class NcclLane(Lane):
         if self._outbound is not None and self._inbound is not None:
             self._outbound.abort()
             self._inbound.abort()
+        else:
+            self._library.close()
 
     def _driver_gone(self, error: Exception | None) -> None:
         """One direction is quiet; the other goes with it."""
@@ -238,6 +241,7 @@ class NcclLane(Lane):
         if self._gone < 2:
             return
         self._ended = True
+        self._library.close()
         handler, self._handler = self._handler, None
         if handler is not None:
             try:

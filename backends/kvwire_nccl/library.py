@@ -47,6 +47,10 @@ class Library(ABC):
             BackendUnavailable: It cannot be.
         """
 
+    def close(self) -> None:
+        """Let go of what names were made with; every direction has ended."""
+        return
+
 
 def chosen(settings: Mapping[str, str]) -> Library:
     """The library that a user's settings ask for.

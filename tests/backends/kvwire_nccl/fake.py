@@ -6,8 +6,8 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
-from kvwire.backend import Availability, Payload
-from kvwire.lane import Lane, LaneContext
+from kvwire.backend import Availability, Landing, Payload
+from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
@@ -154,3 +154,24 @@ class FakeMove(Move):
         # From now on the memory is the lane's no more.
         self.payload = sent.payload = None
         return Progress.DONE
+
+
+class Notes(LaneHandler):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.received: list[Landing] = []
+        self.closed: list[Exception | None] = []
+
+    def payload_sent(self, lane: Lane, token: object) -> None:
+        self.sent.append(token)
+
+    def payload_received(self, lane: Lane, landing: Landing) -> None:
+        self.received.append(landing)
+
+    def lane_writable(self, lane: Lane) -> None:
+        pass
+
+    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
+        self.closed.append(error)

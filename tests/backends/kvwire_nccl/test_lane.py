@@ -11,14 +11,14 @@ import pytest
 
 from kvwire.backend import Landing
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
-from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.lane import LaneContext
 from kvwire.testing.conformance.check import CheckOf
 from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
 from kvwire.testing.conformance.lanes.rig import LaneRig
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import Bootstrap
 from kvwire_nccl.lane import NcclLane
-from tests.backends.kvwire_nccl.fake import FakeBackend, FakeLibrary, Faults
+from tests.backends.kvwire_nccl.fake import FakeBackend, FakeLibrary, Faults, Notes
 from tests.support.pairs import until
 
 
@@ -27,27 +27,6 @@ async def test_it_keeps_every_promise(check: CheckOf[LaneRig]) -> None:
     """The conformance kit, over communicators of this process."""
     result = await run_lane_check(check, FakeBackend)
     assert result.passed, result.reason
-
-
-class Notes(LaneHandler):
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-        self.received: list[Landing] = []
-        self.closed: list[Exception | None] = []
-
-    def payload_sent(self, lane: Lane, token: object) -> None:
-        self.sent.append(token)
-
-    def payload_received(self, lane: Lane, landing: Landing) -> None:
-        self.received.append(landing)
-
-    def lane_writable(self, lane: Lane) -> None:
-        pass
-
-    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        self.closed.append(error)
 
 
 class Pair:
