@@ -81,34 +81,6 @@ def test_payload_on_a_lane(trust: TrustMode) -> None:
     expect_fine(pair)
 
 
-def test_a_close_waits_for_what_is_on_a_lane() -> None:
-    """Its fate has to be known first."""
-    pair = ConnectionPair()
-    lanes = PairLanes(pair)
-    lanes.via = dict.fromkeys(Role, lanes.raise_one())
-    pair.client.put(LARGE, pair.server.grant(pair.server.expose(len(LARGE))))
-    pair.client.close()
-    pair.run()
-    assert pair.client.core.phase is Phase.FLUSHING
-    lanes.rest()
-    assert pair.client.ended is not None
-    assert pair.client.ended.graceful
-
-
-def test_a_lane_is_a_sign_of_life() -> None:
-    """A payload that lands puts the next ping off."""
-    pair = ConnectionPair()
-    lanes = PairLanes(pair)
-    lanes.via = dict.fromkeys(Role, lanes.raise_one())
-    pair.client.put(b"x", pair.server.grant(pair.server.expose(1)))
-    pair.run()
-    server = pair.server
-    (ticket,) = lanes.halves[Role.SERVER, 1].arriving
-    server.now += 1.5
-    lanes.move(lanes.halves[Role.SERVER, 1], ticket)
-    assert server.core._liveness.silence_s(server.now) == 0
-
-
 @pytest.mark.rule("KVW-CN-01", "keeps")
 @pytest.mark.rule("KVW-CN-02", "keeps")
 def test_no_rule_is_broken_in_a_quiet_hour() -> None:

@@ -1,20 +1,11 @@
-"""Lanes: whatever breaks and whatever comes first, each chunk arrives once.
-
-The two ends are whole cores. Their lanes read the sender's memory at the moment when a
-payload moves, so memory that is given back too early is found.
-"""
+"""Lanes, step by step: coming up, payload, going down, and every rule of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvwire.errors import IntegrityError, ProtocolError
-from kvwire.limits import CHUNK_BYTES_MIN, LANE_PAYLOADS_MAX, LANES_MAX, SEAL_BYTES
+from kvwire.errors import IntegrityError
+from kvwire.limits import LANE_PAYLOADS_MAX, LANES_MAX, SEAL_BYTES
 from kvwire.proto.events import (
     LaneAnswered,
     LaneAsked,
@@ -23,205 +14,21 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.flows import Chunk
 from kvwire.proto.lanes import Stage
-from kvwire.proto.requests import Request
+from kvwire.proto.state import Phase
 from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.pair_lanes import BACKEND, Half, PairLanes
-from kvwire.testing.peer import Peer
+from kvwire.testing.pair_lanes import BACKEND
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     Aside,
-    Body,
     Lower,
     Raise,
     Raised,
     Taken,
-    decode_body,
 )
 from kvwire.wire.header import Flag, FrameType, decode_header
+from tests.proto.lanes import Scene, expect_refused, expect_whole
 
-CHUNK = CHUNK_BYTES_MIN
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
-
-
-class Scene:
-    """A pair with lanes, and memory of the server to put into and get from."""
-
-    def __init__(self, chunks: int = 3, trust: TrustMode = TrustMode.LOOPBACK) -> None:
-        self.pair = ConnectionPair(trust=trust)
-        self.lanes = PairLanes(self.pair)
-        self.client, self.server = self.pair.client, self.pair.server
-        # The last chunk is a short one.
-        self.data = bytes(range(1, 252)) * (chunks * CHUNK // 251)
-        self.region = self.server.expose(len(self.data))
-        self.grant = self.server.grant(self.region)
-
-    def up(self) -> int:
-        """A lane that both ends send on."""
-        number = self.lanes.raise_one()
-        self.lanes.via = dict.fromkeys(Role, number)
-        return number
-
-    def half(self, role: Role, number: int = 1) -> Half:
-        return self.lanes.halves[role, number]
-
-    def stage(self, role: Role, number: int = 1) -> Stage:
-        return self.pair.of(role).core.lanes._lanes[number].stage
-
-    def put(self) -> Request:
-        return self.client.put(self.data, self.grant)
-
-    def tickets(self, role: Role, number: int = 1) -> list[int]:
-        return list(self.half(role, number).arriving)
-
-    def said(self, frame_type: FrameType, peer: Peer) -> list[Body]:
-        """What one end has on its wire of a type, in loopback mode."""
-        return [
-            decode_body(frame_type, body)
-            for header, body in peer.wire
-            if decode_header(header).type == frame_type
-        ]
-
-
-def refused(scene: Scene, peer: Peer, rule: str) -> None:
-    """One end has found that the other one broke a rule."""
-    scene.pair.run()
-    assert isinstance(peer.broken, ProtocolError)
-    assert peer.broken.rule == rule
-
-
-def expect_whole(scene: Scene, request: Request) -> None:
-    """All bytes are there, and the sender's memory is free."""
-    assert scene.client.error(request) is None
-    assert scene.server.content(scene.region.buffer) == scene.data
-    assert request.buffer in scene.client.freed
-
-
-# --- whatever happens
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 2**16), max_size=150), st.sampled_from(TrustMode))
-def test_every_byte_arrives_whatever_breaks(
-    choices: list[int], trust: TrustMode
-) -> None:
-    """Each number chooses one of the things that could happen then."""
-    scene = Scene(trust=trust)
-    asked = Asked(scene)
-    for choice in choices:
-        possible = list(happenings(scene, asked))
-        possible[choice % len(possible)]()
-    scene.lanes.rest()
-    asked.expect_all()
-    for peer in (scene.client, scene.server):
-        peer.close()
-    scene.lanes.rest()
-    for peer in (scene.client, scene.server):
-        assert peer.broken is None
-        assert peer.ended is not None
-        assert peer.ended.graceful
-    scene.server.close_region(scene.region)
-    assert not len(scene.client.core.holds)
-    assert not len(scene.server.core.holds)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 2**16), max_size=80))
-def test_nothing_is_held_once_the_wire_and_the_lanes_are_gone(
-    choices: list[int],
-) -> None:
-    """A lane that lives longer than the wire keeps the memory that it may touch."""
-    scene = Scene()
-    asked = Asked(scene)
-    for choice in choices:
-        possible = list(happenings(scene, asked))
-        possible[choice % len(possible)]()
-    for peer in (scene.client, scene.server):
-        peer.lose()
-        assert all(request in peer.done for request in asked.of(peer))
-    for half in scene.lanes.halves.values():
-        busy = list(half.sending.values())
-        peer = scene.pair.of(half.role)
-        assert all(chunk.buffer in peer.memory for chunk in busy)
-        assert all(a.buffer in peer.memory for a in half.arriving.values() if a.buffer)
-    scene.lanes.rest()
-    scene.server.close_region(scene.region)
-    assert not len(scene.client.core.holds)
-    assert not len(scene.server.core.holds)
-
-
-class Asked:
-    """What was asked for, and what has to come of it."""
-
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
-        self.puts: list[Request] = []
-        self.gets: list[Request] = []
-        self.messages: list[tuple[Request, Request]] = []
-
-    def put(self) -> None:
-        self.puts.append(self.scene.put())
-
-    def get(self) -> None:
-        self.gets.append(self.scene.client.get(self.scene.grant))
-
-    def message(self) -> None:
-        """From the server, and met at once."""
-        tag = len(self.messages)
-        received = self.scene.client.recv(tag, len(self.scene.data))
-        sent = self.scene.server.send(tag, self.scene.data)
-        assert sent is not None
-        self.messages.append((sent, received))
-
-    def of(self, peer: Peer) -> list[Request]:
-        if peer is self.scene.server:
-            return [sent for sent, _ in self.messages]
-        return [*self.puts, *self.gets, *(received for _, received in self.messages)]
-
-    @property
-    def busy(self) -> bool:
-        return len(self.puts) + len(self.gets) + len(self.messages) >= 6
-
-    def expect_all(self) -> None:
-        scene = self.scene
-        for request in self.puts:
-            assert scene.client.error(request) is None
-        for request in self.gets:
-            # Puts of the same memory may have come before or after, or in between.
-            assert scene.client.error(request) is None
-            got = scene.client.received(request)
-            assert all(
-                byte in (0, want) for byte, want in zip(got, scene.data, strict=True)
-            )
-        for sent, received in self.messages:
-            assert scene.server.error(sent) is None
-            assert scene.client.received(received) == scene.data
-        if self.puts:
-            assert scene.server.content(scene.region.buffer) == scene.data
-
-
-def happenings(scene: Scene, asked: Asked) -> list[Callable[[], object]]:
-    """All that could happen next: frames come, payload moves, halves break."""
-    pair, lanes = scene.pair, scene.lanes
-    possible: list[Callable[[], object]] = [
-        partial(pair.deliver, scene.client),
-        partial(pair.deliver, scene.server),
-    ]
-    if not asked.busy:
-        possible += [asked.put, asked.get, asked.message]
-    number = scene.client.core.lanes.next_number()
-    if number is not None and number <= 4:
-        possible.append(lanes.ask)
-    for half in lanes.halves.values():
-        if half.gone:
-            continue
-        if scene.stage(half.role, half.number) is Stage.UP:
-            possible.append(partial(lanes.via.update, {half.role: half.number}))
-        possible.append(partial(lanes.end, half))
-        # A lane need not keep the order.
-        possible += [partial(lanes.move, half, t) for t in lanes.movable(half)]
-        done = sorted(half.sending.keys() - half.unread)
-        possible += [partial(lanes.sent, half, ticket) for ticket in done]
-    return possible
 
 
 # --- coming up
@@ -324,7 +131,7 @@ def test_lanes_are_raised_one_after_the_other(number: int) -> None:
     scene.client.forge(
         FrameType.RAISE, Raise(lane=number, backend=BACKEND, bootstrap=b"")
     )
-    refused(scene, scene.server, "KVW-LN-01")
+    expect_refused(scene, scene.server, "KVW-LN-01")
 
 
 @pytest.mark.rule("KVW-LN-01", "breaks")
@@ -333,7 +140,7 @@ def test_no_lane_is_raised_after_the_last() -> None:
     scene.client.core.lanes.settle()
     scene.client.collect()
     scene.client.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
-    refused(scene, scene.server, "KVW-LN-01")
+    expect_refused(scene, scene.server, "KVW-LN-01")
 
 
 @pytest.mark.rule("KVW-LN-01", "breaks")
@@ -351,7 +158,7 @@ def test_a_server_answers_what_it_was_asked(
     scene.server.forge(
         FrameType.RAISE, Raise(lane=lane, backend=backend, bootstrap=b"")
     )
-    refused(scene, scene.client, "KVW-LN-01")
+    expect_refused(scene, scene.client, "KVW-LN-01")
 
 
 @pytest.mark.rule("KVW-LN-01", "breaks")
@@ -359,7 +166,7 @@ def test_a_server_answers_once() -> None:
     scene = Scene()
     scene.up()
     scene.server.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
-    refused(scene, scene.client, "KVW-LN-01")
+    expect_refused(scene, scene.client, "KVW-LN-01")
 
 
 @pytest.mark.rule("KVW-LN-02", "breaks")
@@ -368,7 +175,7 @@ def test_a_server_does_not_say_raised(lane: int) -> None:
     scene = Scene()
     scene.up()
     scene.server.forge(FrameType.RAISED, Raised(lane=lane))
-    refused(scene, scene.client, "KVW-LN-02")
+    expect_refused(scene, scene.client, "KVW-LN-02")
 
 
 @pytest.mark.rule("KVW-LN-02", "breaks")
@@ -377,7 +184,7 @@ def test_raised_of_nothing_or_after_the_end(lanes: list[int]) -> None:
     scene = Scene()
     for lane in lanes:
         scene.client.forge(FrameType.RAISED, Raised(lane=lane))
-    refused(scene, scene.server, "KVW-LN-02")
+    expect_refused(scene, scene.server, "KVW-LN-02")
 
 
 @pytest.mark.rule("KVW-LN-02", "breaks")
@@ -385,7 +192,7 @@ def test_raised_twice() -> None:
     scene = Scene()
     scene.up()
     scene.client.forge(FrameType.RAISED, Raised(lane=1))
-    refused(scene, scene.server, "KVW-LN-02")
+    expect_refused(scene, scene.server, "KVW-LN-02")
 
 
 # --- payload
@@ -566,7 +373,7 @@ def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
         scene.lanes.end(scene.half(CLIENT))
     aside = Aside(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b"")
     scene.client.forge(FrameType.ASIDE, aside, request=1)
-    refused(scene, scene.server, "KVW-LN-03")
+    expect_refused(scene, scene.server, "KVW-LN-03")
 
 
 @pytest.mark.rule("KVW-LN-05", "breaks")
@@ -576,7 +383,7 @@ def test_more_taken_than_sent(lane: int, count: int) -> None:
     scene.up()
     scene.put()
     scene.server.forge(FrameType.TAKEN, Taken(lane=lane, count=count))
-    refused(scene, scene.client, "KVW-LN-05")
+    expect_refused(scene, scene.client, "KVW-LN-05")
 
 
 @pytest.mark.rule("KVW-LN-05", "breaks")
@@ -587,7 +394,31 @@ def test_what_was_missed_is_not_taken() -> None:
     scene.put()
     scene.server.forge(FrameType.LOWER, Lower(lane=1, reason="", seen=3, missed=(0,)))
     scene.server.forge(FrameType.TAKEN, Taken(lane=1, count=1))
-    refused(scene, scene.client, "KVW-LN-05")
+    expect_refused(scene, scene.client, "KVW-LN-05")
+
+
+def test_a_close_waits_for_what_is_on_a_lane() -> None:
+    """Its fate has to be known first."""
+    scene = Scene()
+    scene.up()
+    scene.put()
+    scene.client.close()
+    scene.pair.run()
+    assert scene.client.core.phase is Phase.FLUSHING
+    scene.lanes.rest()
+    assert scene.client.ended is not None
+    assert scene.client.ended.graceful
+
+
+def test_a_lane_is_a_sign_of_life() -> None:
+    """A payload that lands puts the next ping off."""
+    scene = Scene(chunks=1)
+    scene.up()
+    scene.put()
+    scene.pair.run()
+    scene.server.now += 1.5
+    scene.lanes.move(scene.half(SERVER), *scene.tickets(SERVER))
+    assert scene.server.core._liveness.silence_s(scene.server.now) == 0
 
 
 # --- going down
@@ -697,7 +528,7 @@ def test_a_lower_that_cannot_be(lane: int, seen: int, missed: tuple[int, ...]) -
     scene.pair.run()
     body = Lower(lane=lane, reason="", seen=seen, missed=missed)
     scene.server.forge(FrameType.LOWER, body)
-    refused(scene, scene.client, "KVW-LN-06")
+    expect_refused(scene, scene.client, "KVW-LN-06")
 
 
 @pytest.mark.rule("KVW-LN-06", "breaks")
@@ -710,7 +541,7 @@ def test_a_lower_that_misses_what_an_earlier_one_had() -> None:
         scene.server.forge(
             FrameType.LOWER, Lower(lane=1, reason="", seen=3, missed=missed)
         )
-    refused(scene, scene.client, "KVW-LN-06")
+    expect_refused(scene, scene.client, "KVW-LN-06")
 
 
 def test_sealed_frames_about_lanes() -> None:

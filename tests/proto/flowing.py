@@ -1,0 +1,91 @@
+"""The flows of one side, with chunks so small that a few bytes make many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvwire.proto.events import RequestDone
+from kvwire.proto.flows import Chunk, Flows
+from kvwire.proto.framing import Framing
+from kvwire.proto.holds import Holds
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.requests import Request, Requests
+from kvwire.proto.segments import Segment
+from kvwire.proto.state import Input, Kind
+from kvwire.types import Role
+from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
+
+CHUNK = 10
+
+
+@dataclass
+class Side:
+    """The flows of one side, with chunks of ten bytes."""
+
+    outbox: Outbox = field(default_factory=lambda: Outbox(Framing()))
+    holds: Holds = field(default_factory=Holds)
+    requests: Requests = field(init=False)
+    flows: Flows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.requests = Requests(Role.CLIENT, self.outbox, self.holds)
+        self.flows = Flows(self.requests, self.holds, CHUNK)
+
+    def request(self, kind: Kind, nbytes: int, base: int = 0) -> Request:
+        request = Request(
+            kind=kind,
+            wire_id=None,
+            buffer=self.holds.new(),
+            nbytes=nbytes,
+            base=base,
+        )
+        self.requests.start(request)
+        return request
+
+    def put(self, nbytes: int, base: int = 0) -> Request:
+        request = self.request(Kind.PUT, nbytes, base)
+        self.flows.begin_send(request)
+        return request
+
+    def get(self, nbytes: int, base: int = 0, kind: Kind = Kind.GET) -> Request:
+        request = self.request(kind, nbytes, base)
+        self.flows.begin_receive(request)
+        return request
+
+    def segment(self, nbytes: int, priority: int, number: int = 1) -> Segment:
+        request = self.request(Kind.OUTGOING, 0)
+        request.advance(Input.GO)
+        return self.segment_of(request, nbytes, number, priority)
+
+    def segment_of(
+        self, request: Request, nbytes: int, number: int, priority: int = 0
+    ) -> Segment:
+        segment = Segment(
+            request=request,
+            number=number,
+            box=(0, 0, 1, 0, 1),
+            nbytes=nbytes,
+            buffer=self.holds.new(),
+        )
+        self.flows.begin_segment(segment, priority)
+        return segment
+
+    def chunk(self) -> Chunk:
+        chunk = self.flows.next_chunk()
+        assert chunk is not None
+        return chunk
+
+    def done(self) -> list[RequestDone]:
+        events, self.outbox.events = self.outbox.events, []
+        return [event for event in events if isinstance(event, RequestDone)]
+
+
+def data(wire_id: int | None, offset: int, length: int) -> Header:
+    raw = encode_header(
+        FrameType.DATA, Flag.CHECKED, 0, length, wire_id or 0, offset=offset
+    )
+    return decode_header(raw)
+
+
+def pieces(nbytes: int) -> list[tuple[int, int]]:
+    return [(at, min(CHUNK, nbytes - at)) for at in range(0, nbytes, CHUNK)]
