@@ -1,0 +1,97 @@
+"""Two communicators of one host: what a user sees of `local`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import Communicator, Connection
+from kvwire.limits import MIB
+from kvwire.memory.arena import Arena
+
+one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
+
+
+@pytest.fixture
+async def ends(
+    request: pytest.FixtureRequest,
+) -> AsyncIterator[tuple[Communicator, Connection, Communicator, Connection]]:
+    config = kvwire.Config(
+        backends={"local": {"way": getattr(request, "param", "auto")}}
+    )
+    async with (
+        kvwire.open(config, name="prefill") as left,
+        kvwire.open(config, name="decode") as right,
+    ):
+        address = await left.listen("127.0.0.1:0")
+        there = await right.connect(address, transport="local")
+        yield left, await left.accept(), right, there
+
+
+@pytest.mark.parametrize("ends", ["auto", "cma", "arena"], indirect=True)
+async def test_messages_travel_over_it(
+    ends: tuple[Communicator, Connection, Communicator, Connection],
+) -> None:
+    _, here, _, there = ends
+    assert (here.transport, there.transport) == ("local", "local")
+    sent = np.random.default_rng(0).integers(0, 256, 5 * MIB + 7, np.uint8)
+    landed = np.zeros_like(sent)
+    for source, target in ((here, there), (there, here)):
+        landed[:] = 0
+        await asyncio.gather(source.send(1, sent), target.recv(1, into=landed))
+        assert np.array_equal(sent, landed)
+
+
+@one_loop
+@pytest.mark.parametrize(
+    ("ends", "said"), [("auto", "cma"), ("arena", "arena")], indirect=["ends"]
+)
+async def test_both_sides_report_how_bytes_move(
+    ends: tuple[Communicator, Connection, Communicator, Connection], said: str
+) -> None:
+    _, here, _, there = ends
+    for connection in (here, there):
+        (taken,) = (c for c in connection.transport_report if c.taken)
+        assert taken.name == "local"
+        assert taken.reason.startswith(said)
+
+
+@one_loop
+async def test_a_cache_in_an_arena_is_pulled(
+    ends: tuple[Communicator, Connection, Communicator, Connection],
+) -> None:
+    left, _, _, there = ends
+    arena = Arena(16 * MIB)
+    await _pull(left, there, arena)
+    gc.collect()
+    # Nothing holds the cache any more, so that its memory can be unmapped.
+    arena.close()
+    assert arena.closed
+
+
+async def _pull(left: Communicator, there: Connection, arena: Arena) -> None:
+    spec = kvwire.KVSpec(
+        layers=3, kv_heads=4, head_dim=64, block_tokens=16, dtype="float16"
+    )
+    shape = (40, 2, 16, 4, 64)
+    tensors = [arena.numpy(shape, np.float16) for _ in range(3)]
+    for number, tensor in enumerate(tensors):
+        tensor[:] = np.random.default_rng(number).standard_normal(shape)
+    landed = [np.zeros(shape, np.float16) for _ in range(3)]
+    blocks, places = [7, 3, 39, 11, 0], [1, 5, 2, 30, 8]
+    out = left.publish("p", kvwire.PagedCache(spec, tensors, layout="NHD"), blocks)
+    inc = there.pull("p", kvwire.PagedCache(spec, landed, layout="NHD"), places)
+    out.ready()
+    out.finish()
+    outcome = await inc
+    assert outcome.complete
+    await inc.drained()
+    await out.drained()
+    for source, target in zip(tensors, landed, strict=True):
+        assert np.array_equal(source[blocks], target[places])
+    assert not np.array_equal(landed[0][places[0]], landed[1][places[0]])

@@ -1,0 +1,1 @@
+"""Measurements that choose a constant; `kvwire bench` measures the whole."""
