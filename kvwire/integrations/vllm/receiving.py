@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,9 +68,9 @@ class Arrival:
         self._route = route
         self._timeout_s = timeout_s
         self._parts: list[Incoming] = []
+        self._lock = threading.Lock()
         self._begun = False
         self._reason = ""
-        self._beginning: asyncio.Future[list[Incoming]] | None = None
         self.done: concurrent.futures.Future[Arrived] = engine.start(self._run)
 
     def landed(self, layer: int) -> bool:
@@ -98,24 +99,32 @@ class Arrival:
                 waiting.cancel()
         return self.landed(layer)
 
-    def abort(self, reason: str) -> None:
-        """End it; the blocks are free when :attr:`done` says so. Does not wait."""
-        self._reason = reason
-        self._engine.start(self._abort)
+    def abort(self, reason: str) -> bool:
+        """End it; the blocks are free when :attr:`done` says so. Does not wait.
+
+        Returns:
+            Whether any link may have touched them; if not, they are free now.
+        """
+        with self._lock:
+            self._reason = reason
+            begun = self._begun
+        if begun:
+            self._engine.start(self._abort)
+        return begun
 
     # --- on the loop ------------------------------------------------------------------
 
     async def _run(self, communicator: Communicator) -> Arrived:
         load = self.load
         own = np.asarray(load.blocks[load.cached :], np.int64)
-        self._beginning = asyncio.ensure_future(self._begin(communicator))
         try:
-            self._parts = await self._beginning
+            parts = await self._begin(communicator)
         except (KVWireError, OSError, asyncio.CancelledError) as exc:
             said = self._reason or str(exc) or repr(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
             return Arrived(own)
-        self._begun = True
+        with self._lock:
+            self._parts, self._begun = parts, True
         if self._reason or load.declined:
             await self._abort(communicator)
         outcomes = [await part for part in self._parts]
@@ -157,7 +166,5 @@ class Arrival:
         ]
 
     async def _abort(self, communicator: Communicator) -> None:
-        if self._beginning is not None and not self._parts:
-            self._beginning.cancel()
         for part in self._parts:
             part.abort(self._reason or "not wanted any more")

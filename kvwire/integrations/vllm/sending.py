@@ -58,7 +58,6 @@ class Departure:
         # What was said before there was anybody to say it to.
         self._early: list[Callable[[Outgoing], None]] | None = []
         self._reason = ""
-        self._beginning: asyncio.Future[list[Outgoing]] | None = None
         self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
 
     def extend(self, blocks: list[int]) -> None:
@@ -79,17 +78,24 @@ class Departure:
         """Prefill goes on, so whoever is to come has the whole lease again."""
         self._engine.start(self._renew)
 
-    def abort(self, reason: str) -> None:
-        """End it; the blocks are free when :attr:`done` says so. Does not wait."""
-        self._reason = reason
-        self._engine.start(self._abort)
+    def abort(self, reason: str) -> bool:
+        """End it; the blocks are free when :attr:`done` says so. Does not wait.
+
+        Returns:
+            Whether any link may have touched them; if not, they are free now.
+        """
+        with self._lock:
+            self._reason = reason
+            begun = bool(self._outs)
+        if begun:
+            self._engine.start(self._abort)
+        return begun
 
     # --- on the loop ------------------------------------------------------------------
 
     async def _run(self, communicator: Communicator) -> list[Outcome]:
-        self._beginning = asyncio.ensure_future(self._begin(communicator))
         try:
-            outs = await self._beginning
+            outs = await self._begin(communicator)
         except (KVWireError, OSError, asyncio.CancelledError) as exc:
             # The decode engine hears nothing, and computes when its time is over.
             said = self._reason or str(exc) or repr(exc)
@@ -98,10 +104,11 @@ class Departure:
         with self._lock:
             early, self._early = self._early or [], None
             self._outs = outs
-            for call in early:
+            for call in [] if self._reason else early:
                 for out in outs:
                     call(out)
         if self._reason:
+            # Begun only to say so; in the same turn, so no block was touched.
             await self._abort(communicator)
         outcomes = [await out for out in outs]
         for out in outs:
@@ -131,8 +138,6 @@ class Departure:
             out.renew_lease()
 
     async def _abort(self, communicator: Communicator) -> None:
-        if self._beginning is not None and not self._outs:
-            self._beginning.cancel()
         for out in self._outs:
             out.abort(self._reason)
 

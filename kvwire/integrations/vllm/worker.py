@@ -241,7 +241,8 @@ class WorkerSide:
             arrival.abort("the request ended before its prompt was here")
 
     def _stop(self, end: Departure | Arrival) -> None:
-        end.abort("the request was preempted")
+        if not end.abort("the request was preempted"):
+            return
         try:
             end.done.result(self._settings.fence_s)
         except TimeoutError:

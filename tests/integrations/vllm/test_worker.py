@@ -1,0 +1,283 @@
+"""Workers of two engines, on real sockets: what arrives, and when memory is free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from kvwire import UsageError
+from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
+from kvwire.kv.hashing import HashScheme
+from tests.integrations.vllm.fakes import BLOCK_TOKENS, FREE, NAMES, Worker
+from tests.support.waiting import eventually
+
+TOKENS = list(range(100, 110))  # two blocks and a half
+HASHES = HashScheme(BLOCK_TOKENS).block_hashes(TOKENS)
+FROM, INTO = [3, 1, 4], [9, 2, 6]
+
+
+@contextmanager
+def workers(
+    producers: int = 1, consumers: int = 1, **settings: Any
+) -> Iterator[tuple[list[Worker], list[Worker]]]:
+    """The ranks of a prefill and of a decode engine."""
+    with ExitStack() as stack:
+        sides: list[list[Worker]] = []
+        for ranks in (producers, consumers):
+            group = [Worker(rank, ranks, **settings) for rank in range(ranks)]
+            for worker in group:
+                stack.callback(worker.side.close)
+            sides.append(group)
+        yield sides[0], sides[1]
+
+
+def addresses(group: list[Worker]) -> tuple[str, ...]:
+    return tuple(worker.side.address for worker in group)
+
+
+def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Step:
+    send = Send(
+        request_id="p",
+        transfer_id="t",
+        tokens=len(TOKENS),
+        blocks=blocks,
+        hashes=HASHES,
+        remote=remote,
+    )
+    return Step(sends=[send], written=[written([], stop)])
+
+
+def written(blocks: list[int], stop: int) -> Written:
+    return Written(request_id="p", blocks=blocks, stop=stop)
+
+
+def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> Step:
+    load = Load(
+        request_id="d",
+        transfer_id="t",
+        tokens=len(TOKENS),
+        blocks=INTO,
+        cached=cached,
+        hashes=HASHES,
+        remote=remote,
+        **more,
+    )
+    return Step(loads=[load])
+
+
+def fetch(worker: Worker, step: Step) -> None:
+    worker.side.begin_step(step)
+    worker.side.start_loads()
+
+
+def received(worker: Worker) -> bool:
+    return worker.side.finished(()) == (set(), {"d"})
+
+
+def freed(worker: Worker) -> bool:
+    """Whether the scheduler has heard that the prompt's blocks are free."""
+    worker.side.finished(())
+    return not worker.side._departures
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+def test_a_prompt_arrives(mode: str, stream: str) -> None:
+    with workers(mode=mode, stream=stream) as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10, addresses([d])))
+        p.forward(FROM)
+        assert eventually(lambda: received(d))
+        assert d.holds(INTO[:2])
+        assert d.side.take_errors() == set()
+        # Only now does the scheduler end it, and hears at once that it has drained.
+        assert p.side.finished(()) == (set(), set())
+        p.side.finished(("p",))
+        assert eventually(lambda: freed(p))
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_chunks_leave_before_the_prompt_is_whole(mode: str) -> None:
+    with workers(mode=mode) as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM[:1], 5, addresses([d])))
+        p.forward(FROM[:1])
+        assert eventually(lambda: d.holds(INTO[:1]))
+        assert d.side.finished(()) == (set(), set())
+        p.side.begin_step(Step(written=[written(FROM[1:], 10)]))
+        p.forward(FROM)
+        assert eventually(lambda: received(d))
+        assert d.holds(INTO[:2])
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_groups_of_other_sizes(mode: str, producers: int, consumers: int) -> None:
+    with workers(producers, consumers, mode=mode) as (prefill, decode):
+        for d in decode:
+            fetch(d, fetching(addresses(prefill)))
+        for p in prefill:
+            p.side.begin_step(sending(FROM, 10, addresses(decode)))
+            p.forward(FROM)
+        for d in decode:
+            assert eventually(lambda d=d: received(d))  # type: ignore[misc]
+            assert d.holds(INTO[:2])
+        for p in prefill:
+            p.side.finished(("p",))
+            assert eventually(lambda p=p: freed(p))  # type: ignore[misc]
+
+
+def test_what_is_here_is_neither_sent_nor_written_to() -> None:
+    with workers() as ((p,), (d,)):
+        p.side.begin_step(sending(FROM, 10))
+        p.forward(FROM)
+        fetch(d, fetching(addresses([p]), cached=1))
+        assert eventually(lambda: received(d))
+        assert all((tensor[INTO[0]] == FREE).all() for tensor in d.tensors.values())
+        assert d.tensors[NAMES[0]][INTO[1], 0, 0, 0] == 100
+
+
+def test_a_layer_without_a_hook_is_sent_as_well() -> None:
+    """The completeness sweep: only the first layer calls its hook."""
+    with workers() as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10))
+        for name in NAMES:
+            p.write(name, FROM)
+        p.side.layer_written(NAMES[0])
+        p.side.layer_written("model.layers.0.indexer")
+        p.side.step_written()
+        assert eventually(lambda: received(d))
+        assert d.holds(INTO[:2])
+
+
+def test_decode_begins_while_the_last_layer_is_on_its_way() -> None:
+    with workers(gate_layers=1) as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10))
+        for name in NAMES[:-1]:
+            p.write(name, FROM)
+            p.side.layer_written(name)
+        assert eventually(lambda: received(d))
+        for name in NAMES[:-1]:
+            d.side.wait_layer(name)
+        p.write(NAMES[-1], FROM)
+        p.side.layer_written(NAMES[-1])
+        p.side.step_written()
+        d.side.wait_layer(NAMES[-1])
+        assert d.holds(INTO[:2])
+        # It was reported once, when it began.
+        assert eventually(lambda: not d.side._gated or not d.side.finished(())[1])
+
+
+def test_a_gated_layer_that_does_not_come_is_an_error() -> None:
+    with workers(gate_layers=1) as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10))
+        for name in NAMES[:-1]:
+            p.write(name, FROM)
+            p.side.layer_written(name)
+        assert eventually(lambda: received(d))
+        p.side.finished(("p",))
+        d.side.wait_layer(NAMES[-1])
+        d.side.finished(())
+        assert d.side.take_errors() == set(INTO)
+
+
+def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
+    with workers() as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM[:1], 4))
+        p.forward(FROM[:1])
+        p.side.fence({"p", "somebody-else"})
+        for tensor in p.tensors.values():
+            tensor[:] = 7
+        assert eventually(lambda: received(d))
+        errors = d.side.take_errors()
+        assert set(INTO[1:]) <= errors
+        assert INTO[0] in errors or d.holds(INTO[:1])
+
+
+def test_a_fetch_that_is_preempted_is_over_as_well() -> None:
+    with workers() as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        d.side.fence({"d"})
+        assert d.side.finished(()) == (set(), set())
+        assert d.side.take_errors() == set()
+
+
+def test_a_request_that_is_aborted_at_decode() -> None:
+    """Its blocks are free when it is reported, and prefill's as well."""
+    with workers() as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM[:1], 4))
+        p.forward(FROM[:1])
+        d.side.finished(("d",))
+        assert eventually(lambda: received(d))
+        p.side.finished(("p",))
+        assert eventually(lambda: freed(p))
+
+
+def test_a_request_that_is_aborted_at_prefill() -> None:
+    with workers() as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM[:1], 4))
+        p.forward(FROM[:1])
+        p.side.finished(("p",))
+        assert eventually(lambda: received(d))
+        assert set(INTO[1:]) <= d.side.take_errors()
+
+
+def test_nobody_wants_it_any_more() -> None:
+    with workers() as ((p,), (d,)):
+        p.side.begin_step(sending(FROM, 10))
+        p.forward(FROM)
+        p.side.finished(("p",))
+        assert p.side._departures
+        fetch(d, fetching(addresses([p]), declined=True))
+        assert eventually(lambda: freed(p))
+        assert d.side.finished(()) == (set(), set())
+
+
+def test_nobody_comes() -> None:
+    with workers(lease_s=0.2) as ((p,), _):
+        p.side.begin_step(sending(FROM, 10))
+        p.forward(FROM)
+        p.side.finished(("p",))
+        assert eventually(lambda: freed(p))
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_the_other_engine_is_not_there(mode: str) -> None:
+    """Decode computes every block itself; prefill lives."""
+    with workers(mode=mode, load_timeout_s=0.3, lease_s=0.3) as ((p,), (d,)):
+        gone = ("127.0.0.1:9",)
+        fetch(d, fetching(gone))
+        assert eventually(lambda: received(d))
+        assert d.side.take_errors() == set(INTO)
+        p.side.begin_step(sending(FROM, 10, gone))
+        p.forward(FROM)
+        p.side.finished(("p",))
+        assert eventually(lambda: freed(p))
+
+
+def test_another_prompt_is_refused() -> None:
+    with workers() as ((p,), (d,)):
+        p.side.begin_step(sending(FROM, 10))
+        p.forward(FROM)
+        step = fetching(addresses([p]))
+        step.loads[0].hashes = HASHES[::-1]
+        fetch(d, step)
+        assert eventually(lambda: received(d))
+        assert d.side.take_errors() == set(INTO)
+        assert d.tensors[NAMES[0]].max() == FREE
+
+
+def test_transfers_before_there_is_a_cache() -> None:
+    with workers() as ((p,), _):
+        p.side._caches = None
+        with pytest.raises(UsageError, match="has not registered"):
+            p.side.begin_step(sending(FROM, 10))
