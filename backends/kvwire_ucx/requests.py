@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import final
 
 from kvwire_ucx import binding
-from kvwire_ucx.binding import IN_PROGRESS
+from kvwire_ucx.binding import IN_PROGRESS, OK
 from kvwire_ucx.library import Ucp
 
 # Gets the status and, of a receive, the bytes received.
@@ -86,16 +86,11 @@ class Requests:
 
     def abandon(self) -> None:
         """The worker is gone, and with it every operation: all of them are over."""
-        for number in {number for number, _, _ in self._over}:
-            self._open[number].handle = 0
-        known = {number for number, _, _ in self._over}
-        self._over += [
-            (number, binding.ERR_CANCELED, 0)
-            for number in self._open
-            if number not in known
-        ]
+        told = {number for number, _, _ in self._over}
+        missing = [number for number in self._open if number not in told]
+        self._over += [(number, binding.ERR_CANCELED, 0) for number in missing]
         for request in self._open.values():
-            request.handle = 0
+            request.handle = 0  # freed with the worker
         self.tell()
 
     # UCX calls these from within its own functions. They must not raise, and what they
@@ -105,5 +100,6 @@ class Requests:
         self._over.append((number, status, 0))
 
     def _received(self, _request: int, status: int, info: object, number: int) -> None:
-        nbytes = info[0].length if info else 0  # type: ignore[index]
+        # Of a receive that failed, UCX says nothing there, whatever it is.
+        nbytes = info[0].length if status == OK else 0  # type: ignore[index]
         self._over.append((number, status, nbytes))

@@ -1,0 +1,95 @@
+"""Bootstraps: what one side writes the other reads, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import BackendUnavailable
+from kvwire.limits import BOOTSTRAP_BYTES_MAX
+from kvwire_ucx.bootstrap import (
+    BYE,
+    FIRST_PAYLOAD,
+    HELLO,
+    MESSAGES,
+    Bootstrap,
+    new_lane,
+    next_message,
+    parse,
+)
+from kvwire_ucx.library import Version
+
+SAMPLE = Bootstrap(lane=7, version=Version(1, 22, 0), address=b"an address")
+
+bootstraps = st.builds(
+    Bootstrap,
+    lane=st.integers(0, 2**40 - 1),
+    version=st.builds(Version, *(st.integers(0, 255),) * 3),
+    address=st.binary(min_size=1, max_size=1000),
+)
+
+
+@given(bootstraps)
+def test_it_is_read_as_it_was_written(bootstrap: Bootstrap) -> None:
+    assert parse(bootstrap.to_bytes()) == bootstrap
+
+
+@given(bootstraps, st.data())
+def test_no_part_of_it_is_taken_for_it(
+    bootstrap: Bootstrap, data: st.DataObject
+) -> None:
+    whole = bootstrap.to_bytes()
+    length = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(BackendUnavailable, match="the peer's bootstrap"):
+        parse(whole[:length])
+    with pytest.raises(BackendUnavailable, match="the peer's bootstrap"):
+        parse(whole + b"\0")
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(BackendUnavailable, match="the peer's bootstrap"):
+        parse(noise)
+
+
+def test_another_format_names_the_difference() -> None:
+    changed = bytearray(SAMPLE.to_bytes())
+    changed[4] = 2
+    with pytest.raises(BackendUnavailable, match="both sides need the same kvwire"):
+        parse(bytes(changed))
+
+
+def test_too_many_devices_are_an_error_that_says_so() -> None:
+    wide = Bootstrap(lane=1, version=SAMPLE.version, address=bytes(BOOTSTRAP_BYTES_MAX))
+    with pytest.raises(BackendUnavailable, match="UCX_NET_DEVICES"):
+        wide.to_bytes()
+
+
+def test_an_address_without_end_leads_into_zeros() -> None:
+    assert SAMPLE.padded_address.startswith(SAMPLE.address)
+    assert SAMPLE.padded_address.removeprefix(SAMPLE.address).strip(b"\0") == b""
+    assert len(SAMPLE.padded_address) > len(SAMPLE.address) + 1000
+
+
+@given(
+    bootstraps, bootstraps, st.integers(0, MESSAGES - 1), st.integers(0, MESSAGES - 1)
+)
+def test_tags_of_two_lanes_never_meet(
+    one: Bootstrap, other: Bootstrap, first: int, second: int
+) -> None:
+    same = (one.lane, first) == (other.lane, second)
+    assert (one.tag(first) == other.tag(second)) is same
+    assert one.tag(first) < 2**64
+
+
+def test_numbers_of_payloads_begin_again_behind_hello_and_bye() -> None:
+    assert next_message(FIRST_PAYLOAD) == FIRST_PAYLOAD + 1
+    assert next_message(MESSAGES - 1) == FIRST_PAYLOAD
+    assert len({HELLO, BYE, FIRST_PAYLOAD}) == 3
+
+
+def test_lanes_are_not_counted() -> None:
+    lanes = {new_lane() for _ in range(100)}
+    assert len(lanes) == 100
+    assert max(lanes) < 2**40

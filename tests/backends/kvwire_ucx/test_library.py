@@ -1,0 +1,143 @@
+"""Which UCX is taken, and what is said where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvwire.errors import BackendUnavailable
+from kvwire_ucx import UcxBackend, library
+from kvwire_ucx.library import ENVIRONMENT, VERSION_MIN, Version, copies, find, load
+from tests.backends.kvwire_ucx.support import needs_ucx
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process without UCX, on a machine with both kinds of it and no devices."""
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.setattr(library, "_shared_objects", lambda prefix: [])
+    monkeypatch.setattr(library, "_wheel", lambda: "/wheel/libucp.so.0")
+    monkeypatch.setattr(library, "_system", lambda: "/system/libucp.so.0")
+    monkeypatch.setattr(library, "rdma_devices", lambda: ())
+    return monkeypatch
+
+
+def test_the_wheel_goes_first(nothing_loaded: pytest.MonkeyPatch) -> None:
+    assert find() == "/wheel/libucp.so.0"
+    nothing_loaded.setattr(library, "_wheel", lambda: None)
+    assert find() == "/system/libucp.so.0"
+    nothing_loaded.setattr(library, "_system", lambda: None)
+    assert find() is None
+
+
+def test_with_rdma_devices_the_system_goes_first(
+    nothing_loaded: pytest.MonkeyPatch,
+) -> None:
+    nothing_loaded.setattr(library, "rdma_devices", lambda: ("mlx5_0",))
+    assert find() == "/system/libucp.so.0"
+    nothing_loaded.setattr(library, "_system", lambda: None)
+    assert find() == "/wheel/libucp.so.0"
+
+
+def test_what_the_process_has_loaded_goes_before_both(
+    nothing_loaded: pytest.MonkeyPatch,
+) -> None:
+    nothing_loaded.setattr(library, "_shared_objects", lambda prefix: ["/there"])
+    assert find() == "/there"
+
+
+@pytest.mark.parametrize("which", ["system", "wheel"])
+def test_the_environment_names_one(
+    nothing_loaded: pytest.MonkeyPatch, which: str
+) -> None:
+    nothing_loaded.setenv(ENVIRONMENT, which)
+    nothing_loaded.setattr(library, "_shared_objects", lambda prefix: ["/there"])
+    assert find() == f"/{which}/libucp.so.0"
+
+
+def test_the_environment_names_a_path(
+    nothing_loaded: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "libucp.so"
+    nothing_loaded.setenv(ENVIRONMENT, str(path))
+    with pytest.raises(BackendUnavailable, match="there is no such file"):
+        find()
+    path.touch()
+    assert find() == str(path)
+
+
+def test_without_any_the_remedy_is_said(nothing_loaded: pytest.MonkeyPatch) -> None:
+    nothing_loaded.setattr(library, "_wheel", lambda: None)
+    nothing_loaded.setattr(library, "_system", lambda: None)
+    load.cache_clear()
+    try:
+        found = UcxBackend.availability()
+    finally:
+        load.cache_clear()
+    assert not found.available
+    assert found.reason == "no libucp was found"
+    assert "pip install 'kvwire[ucx]'" in found.remedy
+
+
+def test_what_is_no_library_is_an_error(
+    nothing_loaded: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "libucp.so.0"
+    path.write_text("not one")
+    nothing_loaded.setenv(ENVIRONMENT, str(path))
+    nothing_loaded.setattr(library, "_SONAMES", ("libucp.so.0",))
+    load.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable, match="cannot be loaded"):
+            load()
+    finally:
+        load.cache_clear()
+
+
+@needs_ucx
+def test_one_copy_is_loaded_and_described() -> None:
+    loaded = load()
+    assert loaded.version >= VERSION_MIN
+    (copy,) = copies()
+    assert Path(copy).samefile(loaded.path)
+    assert loaded.status_text(-25) == "Connection reset by remote peer (-25)"
+    assert UcxBackend.availability().reason.startswith(f"UCX {loaded.version}, ")
+
+
+@needs_ucx
+def test_one_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "VERSION_MIN", (99, 7))
+    load.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailable, match=r"kvwire needs 99\.7 or newer"):
+            load()
+    finally:
+        load.cache_clear()
+
+
+def test_a_version_reads_as_one_says_it() -> None:
+    assert str(Version(1, 22, 0)) == "1.22.0"
+
+
+@needs_ucx
+def test_crash_handlers_stay_who_they_were() -> None:
+    """UCX takes SIGSEGV when it is loaded, which is faulthandler's."""
+    code = (
+        "import faulthandler\n"
+        "from pathlib import Path\n"
+        "from kvwire_ucx.library import load\n"
+        "def caught():\n"
+        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    return next(x for x in lines if x.startswith('SigCgt'))\n"
+        "before = caught()\n"
+        "load()\n"
+        "assert caught() == before, (before, caught())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""

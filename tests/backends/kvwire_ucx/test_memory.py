@@ -1,0 +1,62 @@
+"""Payloads as UCX takes them: bytes, or a list of pieces."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.iovec import address_of
+from kvwire.types import Device, MemoryKind
+from kvwire_ucx import binding
+from kvwire_ucx.memory import Memory
+
+
+def fragments(
+    arena: bytearray, *pieces: tuple[int, int], device: Device | None = None
+) -> Fragments:
+    """Pieces of an arena, as (offset, length)."""
+    table = np.array(pieces, np.uint64)
+    return Fragments(
+        np.uint64(address_of(arena)) + table[:, 0],
+        table[:, 1].copy(),
+        owner=arena,
+        writable=True,
+        device=device,
+    )
+
+
+def test_a_view_is_bytes() -> None:
+    arena = bytearray(100)
+    memory = Memory(memoryview(arena)[10:40])
+    assert memory.address == address_of(arena) + 10
+    assert (memory.count, memory.nbytes) == (30, 30)
+    assert memory.datatype == binding.DATATYPE_BYTES
+    assert memory.memory_type == binding.MEMORY_HOST
+
+
+def test_one_fragment_is_bytes() -> None:
+    arena = bytearray(100)
+    memory = Memory(fragments(arena, (10, 30)))
+    assert memory.address == address_of(arena) + 10
+    assert (memory.count, memory.nbytes) == (30, 30)
+    assert memory.datatype == binding.DATATYPE_BYTES
+
+
+def test_more_are_a_list_of_pieces_in_their_order() -> None:
+    arena = bytearray(100)
+    memory = Memory(fragments(arena, (50, 7), (0, 9), (20, 1)))
+    assert (memory.count, memory.nbytes) == (3, 17)
+    assert memory.datatype == binding.DATATYPE_IOV
+    table = (ctypes.c_uint64 * 6).from_address(memory.address)
+    base = address_of(arena)
+    assert list(table) == [base + 50, 7, base, 9, base + 20, 1]
+
+
+@pytest.mark.parametrize("pieces", [[(0, 9)], [(0, 9), (20, 9)]])
+def test_memory_of_a_device_is_named(pieces: list[tuple[int, int]]) -> None:
+    arena = bytearray(100)
+    memory = Memory(fragments(arena, *pieces, device=Device(MemoryKind.CUDA, 0)))
+    assert memory.memory_type == binding.MEMORY_CUDA

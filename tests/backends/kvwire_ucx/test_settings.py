@@ -1,0 +1,62 @@
+"""Settings: defaults, then the user's, and the environment over both."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvwire.errors import BackendUnavailable
+from kvwire_ucx.settings import DEFAULTS, DEFAULTS_OF_OLD, OLD, parse
+
+NEW = (1, 22, 0)
+
+
+def test_without_any_the_defaults_hold() -> None:
+    settings = parse({}, NEW, {})
+    assert settings.ucx == DEFAULTS
+    assert not settings.named
+    assert not settings.require_rdma
+
+
+def test_shared_memory_and_dead_peers_go_together() -> None:
+    assert DEFAULTS["MM_ERROR_HANDLING"] == DEFAULTS["CMA_MEMORY_INVALIDATE"] == "y"
+    assert DEFAULTS["KEEPALIVE_INTERVAL"] == "2s"
+
+
+@pytest.mark.parametrize("key", ["TLS", "UCX_TLS"])
+def test_the_users_win_over_defaults_with_and_without_prefix(key: str) -> None:
+    settings = parse({key: "tcp", "RNDV_THRESH": "1k"}, NEW, {})
+    assert settings.ucx == {**DEFAULTS, "TLS": "tcp", "RNDV_THRESH": "1k"}
+    assert settings.named == {"TLS", "RNDV_THRESH"}
+
+
+def test_the_environment_wins_over_both() -> None:
+    environment = {"UCX_TLS": "all", "UCX_KEEPALIVE_INTERVAL": "9s", "TLS": "x"}
+    settings = parse({"TLS": "tcp", "PROTOS": "all"}, NEW, environment)
+    assert "TLS" not in settings.ucx
+    assert "KEEPALIVE_INTERVAL" not in settings.ucx
+    assert settings.named == {"PROTOS"}
+
+
+def test_an_old_library_sends_copies() -> None:
+    before, since = (OLD[0], OLD[1] - 1, 9), (*OLD, 0)
+    assert parse({}, before, {}).ucx == {**DEFAULTS, **DEFAULTS_OF_OLD}
+    assert parse({}, since, {}).ucx == DEFAULTS
+    assert parse({"ZCOPY_THRESH": "0"}, before, {}).ucx["ZCOPY_THRESH"] == "0"
+
+
+@pytest.mark.parametrize(("text", "expected"), [("yes", True), ("OFF", False)])
+def test_rdma_can_be_required(text: str, expected: bool) -> None:
+    assert parse({"require_rdma": text}, NEW, {}).require_rdma is expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"require_rdma": "maybe"}, 'it is "yes" or "no"'),
+        ({"tls": "tcp"}, "no setting 'tls'"),
+        ({"Require_Rdma": "yes"}, "there is 'require_rdma'"),
+    ],
+)
+def test_what_is_no_setting_is_refused(given: dict[str, str], words: str) -> None:
+    with pytest.raises(BackendUnavailable, match=words):
+        parse(given, NEW, {})

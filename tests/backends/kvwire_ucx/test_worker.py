@@ -1,0 +1,128 @@
+"""Workers: they sleep when nothing happens, and wake when something does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvwire.errors import BackendUnavailable
+from kvwire_ucx import worker as module
+from kvwire_ucx.binding import ERR_CANCELED, OK
+from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.context import Context
+from kvwire_ucx.endpoint import Endpoint
+from kvwire_ucx.memory import Memory
+from kvwire_ucx.worker import Worker
+from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+
+pytestmark = needs_ucx
+
+TAG = 77
+
+
+@contextmanager
+def workers(count: int) -> Iterator[list[Worker]]:
+    context = Context({"TLS": transports_of_this_loop()})
+    made = [Worker(context, asyncio.get_running_loop()) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for worker in made:
+            worker.close()
+        context.close()
+
+
+def endpoint(worker: Worker, peer: Worker) -> Endpoint:
+    version = worker.context.library.version
+    there = Bootstrap(lane=1, version=version, address=peer.address)
+    return Endpoint(worker, there, lambda status: None)
+
+
+class Told:
+    """How operations have ended."""
+
+    def __init__(self) -> None:
+        self.how: list[tuple[int, int]] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, status: int, nbytes: int) -> None:
+        self.how.append((status, nbytes))
+        self._changed.set()
+
+    async def wait(self) -> tuple[int, int]:
+        await self._changed.wait()
+        return self.how[0]
+
+
+async def gone(endpoint: Endpoint, worker: Worker) -> None:
+    """Close an endpoint and wait until its worker may be destroyed."""
+    done, idle = asyncio.Event(), asyncio.Event()
+    endpoint.close(done.set)
+    await done.wait()
+    worker.when_idle(idle.set)
+    await idle.wait()
+
+
+async def test_a_message_wakes_its_receiver() -> None:
+    with workers(2) as (near, far):
+        way = endpoint(near, far)
+        arrived = bytearray(5)
+        received, sent = Told(), Told()
+        far.receive(Memory(memoryview(arrived)), TAG, received)
+        near.send(way.handle, Memory(memoryview(b"hello")), TAG, sent)
+        assert await received.wait() == (OK, 5)
+        assert await sent.wait() == (OK, 0)
+        assert arrived == b"hello"
+        assert len(near.requests) == len(far.requests) == 0
+        await gone(way, near)
+
+
+async def test_a_pending_receive_costs_nothing() -> None:
+    """No turn of the loop is taken while nothing arrives: none is polled for."""
+    with workers(1) as (worker,):
+        told, idle = Told(), asyncio.Event()
+        request = worker.receive(Memory(memoryview(bytearray(5))), TAG, told)
+        worker.when_idle(idle.set)
+        await idle.wait()
+        turns: list[str] = []
+        worker._on_idle = lambda: turns.append("a turn was taken")
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert turns == []
+        worker.wake()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert turns == ["a turn was taken"]
+        assert told.how == []
+        worker.cancel(request)
+        assert await told.wait() == (ERR_CANCELED, 0)
+
+
+async def test_the_end_of_a_worker_ends_what_is_pending() -> None:
+    told = Told()
+    with workers(1) as (worker,):
+        worker.receive(Memory(memoryview(bytearray(5))), TAG, told)
+    assert told.how == [(ERR_CANCELED, 0)]
+
+
+async def test_an_address_that_leads_nowhere_is_refused() -> None:
+    with workers(1) as (worker,):
+        version = worker.context.library.version
+        nowhere = Bootstrap(lane=1, version=version, address=bytes(40))
+        with pytest.raises(BackendUnavailable, match="UCX cannot reach the peer"):
+            Endpoint(worker, nowhere, lambda status: None)
+
+
+async def test_the_child_of_a_process_that_has_used_ucx_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_first_process", 1)
+    context = Context({})
+    try:
+        with pytest.raises(BackendUnavailable, match=r'forked from 1.*"spawn"'):
+            Worker(context, asyncio.get_running_loop())
+    finally:
+        context.close()
