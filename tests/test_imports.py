@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePosixPath
 
 import pytest
@@ -198,7 +199,9 @@ def _imports(source: Source) -> Iterator[tuple[int, str]]:
                 yield node.lineno, full if full in _modules() else base
 
 
+@lru_cache(maxsize=1)
 def _modules() -> set[str]:
+    """Asked for each import there is."""
     return {_module(source) for source in python("kvwire/", "backends/")}
 
 

@@ -67,16 +67,19 @@ class PairLanes:
         via: The lane that chunks of each end take while it has room; 0 for the wire.
         halves: Every half that ever was.
         refuses: Whether the server declines the lanes that it is asked for.
+        span_bytes: What a lane takes at once; 0 for a chunk.
     """
 
     def __init__(self, pair: ConnectionPair) -> None:
         self.via = dict.fromkeys(Role, 0)
         self.halves: dict[tuple[Role, int], Half] = {}
         self.refuses = False
+        self.span_bytes = 0
         self._pair = pair
         self._tickets = count()
         for role in Role:
             pair.of(role).aside = self._aside
+            pair.of(role).span = self._span
             pair.of(role).on_lane = self._on_event
 
     # --- what a front does ------------------------------------------------------------
@@ -171,11 +174,18 @@ class PairLanes:
     def _add(self, role: Role, number: int) -> None:
         self.halves[role, number] = Half(role, number)
 
+    def _room(self, peer: Peer) -> int:
+        """The lane that the next chunk takes; 0 for the wire."""
+        number = self.via[peer.core.agreement.role]
+        return number if number and peer.core.lanes.room(number, WINDOW_BYTES) else 0
+
+    def _span(self, peer: Peer) -> int:
+        return self.span_bytes if self._room(peer) else 0
+
     def _aside(self, peer: Peer, chunk: Chunk, check: int) -> Frame | None:
         """Send a chunk on a lane; None if the wire has to take it."""
-        role = peer.core.agreement.role
-        number = self.via[role]
-        if not number or not peer.core.lanes.room(number, WINDOW_BYTES):
+        role, number = peer.core.agreement.role, self._room(peer)
+        if not number:
             return None
         half, ticket = self.halves[role, number], next(self._tickets)
         half.sending[ticket] = chunk

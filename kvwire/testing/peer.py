@@ -65,6 +65,7 @@ class Peer:
         aside: Sends a chunk on a lane, or returns None for the wire; see
             :class:`~kvwire.testing.pair_lanes.PairLanes`.
         on_lane: Deals with the events about lanes.
+        span: How many bytes the way of the next chunk takes at once; 0 for a chunk.
     """
 
     def __init__(self, handshake: Handshake, *, terms: Terms, now: float) -> None:
@@ -93,6 +94,7 @@ class Peer:
         self.place: Callable[[Segment], None] | None = self._place
         self.aside: Callable[[Peer, Chunk, int], Frame | None] = _on_the_wire
         self.on_lane: Callable[[Peer, LaneEvent], None] = _without_lanes
+        self.span: Callable[[Peer], int] = _chunk_by_chunk
         self._regions = Regions()
         self._leaving: deque[Chunk] = deque()
         self._held: dict[CoreRequest, bytes] = {}
@@ -303,7 +305,7 @@ class Peer:
         core = self.core
         while True:
             self._take_frames()
-            chunk = None if self.stalled else core.next_chunk()
+            chunk = None if self.stalled else core.next_chunk(lambda _: self.span(self))
             if chunk is not None:
                 self._send(chunk)
             elif core.outbox.events:
@@ -396,3 +398,8 @@ def _without_lanes(peer: Peer, event: LaneEvent) -> None:
     """Nobody has brought any: one that the other end asks for is declined."""
     if isinstance(event, LaneAsked):
         peer.core.lane_gone(event.lane, "there are no lanes here")
+
+
+def _chunk_by_chunk(peer: Peer) -> int:
+    """What the wire takes."""
+    return 0

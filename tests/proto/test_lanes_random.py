@@ -16,16 +16,21 @@ from kvwire.proto.lanes import Stage
 from kvwire.proto.requests import Request
 from kvwire.testing.peer import Peer
 from kvwire.types import TrustMode
-from tests.proto.lanes import Scene
+from tests.proto.lanes import CHUNK, Scene
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 2**16), max_size=150), st.sampled_from(TrustMode))
+@given(
+    st.lists(st.integers(0, 2**16), max_size=150),
+    st.sampled_from(TrustMode),
+    st.sampled_from((0, 2 * CHUNK)),
+)
 def test_every_byte_arrives_whatever_breaks(
-    choices: list[int], trust: TrustMode
+    choices: list[int], trust: TrustMode, span_bytes: int
 ) -> None:
     """Each number chooses one of the things that could happen then."""
     scene = Scene(trust=trust)
+    scene.lanes.span_bytes = span_bytes
     asked = Asked(scene)
     for choice in choices:
         possible = list(happenings(scene, asked))
