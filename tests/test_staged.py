@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 from kvwire import BackendUnavailable, KVSpec, PagedCache, UsageError
 from kvwire.limits import KIB
+from kvwire.memory.device.progress import LayerCounter
 from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
 from tests.support.pairs import Pair, connected, until
 
@@ -369,3 +371,28 @@ async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:
     for end in (inc, out, host):
         await end.drained()
     compute.close()
+
+
+async def test_marks_of_a_captured_graph(pair: Pair, near: SimulatedDevice) -> None:
+    """No Python runs between layers: the device writes a word, and layers flow."""
+    source, target = Cache(near, seed=None), Cache(None, seed=None)
+    written = Cache(None, seed=9)
+    assert source.arrays is not None
+    word = near.pinned(8)
+    counter = LayerCounter(LAYERS, word)
+    graph, values = near.stream(), np.frombuffer(word, np.uint64)
+    inc = pair.right.pull("t", target.paged, TARGET)
+    run = counter.begin()
+    near.hold()
+    async with pair.near.publish("t", source.paged, SOURCE) as out:
+        for layer, array in enumerate(source.arrays):
+            out.ready(layers=layer, after=run.layer(layer))
+            graph.call(kernel(array, written, layer))
+            graph.call(partial(values.__setitem__, 0, run.base + layer + 1))
+    assert not out.done()
+    near.release()
+    assert (await inc).complete
+    await inc.drained()
+    await out.drained()
+    assert np.array_equal(target.blocks(TARGET), written.blocks(SOURCE))
+    graph.close()

@@ -85,7 +85,7 @@ class SimulatedDevice(DeviceOps):
                     f"{self.device}: {nbytes} bytes of pinned memory were refused"
                 )
             self._pinned_bytes += nbytes
-        return memoryview(bytearray(nbytes))
+        return np.zeros(nbytes, np.uint8).data
 
     def owns(self, event: object) -> bool:
         """See DeviceOps."""
