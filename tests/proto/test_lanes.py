@@ -26,7 +26,7 @@ from kvwire.wire.control import (
     Taken,
 )
 from kvwire.wire.header import Flag, FrameType, decode_header
-from tests.proto.lanes import Scene, expect_refused, expect_whole
+from tests.proto.lanes import CHUNK, Scene, expect_refused, expect_whole
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
 
@@ -249,6 +249,26 @@ def test_a_chunk_is_announced_as_it_would_be_sent() -> None:
     assert (aside.lane, aside.segment, aside.offset) == (1, 0, 0)
     assert aside.nbytes == len(scene.data)
     assert aside.check is not None
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_several_chunks_as_one_payload(cut: bool) -> None:
+    """What gets lost of them goes again as single chunks, which the wire can carry."""
+    scene = Scene()
+    scene.lanes.span_bytes = 2 * CHUNK
+    scene.up()
+    request = scene.put()
+    sizes = [
+        body.nbytes
+        for body in scene.said(FrameType.ASIDE, scene.client)
+        if isinstance(body, Aside)
+    ]
+    assert sizes == [2 * CHUNK, len(scene.data) - 2 * CHUNK]
+    scene.pair.run()
+    if cut:
+        scene.lanes.end(scene.half(SERVER))
+    scene.lanes.rest()
+    expect_whole(scene, request)
 
 
 def test_a_payload_without_check_is_believed() -> None:

@@ -24,7 +24,7 @@ from kvwire.proto.flows import Arrival, Chunk
 from kvwire.testing.sim.lane import Frame
 from kvwire.testing.sim.memory import Lease
 from kvwire.testing.sim.violation import demand
-from kvwire.types import Role
+from kvwire.types import BufferId, Role
 
 if TYPE_CHECKING:
     from kvwire.testing.sim.endpoint import Endpoint
@@ -42,6 +42,8 @@ class Fate:
 
     Attributes:
         lanes: How many a client asks for.
+        window_bytes: Payload of unknown fate that a lane takes.
+        span_bytes: Payload that it takes at once; 0 for a chunk.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -55,6 +57,7 @@ class Fate:
         # A window of a chunk or two is soon full.
         chunk_bytes = max(terms.chunk_bytes for terms in plan.setup.terms)
         self.window_bytes = chunk_bytes * self._rng.choice((1, 2, 16))
+        self.span_bytes = chunk_bytes * self._rng.choice((0, 0, 2, 5))
 
     def declines(self) -> bool:
         """Whether a half cannot be made."""
@@ -164,6 +167,11 @@ class Beside:
             and lanes.room(half.number, fate.window_bytes)
         ]
         return fate.choose(open_ones) if open_ones and fate.takes_lane() else None
+
+    def span(self, buffer: BufferId) -> int:
+        """How much of a buffer a lane takes at once."""
+        del buffer
+        return self._world.fate.span_bytes
 
     def send(self, half: Half, chunk: Chunk, check: int | None) -> Frame:
         """Put a chunk on a lane; returns the frame that announces it."""

@@ -14,7 +14,7 @@ from kvwire.proto.events import Ended, MemoryWanted, RequestDone
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Known
-from kvwire.testing.sim.beside import Beside, LaneEvent
+from kvwire.testing.sim.beside import Beside, Half, LaneEvent
 from kvwire.testing.sim.lane import Frame, Landing
 from kvwire.testing.sim.memory import Lease
 from kvwire.testing.sim.net import End
@@ -198,11 +198,12 @@ class Endpoint:
                 header, body = outbox.frames.popleft()
                 end.send(Frame(header, body))
             while end.queued_bytes < self._queue_bytes:
-                chunk = core.next_chunk()
+                lane = self.beside.pick()
+                chunk = core.next_chunk(self.beside.span if lane else None)
                 if chunk is None:
                     demand(not core.sending, "progress", "sending, and has no chunk")
                     break
-                self._send_chunk(chunk)
+                self._send_chunk(chunk, lane)
             if not outbox.events:
                 break
             events, outbox.events = outbox.events, []
@@ -239,10 +240,9 @@ class Endpoint:
             self._world.judge.truth.no_silence(self)
         self.set_timer()
 
-    def _send_chunk(self, chunk: Chunk) -> None:
+    def _send_chunk(self, chunk: Chunk, lane: Half | None) -> None:
         self._world.judge.leaves(self, chunk)
         check = 0 if self._checked else None
-        lane = self.beside.pick()
         if lane is not None:
             self.end.send(self.beside.send(lane, chunk, check))
             return
