@@ -7,10 +7,18 @@ import sys
 from collections.abc import Callable
 from typing import ClassVar, NoReturn
 
-from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
+from kvwire.backend import (
+    Availability,
+    Backend,
+    Capabilities,
+    Finding,
+    Link,
+    Listener,
+)
 from kvwire.errors import BackendUnavailable
 from kvwire.lane import Lane, LaneContext
 from kvwire.types import Address
+from kvwire_local import diagnosis
 from kvwire_local.lane import LocalLane
 
 
@@ -38,6 +46,11 @@ class LocalBackend(Backend):
                 remedy="use tcp",
             )
         return Availability(available=True, reason="process_vm_readv and memfd_create")
+
+    @classmethod
+    def diagnose(cls) -> tuple[Finding, ...]:
+        """What the kernel permits."""
+        return diagnosis.findings() if cls.availability().available else ()
 
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
