@@ -107,7 +107,7 @@ TABLE = (
     Layer(
         covers=("kvwire.store", "kvwire.observe"),
         kvwire=_PUBLIC,
-        others={"numpy", "msgspec"},
+        others={"numpy", "msgspec", "prometheus_client"},
     ),
     Layer(
         covers=("kvwire.integrations",),

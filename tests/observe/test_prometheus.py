@@ -1,0 +1,61 @@
+"""What a scrape sees of a communicator."""
+
+from __future__ import annotations
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+
+import kvwire
+from kvwire.observe.prometheus import CommunicatorCollector
+from kvwire.testing.harness import loopback
+
+SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
+
+
+def cache(value: int) -> kvwire.PagedCache:
+    tensors = [np.full((4, 2, 4, 1, 8), value, np.float16) for _ in range(2)]
+    return kvwire.PagedCache(SPEC, tensors, layout="NHD")
+
+
+async def test_a_scrape_shows_what_has_happened() -> None:
+    async with loopback(name="one") as pair:
+        registry = CollectorRegistry()
+        registry.register(CommunicatorCollector(pair.a))
+        labels = {"communicator": "one"}
+        assert registry.get_sample_value("kvwire_connections_total", labels) == 1
+        where = {**labels, "transport": "inproc"}
+        assert registry.get_sample_value("kvwire_open_connections", where) == 1
+
+        out = pair.b.publish("x", cache(7), [0, 1])
+        out.ready(layers=slice(0, 2))
+        out.finish()
+        inc = pair.ab.pull("x", cache(0), [2, 3])
+        outcome = await inc
+        got = registry.get_sample_value("kvwire_received_bytes_total", labels)
+        assert got == outcome.nbytes > 0
+        ended = {**labels, "outcome": "complete"}
+        assert registry.get_sample_value("kvwire_transfers_total", ended) == 1
+        assert (await out).complete
+        assert pair.b.counters.sent_bytes == outcome.nbytes
+        await inc.drained()
+        assert registry.get_sample_value("kvwire_quarantined_bytes", labels) == 0
+
+
+async def test_failed_transfers_and_lost_connections_are_counted() -> None:
+    async with loopback() as pair:
+        inc = pair.ab.pull("never", cache(0), [0])
+        inc.abort("not wanted any more")
+        assert not (await inc).complete
+        pair.ab.abort("gone")
+        await pair.ba.wait_closed()
+        assert pair.a.counters.transfers_failed == 1
+        assert pair.a.counters.connections_lost == 1
+
+
+async def test_the_text_is_what_prometheus_reads() -> None:
+    async with loopback() as pair:
+        registry = CollectorRegistry()
+        registry.register(CommunicatorCollector(pair.a))
+        text = generate_latest(registry).decode()
+        assert "# TYPE kvwire_sent_bytes_total counter" in text
+        assert 'kvwire_transfers_total{communicator="a",outcome="failed"} 0.0' in text
