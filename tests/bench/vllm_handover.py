@@ -269,7 +269,7 @@ def _server(
         "--no-enable-prefix-caching",
     ]
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv),
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,0 +1,145 @@
+"""Real vLLM engines once more: other models, and every other way to move their KV.
+
+`make test-vllm` runs this; without vLLM every test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import eventually
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.serving import Engine, engine, prompt, tokens_of
+from tests.integrations.vllm.wire import slow_wire
+
+PROMPTS = "vllm:prompt_tokens_total"
+pytestmark = pytest.mark.timeout(600)
+
+# The model, and keys of kv_connector_extra_config.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "push, gated, a key head for each query head": (
+        "mha",
+        {"mode": "push", "gate_layers": 2},
+    ),
+    "chunk by chunk, sliding windows": ("window", {"stream": "chunk"}),
+    "as a whole": ("gqa", {"stream": "request"}),
+}
+
+
+class Pair:
+    """A prefill and a decode engine, asked at once."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        self.prefill, self.decode = prefill, decode
+
+    def local(self, ids: list[int]) -> list[int]:
+        return tokens_of(self.prefill.generate(ids, cache_salt=f"local-{ids[:4]}"))
+
+    def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
+        """What the two make of a prompt.
+
+        Args:
+            ids: The prompt.
+            there: Where decode finds prefill, if not where it listens.
+            back: Where prefill finds decode, likewise.
+        """
+        name = secrets.token_hex(8)
+        sends = {
+            "do_remote_decode": True,
+            "transfer_id": name,
+            "remote": [back or self.decode.kv],
+        }
+        loads = {
+            "do_remote_prefill": True,
+            "transfer_id": name,
+            "remote": [there or self.prefill.kv],
+        }
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.decode.generate, ids, kv_transfer_params=loads)
+            self.prefill.generate(ids, 1, kv_transfer_params=sends)
+            return tokens_of(answer.result())
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Two engines."""
+    folder = tmp_path_factory.mktemp("vllm")
+    kind, transfer = WAYS[request.param]
+    model = make_model(kind, folder)
+    made = [
+        engine(
+            model, folder, name, core, {"lease_s": 3.0, "require": ["tcp"], **transfer}
+        )
+        for core, name in enumerate(("prefill", "decode"))
+    ]
+    try:
+        for one in made:
+            one.start()
+        for one in made:
+            one.wait()
+        yield Pair(*made)
+    finally:
+        for one in made:
+            one.kill()
+
+
+@pytest.mark.parametrize("length", [1, 128, 300, 3000])
+def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
+    ids = prompt(length, seed=1)
+    hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    assert pair.both(ids) == pair.local(ids)
+    fetched = pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits
+    assert fetched == length
+
+
+def test_several_at_once(pair: Pair) -> None:
+    prompts = [prompt(200 * size, seed=2) for size in range(1, 7)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(pair.both, prompts))
+    assert answers == [pair.local(ids) for ids in prompts]
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+
+
+def test_over_a_slow_wire(pair: Pair) -> None:
+    """4 MB/s: prefill is over long before its KV is there."""
+    ids = prompt(1000, seed=3)
+    want = pair.local(ids)
+    with (
+        slow_wire(pair.prefill.kv, 4_000_000) as there,
+        slow_wire(pair.decode.kv, 4_000_000) as back,
+    ):
+        assert pair.both(ids, there, back) == want
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+
+
+def test_prefill_is_killed_in_the_middle(pair: Pair) -> None:
+    """Some of the KV is there; decode computes the rest, and lives."""
+    ids = prompt(2000, seed=4)
+    want = pair.local(ids)
+    computed = pair.prefill.metric(PROMPTS)
+    with (
+        slow_wire(pair.prefill.kv, 200_000) as there,
+        slow_wire(pair.decode.kv, 200_000) as back,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(pair.both, ids, there, back)
+        assert eventually(lambda: pair.prefill.metric(PROMPTS) > computed)
+        assert not answer.done()
+        pair.prefill.kill()
+        assert answer.result() == want
+    assert eventually(lambda: pair.decode.idle)

@@ -1,0 +1,329 @@
+"""The proxy before engines that are functions: who is asked what, who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from kvwire import UsageError
+from kvwire.integrations.vllm.proxy.__main__ import main
+from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.dispatch import Dispatcher
+from kvwire.integrations.vllm.proxy.engines import (
+    BY_PREFIX,
+    DOWN_S,
+    ROUND_ROBIN,
+    Engine,
+    Pool,
+    parse_engine,
+)
+from kvwire.integrations.vllm.proxy.requests import (
+    AT_ONCE,
+    IN_SEQUENCE,
+    for_prefill,
+    is_single,
+)
+
+P1 = Engine("http://p1", ("p1:1",))
+P2 = Engine("http://p2", ("p2:1",))
+D1 = Engine("http://d1", ("d1:1", "d1:2"))
+D2 = Engine("http://d2", ("d2:1",))
+ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
+
+Handler = Callable[[dict[str, Any]], Awaitable[httpx.Response]]
+
+
+class Engines(httpx.AsyncBaseTransport):
+    """Answers for every engine, and notes what each was asked."""
+
+    def __init__(self, **handlers: Handler) -> None:
+        self.handlers = handlers
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        self.asked.append((request.url.host, body))
+        response = await self.handlers.get(request.url.host, fine)(body)
+        response.request = request
+        return response
+
+    def hosts(self) -> list[str]:
+        return [host for host, _ in self.asked]
+
+    def params(self, host: str) -> list[Any]:
+        return [body.get("kv_transfer_params") for h, body in self.asked if h == host]
+
+
+def answer(status: int, body: Any) -> httpx.Response:
+    """As it comes from a socket: part by part."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in json.dumps(body).encode().split(b":"):
+            yield part + b":" * (not part.endswith(b"}"))
+
+    headers = {"content-type": "application/json"}
+    return httpx.Response(status, headers=headers, content=parts())
+
+
+async def fine(body: dict[str, Any]) -> httpx.Response:
+    return answer(200, {"tokens": body.get("max_tokens")})
+
+
+async def refused(_: dict[str, Any]) -> httpx.Response:
+    raise httpx.ConnectError("nobody listens")
+
+
+async def broken(_: dict[str, Any]) -> httpx.Response:
+    return answer(500, {})
+
+
+async def turns_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError
+
+
+def app(engines: Engines, order: str = AT_ONCE) -> Starlette:
+    return make_app(
+        [P1, P2], [D1, D2], order=order, route=ROUND_ROBIN, transport=engines
+    )
+
+
+async def post(
+    application: Starlette, body: Any = None, path: str = "completions"
+) -> Any:
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://proxy"
+    ) as client:
+        return await client.post(f"/v1/{path}", json=ASK if body is None else body)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_both_are_asked_for_one_transfer(path: str) -> None:
+    engines = Engines()
+    said = await post(app(engines), {**ASK, "max_completion_tokens": 9}, path)
+    assert said.json() == {"tokens": 9}
+    (prefill,), (decode,) = engines.params("p1"), engines.params("d1")
+    assert prefill["transfer_id"] == decode["transfer_id"]
+    assert (prefill["do_remote_decode"], decode["do_remote_prefill"]) == (True, True)
+    assert (prefill["remote"], decode["remote"]) == (["d1:1", "d1:2"], ["p1:1"])
+    asked = dict(engines.asked)["p1"]
+    assert (asked["max_tokens"], asked["max_completion_tokens"]) == (1, 1)
+
+
+async def test_transfers_have_names_of_their_own_and_engines_take_turns() -> None:
+    engines = Engines()
+    application = app(engines)
+    for _ in range(4):
+        await post(application)
+    ids = {
+        params["transfer_id"]
+        for host in ("p1", "p2")
+        for params in engines.params(host)
+    }
+    assert len(ids) == 4
+    assert sorted(engines.hosts()) == ["d1", "d1", "d2", "d2", "p1", "p1", "p2", "p2"]
+
+
+async def test_in_sequence_decode_waits_for_prefill() -> None:
+    may_answer = asyncio.Event()
+
+    async def slow(body: dict[str, Any]) -> httpx.Response:
+        await may_answer.wait()
+        return await fine(body)
+
+    engines = Engines(p1=slow)
+    asking = asyncio.ensure_future(post(app(engines, IN_SEQUENCE)))
+    await turns_until(lambda: bool(engines.asked))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert engines.hosts() == ["p1"]
+    may_answer.set()
+    assert (await asking).status_code == 200
+    assert engines.hosts() == ["p1", "d1"]
+
+
+async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
+    decode_asked = asyncio.Event()
+
+    async def prefill(body: dict[str, Any]) -> httpx.Response:
+        await decode_asked.wait()
+        return await fine(body)
+
+    async def decode(body: dict[str, Any]) -> httpx.Response:
+        decode_asked.set()
+        return await fine(body)
+
+    assert (await post(app(Engines(p1=prefill, d1=decode)))).status_code == 200
+
+
+@pytest.mark.parametrize("failing", [refused, broken])
+async def test_another_prefill_engine_takes_over(failing: Handler) -> None:
+    given_up = asyncio.Event()
+
+    async def waits_for_kv(body: dict[str, Any]) -> httpx.Response:
+        if body["kv_transfer_params"]["remote"] == ["p1:1"]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+        return await fine(body)
+
+    engines = Engines(p1=failing, d1=waits_for_kv, d2=waits_for_kv)
+    assert (await post(app(engines))).json() == {"tokens": 9}
+    assert given_up.is_set()
+    assert "p2" in engines.hosts()
+
+
+async def test_without_prefill_engines_decode_computes() -> None:
+    engines = Engines(p1=refused, p2=broken)
+    assert (await post(app(engines, IN_SEQUENCE))).json() == {"tokens": 9}
+    host, body = engines.asked[-1]
+    assert host.startswith("d")
+    assert "kv_transfer_params" not in body
+
+
+async def test_a_prompt_that_prefill_rejects_is_for_decode_to_answer() -> None:
+    async def rejects(_: dict[str, Any]) -> httpx.Response:
+        return answer(400, {"error": "too long"})
+
+    engines = Engines(p1=rejects, p2=rejects, d1=rejects, d2=rejects)
+    said = await post(app(engines, IN_SEQUENCE))
+    assert (said.status_code, said.json()) == (400, {"error": "too long"})
+
+
+async def test_another_decode_engine_takes_over() -> None:
+    engines = Engines(d1=refused)
+    assert (await post(app(engines))).json() == {"tokens": 9}
+    assert engines.hosts().count("d2") == 1
+
+
+async def test_no_decode_engine_at_all() -> None:
+    said = await post(app(Engines(d1=refused, d2=refused)))
+    assert said.status_code == 503
+    assert "no decode engine answers" in said.json()["error"]["message"]
+
+
+async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
+    """Headers came, and no token: nothing of the answer is the client's yet."""
+
+    async def body() -> AsyncIterator[bytes]:
+        nothing: tuple[bytes, ...] = ()
+        for part in nothing:
+            yield part
+        raise httpx.ReadError("reset")
+
+    async def breaks(_: dict[str, Any]) -> httpx.Response:
+        return httpx.Response(200, content=body())
+
+    assert (await post(app(Engines(d1=breaks)))).json() == {"tokens": 9}
+
+
+async def test_a_client_that_goes_away_stops_both() -> None:
+    stopped: list[str] = []
+
+    def waits(name: str) -> Handler:
+        async def handler(_: dict[str, Any]) -> httpx.Response:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                stopped.append(name)
+            raise AssertionError
+
+        return handler
+
+    engines = Engines(p1=waits("prefill"), d1=waits("decode"))
+    async with (
+        httpx.AsyncClient(transport=engines) as client,
+        AsyncExitStack() as stack,
+    ):
+        dispatcher = Dispatcher(client, [P1], [D1], order=AT_ONCE, route=ROUND_ROBIN)
+        asking = asyncio.ensure_future(dispatcher.ask("/v1/completions", ASK, stack))
+        await turns_until(lambda: len(engines.asked) == 2)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert sorted(stopped) == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize("body", [[1], "text"])
+async def test_what_is_no_request(body: Any) -> None:
+    assert (await post(app(Engines()), body)).status_code == 400
+
+
+async def test_other_pages() -> None:
+    application = app(Engines(d2=refused))
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://proxy"
+    ) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 503
+
+
+# --- its parts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "single"),
+    [
+        ({"prompt": "text"}, True),
+        ({"prompt": [1, 2]}, True),
+        ({"prompt": [[1, 2]]}, True),
+        ({"prompt": [[1], [2]]}, False),
+        ({"prompt": ["a", "b"]}, False),
+        ({"messages": [], "n": 2}, False),
+        ({"prompt": "text", "best_of": 3}, False),
+        ({"prompt": "text", "n": 1}, True),
+    ],
+)
+def test_one_transfer_serves_one_sequence(body: dict[str, Any], single: bool) -> None:
+    assert is_single(body) is single
+
+
+def test_prefill_is_not_asked_for_what_decoding_does() -> None:
+    asked = for_prefill({**ASK, "stream": True, "stream_options": {}, "n": 1}, "t", D1)
+    assert not {"stream", "stream_options", "n"} & asked.keys()
+
+
+def test_engines_that_are_down_come_last() -> None:
+    now = 0.0
+    pool = Pool([P1, P2], lambda: now)
+    pool.down(P1)
+    assert {pool.pick(ASK, ()) for _ in range(4)} == {P2}
+    assert pool.pick(ASK, [P2]) is P1
+    assert pool.pick(ASK, [P1, P2]) is None
+    now = DOWN_S
+    assert {pool.pick(ASK, ()) for _ in range(4)} == {P1, P2}
+
+
+def test_equal_beginnings_go_to_one_engine() -> None:
+    pool = Pool([P1, P2], lambda: 0.0, BY_PREFIX)
+    system = list(range(300))
+    assert len({pool.pick({"prompt": [*system, i]}, ()) for i in range(9)}) == 1
+    assert len({pool.pick({"prompt": f"{i}"}, ()) for i in range(50)}) == 2
+    assert pool.pick({"messages": [{"role": "user"}]}, ()) in (P1, P2)
+
+
+@pytest.mark.parametrize("text", ["http://a", "a=b:1", "http://a=", "http://a=b"])
+def test_an_engine_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_engine(text)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_engine("http://a:1/=b:2,c:3") == Engine("http://a:1", ("b:2", "c:3"))
+    with pytest.raises(SystemExit):
+        main(["--prefill", "nonsense", "--decode", "http://a=b:1"])
+    assert "engine 'nonsense'" in capsys.readouterr().err
