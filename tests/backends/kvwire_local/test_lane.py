@@ -36,7 +36,7 @@ one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 WAYS = ("auto", "cma", "arena")
 
 
-async def finish(there: Child, memories: list[Memory]) -> None:
+async def assert_all_arrive(there: Child, memories: list[Memory]) -> None:
     """Wait for all payloads that were queued here, and compare them."""
     there.lane.flush()
     await there.handler.until(received=len(memories))
@@ -70,7 +70,7 @@ async def test_payloads_come_from_another_process(way: str) -> None:
                 ]
             )
         ]
-        await finish(there, memories)
+        await assert_all_arrive(there, memories)
         assert (await there.ask("sent", count=7))["sent"] == list(range(7))
         assert there.lane.received_bytes == sum(memory.nbytes for memory in memories)
 
@@ -95,7 +95,7 @@ async def test_more_is_sent_than_staging_holds(way: str) -> None:
         memories = [
             await there.send_here(number, MIB, cut="thousands") for number in range(40)
         ]
-        await finish(there, memories)
+        await assert_all_arrive(there, memories)
 
 
 @one_loop
@@ -136,7 +136,7 @@ async def test_where_the_kernel_refuses_arenas_are_used() -> None:
         memories = [
             await there.send_here(number, MIB, cut="pages") for number in range(12)
         ]
-        await finish(there, memories)
+        await assert_all_arrive(there, memories)
         for number in range(12):
             answer = await there.send_there(number, MIB, "uneven")
             assert answer == {"received": True, "wrong": None}
@@ -380,4 +380,4 @@ async def test_as_many_as_a_lane_may_have_are_staged_and_put_off() -> None:
             await there.send_here(number, 64 * KIB, cut="thousands")
             for number in range(LANE_PAYLOADS_MAX)
         ]
-        await finish(there, memories)
+        await assert_all_arrive(there, memories)
