@@ -1,0 +1,93 @@
+"""A GPU for a test, through torch or through CuPy; without one the test is skipped."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvwire.errors import BackendUnavailable
+from kvwire.memory.cuda.cupy_ops import CupyOps
+from kvwire.memory.cuda.torch_ops import TorchOps
+from kvwire.memory.device.ops import DeviceOps, register, unregister
+
+LIBRARIES = ("torch", "cupy")
+
+
+class Gpu:
+    """Device 0 through one library.
+
+    Attributes:
+        ops: The device.
+        library: ``"torch"`` or ``"cupy"``.
+    """
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        try:
+            self.ops: DeviceOps = TorchOps(0) if library == "torch" else CupyOps(0)
+        except BackendUnavailable as exc:
+            pytest.skip(f"no GPU for {library}: {exc}")
+
+    def __enter__(self) -> Self:
+        # Both libraries drive the same device: the one that is tested takes its place.
+        register(self.ops)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        unregister(self.ops)
+
+    def array(self, values: npt.NDArray[Any], dtype: str = "") -> Any:
+        """An array on the GPU; ``dtype`` of torch where NumPy has none such."""
+        if self.library == "cupy":
+            import cupy
+
+            return cupy.asarray(values)
+        import torch
+
+        # NumPy's unsigned types are bytes to torch, and seen as what they are there.
+        tensor = torch.from_numpy(values.view(np.uint8).copy()).cuda()
+        return tensor.view(getattr(torch, dtype or str(values.dtype)))
+
+    def values(self, array: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What an array on the GPU holds, bit for bit."""
+        if self.library == "cupy":
+            host: npt.NDArray[Any] = array.get()
+            return host
+        import torch
+
+        flat: npt.NDArray[Any] = array.view(torch.uint8).cpu().numpy()
+        return flat.view(like.dtype).reshape(like.shape)
+
+    def event(self) -> Any:
+        """An event on the library's current stream, as an application records it."""
+        if self.library == "cupy":
+            import cupy
+
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record()
+            return event
+        import torch
+
+        recorded = torch.cuda.Event()
+        recorded.record()
+        return recorded
+
+    def spin(self, seconds: float) -> None:
+        """Keep the current stream busy, so that what forgets to wait is too early."""
+        cycles = int(seconds * 1e9)
+        if self.library == "torch":
+            import torch
+
+            torch.cuda._sleep(cycles)
+            return
+        import cupy
+
+        spinning = cupy.RawKernel(
+            'extern "C" __global__ void spin(long long n) {'
+            "long long t = clock64(); while (clock64() - t < n) {} }",
+            "spin",
+        )
+        spinning((1,), (1,), (np.int64(cycles),))

@@ -1,0 +1,149 @@
+"""Rates on a GPU, as ratios of one run: ``python -m tests.gpu.rates``.
+
+* Gather and copy to the host, through the code that staging uses, beside a plain copy
+  of contiguous memory into pinned memory. Aim: 0.8 of it from 16 KiB fragments on.
+* Overlap: matrix products for each layer, alone and while each layer's cache is sent
+  over TCP to this process. Efficiency is the first time by the second; aim: 0.95.
+
+Interleaved, medians. It prints; it does not judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kvwire
+from kvwire import KVSpec, PagedCache
+from kvwire.errors import BackendUnavailable
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB, MIB
+from kvwire.memory.cuda.torch_ops import TorchOps
+from kvwire.memory.device.ops import register
+from kvwire.memory.staging.desk import Desk
+
+ROUNDS = 15
+CHUNK_BYTES = 4 * MIB
+LAYERS, BLOCKS = 16, 512
+
+
+def main() -> int:
+    """Measure, or say why not."""
+    try:
+        ops = TorchOps(0)
+    except BackendUnavailable as exc:
+        print(f"no GPU for torch: {exc}", file=sys.stderr)
+        return 1
+    register(ops)
+    print(ops.description)
+    for fragment_bytes in (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB):
+        ratio = gather_ratio(ops, fragment_bytes)
+        print(f"gather and copy, {fragment_bytes // KIB} KiB: {ratio:.2f} of a copy")
+    print(f"overlap efficiency: {asyncio.run(overlap()):.3f}")
+    return 0
+
+
+def gather_ratio(ops: TorchOps, fragment_bytes: int) -> float:
+    """The rate of gathered chunks, as a part of that of contiguous ones."""
+    torch = ops.torch
+    pool = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
+    slot = ops.pinned(CHUNK_BYTES)
+    desk = Desk(ops, lambda call: None, CHUNK_BYTES)
+    count = CHUNK_BYTES // fragment_bytes
+    rows = np.random.default_rng(0).permutation(64 * MIB // fragment_bytes)[:count]
+    scattered = _fragments(ops, pool, rows, fragment_bytes)
+    plain = _fragments(ops, pool, np.zeros(1, np.int64), CHUNK_BYTES)
+    stream = desk.outbound.stream
+
+    def gathered() -> None:
+        desk.to_host(scattered, slot, lambda error: None)
+        stream.record().synchronize()
+
+    def copied() -> None:
+        stream.to_host(plain, slot)
+        stream.record().synchronize()
+
+    one, other = interleaved(gathered, copied)
+    desk.close()
+    return other / one
+
+
+def interleaved(one: Callable[[], None], other: Callable[[], None]) -> list[float]:
+    """Median seconds of both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        for function, seen in zip((one, other), times, strict=True):
+            began = time.perf_counter()
+            function()
+            seen.append(time.perf_counter() - began)
+    return [statistics.median(seen) for seen in times]
+
+
+def _fragments(ops: TorchOps, pool: Any, rows: Any, nbytes: int) -> Fragments:
+    addresses = rows.astype(np.uint64) * np.uint64(nbytes) + np.uint64(pool.data_ptr())
+    return Fragments(
+        addresses,
+        np.full(rows.size, nbytes, np.uint64),
+        owner=pool,
+        writable=True,
+        device=ops.device,
+    )
+
+
+async def overlap() -> float:
+    """Time of a forward pass alone, by that of one whose cache is sent meanwhile."""
+    import torch
+
+    spec = KVSpec(
+        layers=LAYERS, kv_heads=8, head_dim=128, block_tokens=16, dtype="float16"
+    )
+    shape = (BLOCKS, 2, 16, 8, 128)
+    cache: list[Any] = [
+        torch.zeros(shape, dtype=torch.float16, device="cuda") for _ in range(LAYERS)
+    ]
+    weights = torch.randn(8192, 8192, dtype=torch.float16, device="cuda")
+    target = PagedCache(spec, [np.zeros(shape, np.float16) for _ in range(LAYERS)])
+    alone, sending = list[float](), list[float]()
+    async with kvwire.open(name="near") as near, kvwire.open(name="far") as far:
+        connection = await near.connect(await far.listen("127.0.0.1:0"))
+        for number in range(ROUNDS):
+            alone.append(await asyncio.to_thread(_forward, weights, cache, None))
+            inc = connection.pull(number, target, range(BLOCKS))
+            out = far.publish(number, PagedCache(spec, cache), range(BLOCKS))
+            async with out:
+                sending.append(await asyncio.to_thread(_forward, weights, cache, out))
+            await inc
+            await inc.drained()
+            await out.drained()
+    return statistics.median(alone) / statistics.median(sending)
+
+
+def _forward(weights: Any, cache: list[Any], out: Any) -> float:
+    """Seconds of the device's own clock for all layers."""
+    import torch
+
+    began = torch.cuda.Event(enable_timing=True)
+    ended = torch.cuda.Event(enable_timing=True)
+    hidden = weights
+    began.record()
+    for n, layer in enumerate(cache):
+        for _ in range(8):
+            hidden = torch.tanh(hidden @ weights)
+        layer.fill_(n)
+        if out is not None:
+            written = torch.cuda.Event()
+            written.record()
+            out.ready(layers=n, after=written)
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
+
+
+if __name__ == "__main__":
+    sys.exit(main())
