@@ -1,0 +1,205 @@
+"""What is asked of torch: shapes, addresses, and always on our own stream.
+
+The torch of these tests is NumPy over host memory. It shows that the arithmetic is
+right and that nothing is queued on another stream, not that a GPU does what torch says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import BackendUnavailable
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.cuda.torch_ops import TorchOps
+from kvwire.memory.device.ops import contiguous
+
+OUR_STREAM = 0xABC
+
+
+class Tensor:
+    """A tensor over a NumPy array; whatever is done to it must be on our stream."""
+
+    def __init__(self, torch: FakeTorch, array: npt.NDArray[Any]) -> None:
+        self.torch = torch
+        self.array = array
+
+    def __getitem__(self, where: slice) -> Tensor:
+        return Tensor(self.torch, self.array[where])
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        return self.array
+
+    def pin_memory(self) -> Tensor:
+        return self
+
+    def to(self, device: str, *, non_blocking: bool) -> Tensor:
+        self.torch.queue(non_blocking, device)
+        return Tensor(self.torch, self.array.copy())
+
+    def copy_(self, other: Tensor, *, non_blocking: bool) -> None:
+        self.torch.queue(non_blocking)
+        self.array[...] = other.array
+
+    def index_copy_(self, dim: int, index: Tensor, source: Tensor) -> None:
+        self.torch.queue(dim == 0)
+        assert source.array.dtype == self.array.dtype
+        self.array[index.array] = source.array
+
+
+class FakeTorch:
+    """The part of torch that is used."""
+
+    uint8 = np.uint8
+    __version__ = "fake"
+
+    def __init__(self) -> None:
+        self.entered: list[int] = []
+        self.queued = 0
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            Stream=lambda device: SimpleNamespace(cuda_stream=OUR_STREAM),
+            stream=self._stream,
+        )
+        self.version = SimpleNamespace(cuda="0")
+
+    @contextmanager
+    def _stream(self, stream: Any) -> Iterator[None]:
+        self.entered.append(stream.cuda_stream)
+        yield
+        self.entered.pop()
+
+    def queue(self, as_it_should: bool, device: str = "cuda:0") -> None:
+        assert as_it_should
+        assert device == "cuda:0"
+        assert self.entered == [OUR_STREAM], "queued on another stream"
+        self.queued += 1
+
+    def empty(self, nbytes: int, **_: object) -> Tensor:
+        return Tensor(self, np.zeros(nbytes, np.uint8))
+
+    def from_numpy(self, array: npt.NDArray[Any]) -> Tensor:
+        return Tensor(self, array)
+
+    def frombuffer(self, buffer: memoryview, dtype: Any) -> Tensor:
+        return Tensor(self, np.frombuffer(buffer, dtype))
+
+    def as_tensor(self, memory: Any, device: str) -> Tensor:
+        described = memory.__cuda_array_interface__
+        address, read_only = described["data"]
+        assert not read_only
+        shape, dtype = described["shape"], np.dtype(described["typestr"])
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        held = (ctypes.c_char * nbytes).from_address(address)
+        return Tensor(self, np.frombuffer(held, dtype).reshape(shape))
+
+    def index_select(self, table: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
+        self.queue(dim == 0)
+        assert out.array.shape == (index.array.size, table.array.shape[1])
+        assert out.array.dtype == table.array.dtype
+        out.array[...] = table.array[index.array]
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    fake = FakeTorch()
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return fake
+
+
+def pieces(memory: npt.NDArray[Any], pairs: list[tuple[int, int]]) -> Fragments:
+    begin = memory.ctypes.data
+    return Fragments(
+        np.array([begin + offset for offset, _ in pairs], np.uint64),
+        np.array([length for _, length in pairs], np.uint64),
+        owner=memory,
+        writable=True,
+        device=None,
+    )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True),
+    row_bytes=st.sampled_from([1, 2, 3, 4, 8, 12, 40]),
+    shift=st.integers(0, 7),
+)
+def test_gather_and_scatter(
+    torch: FakeTorch, rows: list[int], row_bytes: int, shift: int
+) -> None:
+    """Whatever the alignment, the widest element that fits moves the same bytes."""
+    memory = np.random.default_rng(0).integers(0, 256, 2000, np.uint8)
+    ops = TorchOps(0)
+    stream = ops.stream()
+    given = pieces(memory, [(shift + r * row_bytes, row_bytes) for r in rows])
+    packed = stream.buffer(given.nbytes)
+    stream.gather(given, packed)
+    slot = ops.pinned(given.nbytes)
+    stream.to_host(packed, slot)
+    expected = b"".join(
+        memory[shift + r * row_bytes :][:row_bytes].tobytes() for r in rows
+    )
+    assert bytes(slot) == expected
+    other = np.zeros_like(memory)
+    stream.scatter(
+        packed, pieces(other, [(shift + r * row_bytes, row_bytes) for r in rows])
+    )
+    for row in rows:
+        where = slice(shift + row * row_bytes, shift + (row + 1) * row_bytes)
+        assert np.array_equal(other[where], memory[where])
+    assert np.count_nonzero(other) <= given.nbytes
+    assert not torch.entered
+
+
+def test_runs(torch: FakeTorch) -> None:
+    memory = np.random.default_rng(0).integers(0, 256, 100, np.uint8)
+    ops = TorchOps(0)
+    stream, slot = ops.stream(), ops.pinned(30)
+    given = pieces(memory, [(50, 10), (3, 7), (80, 13)])
+    stream.to_host(given, slot)
+    expected = (
+        memory[50:60].tobytes() + memory[3:10].tobytes() + memory[80:93].tobytes()
+    )
+    assert bytes(slot) == expected
+    memory[:] = 0
+    stream.to_device(slot, given)
+    assert memory[50:60].tobytes() == expected[:10]
+    assert torch.queued == 6
+
+
+def test_a_buffer_belongs_to_the_stream(torch: FakeTorch) -> None:
+    """So the allocator never gives it to another before our work is done."""
+    seen: list[list[int]] = []
+    empty = torch.empty
+
+    def noting(nbytes: int, **keywords: object) -> Tensor:
+        seen.append(list(torch.entered))
+        return empty(nbytes, **keywords)
+
+    torch.empty = noting  # type: ignore[method-assign]
+    buffer = TorchOps(0).stream().buffer(64)
+    assert seen == [[OUR_STREAM]]
+    assert buffer.nbytes == 64
+    assert contiguous(1, 64, None, TorchOps(0).device).device == buffer.device
+
+
+def test_a_gpu_that_there_is_not(torch: FakeTorch) -> None:
+    with pytest.raises(BackendUnavailable, match="finds 1 GPUs, none has number 1"):
+        TorchOps(1)
+    torch.cuda.is_available = lambda: False
+    with pytest.raises(BackendUnavailable, match="torch fake finds no GPU"):
+        TorchOps(0)
