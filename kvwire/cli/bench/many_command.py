@@ -25,7 +25,7 @@ def command(  # noqa: PLR0913 - each is an option
     transfers: Transfers = 1000,
     large_mib: Mebibytes = 4,
     others: Others = 8,
-    other_mib: Mebibytes = 64,
+    other_mib: Mebibytes = 16,
     rounds: Rounds = 3,
     json: Output = None,
 ) -> int:

@@ -20,7 +20,7 @@ from kvwire.cli.bench.many_work import (
     ManyWork,
     scattered,
 )
-from kvwire.cli.bench.sides.half import HOST, Half, digest, fill
+from kvwire.cli.bench.sides.half import HOST, Half, digest
 
 GO: Final = 1
 STOP: Final = 2
@@ -99,7 +99,7 @@ class ManyHalf(Half):
     async def check_right(self, work: Work) -> dict[str, Any]:
         """See Half."""
         self._have(work)
-        sent = await asyncio.to_thread(fill, self._memory.data)
+        sent = await asyncio.to_thread(self._fill)
         await self._publish(work)
         return {"digest": sent}
 
@@ -122,6 +122,11 @@ class ManyHalf(Half):
         for number in range(self._endpoints):
             communicator = await kvwire.open(name=f"bench-{name}-{number}")
             self._communicators.append(communicator)
+
+    def _fill(self) -> str:
+        words = self._memory.view(np.uint64)
+        words[:] = np.random.default_rng().integers(0, 2**63, words.size, np.uint64)
+        return digest(self._memory.data)
 
     def _have(self, work: Work) -> ManyWork:
         """The memory of a work as a cache, and who gets which blocks of it."""
