@@ -40,7 +40,7 @@ class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # l
 
 
 class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewise
-    """kvwire between two engines of vLLM; see docs/howto/use-with-vllm.md.
+    """kvwire between two engines of vLLM; see docs/howto/vllm.md.
 
     Args:
         vllm_config: vLLM's.

@@ -25,7 +25,7 @@ class Send:
         transfer_id: What both engines call the transfer.
         tokens: Of the prompt.
         blocks: Those known so far, in token order.
-        hashes: Of the full blocks that the whole prompt has.
+        hashes: Of the blocks that the whole prompt has.
         remote: The other engine's ranks; empty where decode comes by itself.
     """
 
@@ -62,7 +62,7 @@ class Load:
         tokens: Of the prompt.
         blocks: Where it goes, in token order, with those that are here already.
         cached: How many leading blocks are here.
-        hashes: Of the full blocks.
+        hashes: Of its blocks.
         remote: The other engine's ranks.
         declined: Nothing is wanted any more; the other engine may free its blocks.
     """

@@ -15,6 +15,7 @@ that was preempted comes back and must compute what it had fetched before.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,7 +206,14 @@ class SchedulerSide:
         tokens = request.prompt_token_ids
         if tokens is None:
             return []
-        return self._scheme.block_hashes(tokens, salt=self._salt + _identity(request))
+        salt = self._salt + _identity(request)
+        hashes = self._scheme.block_hashes(tokens, salt=salt)
+        rest = tokens[len(hashes) * self._block_tokens :]
+        if rest:
+            # Not to find the block by, but so that a short prompt has a name as well.
+            parent = hashes[-1] if hashes else self._scheme.root(salt)
+            hashes.append(hashlib.sha256(parent + repr(list(rest)).encode()).digest())
+        return hashes
 
     def _scheduled(
         self, step: Step, output: Any, request_id: str, blocks: Any, computed: int

@@ -37,7 +37,7 @@ def test_a_prompt_in_one_step() -> None:
     scheduler.allocated(request, [7, 8, 9], 0)
     step = scheduler.step(first_step([7, 8, 9], 10))
     (send,) = step.sends
-    assert (send.blocks, send.tokens, len(send.hashes)) == ([7, 8, 9], 10, 2)
+    assert (send.blocks, send.tokens, len(send.hashes)) == ([7, 8, 9], 10, 3)
     assert step.written == [Written(request_id="r", blocks=[], stop=10)]
     assert scheduler.finished(request) == (
         True,
@@ -140,6 +140,16 @@ def test_both_engines_name_blocks_alike() -> None:
     salted = Request("s", TOKENS, loads(), cache_salt="tenant")
     consumer.allocated(salted, [1, 2, 3], 10)
     assert consumer.step(Output({})).loads[0].hashes != load.hashes
+
+
+def test_short_prompts_have_names_as_well() -> None:
+    """So that one under a wrong transfer id is not taken for another."""
+    scheduler = side()
+    for name, tokens in (("r", [1, 2]), ("q", [1, 3])):
+        scheduler.allocated(Request(name, tokens, loads()), [1], 2)
+    first, second = scheduler.step(Output({})).loads
+    assert len(first.hashes) == len(second.hashes) == 1
+    assert first.hashes != second.hashes
 
 
 def test_what_is_not_wanted_any_more_is_declined() -> None:
