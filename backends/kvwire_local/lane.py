@@ -41,7 +41,7 @@ from collections.abc import Callable
 from kvwire.backend import Landing, Payload
 from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import KIB, SPAN_BYTES_MAX, SPAN_BYTES_MAX
+from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.host import Host
 from kvwire_local.incoming import Incoming

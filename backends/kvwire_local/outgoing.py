@@ -20,8 +20,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from kvwire.backend import Payload
 from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
@@ -30,7 +28,7 @@ from kvwire.memory.arena import Arena, arena_of
 from kvwire.memory.copy import as_fragments
 from kvwire_local.peer import ARENA_BODY
 from kvwire_local.staging import Staging
-from kvwire_local.ticket import LATER, RULE, Kind, encode
+from kvwire_local.ticket import LATER, RULE, Kind, encode, encode_piece
 from kvwire_local.wire import ARENAS_MAX, Say, Wire
 
 # Mean lengths of fragments, from `python -m tests.bench.local_ways`. Below the first,
@@ -152,8 +150,11 @@ class Outgoing:
         sent.in_staging = True
         arena = self._staging.arena
         assert arena is not None
-        staged = _one_piece(arena.address + begin, sent.payload.nbytes)
-        return self._in_arena(arena, staged) or encode(Kind.MEMORY, 0, staged)
+        number = self._share(arena)
+        if number is None:
+            where = arena.address + begin
+            return encode_piece(Kind.MEMORY, 0, where, sent.payload.nbytes)
+        return encode_piece(Kind.ARENA, number, begin, sent.payload.nbytes)
 
     def _in_place(self, fragments: Fragments) -> bytes | None:
         """The ticket of a payload that the peer can well read where it lies."""
@@ -162,39 +163,29 @@ class Outgoing:
         mapped = mean >= _MAP_FROM_BYTES or mean < _GATHER_BELOW_BYTES
         if mapped or not by_memory:
             arena = arena_of(fragments)
-            ticket = self._in_arena(arena, fragments) if arena else None
-            if ticket is not None:
-                return ticket
+            number = self._share(arena) if arena is not None else None
+            if arena is not None and number is not None:
+                offsets = fragments.shifted(-arena.address)
+                ticket = encode(Kind.ARENA, number, offsets)
+                if ticket is not None:
+                    return ticket
         if by_memory and (mean >= _GATHER_BELOW_BYTES or len(fragments) == 1):
             return encode(Kind.MEMORY, 0, fragments)
         return None
 
-    def _in_arena(self, arena: Arena, fragments: Fragments) -> bytes | None:
-        """The ticket of a payload in an arena, which the peer is given if need be."""
+    def _share(self, arena: Arena) -> int | None:
+        """The number under which the peer has an arena; it is given it if need be."""
         if Ways.ARENA not in self._ways:
             return None
         number = self._shared.get(arena.serial)
-        if number is None:
-            number = len(self._shared)
-            if number >= ARENAS_MAX:
-                return None
-        ticket = encode(Kind.ARENA, number, fragments.shifted(-arena.address))
-        if ticket is not None and arena.serial not in self._shared:
+        if number is None and len(self._shared) < ARENAS_MAX:
             assert self._wire is not None
+            number = len(self._shared)
             self._wire.say(Say.ARENA, ARENA_BODY.pack(number), arena.fileno())
             self._shared[arena.serial] = number  # bounded: ARENAS_MAX
-        return ticket
+        return number
 
 
 def read_so_far(count: int) -> bytes:
     """The body of a READ record."""
     return _COUNT.pack(count)
-
-
-def _one_piece(address: int, nbytes: int) -> Fragments:
-    return Fragments(
-        np.array([address], np.uint64),
-        np.array([nbytes], np.uint64),
-        owner=None,
-        writable=False,
-    )

@@ -89,7 +89,8 @@ class Peer:
         if place.arena >= len(self._maps):
             return None
         nbytes = len(self._maps[place.arena])
-        if int((fragments.addresses + fragments.lengths).max()) > nbytes:
+        ends = fragments.addresses + fragments.lengths
+        if int(ends[0] if len(fragments) == 1 else ends.max()) > nbytes:
             raise ProtocolError(RULE, f"local: beyond an arena of {nbytes} bytes")
         source = fragments.shifted(self._addresses[place.arena])
         return MappedReading(source, destination)

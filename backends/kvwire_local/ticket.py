@@ -76,6 +76,8 @@ def encode(kind: Kind, arena: int, fragments: Fragments) -> bytes | None:
     count = len(fragments)
     if fragments.nbytes > _UINT32_MAX or _HEAD.size + 4 * count > TICKET_BYTES_MAX:
         return None
+    if count == 1:
+        return encode_piece(kind, arena, int(addresses[0]), fragments.nbytes)
     base = int(addresses.min())
     distances = addresses - np.uint64(base)
     shift = _common_shift(distances)
@@ -92,6 +94,11 @@ def encode(kind: Kind, arena: int, fragments: Fragments) -> bytes | None:
             return ticket if len(ticket) <= TICKET_BYTES_MAX else None
     head = _HEAD.pack(kind, 0, shift, arena, base, count, first, middle, last)
     return head + table
+
+
+def encode_piece(kind: Kind, arena: int, base: int, nbytes: int) -> bytes:
+    """The ticket of a payload in one piece, as :func:`encode` makes it."""
+    return _HEAD.pack(kind, 0, 0, arena, base, 1, nbytes, nbytes, nbytes) + bytes(4)
 
 
 def decode(ticket: bytes, nbytes: int) -> Place:
@@ -111,13 +118,16 @@ def decode(ticket: bytes, nbytes: int) -> Place:
         raise _refused(f"{len(ticket)} bytes for {count} fragments of form {form}")
     if (kind == Kind.MEMORY and arena) or ticket[3] or (form and any(cut)):
         raise _refused("a field that must be 0 is not")
+    if count == 1:
+        return Place(Kind(kind), arena, _piece(ticket, nbytes))
     distances = np.frombuffer(ticket, _TABLE, count, _HEAD.size)
     furthest = int(distances.max()) << shift
     if furthest + base + nbytes >= _ADDRESS_MAX:
         raise _refused("addresses beyond the end of memory")
     lengths = _lengths(ticket, form, count, cut)
-    if not lengths.all() or int(lengths.sum()) != nbytes:
-        raise _refused(f"fragments of {int(lengths.sum())} bytes, not of {nbytes}")
+    total = int(lengths.sum())
+    if total != nbytes or not lengths.all():
+        raise _refused(f"fragments of {total} bytes, not of {nbytes}, or an empty one")
     addresses = (distances.astype(np.uint64) << np.uint64(shift)) + np.uint64(base)
     fragments = Fragments(addresses, lengths, owner=None, writable=False)
     return Place(Kind(kind), arena, fragments)
@@ -127,6 +137,23 @@ def _common_shift(distances: Array) -> int:
     """The largest power of two that divides all distances, as an exponent."""
     bits = int(np.bitwise_or.reduce(distances))
     return (bits & -bits).bit_length() - 1 if bits else 0
+
+
+def _piece(ticket: bytes, nbytes: int) -> Fragments:
+    """Read a ticket of one fragment; NumPy would take longer than the reading."""
+    _, form, _, _, base, _, first, middle, last = _HEAD.unpack_from(ticket)
+    if form or ticket[_HEAD.size :] != bytes(4) or not first == middle == last:
+        raise _refused("one fragment that is not told as one")
+    if first != nbytes:
+        raise _refused(f"fragments of {first} bytes, not of {nbytes}")
+    if base + nbytes >= _ADDRESS_MAX:
+        raise _refused("addresses beyond the end of memory")
+    return Fragments(
+        np.array((base,), np.uint64),
+        np.array((nbytes,), np.uint64),
+        owner=None,
+        writable=False,
+    )
 
 
 def _lengths(ticket: bytes, form: int, count: int, cut: list[int]) -> Array:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB, TICKET_BYTES_MAX
-from kvwire_local.ticket import LATER, Kind, decode, encode
+from kvwire_local.ticket import LATER, Kind, decode, encode, encode_piece
 
 
 def fragments(addresses: list[int], lengths: list[int]) -> Fragments:
@@ -145,8 +145,9 @@ def assert_is_sound(ticket: bytes, nbytes: int) -> None:
         (16, 2, "for 2 fragments"),
         (16, 0, "for 0 fragments"),
         (15, 0x80, "beyond the end"),
-        (28, 0, "of 0 bytes"),
-        (28, 99, "not of 100"),
+        (28, 99, "not told as one"),
+        (20, 99, "not told as one"),
+        (32, 1, "not told as one"),
     ],
 )
 def test_each_field_is_checked(place: int, value: int, said: str) -> None:
@@ -155,6 +156,24 @@ def test_each_field_is_checked(place: int, value: int, said: str) -> None:
     with pytest.raises(ProtocolError, match=said) as caught:
         decode(bytes(ticket), 100)
     assert caught.value.rule == "KVW-LN-07"
+
+
+def test_what_adds_up_to_something_else_is_refused() -> None:
+    ticket = bytearray(encode(Kind.MEMORY, 0, fragments([0, 100], [5, 5])) or b"")
+    with pytest.raises(ProtocolError, match="fragments of 10 bytes, not of 11"):
+        decode(bytes(ticket), 11)
+    with pytest.raises(ProtocolError, match="fragments of 50 bytes, not of 51"):
+        decode(encode_piece(Kind.MEMORY, 0, 4096, 50), 51)
+    ticket[20], ticket[28] = 0, 10
+    with pytest.raises(ProtocolError, match="or an empty one"):
+        decode(bytes(ticket), 10)
+
+
+def test_a_piece_is_told_as_a_list_of_one() -> None:
+    said = fragments([1 << 45], [1 << 20])
+    ticket = encode(Kind.ARENA, 5, said)
+    assert ticket == encode_piece(Kind.ARENA, 5, 1 << 45, 1 << 20)
+    assert assert_is_read_back(Kind.ARENA, 5, said) == ticket
 
 
 def test_form_1_has_no_lengths_in_its_head() -> None:
