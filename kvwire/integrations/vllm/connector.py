@@ -17,9 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape
-from kvwire.integrations.vllm.config import PUSH, Settings, read_settings
+from kvwire.integrations.vllm.config import read_settings
 from kvwire.integrations.vllm.metadata import Step
 from kvwire.integrations.vllm.scheduler import SchedulerSide
+from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
 
 logger = logging.getLogger("kvwire")
@@ -160,6 +161,13 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
         """See vLLM."""
         return self._working.take_errors()
 
+    def get_kv_connector_stats(self) -> Any:
+        """See vLLM."""
+        if self._worker is None:
+            return None
+        observed = self._worker.take_observed()
+        return KvwireStats(data=observed) if observed else None
+
     def shutdown(self) -> None:
         """See vLLM."""
         if self._worker is not None:
@@ -172,6 +180,24 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
         """See vLLM."""
         settings, _ = read_settings(extra_config, {})
         return settings.needs_layer_hooks
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """See vLLM."""
+        return KvwireStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """See vLLM."""
+        return KvwirePromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     @property
     def _scheduling(self) -> SchedulerSide:
@@ -245,5 +271,3 @@ _OF_THE_FILES = {
     "transformers_version",
     "_commit_hash",
 }
-
-__all__ = ["PUSH", "KvwireConnector", "ListeningAt", "Settings", "StepMetadata"]

@@ -18,6 +18,11 @@ from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
 from kvwire.integrations.vllm.config import LAYER, PUSH, Settings
 from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
+from kvwire.integrations.vllm.metrics import (
+    Observed,
+    observe_received,
+    observe_sent,
+)
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import Arrival
 from kvwire.integrations.vllm.sending import Departure
@@ -52,6 +57,7 @@ class WorkerSide:
         # Reported as here while their last layers were on their way.
         self._gated: dict[str, Arrival] = {}
         self._errors: set[int] = set()
+        self._observed: Observed = {}
         self._step = Step()
         # What the forward pass of this step writes: departure, first and last block.
         self._writing: list[tuple[Departure, slice]] = []
@@ -125,7 +131,11 @@ class WorkerSide:
         if layer is None:
             return
         for arrival in self._gated.values():
-            arrival.wait_layer(layer, self._settings.load_timeout_s)
+            if not arrival.wait_layer(layer, self._settings.load_timeout_s):
+                # This forward pass reads garbage. Its blocks have to be reported in
+                # this very step, so that vLLM throws its tokens away.
+                arrival.abort("a layer that decode waited for did not come")
+                arrival.done.result()
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
         """What has drained since the last step.
@@ -141,13 +151,19 @@ class WorkerSide:
         sent = {r for r in self._leaving if self._departures[r].done.done()}
         for request_id in sent:
             self._leaving.discard(request_id)
-            del self._departures[request_id]
+            departure = self._departures.pop(request_id)
+            observe_sent(self._observed, departure.done.result())
         return sent, self._received()
 
     def take_errors(self) -> set[int]:
         """The blocks that did not arrive, once each."""
         errors, self._errors = self._errors, set()
         return errors
+
+    def take_observed(self) -> Observed:
+        """What has been noted for metrics, once."""
+        observed, self._observed = self._observed, {}
+        return observed
 
     def close(self) -> None:
         """End every transfer."""
@@ -220,7 +236,9 @@ class WorkerSide:
         return received
 
     def _note_missing(self, arrival: Arrival) -> None:
-        self._errors.update(arrival.done.result().missing.tolist())
+        arrived = arrival.done.result()
+        self._errors.update(arrived.missing.tolist())
+        observe_received(self._observed, arrived.outcomes, arrived.missing.size)
 
     def _opens(self, arrival: Arrival) -> bool:
         """Whether all but the last few layers are here."""

@@ -1,0 +1,88 @@
+"""What a worker tells vLLM's log and Prometheus about its transfers.
+
+vLLM collects a plain dictionary from every worker after each step, adds them up, and
+hands the sum to a logger and to Prometheus in another process. So the numbers are kept
+as lists of observations, and everything here is a function of such a dictionary.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from kvwire import Outcome
+
+Observed = dict[str, list[float]]
+
+# One observation for each transfer, by the name in the dictionary.
+FIELDS: Final = {
+    "sent_bytes": "Bytes that a prompt's KV had when it was sent.",
+    "received_bytes": "Bytes of a prompt's KV that were fetched.",
+    "wait_s": "Seconds until the other engine was ready for a transfer.",
+    "wire_s": "Seconds from the first to the last byte of a transfer.",
+    "missing_blocks": "Blocks of a fetched prompt that did not arrive.",
+}
+# Sizes double, seconds too: from one small block, and from what a loop can tell apart.
+BUCKETS: Final = {
+    "bytes": tuple(float(2**power) for power in range(16, 36, 2)),
+    "s": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+    "blocks": (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0),
+}
+
+
+def observe_sent(into: Observed, outcomes: Iterable[Outcome]) -> None:
+    """Note a prompt that was sent."""
+    for outcome in outcomes:
+        _add(into, "sent_bytes", outcome.nbytes)
+
+
+def observe_received(into: Observed, outcomes: Sequence[Outcome], missing: int) -> None:
+    """Note a prompt that was fetched.
+
+    Args:
+        into: The dictionary.
+        outcomes: Of its transfers.
+        missing: Blocks that did not arrive.
+    """
+    _add(into, "missing_blocks", missing)
+    for outcome in outcomes:
+        _add(into, "received_bytes", outcome.nbytes)
+        _add(into, "wait_s", outcome.timings.queue_s)
+        _add(into, "wire_s", outcome.timings.wire_s)
+
+
+def added(
+    first: Mapping[str, list[float]], second: Mapping[str, list[float]]
+) -> Observed:
+    """The observations of two workers, or of two steps."""
+    return {
+        name: [*first.get(name, ()), *second.get(name, ())]
+        for name in FIELDS
+        if name in first or name in second
+    }
+
+
+def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
+    """One line for a log."""
+    sent, received = observed.get("sent_bytes", []), observed.get("received_bytes", [])
+    found: dict[str, int | float] = {
+        "prompts sent": len(sent),
+        "prompts fetched": len(received),
+        "MB sent": round(sum(sent) / 1e6, 1),
+        "MB fetched": round(sum(received) / 1e6, 1),
+        "blocks missing": int(sum(observed.get("missing_blocks", []))),
+    }
+    for name in ("wait_s", "wire_s"):
+        if values := observed.get(name):
+            found[f"median {name}"] = round(statistics.median(values), 4)
+    return found
+
+
+def buckets(name: str) -> tuple[float, ...]:
+    """The histogram buckets of a field."""
+    return BUCKETS[name.rpartition("_")[2]]
+
+
+def _add(into: Observed, name: str, value: float) -> None:
+    into.setdefault(name, []).append(float(value))  # taken away after each step

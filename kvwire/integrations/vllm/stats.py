@@ -1,0 +1,69 @@
+"""vLLM's classes for metrics, around :mod:`kvwire.integrations.vllm.metrics`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
+
+from kvwire.integrations.vllm.metrics import FIELDS, Observed, added, buckets, summary
+
+
+class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not typed
+    """What was observed since the last step, as vLLM collects it."""
+
+    data: Observed
+
+    def reset(self) -> None:
+        """See vLLM."""
+        self.data = {}
+
+    def aggregate(self, other: KvwireStats) -> KvwireStats:
+        """See vLLM."""
+        return KvwireStats(data=added(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        """See vLLM."""
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        """See vLLM."""
+        return not any(self.data.values())
+
+
+class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same as histograms of Prometheus, ``vllm:kvwire_wire_s`` and so on.
+
+    Args:
+        vllm_config: vLLM's, as are the others.
+        metric_types: Which classes to make metrics of.
+        labelnames: Of every metric.
+        per_engine_labelvalues: By the engine's index.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._histograms: dict[int, dict[str, Any]] = {
+            engine: {} for engine in per_engine_labelvalues
+        }
+        for name, text in FIELDS.items():
+            histogram = self._histogram_cls(
+                name=f"vllm:kvwire_{name}",
+                documentation=text,
+                buckets=buckets(name),
+                labelnames=labelnames,
+            )
+            for engine, values in per_engine_labelvalues.items():
+                self._histograms[engine][name] = histogram.labels(*values)
+
+    def observe(self, transfer_stats_data: Observed, engine_idx: int = 0) -> None:
+        """See vLLM."""
+        for name, values in transfer_stats_data.items():
+            for value in values:
+                self._histograms[engine_idx][name].observe(value)

@@ -1,0 +1,59 @@
+"""What vLLM's log and Prometheus get."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire.integrations.vllm.metrics import (
+    FIELDS,
+    Observed,
+    added,
+    buckets,
+    observe_received,
+    observe_sent,
+    summary,
+)
+from kvwire.kv.blocks import BlockSet
+from kvwire.kv.missing import MissingBlocks
+
+OUTCOME = kvwire.Outcome(
+    complete=True,
+    landed=BlockSet({"kv": np.arange(3)}),
+    missing=MissingBlocks({}, []),
+    usable_prefix=3,
+    usable_tokens=12,
+    lists={"kv": np.arange(3)},
+    tokens={"kv": 12},
+    timings=kvwire.Timings(queue_s=2.0, wire_s=0.5),
+    nbytes=3_000_000,
+)
+
+
+def test_what_is_noted_is_in_the_log_line() -> None:
+    observed: Observed = {}
+    observe_sent(observed, [OUTCOME, OUTCOME])
+    observe_received(observed, [OUTCOME], 2)
+    assert summary(observed) == {
+        "prompts sent": 2,
+        "prompts fetched": 1,
+        "MB sent": 6.0,
+        "MB fetched": 3.0,
+        "blocks missing": 2,
+        "median wait_s": 2.0,
+        "median wire_s": 0.5,
+    }
+
+
+def test_workers_add_up() -> None:
+    first: Observed = {"sent_bytes": [1.0]}
+    second: Observed = {"sent_bytes": [2.0], "wire_s": [3.0]}
+    assert added(first, second) == {"sent_bytes": [1.0, 2.0], "wire_s": [3.0]}
+    assert first == {"sent_bytes": [1.0]}
+    assert summary({})["prompts sent"] == 0
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_has_buckets(name: str) -> None:
+    assert list(buckets(name)) == sorted(set(buckets(name)))
