@@ -33,7 +33,11 @@ app = App(
     ),
 )
 app.command(overlap_command.command, name="overlap")
-app.command(fragments_command.command, name="fragments")
+app.command(
+    fragments_command.command,
+    name="fragments",
+    help_epilogue=fragments_command.how_to_install(),
+)
 app.command(many_command.command, name="many")
 app.command(cost_command.command, name="cost")
 app.command(setup_command.command, name="setup")

@@ -59,12 +59,15 @@ class Verdict:
         verb: Which way.
         best: Whose rate was the best beside ours.
         ratio: Of the medians.
+        cpu_ratio: CPU seconds of both sides for a GiB, theirs divided by ours. Where
+            others use the machine as well, it says more than the rate.
     """
 
     claim: Claim
     verb: str
     best: str
     ratio: float
+    cpu_ratio: float
 
     @property
     def met(self) -> bool:
@@ -113,11 +116,15 @@ def judge(rates: Rates, verbs: Sequence[str]) -> list[Verdict]:
     found = []
     for claim in CLAIMS:
         for verb in verbs:
-            ours = rates.median(claim.ours, verb, claim.layer_bytes)
+            ours = rates.samples(claim.ours, verb, claim.layer_bytes)
             size = claim.others_bytes or claim.layer_bytes
             best = rates.best(claim.others, verb, size)
-            if ours is not None and best is not None:
-                found.append(Verdict(claim, verb, best[0], ours / best[1]))
+            theirs = best and rates.samples(best[0], verb, size)
+            if ours is None or best is None or theirs is None:
+                continue
+            ratio = median(ours.values) / best[1]
+            cpu_ratio = theirs.cpu_s_per_gib / ours.cpu_s_per_gib
+            found.append(Verdict(claim, verb, best[0], ratio, cpu_ratio))
     return found
 
 

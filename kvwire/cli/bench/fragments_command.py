@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.fragments import (
     ALL_PEERS,
     VERBS,
@@ -19,7 +20,8 @@ from kvwire.cli.bench.fragments import (
 from kvwire.cli.bench.fragments_plot import draw
 from kvwire.cli.bench.fragments_report import document, render
 from kvwire.cli.bench.output import Output, Rounds, measure, show
-from kvwire.cli.bench.peer import interpreters
+from kvwire.cli.bench.peer import PEERS, interpreters
+from kvwire.cli.bench.solo import NO_UCX_PERFTEST
 from kvwire.limits import KIB, MIB
 
 SIZES_KIB = (4, 16, 64, 256, 1024, 16_384)
@@ -103,6 +105,17 @@ def command(  # noqa: PLR0913 - each is an option
     )
     failed = {name for f in findings for name in f.failures if name in benchmark.ours}
     return int(transport != "all" and bool(failed))
+
+
+def how_to_install() -> str:
+    """How to get each peer; the end of the help."""
+    lines = [
+        *(f"{peer.name}: {peer.install}" for peer in PEERS.values()),
+        f"iperf3: {iperf3.INSTALL}",
+        f"{NO_UCX_PERFTEST.name}: {NO_UCX_PERFTEST.remedy}",
+        "memcpy: nothing; it is NumPy's",
+    ]
+    return "How to install the peers:\n\n" + "\n\n".join(lines)
 
 
 def _peers(said: str) -> Sequence[str]:

@@ -152,13 +152,18 @@ def _gigabytes(rate: float | None) -> str:
 
 
 def _targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
-    yield Text("targets: kvwire's median divided by the best of these", style="italic")
+    yield Text(
+        "targets: kvwire's median rate divided by the best of these; their CPU s/GiB "
+        "divided by kvwire's",
+        style="italic",
+    )
     table = new_table()
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("beside", no_wrap=True)
     table.add_column("verb", no_wrap=True)
     table.add_column("ratio", justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
+    table.add_column("CPU", justify="right", no_wrap=True)
     for verdict in verdicts:
         claim = verdict.claim
         others = verdict.best
@@ -171,6 +176,7 @@ def _targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
             verdict.verb,
             f"{verdict.ratio:.2f}",
             Text(f">= {claim.target:g} ") + (MET if verdict.met else MISSED),
+            f"{verdict.cpu_ratio:.2f}",
         )
     yield table
     yield Text()

@@ -18,6 +18,7 @@ from kvwire.cli.bench.errors import BenchError
 from kvwire.limits import GIB, MIB
 
 HOST: Final = "127.0.0.1"
+INSTALL: Final = "apt-get install iperf3, or brew install iperf3"
 ROUND_BYTES_MIN: Final = 1 * GIB
 # The largest block that iperf3 takes.
 _BLOCK_BYTES_MAX: Final = 1 * MIB
@@ -28,7 +29,7 @@ def missing() -> Missing | None:
     """What to do if iperf3 is not installed; None if it is."""
     if _found():
         return None
-    return Missing("iperf3", "apt-get install iperf3, or brew install iperf3")
+    return Missing("iperf3", INSTALL)
 
 
 class Iperf3(Contender):

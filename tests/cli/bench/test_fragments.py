@@ -218,6 +218,17 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(
     assert {c.name for c in found.contenders} == {"kvwire tcp", "memcpy"}
 
 
+def test_the_help_says_how_to_install_each_peer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "fragments", "--help"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for name in ALL_PEERS:
+        assert f"{name}: " in printed
+    assert "nixl: pip install nixl-cu12" in printed
+    assert "ucx_perftest: apt-get install ucx-utils" in printed
+
+
 def test_a_transport_that_cannot_run_is_named_with_its_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
