@@ -33,6 +33,9 @@ from kvwire_ucx.requests import OnDone, Request, Requests
 
 # One turn of the loop: about 4 MiB at memory speed, 1 MiB over TCP.
 TURN_S: Final = 400e-6
+# Each turn moves half a MiB at least, if there is something to move; a lane's window
+# is 8 MiB.
+IDLE_TURNS: Final = 64
 _ALL_BITS: Final = 2**64 - 1
 _OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
 
@@ -65,6 +68,7 @@ class Worker:
         self._turning = False
         self._closed = False
         self._on_idle: Callable[[], None] | None = None
+        self._patience = 0
         self._failed: list[tuple[int, int]] = []
         # By number of the endpoint; who is told that it failed, and the status.
         self._endpoints: dict[int, Callable[[int], None]] = {}
@@ -193,14 +197,19 @@ class Worker:
             self._loop.call_soon(self._scheduled_turn)
 
     def when_idle(self, callback: Callable[[], None]) -> None:
-        """Call back, once, when UCX has nothing to do but to wait for events."""
+        """Call back, once, when UCX has nothing to do but to wait for events.
+
+        Or when it has had its turns: over shared memory it never stops trying to tell
+        a peer that has gone.
+        """
         self._on_idle = callback
+        self._patience = IDLE_TURNS
         self.wake()
 
     def close(self) -> None:
         """Destroy it; what was under way is over then, and is told so.
 
-        Only when it has been idle: UCX ends the process over copies that it has begun
+        Only after :meth:`when_idle`: UCX ends the process over copies that it has begun
         ("ucs_arbiter_group_is_empty"). And not from within a turn.
         """
         if self._closed:
@@ -225,6 +234,9 @@ class Worker:
         finally:
             self._turning = False
         if not sleeping:
+            self._patience -= 1
+            if not self._patience:
+                self._tell_idle()
             self.wake()
 
     def _work_until(self, deadline: float) -> bool:
