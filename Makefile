@@ -55,9 +55,10 @@ test-demo: $(DEMO_STAMP)
 	$(DEMO_VENV)/bin/python -m pytest tests/integrations tests/examples \
 	  tests/backends/kvwire_nccl/test_gloo.py tests/kv/test_torch.py $(ARGS)
 
-# Real engines of vLLM: two servers and the proxy. ARGS="-k tokens" for a part of them.
+# Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
+VLLM_TESTS ?= tests/integrations/vllm
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DEMO_VENV) $(VLLM_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
