@@ -1,16 +1,452 @@
-"""The conformance kit of lanes: it passes what is right and finds what is wrong."""
+"""The conformance kit of lanes: it passes what is right and finds what is wrong.
+
+A plant changes one method of the reference, the lanes of `inproc`, the way a real
+backend gets it wrong. Every check named here passes on the reference as it is.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
 import pytest
 
+from kvwire.backend import Capabilities, Landing, Payload
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.lane import Lane, LaneHandler
+from kvwire.memory.copy import as_fragments, copy
+from kvwire.testing.conformance import CheckFailed, Result
+from kvwire.testing.conformance.__main__ import main
 from kvwire.testing.conformance.check import CheckOf
-from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
+from kvwire.testing.conformance.lanes import LANE_CHECKS, check_lanes, run_lane_check
 from kvwire.testing.conformance.lanes.rig import LaneRig
-from tests.backends.handover import HandoverBackend
+from kvwire_inproc import InprocBackend
+from kvwire_inproc import lane as lane_module
+from kvwire_inproc.lane import InprocLane
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTS: list[tuple[str, Plant]] = []
+# What plants leave behind on purpose.
+_descriptors: list[int] = []
+_tasks: list[asyncio.Task[Any]] = []
+
+# A planted bug may make the kit wait in vain; nothing here takes as long by itself.
+_TIMEOUT_S = 0.5
 
 
 @pytest.mark.parametrize("check", LANE_CHECKS, ids=lambda check: check.id)
 async def test_the_reference_keeps_every_promise(check: CheckOf[LaneRig]) -> None:
-    result = await run_lane_check(check, HandoverBackend)
+    result = await run_lane_check(check, InprocBackend)
     assert result.passed, result.reason
+
+
+def caught_by(*checks: str) -> Callable[[Plant], Plant]:
+    """Register a bug with the checks that must each find it."""
+
+    def register(plant: Plant) -> Plant:
+        PLANTS.extend((check, plant) for check in checks)
+        return plant
+
+    return register
+
+
+def _id(value: object) -> str:
+    return value if isinstance(value, str) else getattr(value, "__name__", "")
+
+
+@pytest.mark.parametrize(("check", "plant"), PLANTS, ids=_id)
+# The bugs are in code that treats all loops alike.
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_bug_is_caught(
+    check: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    chosen = next(c for c in LANE_CHECKS if c.id == check)
+    result = await run_lane_check(chosen, InprocBackend, timeout_s=_TIMEOUT_S)
+    assert not result.passed
+    # It is the backend that failed, not the plant.
+    assert not result.reason.startswith(("AttributeError", "NameError", "TypeError"))
+
+
+@pytest.fixture(autouse=True)
+async def _clean_up() -> AsyncIterator[None]:
+    yield
+    while _descriptors:
+        os.close(_descriptors.pop())
+    for task in _tasks:
+        task.cancel()
+    await asyncio.gather(*_tasks, return_exceptions=True)
+    _tasks.clear()
+
+
+# --- the kit itself -------------------------------------------------------------------
+
+
+def test_checks_have_distinct_ids_and_say_one_line() -> None:
+    assert len({check.id for check in LANE_CHECKS}) == len(LANE_CHECKS) >= 120
+    assert all(check.promise and "\n" not in check.promise for check in LANE_CHECKS)
+
+
+async def test_a_class_and_a_scheme_are_checked() -> None:
+    only = ["join.idle", "payload.size[33]"]
+    for backend in (InprocBackend, "inproc"):
+        seen: list[Result] = []
+        report = await check_lanes(backend, only=only, progress=seen.append)
+        assert [result.check.id for result in report] == only
+        assert "2 of 2 checks passed" in report.summary
+        assert len(seen) == 2
+
+
+async def test_failures_raise_unless_only_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls_back_from_inside_abort(monkeypatch)
+    only = ["abort.twice"]
+    with pytest.raises(CheckFailed, match="called from inside abort"):
+        await check_lanes(InprocBackend, only=only)
+    report = await check_lanes(InprocBackend, only=only, raising=False)
+    assert [result.check.id for result in report.failed] == only
+
+
+async def test_what_is_not_known_or_has_no_lanes_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match="no backend called 'nowhere'"):
+        await check_lanes("nowhere")
+    with pytest.raises(UsageError, match="no check of lanes is called frame"):
+        await check_lanes("inproc", only=["frame"])
+
+    class Laneless(InprocBackend):
+        capabilities = Capabilities(same_process=True)
+
+    with pytest.raises(UsageError, match="says it has no lanes"):
+        await check_lanes(Laneless)
+
+
+def test_the_command_checks_lanes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inproc", "--lanes", "--only", "close.t*"]) == 0
+    assert "2 of 2 checks passed" in capsys.readouterr().out
+    assert main(["inproc", "--lanes", "--setting", "span_bytes=x"]) == 1
+    assert "number is needed" in capsys.readouterr().out
+
+
+# --- coming up ------------------------------------------------------------------------
+
+
+@caught_by("join.bootstrap")
+def changes_its_bootstrap(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLane, "bootstrap", property(lambda self: os.urandom(16)))
+
+
+@caught_by("join.refuses-client[half]", "leak.cycles[refused]")
+def fails_on_a_bad_bootstrap_with_another_error(patch: pytest.MonkeyPatch) -> None:
+    async def join(self: InprocLane, bootstrap: bytes, handler: LaneHandler) -> None:
+        raise ValueError("not 16 bytes")
+
+    patch.setattr(InprocLane, "join", join)
+
+
+@caught_by("join.idle")
+def closes_before_it_is_asked(patch: pytest.MonkeyPatch) -> None:
+    init = InprocLane.__init__
+
+    def hasty(self: InprocLane, context: Any) -> None:
+        init(self, context)
+        self._loop.call_soon(self.abort)
+
+    patch.setattr(InprocLane, "__init__", hasty)
+
+
+# --- payloads -------------------------------------------------------------------------
+
+
+@caught_by("payload.size[4096]", "close.flushed[large]")
+def loses_the_last_byte(patch: pytest.MonkeyPatch) -> None:
+    def short(source: Payload, destination: Payload) -> None:
+        count = source.nbytes - 1
+        copy(
+            as_fragments(source).slice(0, count),
+            as_fragments(destination).slice(0, count),
+        )
+
+    patch.setattr(lane_module, "copy", short)
+
+
+@caught_by("payload.many", "callback.once")
+def says_each_arrival_twice(patch: pytest.MonkeyPatch) -> None:
+    _patch_handler(patch, "payload_received", lambda call, *a: (call(*a), call(*a)))
+
+
+@caught_by("payload.size[1]", "callback.unasked", "memory.released-idle")
+def never_gives_memory_back(patch: pytest.MonkeyPatch) -> None:
+    _patch_handler(patch, "payload_sent", lambda call, *arguments: None)
+
+
+@caught_by("payload.dropped")
+def fails_without_a_destination(patch: pytest.MonkeyPatch) -> None:
+    receive = InprocLane.receive
+
+    def needy(self: InprocLane, ticket: bytes, landing: Landing) -> None:
+        if landing.payload is None:
+            raise ValueError("no destination")
+        receive(self, ticket, landing)
+
+    patch.setattr(InprocLane, "receive", needy)
+
+
+# --- memory ---------------------------------------------------------------------------
+
+
+@caught_by("memory.source-late")
+def gives_memory_back_when_it_is_flushed(patch: pytest.MonkeyPatch) -> None:
+    flush = InprocLane.flush
+
+    def early(self: InprocLane) -> None:
+        tokens = [token for _, token in self._queue.values()]
+        flush(self)
+        self._taken.extend(tokens)
+
+    patch.setattr(InprocLane, "flush", early)
+    _once_for_each_token(patch)
+
+
+def _once_for_each_token(patch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def once(call: Callable[..., None], lane: Lane, token: object) -> None:
+        if not any(token is other for other in told):
+            told.append(token)
+            call(lane, token)
+
+    _patch_handler(patch, "payload_sent", once)
+
+
+@caught_by("memory.abort-receiver", "memory.abort-midway")
+def writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    end = InprocLane._end
+
+    def late(self: InprocLane, error: Exception | None) -> None:
+        landings = [landing.payload for _, landing in self._awaited]
+        end(self, error)
+
+        def write(turns: int) -> None:
+            if turns:
+                self._loop.call_soon(write, turns - 1)
+                return
+            for payload in landings:
+                assert isinstance(payload, memoryview)
+                payload[0] = 7
+
+        # By then its owner has been told that the memory is free.
+        write(turns=8)
+
+    patch.setattr(InprocLane, "_end", late)
+
+
+@caught_by("memory.abort-sender", "memory.released-aborted")
+def is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    end = InprocLane._end
+
+    def readable(self: InprocLane, error: Exception | None) -> None:
+        offers = dict(self._offers)
+        end(self, error)
+        self._offers.update(offers)
+
+    patch.setattr(InprocLane, "_end", readable)
+    patch.setattr(InprocLane, "_maybe_end", lambda self: None)
+
+
+# --- callbacks ------------------------------------------------------------------------
+
+
+@caught_by("callback.unflushed")
+def delivers_from_inside_receive(patch: pytest.MonkeyPatch) -> None:
+    receive = InprocLane.receive
+
+    def eager(self: InprocLane, ticket: bytes, landing: Landing) -> None:
+        receive(self, ticket, landing)
+        self._turn()
+
+    patch.setattr(InprocLane, "receive", eager)
+
+
+@caught_by("abort.own[up]", "abort.twice")
+def calls_back_from_inside_abort(patch: pytest.MonkeyPatch) -> None:
+    abort = InprocLane.abort
+
+    def eager(self: InprocLane) -> None:
+        handler = self._handler
+        abort(self)
+        if handler is not None:
+            handler.lane_closed(self, None)
+
+    patch.setattr(InprocLane, "abort", eager)
+
+
+@caught_by("callback.once", "payload.in-turn")
+def calls_back_on_another_thread(patch: pytest.MonkeyPatch) -> None:
+    turn = InprocLane._turn
+
+    def elsewhere(self: InprocLane) -> None:
+        thread = threading.Thread(target=turn, args=(self,))
+        thread.start()
+        thread.join()
+
+    patch.setattr(InprocLane, "_turn", elsewhere)
+
+
+@caught_by("callback.raises-received", "callback.raises-sent")
+def swallows_errors_of_handlers(patch: pytest.MonkeyPatch) -> None:
+    def deaf(call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception:  # noqa: BLE001 - the bug
+            return
+
+    for name in ("payload_received", "payload_sent"):
+        _patch_handler(patch, name, deaf)
+
+
+# --- pressure and the end -------------------------------------------------------------
+
+
+@caught_by("pressure.fair-loop", "pressure.fair-lane")
+def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lane_module, "WAKEUP_BYTES", 1 << 40)
+
+
+@caught_by("pressure.received-rises")
+def does_not_count_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLane, "received_bytes", property(lambda self: 0))
+
+
+@caught_by("pressure.queued-falls", "abort.own[queued]")
+def never_lowers_queued_bytes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLane, "queued_bytes", property(lambda self: 1))
+
+
+@caught_by("close.queued[many]", "close.unread")
+def drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLane, "close", InprocLane.abort)
+
+
+@caught_by("close.queued[nothing]", "close.twice")
+def never_ends_when_closed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLane, "close", InprocLane.flush)
+
+
+@caught_by("abort.peer[awaiting]", "abort.peer[receiving]")
+def lets_the_peer_wait_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLane, "_maybe_end", lambda self: None)
+
+
+@caught_by("abort.own[idle]", "close.twice")
+def ends_twice(patch: pytest.MonkeyPatch) -> None:
+    _patch_handler(patch, "lane_closed", lambda call, *a: (call(*a), call(*a)))
+
+
+@caught_by("abort.own[up]", "leak.cycles[aborted]")
+def never_says_that_it_ended(patch: pytest.MonkeyPatch) -> None:
+    _patch_handler(patch, "lane_closed", lambda call, *arguments: None)
+
+
+# --- tickets and leaks ----------------------------------------------------------------
+
+
+@caught_by("ticket.refused[one-byte-more]", "ticket.refused[too-long]")
+def takes_any_ticket(patch: pytest.MonkeyPatch) -> None:
+    receive = InprocLane.receive
+
+    def trusting(self: InprocLane, ticket: bytes, landing: Landing) -> None:
+        receive(self, ticket[:8].ljust(8, b"\0"), landing)
+
+    patch.setattr(InprocLane, "receive", trusting)
+
+
+@caught_by("ticket.truncated[view]", "ticket.refused[of-ones]")
+def fails_on_a_wrong_ticket_with_another_error(patch: pytest.MonkeyPatch) -> None:
+    receive = InprocLane.receive
+
+    def unpacking(self: InprocLane, ticket: bytes, landing: Landing) -> None:
+        if len(ticket) != 8:
+            raise IndexError("8 bytes are needed")
+        receive(self, ticket, landing)
+
+    patch.setattr(InprocLane, "receive", unpacking)
+
+
+@caught_by("leak.cycles[unjoined]", "join.idle")
+def leaks_a_descriptor_for_each_lane(patch: pytest.MonkeyPatch) -> None:
+    init = InprocLane.__init__
+
+    def leaky(self: InprocLane, context: Any) -> None:
+        init(self, context)
+        _descriptors.append(os.open(os.devnull, os.O_RDONLY))
+
+    patch.setattr(InprocLane, "__init__", leaky)
+
+
+@caught_by("leak.cycles[closed]", "join.idle")
+def leaks_a_task_for_each_join(patch: pytest.MonkeyPatch) -> None:
+    join = InprocLane.join
+
+    async def leaky(self: InprocLane, bootstrap: bytes, handler: LaneHandler) -> None:
+        _tasks.append(asyncio.create_task(asyncio.Event().wait()))
+        await join(self, bootstrap, handler)
+
+    patch.setattr(InprocLane, "join", leaky)
+
+
+@caught_by("leak.lane", "memory.released-closed")
+def keeps_lanes_that_ended(patch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    send = InprocLane.send
+
+    def keep(self: InprocLane, payload: Payload, token: object) -> bytes:
+        kept.append((self, self._handler, payload))
+        return send(self, payload, token)
+
+    patch.setattr(InprocLane, "send", keep)
+
+
+def _patch_handler(
+    patch: pytest.MonkeyPatch, name: str, instead: Callable[..., Any]
+) -> None:
+    """Let every lane's calls of one callback go through ``instead``."""
+    join = InprocLane.join
+
+    async def wrapped(self: InprocLane, bootstrap: bytes, handler: LaneHandler) -> None:
+        await join(self, bootstrap, _Between(handler, name, instead))
+
+    patch.setattr(InprocLane, "join", wrapped)
+
+
+class _Between(LaneHandler):
+    """Passes callbacks on, but for one that goes through a plant."""
+
+    def __init__(
+        self, handler: LaneHandler, name: str, instead: Callable[..., Any]
+    ) -> None:
+        self._handler = handler
+        self._name = name
+        self._instead = instead
+
+    def payload_sent(self, lane: Lane, token: object) -> None:
+        self._pass("payload_sent", (lane, token))
+
+    def payload_received(self, lane: Lane, landing: Landing) -> None:
+        self._pass("payload_received", (lane, landing))
+
+    def lane_writable(self, lane: Lane) -> None:
+        self._pass("lane_writable", (lane,))
+
+    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
+        self._pass("lane_closed", (lane, error))
+
+    def _pass(self, name: str, arguments: Iterable[object]) -> None:
+        call = getattr(self._handler, name)
+        if name == self._name:
+            self._instead(call, *arguments)
+        else:
+            call(*arguments)
