@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,3 +66,14 @@ def test_the_answer_is_no_echo_and_depends_on_the_nonce() -> None:
     other = make_preamble(SECRET, 3, bytes(NONCE_BYTES))
     assert answer != answer_to(other, SECRET)
     assert answer != answer_to(PREAMBLE, bytes(32))
+
+
+def test_the_layout_is_that_of_the_protocol_page() -> None:
+    def prove(purpose: bytes, data: bytes) -> bytes:
+        text = b"kvwire tcp lane " + purpose + b"\0" + data
+        return hmac.digest(SECRET, text, "sha256")
+
+    fields = b"KVWIRE+L" + (3).to_bytes(8, "little") + prove(b"token", b"")[:16]
+    fields += NONCE + bytes(160)
+    assert fields + prove(b"client", fields) == PREAMBLE
+    assert prove(b"server", PREAMBLE) == answer_to(PREAMBLE, SECRET)
