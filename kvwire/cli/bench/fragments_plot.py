@@ -1,6 +1,6 @@
 """Rate over the size of a fragment, for everybody, as SVG: a panel for wire and verb.
 
-Solid lines are caches with a tensor for each layer, dashed ones blocks across layers.
+Full points are caches with a tensor for each layer, hollow ones blocks across layers.
 Both axes are logarithmic: what matters is how many times faster one is than another.
 """
 
@@ -147,14 +147,17 @@ def _lines(
                 f'<path d="M{path}" fill="none" stroke="{color}" '
                 f'stroke-width="{width}"{dash}/>'
             )
-            if not cross_layer:
-                for x, y in places:
-                    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>'
+            inside_color = "white" if cross_layer else color
+            for x, y in places:
+                yield (
+                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{inside_color}" '
+                    f'stroke="{color}"/>'
+                )
 
 
 def _legend(colors: Mapping[str, str], top: int) -> Iterator[str]:
     entries = [(name, color, "") for name, color in colors.items()]
-    entries.append(("dashed: blocks across layers", _INK, ' stroke-dasharray="5 4"'))
+    entries.append(("hollow: blocks across layers", _INK, ' stroke-dasharray="5 4"'))
     rows = _legend_rows(colors)
     for number, (name, color, dash) in enumerate(entries):
         x = _LEFT + number // rows * _LEGEND_COLUMN
