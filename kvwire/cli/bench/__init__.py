@@ -8,6 +8,9 @@ minute, and what counts is the ratio.
 * :mod:`~kvwire.cli.bench.turns`: rounds, in which everybody takes turns.
 * :mod:`~kvwire.cli.bench.pair`: two processes that do the work.
 * :mod:`~kvwire.cli.bench.sides`: what runs in them, one module for each contender.
+* :mod:`~kvwire.cli.bench.peer`: libraries that do the same, in their own interpreters.
+* :mod:`~kvwire.cli.bench.peers`: what runs there, one program for each of them.
+* :mod:`~kvwire.cli.bench.solo`: contenders that are one process, or runs of a program.
 * :mod:`~kvwire.cli.bench.summary`: medians, percentiles, ratios.
 * :mod:`~kvwire.cli.bench.table`, ``document``, ``plot``: how it is shown.
 
