@@ -150,10 +150,11 @@ class Outgoing:
         sent.in_staging = True
         arena = self._staging.arena
         assert arena is not None
-        number = self._share(arena)
+        number = self._number_of(arena)
         if number is None:
             where = arena.address + begin
             return encode_piece(Kind.MEMORY, 0, where, sent.payload.nbytes)
+        self._share(arena, number)
         return encode_piece(Kind.ARENA, number, begin, sent.payload.nbytes)
 
     def _in_place(self, fragments: Fragments) -> bytes | None:
@@ -163,27 +164,30 @@ class Outgoing:
         mapped = mean >= _MAP_FROM_BYTES or mean < _GATHER_BELOW_BYTES
         if mapped or not by_memory:
             arena = arena_of(fragments)
-            number = self._share(arena) if arena is not None else None
+            number = self._number_of(arena) if arena is not None else None
             if arena is not None and number is not None:
                 offsets = fragments.shifted(-arena.address)
                 ticket = encode(Kind.ARENA, number, offsets)
                 if ticket is not None:
+                    self._share(arena, number)
                     return ticket
         if by_memory and (mean >= _GATHER_BELOW_BYTES or len(fragments) == 1):
             return encode(Kind.MEMORY, 0, fragments)
         return None
 
-    def _share(self, arena: Arena) -> int | None:
-        """The number under which the peer has an arena; it is given it if need be."""
+    def _number_of(self, arena: Arena) -> int | None:
+        """The number under which the peer has an arena, or would get it."""
         if Ways.ARENA not in self._ways:
             return None
-        number = self._shared.get(arena.serial)
-        if number is None and len(self._shared) < ARENAS_MAX:
+        number = self._shared.get(arena.serial, len(self._shared))
+        return number if number < ARENAS_MAX else None
+
+    def _share(self, arena: Arena, number: int) -> None:
+        """Give an arena to the peer, unless it has it."""
+        if arena.serial not in self._shared:
             assert self._wire is not None
-            number = len(self._shared)
             self._wire.say(Say.ARENA, ARENA_BODY.pack(number), arena.fileno())
             self._shared[arena.serial] = number  # bounded: ARENAS_MAX
-        return number
 
 
 def read_so_far(count: int) -> bytes:

@@ -1,0 +1,148 @@
+"""What is believed of a peer: nothing that was not checked."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import numpy as np
+import pytest
+
+from kvwire.errors import ConnectionLost, ProtocolError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import MIB
+from kvwire.memory.arena import Arena
+from kvwire.memory.copy import as_fragments
+from kvwire.memory.iovec import address_of
+from kvwire.testing.conformance.bench import open_descriptors
+from kvwire.testing.conformance.content import CUTS, Memory, pattern
+from kvwire_local.peer import ARENA_BODY, MappedReading, MemoryReading, Peer
+from kvwire_local.ticket import Kind, Place
+
+COOKIE = b"0123456789abcdef"
+
+
+def ourselves() -> Peer:
+    return Peer(os.getpid(), address_of(COOKIE), COOKIE)
+
+
+def pieces(*places: tuple[int, int]) -> Fragments:
+    return Fragments(
+        np.array([place for place, _ in places], np.uint64),
+        np.array([nbytes for _, nbytes in places], np.uint64),
+        owner=None,
+        writable=False,
+    )
+
+
+# --- who it is ------------------------------------------------------------------------
+
+
+def test_whose_cookie_is_read_is_the_peer() -> None:
+    assert ourselves().refusal() == ""
+    assert Peer(0, 4096, COOKIE).refusal() == "the peer is in another pid namespace"
+    assert "EFAULT" in Peer(os.getpid(), 4096, COOKIE).refusal()
+    other = Peer(os.getpid(), address_of(COOKIE), COOKIE[::-1])
+    assert other.refusal() == f"pid {os.getpid()} is another process here"
+
+
+@pytest.mark.parametrize("cuts", [("view", "view"), ("odd-pages", "uneven")])
+def test_memory_is_read_in_steps(cuts: tuple[str, str]) -> None:
+    source, target = (Memory(3 * MIB, CUTS[cut]) for cut in cuts)
+    source.fill(pattern(1, 3 * MIB))
+    reading = MemoryReading(
+        ourselves(), as_fragments(source.payload), as_fragments(target.payload)
+    )
+    steps = []
+    while reading.rest:
+        steps.append(reading.step(MIB))
+    assert sum(steps) == 3 * MIB
+    assert max(steps) <= MIB
+    assert target.differs_at(pattern(1, 3 * MIB)) is None
+    assert target.gaps_are_whole()
+
+
+def test_another_process_under_the_pid_is_noticed() -> None:
+    cookie = bytearray(COOKIE)
+    peer = Peer(os.getpid(), address_of(cookie), COOKIE)
+    source, target = Memory(100), Memory(100)
+    reading = MemoryReading(
+        peer, as_fragments(source.payload), as_fragments(target.payload)
+    )
+    cookie[3] ^= 1
+    with pytest.raises(ConnectionLost, match="is no longer the peer"):
+        reading.step(MIB)
+
+
+def test_memory_that_is_not_there_is_lost() -> None:
+    reading = MemoryReading(
+        ourselves(), pieces((4096, 10)), as_fragments(memoryview(bytearray(10)))
+    )
+    with pytest.raises(ConnectionLost, match="EFAULT"):
+        reading.step(MIB)
+
+
+# --- its arenas -----------------------------------------------------------------------
+
+
+def adopted(arena: Arena) -> Peer:
+    peer = ourselves()
+    peer.adopt(ARENA_BODY.pack(0), os.dup(arena.fileno()))
+    return peer
+
+
+def test_an_arena_is_read_in_steps() -> None:
+    arena = Arena(2 * MIB)
+    arena.buffer(2 * MIB)[:] = pattern(5, 2 * MIB)
+    peer = adopted(arena)
+    target = Memory(MIB, CUTS["pages"])
+    said = pieces((MIB, 512 * 1024), (0, 512 * 1024))
+    reading = peer.reading(Place(Kind.ARENA, 0, said), as_fragments(target.payload))
+    assert isinstance(reading, MappedReading)
+    assert reading.step(300_000) == 300_000
+    assert reading.step(MIB) == MIB - 300_000
+    assert reading.rest == 0
+    whole = pattern(5, 2 * MIB)
+    expected = np.concatenate((whole[MIB : MIB + MIB // 2], whole[: MIB // 2]))
+    assert target.differs_at(expected) is None
+    peer.close()
+    arena.close()
+
+
+def test_what_lies_beyond_an_arena_is_refused() -> None:
+    with Arena(8192) as arena:
+        peer = adopted(arena)
+        target = as_fragments(memoryview(bytearray(200)))
+        for said in (pieces((8192 - 99, 100)), pieces((0, 100), (8192, 100))):
+            with pytest.raises(ProtocolError, match="beyond an arena of 8192 bytes"):
+                peer.reading(Place(Kind.ARENA, 0, said), target)
+        peer.close()
+
+
+def test_an_arena_that_was_not_announced_is_waited_for() -> None:
+    target = as_fragments(memoryview(bytearray(100)))
+    place = Place(Kind.ARENA, 0, pieces((0, 100)))
+    assert ourselves().reading(place, target) is None
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL])
+def test_a_descriptor_whose_pages_could_vanish_is_refused(seals: int) -> None:
+    before = len(open_descriptors())
+    file = os.memfd_create("no arena", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 4096)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(ProtocolError, match="no sealed arena"):
+        ourselves().adopt(ARENA_BODY.pack(0), file)
+    assert len(open_descriptors()) == before
+
+
+def test_a_descriptor_that_is_no_memory_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="no sealed arena"):
+        ourselves().adopt(ARENA_BODY.pack(0), os.open(os.devnull, os.O_RDONLY))
+
+
+def test_arenas_are_numbered_in_order() -> None:
+    with Arena(4096) as arena:
+        for body in (ARENA_BODY.pack(1), b"", b"\0\0\0\0\0"):
+            with pytest.raises(ProtocolError, match="the next arena is number 0"):
+                ourselves().adopt(body, os.dup(arena.fileno()))
