@@ -116,4 +116,6 @@ def read_settings(
         raise UsageError(
             f"kv_connector_extra_config: profile={said!r}: names with texts"
         )
-    return settings, Config.load(profile={**profile, **said}, **wire)
+    # Two engines that both wait for the other would wait for ever.
+    profile = {"vllm_kv_mode": settings.mode, **profile, **said}
+    return settings, Config.load(profile=profile, **wire)

@@ -22,6 +22,7 @@ from kvwire.integrations.vllm.metadata import Step
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
+from kvwire.limits import NAME_CHARS_MAX
 
 logger = logging.getLogger("kvwire")
 
@@ -58,7 +59,7 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
         shape = cache_shape(vllm_config, kv_cache_config)
         self._settings, config = read_settings(
             transfer.kv_connector_extra_config,
-            {"vllm_model": model_digest(vllm_config), "kv_mode": ""},
+            {"vllm_model": model_digest(vllm_config)},
         )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -67,16 +68,14 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
                 self._settings, str(transfer.engine_id), shape.block_tokens
             )
             return
-        profile = config.profile | {"kv_mode": self._settings.mode}
         shape = dataclasses.replace(
             shape,
             rank=vllm_config.parallel_config.rank % shape.ranks,
             fingerprint=self._settings.fingerprint,
         )
-        name = config.name or f"vllm-{transfer.engine_id}"[:64]
-        self._worker = WorkerSide(
-            self._settings, config.replace(profile=profile, name=name), shape
-        )
+        if not config.name:
+            config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
+        self._worker = WorkerSide(self._settings, config, shape)
 
     # --- scheduler --------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """See vLLM; releases before 2026 pass the preempted requests themselves."""
         if isinstance(kv_connector_metadata, StepMetadata):
-            self._working.fence(kv_connector_metadata.step.preempted)
+            self._working.fence(kv_connector_metadata.step.fenced)
         else:
             self._working.fence(kv_connector_metadata)
 

@@ -85,13 +85,14 @@ class Step:
         sends: Prompts that begin to be sent.
         written: What is computed of them.
         loads: Prompts that begin to be fetched.
-        preempted: Requests whose blocks are about to be overwritten.
+        fenced: Requests whose blocks may be overwritten in this step: they were
+            preempted, or ended while decode went on without their last layers.
     """
 
     sends: list[Send] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    preempted: set[str] = field(default_factory=set)
+    fenced: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

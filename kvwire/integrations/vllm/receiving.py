@@ -48,6 +48,7 @@ class Arrival:
         timeout_s: After this what has not arrived is missing.
 
     Attributes:
+        load: What is fetched.
         done: Resolves when nothing of kvwire can touch the blocks any more; never
             fails.
     """
@@ -72,6 +73,11 @@ class Arrival:
         self._begun = False
         self._reason = ""
         self.done: concurrent.futures.Future[Arrived] = engine.start(self._run)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was aborted."""
+        return bool(self._reason)
 
     def landed(self, layer: int) -> bool:
         """Whether a layer of every block is here; from any thread, does not wait.

@@ -82,6 +82,9 @@ class SchedulerSide:
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[Load] = []
+        # Only of use with gates, where decode goes on before the last layers are here.
+        self._fetched: set[str] = set()
+        self._gated_no_more: set[str] = set()
 
     def hear_addresses(self, addresses: dict[int, str]) -> None:
         """Where this engine's ranks listen, as they have said."""
@@ -110,12 +113,16 @@ class SchedulerSide:
         if wanted.loads:
             request.kv_transfer_params["do_remote_prefill"] = False
             self._loads.append(self._new_load(request, wanted, block_ids, external))
+            if self._settings.gate_layers:
+                self._fetched.add(request.request_id)
 
     def step(self, output: Any) -> Step:
         """What the workers are told for a step that was scheduled."""
-        step = Step(preempted=set(getattr(output, "preempted_req_ids", None) or ()))
-        for request_id in step.preempted:
+        step = Step(fenced=set(getattr(output, "preempted_req_ids", None) or ()))
+        for request_id in step.fenced:
             self._preempted(request_id)
+        step.fenced |= self._gated_no_more
+        self._gated_no_more = set()
         for new in output.scheduled_new_reqs:
             self._scheduled(
                 step, output, new.req_id, new.block_ids, new.num_computed_tokens
@@ -139,6 +146,9 @@ class SchedulerSide:
             client gets as ``kv_transfer_params``.
         """
         wanted = self._wanted(request)
+        if request.request_id in self._fetched:
+            self._fetched.discard(request.request_id)
+            self._gated_no_more.add(request.request_id)
         if wanted.loads:
             # Never scheduled: whoever computed it must not wait for us.
             self._loads.append(self._declined(request, wanted))

@@ -33,6 +33,9 @@ class Departure:
         route: Which ranks get it.
 
     Attributes:
+        tokens: Of the prompt.
+        written: How many leading blocks the forward pass has completed.
+        finished: Whether all of them are.
         done: Resolves when nothing of kvwire can touch the blocks any more; never
             fails.
     """

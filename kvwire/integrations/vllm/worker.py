@@ -54,6 +54,8 @@ class WorkerSide:
         self._arrivals: dict[str, Arrival] = {}
         # Of requests that are over for the scheduler, and not drained yet.
         self._leaving: set[str] = set()
+        # Of prompts that other ranks send.
+        self._unsent: set[str] = set()
         # Reported as here while their last layers were on their way.
         self._gated: dict[str, Arrival] = {}
         self._errors: set[int] = set()
@@ -72,14 +74,16 @@ class WorkerSide:
         self._caches = layer_caches(tensors, self._shape)
         logger.info("rank %d: %r", self._shape.rank, self._caches.cache)
 
-    def fence(self, preempted: Iterable[str]) -> None:
+    def fence(self, requests: Iterable[str]) -> None:
         """Return when no link can touch the blocks of these requests any more.
 
-        vLLM overwrites them in the step that follows. A link that does not let go in
+        vLLM may overwrite them in the step that follows. What is still fetched as a
+        whole is none of them: its blocks are kept until it is reported. A link that does not let go in
         time is dropped, and what else it carried resumes on another one.
         """
-        for request_id in preempted:
-            for table in (self._departures, self._arrivals, self._gated):
+        for request_id in requests:
+            self._unsent.discard(request_id)
+            for table in (self._departures, self._gated):
                 end = table.pop(request_id, None)
                 if end is not None:
                     self._stop(end)
@@ -146,6 +150,8 @@ class WorkerSide:
         Returns:
             Requests whose blocks the scheduler may free, and those that were fetched.
         """
+        unsent = self._unsent.intersection(over)
+        self._unsent -= unsent
         for request_id in over:
             self._over(request_id)
         sent = {r for r in self._leaving if self._departures[r].done.done()}
@@ -153,7 +159,7 @@ class WorkerSide:
             self._leaving.discard(request_id)
             departure = self._departures.pop(request_id)
             observe_sent(self._observed, departure.done.result())
-        return sent, self._received()
+        return sent | unsent, self._received()
 
     def take_errors(self) -> set[int]:
         """The blocks that did not arrive, once each."""
@@ -177,6 +183,8 @@ class WorkerSide:
             send.transfer_id, spec, send.remote, pushed=self._settings.mode == PUSH
         )
         if not route.peers:
+            # Other ranks have the same heads, and this one nothing to do.
+            self._unsent.add(send.request_id)
             return
         assert self._caches is not None
         self._departures[send.request_id] = Departure(
@@ -241,7 +249,9 @@ class WorkerSide:
         observe_received(self._observed, arrived.outcomes, arrived.missing.size)
 
     def _opens(self, arrival: Arrival) -> bool:
-        """Whether all but the last few layers are here."""
+        """Whether all but the last few layers are here, and decode still wants them."""
+        if arrival.stopped:
+            return False
         layers = self._spec().layer_indices
         last = max(layers.start + 1, layers.stop - self._settings.gate_layers)
         return all(arrival.landed(layer) for layer in range(layers.start, last))

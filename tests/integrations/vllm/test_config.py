@@ -16,7 +16,7 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
     settings, config = read_settings(extra, {"vllm_model": "m"})
     assert settings.stream == "chunk"
     assert config.lease_s == 5
-    assert config.profile == {"vllm_model": "m", "site": "a"}
+    assert config.profile == {"vllm_kv_mode": "pull", "vllm_model": "m", "site": "a"}
 
 
 @pytest.mark.parametrize(

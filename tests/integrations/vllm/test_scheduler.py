@@ -98,7 +98,7 @@ def test_a_preempted_prompt_is_not_sent_again() -> None:
     scheduler.allocated(request, [7], 0)
     scheduler.step(first_step([7], 4))
     step = scheduler.step(Output({}, preempted_req_ids={"r"}))
-    assert step.preempted == {"r"}
+    assert step.fenced == {"r"}
     scheduler.allocated(request, [1, 2, 3], 0)
     again = scheduler.step(chunk("r", [1, 2, 3], 0, 10))
     assert (again.sends, again.written) == ([], [])
@@ -172,3 +172,14 @@ def test_a_client_that_says_too_little_is_computed_here() -> None:
     request = Request("r", TOKENS, dict(SENDS))
     pushing.allocated(request, [1], 0)
     assert pushing.step(first_step([1, 2, 3], 10)).sends == []
+
+
+def test_with_gates_a_request_that_ends_is_fenced() -> None:
+    """Its last layers may still be on their way, and its blocks are free."""
+    for gate_layers, fenced in ((0, set()), (1, {"r"})):
+        scheduler = side(gate_layers=gate_layers)
+        request = Request("r", TOKENS, loads())
+        scheduler.allocated(request, [5, 6, 7], 10)
+        scheduler.finished(request)
+        assert scheduler.step(Output({})).fenced == fenced
+        assert scheduler.step(Output({})).fenced == set()

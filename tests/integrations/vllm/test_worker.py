@@ -187,6 +187,34 @@ def test_a_gated_layer_that_does_not_come_is_an_error() -> None:
         assert d.side.take_errors() == set(INTO)
 
 
+def test_a_gated_request_that_ends_leaves_its_blocks_alone() -> None:
+    with workers(gate_layers=1) as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10))
+        for name in NAMES[:-1]:
+            p.write(name, FROM)
+            p.side.layer_written(name)
+        assert eventually(lambda: received(d))
+        d.side.fence({"d"})
+        p.write(NAMES[-1], FROM)
+        p.side.layer_written(NAMES[-1])
+        p.side.finished(("p",))
+        assert eventually(lambda: freed(p))
+        assert (d.tensors[NAMES[-1]] == FREE).all()
+
+
+def test_a_rank_whose_heads_others_send_has_sent_at_once() -> None:
+    """Eight ranks of a model with four heads: every second one has nothing to do."""
+    worker = Worker(1, 8)
+    try:
+        worker.side.begin_step(sending(FROM, 10, ("127.0.0.1:9",)))
+        worker.forward(FROM)
+        assert worker.side.finished(()) == (set(), set())
+        assert worker.side.finished(("p", "other")) == ({"p"}, set())
+    finally:
+        worker.side.close()
+
+
 def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
     with workers() as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
@@ -201,12 +229,28 @@ def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
         assert INTO[0] in errors or d.holds(INTO[:1])
 
 
-def test_a_fetch_that_is_preempted_is_over_as_well() -> None:
-    with workers() as ((p,), (d,)):
+def test_a_fetch_that_is_not_gated_is_reported_although_it_was_fenced() -> None:
+    """The scheduler keeps its blocks until then."""
+    with workers(gate_layers=1) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
         d.side.fence({"d"})
-        assert d.side.finished(()) == (set(), set())
-        assert d.side.take_errors() == set()
+        d.side.finished(("d",))
+        assert eventually(lambda: not d.side._arrivals or received(d))
+        assert not d.side._gated
+
+
+def test_a_fetch_that_was_aborted_is_not_gated() -> None:
+    with workers(gate_layers=1) as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10))
+        for name in NAMES[:-1]:
+            p.write(name, FROM)
+            p.side.layer_written(name)
+        (arrival,) = d.side._arrivals.values()
+        assert eventually(lambda: arrival.landed(len(NAMES) - 2))
+        d.side.finished(("d",))
+        assert not d.side._gated
+        assert eventually(lambda: not d.side._arrivals or received(d))
 
 
 def test_a_request_that_is_aborted_at_decode() -> None:
