@@ -78,8 +78,8 @@ class WorkerSide:
         """Return when no link can touch the blocks of these requests any more.
 
         vLLM may overwrite them in the step that follows. What is still fetched as a
-        whole is none of them: its blocks are kept until it is reported. A link that does not let go in
-        time is dropped, and what else it carried resumes on another one.
+        whole is none of them: its blocks are kept until it is reported. A link that
+        does not let go in time is dropped; what else it carried resumes on another one.
         """
         for request_id in requests:
             self._unsent.discard(request_id)
