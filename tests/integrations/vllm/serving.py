@@ -181,7 +181,7 @@ def complete(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> 
         "return_token_ids": True,
         **more,
     }
-    timeout = more.pop("timeout", ANSWERS_WITHIN_S)
+    timeout = body.pop("timeout", ANSWERS_WITHIN_S)
     said = httpx.post(f"{url}/v1/completions", json=body, timeout=timeout)
     said.raise_for_status()
     return said.json()
