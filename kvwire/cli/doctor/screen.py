@@ -78,6 +78,8 @@ def negotiated(trial: Trial) -> RenderableType:
     """One trial: the choice, and what was measured."""
     table = _table(cut=False)
     for candidate in trial.candidates:
+        if trial.asked not in ("", candidate.name):
+            continue  # ruled out by what was asked
         mark = Text("taken", style="green") if candidate.taken else Text("refused")
         table.add_row(mark, *map(_line, (candidate.name, candidate.reason)))
     title = f"require {trial.asked}" if trial.asked else "what both sides choose"
@@ -115,10 +117,13 @@ class _Rows:
         state = "ok" if transport.available else "missing"
         self._add(state, transport.name, transport.reason, transport.remedy)
         for finding in transport.findings:
+            if finding.text == transport.reason:
+                continue  # that has been said
             if finding.state != "ok" or not self._brief:
                 # Below the transport it belongs to.
                 text = f"{finding.name}: {finding.text}"
-                self._add(finding.state, "", text, finding.remedy)
+                said = finding.remedy == transport.remedy
+                self._add(finding.state, "", text, "" if said else finding.remedy)
 
     def add_findings(self, found: Sequence[Finding]) -> None:
         for finding in found:

@@ -1,7 +1,7 @@
 """``kvwire doctor --selftest ADDR``: the same command on two hosts, one report on both.
 
 Whoever can bind the address listens, and the other one connects, waiting for it if it
-is early. It then tries every transport that either side has, at several sizes of
+is early. It then tries every transport that both sides can use, at several sizes of
 fragments, and sends what it found back, so that both users have the same report.
 """
 
@@ -110,12 +110,11 @@ async def _probe(
     trials = [await try_out(communicator, address, (), before=before)]
     if not there:
         raise KVWireError(trials[0].error)
-    for candidate in trials[0].candidates:
-        progress(f"transport {candidate.name}")
+    # Why each of the others is not, the first trial says.
+    for name in [c.name for c in trials[0].candidates if c.possible]:
+        progress(f"transport {name}")
         trials.append(
-            await try_out(
-                communicator, address, FRAGMENT_BYTES, transport=candidate.name
-            )
+            await try_out(communicator, address, FRAGMENT_BYTES, transport=name)
         )
     report = Report(
         address=str(address),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import queue
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ from typing import Any
 import pytest
 
 from kvwire.cli.doctor.command import UNWELL
-from kvwire.cli.main import CALLED_WRONG, FAILED, main
+from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, main
+from tests.cli.doctor.two import ward
 
 
 @pytest.fixture(autouse=True)
@@ -27,17 +32,28 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def attendant() -> Iterator[str]:
-    """The address of a `kvwire doctor --listen` in a process of its own."""
-    command = [sys.executable, "-m", "kvwire", "doctor", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        said = process.stderr.readline()
-        assert said.startswith("listening on tcp://")
-        yield said.split()[2].rstrip(";")
-        process.terminate()
+def attendant(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of an attendant with little memory, on a loop of its own.
+
+    Over tcp alone: other transports are tested where they live.
+    """
+    monkeypatch.setenv("KVWIRE_REQUIRE", "tcp")
+    found: queue.Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event, str]] = (
+        queue.Queue()
+    )
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        async with ward() as served:
+            found.put((asyncio.get_running_loop(), over, str(served.address)))
+            await over.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    loop, over, address = found.get()
+    yield address
+    loop.call_soon_threadsafe(over.set)
+    thread.join()
 
 
 def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -104,6 +120,22 @@ def test_an_address_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["doctor", "--listen", address]) == FAILED
     assert f"{address}: Address already in use" in capsys.readouterr().err
+
+
+def test_it_listens_until_it_is_ended() -> None:
+    """And says where, with the real port."""
+    command = [sys.executable, "-m", "kvwire", "doctor", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate()
+    assert said.startswith("listening on tcp://127.0.0.1:")
+    assert not said.startswith("listening on tcp://127.0.0.1:0;")
+    assert output.startswith("kvwire ")
+    assert process.returncode == INTERRUPTED
 
 
 def test_a_peer_is_measured(attendant: str, capsys: pytest.CaptureFixture[str]) -> None:

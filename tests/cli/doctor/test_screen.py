@@ -93,6 +93,28 @@ def test_a_finding_of_a_backend_stands_below_it_with_its_remedy() -> None:
     assert found[place + 2].split() == ["->", "apt-get", "install"]
 
 
+def test_what_a_reason_has_said_is_not_said_again() -> None:
+    same = Finding(name="GPU", state="missing", text="there is no GPU", remedy="buy")
+    other = Finding(name="nccl4py", state="missing", text="none", remedy="buy")
+    nccl = Transport(
+        name="nccl",
+        available=False,
+        reason="there is no GPU",
+        remedy="buy",
+        findings=(same, other),
+    )
+    found = lines(fitting(examination(transports=(nccl,)), console()))
+    assert sum("there is no GPU" in line for line in found) == 1
+    assert sum("buy" in line for line in found) == 1
+    assert any("nccl4py: none" in line for line in found)
+
+
+def test_a_trial_of_one_transport_shows_that_one() -> None:
+    found = lines(negotiated(replace(TRIAL, asked="tcp")))
+    assert found[0] == "require tcp"
+    assert not any("ucx" in line for line in found)
+
+
 def test_what_does_not_fit_is_said_in_brief() -> None:
     many = tuple(
         Finding(name=f"fact {i}", state="ok", text="in order") for i in range(50)
