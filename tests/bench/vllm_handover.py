@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -118,8 +119,6 @@ def main() -> int:
             for server in servers:
                 server.kill()
     _print(chosen, samples)
-    if options.json:
-        options.json.write_text(json.dumps(samples, default=_plain))
     return 0
 
 
@@ -148,7 +147,7 @@ def _measure(
             seed += 1
             alone = _prefill(pairs["off"][0], prompt(length, seed), None)[0]
             found["off"].setdefault(f"{length}x1", []).append(Sample(alone, 0.0, 0.0))
-            print(".", end="", flush=True, file=sys.stderr)
+            _save(found, options.json)
     for length, together in _counts(options.concurrent):
         for contender in chosen:
             prompts = [prompt(length, seed := seed + 1) for _ in range(together)]
@@ -158,8 +157,7 @@ def _measure(
                     lambda ids, c=contender, p=pair: _request(c, p, ids), prompts
                 )
                 found[contender.name][f"{length}x{together}"] = list(batch)
-            print(":", end="", flush=True, file=sys.stderr)
-    print(file=sys.stderr)
+            _save(found, options.json)
     return found
 
 
@@ -187,7 +185,9 @@ def _request(
 
 def _sample(seconds: float, ended: float, tokens: list[float]) -> Sample:
     steps = [b - a for a, b in itertools.pairwise(tokens)]
-    return Sample(seconds, tokens[0] - ended, statistics.median(steps))
+    # Tokens that came in one part of the answer say nothing about a step.
+    step = statistics.median(steps) if steps else math.nan
+    return Sample(seconds, tokens[0] - ended, step)
 
 
 def _prefill(
@@ -341,7 +341,8 @@ def _print(
     for name in [*(c.name for c in chosen), "off"]:
         cells = [_cell(samples[name][c], "prefill_s") for c in samples[name]]
         every = [s.step_s for part in samples[name].values() for s in part]
-        step = statistics.median(every) * 1000
+        known = [seconds for seconds in every if seconds > 0]
+        step = statistics.median(known) * 1000 if known else math.nan
         print(f"| {name} | " + " | ".join(cells) + f" | {step:.1f} |")
 
 
@@ -349,6 +350,12 @@ def _cell(samples: list[Sample], what: str) -> str:
     values = sorted(getattr(sample, what) * 1000 for sample in samples)
     p99 = values[min(len(values) - 1, int(len(values) * 0.99))]
     return f"{statistics.median(values):.0f} / {p99:.0f}"
+
+
+def _save(found: dict[str, dict[str, list[Sample]]], path: Path | None) -> None:
+    """Keep what there is so far: a run takes long, and may be cut short."""
+    if path:
+        path.write_text(json.dumps(found, default=_plain))
 
 
 def _plain(sample: Sample) -> list[float]:
