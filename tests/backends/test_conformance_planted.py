@@ -473,6 +473,19 @@ def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "WAKEUP_BYTES", 1 << 40)
 
 
+# --- pausing --------------------------------------------------------------------------
+
+
+@caught_by("pause.before", "pause.each", "pause.again")
+def ignores_pause(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLink, "pause", lambda self: None)
+
+
+@caught_by("pause.before", "pause.each", "pause.again")
+def never_goes_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocLink, "resume", lambda self: None)
+
+
 # --- addresses, isolation and leaks ---------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from kvwire.testing.conformance.groups import (
     leaks,
     memory,
     order,
+    pausing,
     pressure,
     threads,
 )
@@ -40,6 +41,7 @@ CHECKS: tuple[Check, ...] = tuple(
         memory,
         callbacks,
         flushing,
+        pausing,
         pressure,
         closing,
         aborting,
