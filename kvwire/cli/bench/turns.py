@@ -84,17 +84,22 @@ def take_turns(
 
     Raises:
         BenchError: It cannot be run, or bytes were damaged.
+        KeyboardInterrupt: Nobody has done anything yet. Later it ends the benchmark
+            with what there is.
     """
     findings = [
         Finding(case, {contender.name: Samples() for contender in case.contenders})
         for case in plan.cases
     ]
     with _team() as team:
-        for number in range(-1, rounds):
-            for finding in findings:
-                for contender in _in_turn(finding, number):
-                    progress(f"{finding.case.name}: {contender.name}")
-                    team.take_turn(finding, contender, number)
+        try:
+            for number in range(-1, rounds):
+                for finding in findings:
+                    for contender in _in_turn(finding, number):
+                        progress(f"{finding.case.name}: {contender.name}")
+                        team.take_turn(finding, contender, number)
+        except KeyboardInterrupt:
+            _require_samples(findings)
     return findings
 
 
@@ -142,6 +147,18 @@ class _Team:
     def _stop(self, contender: Contender) -> None:
         if self._running.pop(id(contender), None):
             contender.stop()
+
+
+def _require_samples(findings: Sequence[Finding[E]]) -> None:
+    """After an interrupt, who has done nothing is a failure like any other."""
+    for finding in findings:
+        for name in [n for n, s in finding.samples.items() if not s.rounds]:
+            del finding.samples[name]
+            finding.failures[name] = "it was interrupted before its first round"
+        if any(c.name in finding.failures for c in finding.case.required):
+            raise KeyboardInterrupt
+    if not any(finding.samples for finding in findings):
+        raise KeyboardInterrupt
 
 
 @contextmanager

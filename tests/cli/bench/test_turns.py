@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvwire.cli.bench.case import Sample, Work
 from kvwire.cli.bench.errors import BenchError
 from kvwire.cli.bench.turns import steps, take_turns
 from tests.cli.bench.contenders import Scripted, benchmark, case
@@ -89,3 +90,38 @@ def test_a_peer_that_cannot_start_is_tried_once() -> None:
     findings = take_turns(benchmark(case(a, b), case(a, b)), 1, lambda _: None)
     assert [list(f.failures) for f in findings] == [["b"], ["b"]]
     assert log.count(("b", "start")) == 1
+
+
+class Interrupted(Scripted):
+    """Ctrl-C in the middle of a given round."""
+
+    def __init__(self, name: str, before: int) -> None:
+        super().__init__(name)
+        self._before = before
+
+    def round(self, work: Work) -> Sample:
+        if not self._before:
+            raise KeyboardInterrupt
+        self._before -= 1
+        return super().round(work)
+
+
+def test_an_interrupt_ends_it_with_what_there_is() -> None:
+    log: list[tuple[str, str]] = []
+    a, b = Scripted("a", log=log), Interrupted("b", before=2)
+    (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
+    # One round that does not count, one that does, and who began has done another.
+    assert [len(s.rounds) for s in finding.samples.values()] == [1, 1]
+    assert log[-1] == ("a", "stop")
+
+
+def test_who_was_interrupted_before_the_first_round_has_failed() -> None:
+    a, b = Scripted("a"), Interrupted("b", before=1)
+    (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
+    assert len(finding.samples["a"].rounds) == 1
+    assert "interrupted" in finding.failures["b"]
+
+
+def test_an_interrupt_before_anything_is_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        take_turns(benchmark(case(Interrupted("a", before=0))), 1, lambda _: None)
