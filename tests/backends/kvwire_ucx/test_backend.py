@@ -1,0 +1,137 @@
+"""The entry point: what it offers, what it refuses, and what it tells the doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvwire import registry
+from kvwire.errors import BackendUnavailable
+from kvwire.lane import LaneContext
+from kvwire.testing.harness import loopback
+from kvwire.types import Address, Role
+from kvwire_ucx import UcxBackend, diagnosis
+from kvwire_ucx.context import Resource
+from kvwire_ucx.library import copies
+from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+
+
+def test_it_is_found_by_its_name() -> None:
+    assert registry.load("ucx") is UcxBackend
+    assert UcxBackend.capabilities.lanes
+    assert not UcxBackend.capabilities.links
+
+
+async def test_it_has_no_addresses_of_its_own() -> None:
+    backend = UcxBackend()
+    address = Address("ucx", "127.0.0.1", 1)
+    with pytest.raises(BackendUnavailable, match='with transport="ucx"'):
+        await backend.listen(address, lambda link: None)
+    with pytest.raises(BackendUnavailable, match='with transport="ucx"'):
+        await backend.connect(address)
+
+
+@needs_ucx
+async def test_wrong_settings_leave_nothing_behind() -> None:
+    backend = UcxBackend()
+    context = LaneContext(
+        role=Role.CLIENT, number=1, secret=bytes(32), settings={"TLS": "pigeons"}
+    )
+    with pytest.raises(BackendUnavailable, match="No such device"):
+        backend.open_lane(context)
+    await backend.aclose()
+
+
+@needs_ucx
+async def test_data_goes_over_it_when_it_is_asked_for() -> None:
+    settings = {"ucx": {"TLS": transports_of_this_loop()}}
+    async with loopback("ucx", backends=settings, require=("ucx",)) as pair:
+        assert pair.ab.transport == pair.ba.transport == "ucx"
+        assert "UCX 1." in str(pair.ab.transport_report)
+        message = bytes(range(256)) * 20_000
+        request = pair.ab.send(7, message)
+        assert await pair.ba.recv(7) == message
+        await request
+
+
+@needs_ucx
+async def test_required_rdma_that_is_not_there_is_said() -> None:
+    if any(resource.is_rdma for resource in diagnosis.probed()[0]):
+        pytest.skip("this machine has RDMA, and UCX uses it")
+    settings = {"ucx": {"require_rdma": "yes"}}
+    with pytest.raises(BackendUnavailable, match="finds no RDMA device"):
+        async with loopback("ucx", backends=settings, require=("ucx",)):
+            pytest.fail("it connected")
+
+
+@needs_ucx
+def test_the_doctor_is_told() -> None:
+    findings = {finding.name: finding for finding in UcxBackend.diagnose()}
+    assert findings["libucp"].text.startswith("UCX 1.")
+    assert "tcp/lo" in findings["UCX transports"].text
+    assert findings["RDMA"].state in ("ok", "warn")
+
+
+MLX = Resource("rc_mlx5", "mlx5_0:1")
+LO = Resource("tcp", "lo")
+
+
+@pytest.mark.parametrize(
+    ("devices", "resources", "knows", "state", "words"),
+    [
+        ((), (LO,), False, "ok", "no RDMA device"),
+        (("mlx5_0",), (LO, MLX), True, "ok", "UCX uses rc_mlx5/mlx5_0:1"),
+        (("mlx5_0",), (LO,), True, "warn", "cannot use it"),
+        (("mlx5_0",), (LO,), False, "warn", "was built without RDMA"),
+    ],
+)
+def test_rdma_that_is_not_used_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: tuple[str, ...],
+    resources: tuple[Resource, ...],
+    knows: bool,
+    state: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(diagnosis, "rdma_devices", lambda: devices)
+    finding = diagnosis._rdma(resources, knows)
+    assert finding.state == state
+    assert words in finding.text
+    assert bool(finding.remedy) is (state == "warn")
+
+
+@needs_ucx
+def test_a_second_copy_of_ucx_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "libucp-0a1b2c3d.so"
+    other.touch()
+    ours = copies()
+    monkeypatch.setattr(diagnosis, "copies", lambda: [*ours, str(other)])
+    finding = diagnosis._copies()
+    assert finding.state == "warn"
+    assert str(other) in finding.text
+
+
+def test_without_a_library_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise BackendUnavailable("no libucp was found")
+
+    monkeypatch.setattr(diagnosis, "load", missing)
+    monkeypatch.setattr(diagnosis, "rdma_devices", lambda: ("mlx5_0",))
+    library, rdma = diagnosis.findings()
+    assert (library.name, library.state) == ("libucp", "missing")
+    assert "no UCX to use it" in rdma.text
+    assert diagnosis.rank() == UcxBackend.rank() > registry.load("tcp").rank()
+
+
+@needs_ucx
+@pytest.mark.parametrize("has_rdma", [True, False])
+def test_it_goes_before_tcp_only_with_rdma(
+    monkeypatch: pytest.MonkeyPatch, has_rdma: bool
+) -> None:
+    devices = ("mlx5_0",) if has_rdma else ()
+    monkeypatch.setattr(diagnosis, "rdma_devices", lambda: devices)
+    monkeypatch.setattr("kvwire_ucx.library.Library.has_rdma", True)
+    assert (UcxBackend.rank() < registry.load("tcp").rank()) is has_rdma

@@ -1,0 +1,145 @@
+"""What is peculiar to lanes over UCX; what all lanes promise is the kit's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvwire.backend import Payload
+from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB
+from kvwire.memory.iovec import address_of
+from kvwire.testing.conformance.content import Memory, pattern
+from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire_ucx import UcxBackend
+from kvwire_ucx.lane import PIECE_BYTES, PIECES_MAX, UcxLane
+from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+
+pytestmark = needs_ucx
+
+
+def rig() -> LaneRig:
+    return LaneRig(UcxBackend, {"TLS": transports_of_this_loop()}, 10)
+
+
+def fragments(count: int, nbytes: int) -> tuple[bytearray, Fragments]:
+    """Pieces of one arena, last one first."""
+    arena = bytearray(pattern(0, count * nbytes))
+    offsets = np.arange(count - 1, -1, -1, dtype=np.uint64) * np.uint64(nbytes)
+    lengths = np.full(count, nbytes, np.uint64)
+    addresses = np.uint64(address_of(arena)) + offsets
+    return arena, Fragments(addresses, lengths, owner=arena, writable=True)
+
+
+async def ticket_of(payload: Payload) -> bytes:
+    """What a lane says of a payload."""
+    test = rig()
+    left, right = await test.pair()
+    right.holding = True
+    ticket = left.lane.send(payload, None)
+    left.abort()
+    right.abort()
+    await test.aclose()
+    return ticket
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "messages"),
+    [
+        (1, 4 * PIECE_BYTES, 1),
+        (2, PIECE_BYTES, 2),
+        (2, PIECE_BYTES - 1, 1),
+        (PIECES_MAX, PIECE_BYTES, PIECES_MAX),
+        (PIECES_MAX + 1, PIECE_BYTES, 1),
+        (256, 4 * KIB, 1),
+    ],
+)
+async def test_large_fragments_are_messages_of_their_own(
+    count: int, nbytes: int, messages: int
+) -> None:
+    _arena, payload = fragments(count, nbytes)
+    ticket = await ticket_of(payload)
+    lengths = np.frombuffer(ticket, ">u4")[1:].tolist()
+    assert lengths == ([nbytes] * messages if messages > 1 else [])
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5])
+async def test_they_land_wherever_the_receiver_says(pieces: int) -> None:
+    """Four messages of the sender, into pieces that are cut elsewhere."""
+    test = rig()
+    left, right = await test.pair()
+    nbytes = 4 * PIECE_BYTES
+
+    def cut(length: int) -> list[int]:
+        return [length // pieces] * (pieces - 1) + [
+            length - length // pieces * (pieces - 1)
+        ]
+
+    right.land = lambda parcel: Memory(parcel.length, cut)
+    left.send(nbytes, lambda _: [PIECE_BYTES] * 4)
+    await test.arrives(right, 1)
+    await test.given_back(left)
+    assert right.lane.received_bytes == nbytes
+    await test.aclose()
+
+
+async def test_the_description_names_what_moves_the_bytes() -> None:
+    test = rig()
+    left, right = await test.pair()
+    for side in (left, right):
+        side.send(100 * KIB)
+    await test.arrives(right, 1)
+    await test.arrives(left, 1)
+    expected = "tcp/" if transports_of_this_loop() == "tcp" else "sysv"
+    assert expected in left.lane.description
+    assert left.lane.description.startswith("UCX 1.")
+    await test.aclose()
+
+
+async def test_who_does_not_know_the_secret_is_found_out() -> None:
+    test = rig()
+    left, right = test.prepare()
+    assert isinstance(left.lane, UcxLane)
+    forged = dataclasses.replace(left.lane._context, secret=bytes(32))
+    left.lane._context = forged
+    await right.join(left.lane.bootstrap)
+    with pytest.raises(BackendUnavailable, match="the peer ended the lane"):
+        await test.within(left.join(right.lane.bootstrap), "the forger's join")
+    await test.closes(right)
+    (error,) = right.closed
+    assert isinstance(error, ConnectionLost)
+    assert "does not prove the secret" in str(error)
+    await test.aclose()
+
+
+@pytest.mark.parametrize("length", [50 * KIB, 200 * KIB])
+async def test_a_payload_of_another_length_ends_the_lane(length: int) -> None:
+    """A peer whose lane sends other than its control link says."""
+    test = rig()
+    left, right = await test.pair()
+    right.holding = True
+    left.send(100 * KIB)
+    parcel = right.inbox.popleft()
+    right.receive(dataclasses.replace(parcel, length=length))
+    await test.closes(right)
+    (error,) = right.closed
+    assert isinstance(error, ProtocolError)
+    # Of a message that is too long, UCX does not say by how much.
+    assert f"bytes and not {length}" in str(error)
+    assert not right.arrived
+    await test.aclose()
+
+
+async def test_tickets_come_in_their_order() -> None:
+    test = rig()
+    left, right = await test.pair()
+    right.holding = True
+    left.send(100 * KIB)
+    left.send(100 * KIB)
+    right.inbox.reverse()
+    with pytest.raises(ProtocolError, match="a ticket for message 3, not 2"):
+        right.take()
+    await test.aclose()
