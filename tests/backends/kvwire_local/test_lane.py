@@ -121,6 +121,34 @@ async def test_a_server_sends_before_it_has_heard_the_client_out() -> None:
         await handler.end()
 
 
+async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
+    left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
+    handlers = Recorder(), Recorder()
+    await right.join(left.bootstrap, handlers[1])
+    await left.join(right.bootstrap, handlers[0])
+    assert isinstance(left, LocalLane)
+    assert isinstance(right, LocalLane)
+    await right._meet  # type: ignore[misc]
+    loop, wires = left._loop, (left._wire, right._wire)
+    assert wires[0] is not None
+    assert wires[1] is not None
+    loop.remove_reader(wires[0].fileno())
+    payload, count, full = memoryview(bytearray(100)), 0, False
+    while not full:
+        right.receive(left.send(payload, count), Landing(100, None))
+        right.flush()
+        count += 1
+        full = wires[1].has_unsaid
+    loop.add_reader(wires[0].fileno(), left._run, left._readable)
+    await handlers[0].until(sent=count)
+    assert handlers[0].sent == list(range(count))
+    assert not wires[1].has_unsaid
+    left.abort()
+    right.abort()
+    for handler in handlers:
+        await handler.end()
+
+
 # --- who may be read ------------------------------------------------------------------
 
 
