@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +19,16 @@ import pytest
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
 from tests.backends.kvwire_ucx.child import Child, child
-from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+from tests.backends.kvwire_ucx.support import (
+    TRANSPORTS,
+    needs_ucx,
+    transports_of_this_loop,
+)
 
 pytestmark = needs_ucx
 
-INTERVAL_S, MISSES = 0.2, 3
+# Longer than those of other tests: a starved child must not pass for a dead one.
+INTERVAL_S, MISSES = 0.6, 3
 SLACK_S = 5.0
 HUGE = 32 << 20
 
@@ -95,3 +103,93 @@ async def test_a_stopped_peer_is_known_and_all_memory_is_free(
         await all_end(comm, requests, PeerUnresponsive)
         there.signal(signal.SIGCONT)
         assert await there.last_words() != ""
+
+
+async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> None:
+    """One process after the other, killed in the middle of its connection."""
+    for ending in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        async with child(comm) as there:
+            await there.connection.send(1, bytes(HUGE))
+            assert there.connection.transport == "ucx"
+            there.signal(ending)
+            await there.connection.wait_closed()
+    assert len(comm.buffers) == 0
+
+
+# --- processes of their own -----------------------------------------------------------
+
+_ROOT = Path(__file__).resolve().parents[3]
+_BEGIN = """
+import asyncio, os, sys
+import kvwire
+from kvwire.testing.harness import loopback
+
+async def exchange(close=True):
+    settings = {"ucx": {"TLS": sys.argv[1]}}
+    async with loopback("ucx", backends=settings, require=("ucx",)) as pair:
+        message = bytes(3 << 20)
+        request = pair.ab.send(7, message)
+        assert await pair.ba.recv(7) == message
+        await request
+        if not close:
+            os.write(1, b"done")
+            sys.exit(0)
+"""
+
+
+def run(code: str, tls: str) -> str:
+    """What a process prints that exits by itself, and well."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", _BEGIN + code, tls],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=_ROOT,
+        timeout=15,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("tls", TRANSPORTS)
+def test_loops_one_after_the_other(tls: str) -> None:
+    code = "for _ in range(3): asyncio.run(exchange())\nprint('done')"
+    assert run(code, tls) == "done"
+
+
+@pytest.mark.parametrize("tls", TRANSPORTS)
+def test_an_exit_in_the_middle_is_clean(tls: str) -> None:
+    assert run("asyncio.run(exchange(close=False))", tls) == "done"
+
+
+@pytest.mark.parametrize("tls", TRANSPORTS)
+def test_a_fork_before_the_first_lane_works(tls: str) -> None:
+    code = """
+from kvwire import registry
+assert registry.availability("ucx").available
+child = os.fork()
+asyncio.run(exchange())
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+    assert run(code, tls) == "done"
+
+
+@pytest.mark.parametrize("tls", TRANSPORTS)
+def test_a_fork_after_it_is_told_so(tls: str) -> None:
+    code = """
+asyncio.run(exchange())
+child = os.fork()
+if not child:
+    try:
+        asyncio.run(exchange())
+    except kvwire.BackendUnavailable as exc:
+        os._exit(0 if "was forked from" in str(exc) else 2)
+    os._exit(3)
+assert os.waitpid(child, 0)[1] == 0
+asyncio.run(exchange())
+print("done")
+"""
+    assert run(code, tls) == "done"
