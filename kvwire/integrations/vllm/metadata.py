@@ -87,12 +87,14 @@ class Step:
         loads: Prompts that begin to be fetched.
         fenced: Requests whose blocks may be overwritten in this step: they were
             preempted, or ended while decode went on without their last layers.
+        idle: Nothing is computed; the step is there to see what has arrived.
     """
 
     sends: list[Send] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     fenced: set[str] = field(default_factory=set)
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,7 @@ class SchedulerSide:
         step = Step(fenced=set(getattr(output, "preempted_req_ids", None) or ()))
         for request_id in step.fenced:
             self._preempted(request_id)
+        step.idle = not output.num_scheduled_tokens
         step.fenced |= self._gated_no_more
         self._gated_no_more = set()
         for new in output.scheduled_new_reqs:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Final
 
 from kvwire import Communicator, Engine
 from kvwire.config import Config
@@ -30,6 +31,10 @@ from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
 from kvwire.kv.spec import KVSpec
 
 logger = logging.getLogger("kvwire")
+
+# vLLM takes a step a millisecond while all it does is wait for KV, and each takes the
+# interpreter from the thread that moves it. A new request waits for so long at most.
+IDLE_WAIT_S: Final = 0.01
 
 
 class WorkerSide:
@@ -154,6 +159,8 @@ class WorkerSide:
         self._unsent -= unsent
         for request_id in over:
             self._over(request_id)
+        if self._step.idle and not unsent:
+            self._rest()
         sent = {r for r in self._leaving if self._departures[r].done.done()}
         for request_id in sent:
             self._leaving.discard(request_id)
@@ -255,6 +262,13 @@ class WorkerSide:
         layers = self._spec().layer_indices
         last = max(layers.start + 1, layers.stop - self._settings.gate_layers)
         return all(arrival.landed(layer) for layer in range(layers.start, last))
+
+    def _rest(self) -> None:
+        """Let the thread that moves bytes have the interpreter, until one is done."""
+        waiting: list[Future[Any]] = [a.done for a in self._arrivals.values()]
+        waiting += [self._departures[request_id].done for request_id in self._leaving]
+        if waiting:
+            wait(waiting, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
 
     # --- ending -----------------------------------------------------------------------
 

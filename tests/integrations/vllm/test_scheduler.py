@@ -183,3 +183,9 @@ def test_with_gates_a_request_that_ends_is_fenced() -> None:
         scheduler.finished(request)
         assert scheduler.step(Output({})).fenced == fenced
         assert scheduler.step(Output({})).fenced == set()
+
+
+def test_steps_say_whether_anything_is_computed() -> None:
+    scheduler = side()
+    assert scheduler.step(Output({})).idle
+    assert not scheduler.step(Output({"r": 1})).idle

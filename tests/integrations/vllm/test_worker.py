@@ -325,3 +325,18 @@ def test_transfers_before_there_is_a_cache() -> None:
         p.side._caches = None
         with pytest.raises(UsageError, match="has not registered"):
             p.side.begin_step(sending(FROM, 10))
+
+
+def test_a_step_that_only_waits_ends_with_what_it_waits_for() -> None:
+    with workers() as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10))
+        p.forward(FROM)
+        for _ in range(1000):
+            d.side.begin_step(Step(idle=True))
+            if received(d):
+                break
+        assert d.holds(INTO[:2])
+        p.side.begin_step(Step(idle=True))
+        p.side.finished(("p",))
+        assert eventually(lambda: freed(p))
