@@ -128,27 +128,35 @@ def _layouts(findings: Findings, rates: Rates) -> Iterator[RenderableType]:
     layers = wide[0].work.layers
     yield Text(
         f"{size_name(smallest)} a layer, {layers} layers: a tensor for each layer, "
-        "blocks across layers, GB/s",
+        "blocks across layers, GB/s; CPU: how many times less of it",
         style="italic",
     )
     table = new_table()
     for verb in VERBS:
-        for name in (f"{verb} each", "across", "ratio"):
+        for name in (f"{verb} each", "across", "ratio", "CPU"):
             table.add_column(name, justify="right", no_wrap=True)
     for name in dict.fromkeys(c.name for case in wide for c in case.contenders):
         cells: list[str] = []
         for verb in VERBS:
-            layered = rates.median(name, verb, smallest)
-            across = rates.median(name, verb, smallest, cross_layer=True)
-            cells += [_gigabytes(layered), _gigabytes(across)]
-            cells.append(f"{across / layered:.2f}" if layered and across else "")
+            cells += _both_layouts(
+                rates.samples(name, verb, smallest),
+                rates.samples(name, verb, smallest, cross_layer=True),
+            )
         table.add_row(name, *cells)
     yield table
     yield Text()
 
 
-def _gigabytes(rate: float | None) -> str:
-    return "" if rate is None else f"{rate * GIGABYTES_PER_SECOND.scale:.2f}"
+def _both_layouts(layered: Samples | None, across: Samples | None) -> list[str]:
+    shown = [
+        "" if s is None else f"{median(s.values) * GIGABYTES_PER_SECOND.scale:.2f}"
+        for s in (layered, across)
+    ]
+    if layered is None or across is None:
+        return [*shown, "", ""]
+    ratio = median(across.values) / median(layered.values)
+    cpu_ratio = layered.cpu_s_per_gib / across.cpu_s_per_gib
+    return [*shown, f"{ratio:.2f}", f"{cpu_ratio:.2f}"]
 
 
 def _targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
