@@ -19,12 +19,14 @@ from msgspec import inspect
 
 from kvwire.errors import ConnectionClosed, UsageError
 from kvwire.proto.events import TransferOpened
+from kvwire.proto.lanes import Stage
 from kvwire.proto.regions import Region
 from kvwire.proto.requests import Request
 from kvwire.proto.segments import Transfer
 from kvwire.proto.state import Kind, State
 from kvwire.testing.handshakes import SMALL, Shaking, begin, identity, shake
 from kvwire.testing.pair import ConnectionPair
+from kvwire.testing.pair_lanes import Half, PairLanes
 from kvwire.testing.peer import Peer
 from kvwire.types import Access as Direction
 from kvwire.types import Role, TrustMode
@@ -87,6 +89,7 @@ class _World:
     def __init__(self, trust: TrustMode) -> None:
         self.fed = 0
         self._pair = _pair(trust)
+        self._made_lanes: PairLanes | None = None
         self._begun: list[tuple[Peer, Request]] = []
         self._grants: dict[Role, list[Access]] = {role: [] for role in Role}
         self._regions: dict[Role, list[Region]] = {role: [] for role in Role}
@@ -114,6 +117,9 @@ class _World:
             end = self._pair.of(role)
             if not end.lost:
                 end.lose()
+            if self._made_lanes is not None:
+                for half in self._halves(role):
+                    self._lanes.end(half)
             assert end.core.closed
             for region in self._regions[role]:
                 end.close_region(region)
@@ -230,9 +236,54 @@ class _World:
         end.stalled, end.slow = bool(how & 1), bool(how & 2)
         while how & 4 and end._leaving:
             end.complete()
+        if how & 8:
+            self._beside(reader, role)
         if how == 0xFF and not end.lost:
             end.lose()
         end.collect()
+
+    @property
+    def _lanes(self) -> PairLanes:
+        """Made when they are asked for: their memory is not the core's."""
+        if self._made_lanes is None:
+            self._made_lanes = PairLanes(self._pair)
+        return self._made_lanes
+
+    def _halves(self, role: Role) -> list[Half]:
+        halves = self._lanes.halves.values()
+        return [half for half in halves if half.role is role and not half.gone]
+
+    def _beside(self, reader: Reader, role: Role) -> None:
+        """A lane is asked for, is used, moves a payload, reports it, or breaks."""
+        lanes, halves, how = self._lanes, self._halves(role), reader.byte() % 5
+        if how == 0:
+            if self._pair.client.core.lanes.next_number() is not None:
+                lanes.ask()
+            return
+        if not halves:
+            return
+        half = reader.pick(halves)
+        done = sorted(half.sending.keys() - half.unread)
+        if how == 1 and half.number in self._pair.of(role).core.lanes._lanes:
+            stage = self._pair.of(role).core.lanes._lanes[half.number].stage
+            lanes.via[role] = half.number if stage is Stage.UP else 0
+        elif how == 2 and (honest := self._honest(half)):
+            lanes.move(half, reader.pick(honest), flip=bool(reader.byte() & 1))
+        elif how == 3 and done:
+            lanes.sent(half, reader.pick(done))
+        elif how == 4:
+            lanes.end(half)
+
+    def _honest(self, half: Half) -> list[int]:
+        """Tickets that the other end has made, for as many bytes as it has sent."""
+        across = self._lanes.halves.get((half.role.other, half.number))
+        return [
+            ticket
+            for ticket in self._lanes.movable(half)
+            if across is not None
+            and ticket in across.unread
+            and across.sending[ticket].length == half.arriving[ticket].length
+        ]
 
     # --- what no honest end does
 
@@ -326,6 +377,10 @@ def _fabricated(reader: Reader, kind: inspect.Type) -> Any:
             return [_fabricated(reader, item) for _ in range(reader.byte() & 3)]
         case inspect.TupleType(item_types=items):
             return [_fabricated(reader, item) for item in items]
+        case inspect.UnionType(types=types):
+            return _fabricated(reader, reader.pick(types))
+        case inspect.NoneType():
+            return None
         case inspect.StructType(fields=fields):
             return [_fabricated(reader, field.type) for field in fields]
     raise AssertionError(f"no value of {kind}")
