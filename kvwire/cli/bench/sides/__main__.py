@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -62,7 +64,10 @@ async def obey(half: Half | Solo) -> None:
     )
     try:
         while line := await reader.readline():
-            print(json.dumps(await answer(half, line)), flush=True)
+            said = json.dumps(await answer(half, line)) + "\n"
+            # Without a buffer: whoever was interrupted does not read it any more.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(sys.stdout.fileno(), said.encode())
     finally:
         await half.close()
 
