@@ -36,11 +36,9 @@ API_MINOR: Final = 13
 
 OK: Final = 0
 IN_PROGRESS: Final = 1
-ERR_NO_ELEM: Final = -12
 ERR_BUSY: Final = -15
 ERR_CANCELED: Final = -16
 ERR_MESSAGE_TRUNCATED: Final = -9
-ERR_CONNECTION_RESET: Final = -25
 # Addresses from here on are statuses: UCS_ERR_LAST is -100.
 _STATUS_POINTERS: Final = 2**64 - 100
 
@@ -49,8 +47,6 @@ FEATURE_RMA: Final = 1 << 1
 FEATURE_WAKEUP: Final = 1 << 4
 
 PARAM_FEATURES: Final = 1 << 0
-PARAM_MT_WORKERS_SHARED: Final = 1 << 5
-PARAM_ESTIMATED_EPS: Final = 1 << 6
 PARAM_NAME: Final = 1 << 8
 
 WORKER_THREAD_MODE: Final = 1 << 0

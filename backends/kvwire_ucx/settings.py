@@ -23,7 +23,7 @@ DEFAULTS: Final[Mapping[str, str]] = {
     # Without it UCX leaves shared memory out as soon as it has to notice dead peers.
     "MM_ERROR_HANDLING": "y",
     # Likewise for reading the peer's memory in one system call: 9.5 GB/s instead of 0.5
-    # (1 MiB, same machine, same run). `remote` has what stands in for invalidation.
+    # (1 MiB, same machine, same run). `lane` has what stands in for invalidation.
     "CMA_MEMORY_INVALIDATE": "y",
     # How long a dead process may stay unnoticed over shared memory and RDMA; UCX's own
     # 20 s are three times what kvwire allows a dead peer.
@@ -35,8 +35,6 @@ DEFAULTS: Final[Mapping[str, str]] = {
     # 8 KiB a system call are 1.3 GB/s, 64 KiB 2.3, 256 KiB 1.0 (they miss the cache).
     "TCP_TX_SEG_SIZE": "64K",
     "TCP_RX_SEG_SIZE": "128K",
-    # A restarted server must not wait for the connections of its predecessor.
-    "TCP_CM_REUSEADDR": "y",
 }
 # For versions before this, as well.
 OLD: Final = (1, 15)
