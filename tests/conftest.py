@@ -15,9 +15,9 @@ pytest_plugins = [
     "kvwire.testing.pytest_plugin",
 ]
 
-# Tests that connect over tcp speak of tcp: through proxies, with frames cut, sealed. Both
-# ends are on one host, so payload would go past all that, from memory to memory. Those
-# that are about another transport name it, which comes before this.
+# Tests that connect over tcp speak of tcp: through proxies, with frames cut, sealed.
+# Both ends are on one host, so payload would go past all that, from memory to memory.
+# Those that are about another transport name it, which comes before this.
 os.environ.setdefault("KVWIRE_PREFER", "tcp")
 
 settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
