@@ -65,6 +65,7 @@ from kvwire_ucx.bootstrap import (
     parse,
 )
 from kvwire_ucx.endpoint import Endpoint
+from kvwire_ucx.library import Version
 from kvwire_ucx.memory import Memory
 from kvwire_ucx.requests import Request
 from kvwire_ucx.worker import Worker
@@ -193,6 +194,7 @@ class UcxLane(Lane):
             self._peer = parse(bootstrap)
             if self._state is not _State.OPENED:
                 raise BackendUnavailable("the lane was closed before it joined")
+            self._check_version(self._peer.version)
             self._handler = handler
             self._state = _State.GREETING
             self._endpoint = Endpoint(self._worker, self._peer, self._endpoint_failed)
@@ -208,6 +210,18 @@ class UcxLane(Lane):
             raise
         self._state = _State.UP
         self._given = True
+
+    def _check_version(self, theirs: Version) -> None:
+        """Refuse a UCX that would say hello and then break with the first payload.
+
+        1.13 and 1.22 do: their rendezvous differ, and UCX does not notice.
+        """
+        ours = self._own.version
+        if theirs[:2] != ours[:2]:
+            raise BackendUnavailable(
+                f"the peer has UCX {theirs} and this side {ours}: both sides need the "
+                f"same minor version"
+            )
 
     def _greeted(self, data: bytes) -> None:
         """The peer says hello; the server answers."""

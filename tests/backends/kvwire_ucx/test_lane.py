@@ -15,7 +15,9 @@ from kvwire.memory.iovec import address_of
 from kvwire.testing.conformance.content import Memory, pattern
 from kvwire.testing.conformance.lanes.rig import LaneRig
 from kvwire_ucx import UcxBackend
+from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.lane import PIECE_BYTES, PIECES_MAX, UcxLane
+from kvwire_ucx.library import Version
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 
 pytestmark = needs_ucx
@@ -112,6 +114,19 @@ async def test_who_does_not_know_the_secret_is_found_out() -> None:
     (error,) = right.closed
     assert isinstance(error, ConnectionLost)
     assert "does not prove the secret" in str(error)
+    await test.aclose()
+
+
+async def test_another_minor_version_of_ucx_is_refused() -> None:
+    test = rig()
+    left, right = test.prepare()
+    told = parse(left.lane.bootstrap)
+    other = dataclasses.replace(told, version=Version(1, 99, 0)).to_bytes()
+    with pytest.raises(BackendUnavailable, match=r"the peer has UCX 1\.99\.0"):
+        await right.join(other)
+    patch = dataclasses.replace(told, version=told.version._replace(release=99))
+    left, right = test.prepare()
+    await right.join(patch.to_bytes())
     await test.aclose()
 
 
