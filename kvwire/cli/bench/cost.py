@@ -99,13 +99,22 @@ def cost(
     rounds: int,
     progress: Callable[[str], None],
 ) -> list[Cost]:
-    """Measure every transport, in a new pair of processes in each round."""
+    """Measure every transport, in a new pair of processes in each round.
+
+    Raises:
+        KeyboardInterrupt: Nothing has been measured yet. Later it ends the benchmark
+            with what there is.
+    """
     work = work_of("pull", LAYER_BYTES, cross_layer=False, round_bytes=round_bytes)
     found = [Cost(f"kvwire {name}", work) for name in transports]
-    for _ in range(rounds):
-        for transport, result in zip(transports, found, strict=True):
-            if not result.failure:
-                _round(transport, result, progress)
+    try:
+        for _ in range(rounds):
+            for transport, result in zip(transports, found, strict=True):
+                if not result.failure:
+                    _round(transport, result, progress)
+    except KeyboardInterrupt:
+        if not any(answers for result in found for answers in result.answers.values()):
+            raise
     return found
 
 
