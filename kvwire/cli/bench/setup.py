@@ -37,7 +37,7 @@ def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
         name="setup",
         cases=[
             Case(
-                name=f"{pair.name}, {column}",
+                name=f"{name} {column}",
                 work=Work(verb=column, nbytes=TRANSFER_BYTES, count=CONNECTIONS),
                 unit=MICROSECONDS,
                 ours=pair,
@@ -46,7 +46,7 @@ def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
                 tail=True,
             )
             for column in COLUMNS
-            for pair in pairs
+            for name, pair in zip(transports, pairs, strict=True)
         ],
         notes=[
             f"A transfer is a pull of one block, {TRANSFER_BYTES // KIB} KiB.",

@@ -24,10 +24,10 @@ def test_everything_is_measured_and_written(
     out = tmp_path / "found.json"
     assert main(["bench", "setup", "--rounds", "2", "--json", str(out)]) == 0
 
-    assert "kvwire tcp, first transfer, us" in capsys.readouterr().out
+    assert "tcp first transfer, us" in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert [row["name"] for row in found["cases"]] == [
-        f"kvwire tcp, {column}" for column in COLUMNS
+        f"tcp {column}" for column in COLUMNS
     ]
     for row in found["cases"]:
         assert set(row["contenders"]) == {"kvwire tcp", "uvloop streams"}
