@@ -47,10 +47,10 @@ async def pair() -> AsyncIterator[Pair]:
     version = context.library.version
     # UCX answers a put and a get that it emulates over an endpoint of the owner's.
     there = Endpoint(
-        near, Bootstrap(lane=1, version=version, address=far.address), _fail
+        near, Bootstrap(lane=1, version=version, address=far.address), _ignore
     )
     back = Endpoint(
-        far, Bootstrap(lane=2, version=version, address=near.address), _fail
+        far, Bootstrap(lane=2, version=version, address=near.address), _ignore
     )
     arena = bytearray(os.urandom(NBYTES))
     registration = Registration(context, Memory(memoryview(arena)))
@@ -71,8 +71,8 @@ async def pair() -> AsyncIterator[Pair]:
         context.close()
 
 
-def _fail(status: int) -> None:
-    raise AssertionError(f"the endpoint failed: {status}")
+def _ignore(_status: int) -> None:
+    """Each side sees the other's close as a failure; operations tell of their own."""
 
 
 @pytest.mark.parametrize("nbytes", [1, 4 * KIB, MIB, NBYTES])
