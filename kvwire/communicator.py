@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Generator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ from kvwire.errors import (
 from kvwire.exchange import Exchange
 from kvwire.incoming import Incoming
 from kvwire.integrity import Checks
-from kvwire.limits import SPAN_BYTES_MAX
+from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.opening import Opening, hands_shaken, report_of
 from kvwire.outgoing import Outgoing
@@ -358,6 +358,9 @@ class Communicator(Offering):
     async def close(self) -> None:
         """Close every listener and connection, gracefully; at most ``close_timeout_s``.
 
+        A transport that cannot say by then that it touches no memory any more is left
+        alone with it, and an error is logged: that memory stays in quarantine.
+
         Cancel safety: safe. What has begun to close goes on; call it again for the
         rest.
         """
@@ -366,12 +369,20 @@ class Communicator(Offering):
         for listener in self._listeners:
             await listener.close()
         self.exchange.closing()
-        await asyncio.gather(*(c.close() for c in list(self._connections)))
+        patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
+        await _at_most(patience_s, [c.close() for c in self._connections])
         self.exchange.stop(ClosedOK("the communicator was closed"))
         for pump in self._pumps:
             pump.link.abort()
-        for pump in list(self._pumps):
-            await asyncio.shield(pump.ended)
+        if self._pumps:
+            await asyncio.wait([p.ended for p in self._pumps], timeout=patience_s)
+        if self._pumps:
+            logger.error(
+                "%d connections have transports that may still touch memory; %d bytes "
+                "of it stay in quarantine",
+                len(self._pumps),
+                self.quarantined_bytes,
+            )
         await self._reception.close()
         self.devices.close()
         for backend in self._backends.values():
@@ -475,6 +486,22 @@ class Communicator(Offering):
         self._connections.add(connection)
         self.counters.connections += 1
         return connection
+
+
+async def _at_most(
+    timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, None]]
+) -> None:
+    """Run them side by side; what is not through in time is cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    if not tasks:
+        return
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for task in done:
+        task.result()
 
 
 async def _lanes_up(connection: Connection, count: int) -> None:

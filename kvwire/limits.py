@@ -154,6 +154,8 @@ PINGS_PER_SECOND_MAX: Final = 10
 # So many may come at once when a wire heals that was silent for ten minutes.
 PINGS_SAVED_MAX: Final = 6000
 CLOSE_TIMEOUT_S: Final = 5.0
+# What the end of a link may take beyond that, on a loop that is busy.
+CLOSE_SLACK_S: Final = 1.0
 # How long an unmatched or interrupted transfer holds its blocks; vLLM's is 30 s as
 # well.
 LEASE_S: Final = 30.0

@@ -183,7 +183,8 @@ async def test_what_fails_at_first_use_falls_to_the_next(
 ) -> None:
     """With a line in the log, and in the report of both sides."""
     use(monkeypatch, lane, role)
-    monkeypatch.setattr("kvwire.raising.LANE_TIMEOUT_S", 0.05)
+    if lane is _Hanging:  # the others say at once that they cannot
+        monkeypatch.setattr("kvwire.raising.LANE_TIMEOUT_S", 0.05)
     async with connected(**BESIDE) as pair:
         assert pair.left.transport == pair.right.transport == "tcp"
         await expect_moves(pair)
@@ -221,6 +222,30 @@ async def test_a_transport_without_any_lane_is_refused_at_once(
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
         assert "no such device" in reasons(pair.left.transport_report)["inproc"]
+
+
+async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The communicator closes and says what it has left; the lane keeps its memory."""
+    monkeypatch.setattr("kvwire.communicator.CLOSE_SLACK_S", 0.05)
+    abort = InprocLane.abort
+    stuck: dict[InprocLane, None] = {}
+
+    def nothing_ends(lane: InprocLane) -> None:
+        stuck[lane] = None
+
+    async with connected(**BESIDE, close_timeout_s=0.1) as pair:
+        await expect_moves(pair)
+        monkeypatch.setattr(InprocLane, "close", nothing_ends)
+        monkeypatch.setattr(InprocLane, "abort", nothing_ends)
+        await pair.near.close()
+        await pair.far.close()
+        assert any("stay in quarantine" in r.getMessage() for r in caplog.records)
+        monkeypatch.undo()
+        for lane in stuck:
+            abort(lane)
+        await until(lambda: not pair.near._pumps and not pair.far._pumps)
 
 
 # --- what breaks ----------------------------------------------------------------------
