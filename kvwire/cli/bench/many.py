@@ -188,7 +188,7 @@ def _table(
         style="italic",
     )
     table = new_table()
-    for column in ("transfers", "p50", "p99", "p99 / alone"):
+    for column in ("count", "p50", "p99", "to alone"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
     found = {f.case.name: by_size(f, name) for f in findings if name in f.samples}
@@ -205,9 +205,9 @@ def _table(
             table.add_row(
                 f"{load.name}: {size_name(nbytes)}" if mixed else load.name,
                 str(summary.count),
-                f"{summary.median * 1e3:.2f}",
-                f"{summary.p99 * 1e3:.2f}",
-                f"{ratio:.2f}" if ratio and (mixed or crowded) else "",
+                f"{summary.median * 1e3:.1f}",
+                f"{summary.p99 * 1e3:.1f}",
+                f"{ratio:.1f}" if ratio and (mixed or crowded) else "",
                 _verdict(ratio) if ratio and crowded else "",
             )
     yield table
