@@ -51,7 +51,7 @@ from kvwire.errors import (
 )
 from kvwire.kv.fragments import Fragments
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import KIB, MIB
+from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.memory.buffers import slice_payload
 from kvwire.types import Role
 from kvwire_ucx.binding import ERR_MESSAGE_TRUNCATED, OK
@@ -73,7 +73,8 @@ from kvwire_ucx.worker import Worker
 # A rendezvous costs two messages more than the payload: below this the control link is
 # faster, where the payload travels with its header.
 BYTES_MIN: Final = 32 * KIB
-WINDOW_BYTES: Final = 8 * MIB
+# Four spans, so that none waits for the round trip of an acknowledgement.
+WINDOW_BYTES: Final = 4 * SPAN_BYTES_MAX
 # Fragments of at least this are messages of their own, which nobody has to pack.
 PIECE_BYTES: Final = 128 * KIB
 PIECES_MAX: Final = 32
@@ -129,6 +130,7 @@ class UcxLane(Lane):
 
     bytes_min = BYTES_MIN
     window_bytes = WINDOW_BYTES
+    span_bytes = SPAN_BYTES_MAX
 
     _handler: LaneHandler
     _peer: Bootstrap
