@@ -86,7 +86,9 @@ class Pump(LinkHandler):
         self._copies = Copies()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        # Bytes that have come, and when it was known at the latest.
         self._seen_bytes = 0
+        self._seen_at = loop.time()
         self._running = False
         self._closed = False
         self._again: asyncio.Handle | None = None
@@ -160,6 +162,7 @@ class Pump(LinkHandler):
         assert isinstance(landing, _Landing)
         arrival, payload = landing.arrival, landing.payload
         now = self._loop.time()
+        self._seen_bytes, self._seen_at = link.received_bytes, now
         try:
             if arrival.place is Place.CONTROL:
                 assert isinstance(payload, memoryview)
@@ -390,8 +393,10 @@ class Pump(LinkHandler):
         core, now = self.core, self._loop.time()
         assert core is not None
         if self.link.received_bytes != self._seen_bytes:
-            self._seen_bytes = self.link.received_bytes
-            core.heard(now)
+            # Part of a frame, some time since: counted from the earliest, so that a
+            # peer that dies in the middle of a frame is not known an interval too late.
+            core.heard(self._seen_at)
+            self._seen_bytes, self._seen_at = self.link.received_bytes, now
         elif self.staged.paused:
             core.heard(now)  # it is we who do not listen
         self._copies.trim()

@@ -81,7 +81,7 @@ class Raising:
         self.report = route.report
         self._core = core
         self._lanes = lanes
-        self._possible = tuple(c.name for c in route.report if c.possible)
+        self._possible = tuple(c.name for c in route.report if c.possible or c.taken)
         self._scheme = route.scheme
         self._remote = route.remote
         self._open_backend = open_backend

@@ -62,8 +62,8 @@ class Liveness:
         self.due = now + interval_s
 
     def heard(self, now: float) -> None:
-        """Something arrived."""
-        self._heard = now
+        """Something arrived, then or later."""
+        self._heard = max(self._heard, now)
 
     def silence_s(self, now: float) -> float:
         """How long the peer has been silent."""

@@ -36,7 +36,10 @@ async def sides(tmp_path: Path) -> AsyncIterator[tuple[Communicator, Communicato
     asyncio.get_running_loop().set_debug(False)
     write_key_file(tmp_path / "key")
     config = kvwire.Config(
-        trust="psk", psk_file=str(tmp_path / "key"), handshake_timeout_s=HANDSHAKE_S
+        trust="psk",
+        psk_file=str(tmp_path / "key"),
+        handshake_timeout_s=HANDSHAKE_S,
+        prefer=("tcp",),
     )
     async with (
         kvwire.open(config, name="near") as near,

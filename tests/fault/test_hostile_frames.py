@@ -386,7 +386,7 @@ async def test_a_client_meets_somebody_else(
 
 async def test_a_client_is_lied_to_after_the_handshake(pair: Pair) -> None:
     async with answering() as (address, answered):
-        connecting = asyncio.create_task(pair.near.connect(address))
+        connecting = asyncio.create_task(pair.near.connect(address, transport="tcp"))
         stranger = await answered.get()
         await stranger.shake()
         connection = await connecting

@@ -159,8 +159,8 @@ def test_r36_the_decode_pool_is_full(play: Play) -> None:
 
 def test_r39_a_transport_that_is_missing(play: Play) -> None:
     async def scenario(w: World) -> None:
-        for missing in ("ucx", ["ucx", "nccl"]):
-            with pytest.raises(kvwire.BackendUnavailable, match="ucx"):
+        for missing in ("pigeon", ["pigeon", "carrier"]):
+            with pytest.raises(kvwire.BackendUnavailable, match="pigeon"):
                 await w.d.connect(w.address, transport=missing)
         # Only preferred: another is taken, and the report says why.
         assert w.pull_side.transport == w.address.scheme
@@ -170,7 +170,7 @@ def test_r39_a_transport_that_is_missing(play: Play) -> None:
             assert candidate.taken == (name == w.address.scheme)
             assert candidate.reason
 
-    play(scenario, prefer=("ucx",))
+    play(scenario, prefer=("pigeon", "tcp"))
 
 
 GARBAGE = {

@@ -1,0 +1,86 @@
+"""One side of two hosts: a process in a network namespace, told what to do in lines.
+
+``python -m tests.fault.host listen|connect ADDRESS KEY TRANSPORT``. Each line that it
+reads is done and answered with one line: ``get`` moves bytes and compares them,
+``dial`` connects again, ``end`` waits for the end of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import numpy as np
+
+import kvwire
+from kvwire import Communicator, Connection, ConnectionClosed, KVWireError
+
+NBYTES = 4 << 20
+_TAG = 1
+
+
+def content() -> np.ndarray:
+    """What is moved; both sides know it."""
+    return np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+async def serve(comm: Communicator, address: str) -> None:
+    """Grant the bytes to whoever connects, until nobody is there to tell it."""
+    print(await comm.listen(address), flush=True)
+    region = comm.register(content(), "read")
+    async for connection in comm.connections():
+        await connection.send(_TAG, region.grant(connection).to_bytes())
+
+
+async def fetch(connection: Connection, grant: kvwire.Grant) -> str:
+    """Read the granted bytes; how that went."""
+    into = np.zeros(NBYTES, np.uint8)
+    await connection.get(grant, into=into)
+    return "equal" if np.array_equal(into, content()) else "different"
+
+
+async def obey(comm: Communicator, address: str, transports: list[str]) -> None:
+    """Do what the lines say."""
+    lines = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    connection: Connection | None = None
+    while line := (await lines.readline()).decode().strip():
+        try:
+            if line == "dial":
+                connection = await comm.connect(
+                    address, transport=transports or None, timeout_s=20
+                )
+                grant = kvwire.Grant.from_bytes(bytes(await connection.recv(_TAG)))
+                answer = f"{connection.transport} | {connection.transport_report}"
+            elif line == "get":
+                assert connection is not None
+                answer = await fetch(connection, grant)
+            else:
+                assert connection is not None
+                began = loop.time()
+                # Fails as soon as the end is known; transports may be quiet later.
+                with contextlib.suppress(ConnectionClosed):
+                    await connection.recv(_TAG + 1)
+                answer = f"ended {loop.time() - began:.3f}"
+        except (KVWireError, OSError) as exc:
+            answer = f"{type(exc).__name__}: {exc}"
+        print(answer, flush=True)
+
+
+async def main(role: str, address: str, key: str, transports: str) -> None:
+    """Be one side until stdin ends, or for ever."""
+    # Two hosts share no memory, but two namespaces do, as UCX finds out.
+    config = kvwire.Config(
+        trust="psk", psk_file=key, resume=False, backends={"ucx": {"TLS": "tcp"}}
+    )
+    async with kvwire.open(config, name=role) as comm:
+        if role == "listen":
+            await serve(comm, address)
+        else:
+            await obey(comm, address, [t for t in transports.split(",") if t])
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,190 @@
+"""Two hosts: network namespaces joined by a wire of limited rate, which is cut.
+
+What can run between them is chosen, a cut is known within the 6.5 s that liveness
+promises, and once the wire heals the next connection works. Needs root, ``ip`` and
+``tc``; both sides are processes of one machine, so ``local`` must notice by itself that
+it has no way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvwire import registry
+from kvwire.limits import PING_INTERVAL_S, PING_MISSES
+from kvwire.trust import write_key_file
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PORT = 7400
+# Three pings, and the looks at the clock between them; the promise.
+KNOWN_WITHIN_S = 6.5
+# For the answers themselves, on a machine that is busy.
+PATIENCE_S = 40.0
+_numbers = itertools.count()
+
+assert PING_INTERVAL_S * PING_MISSES < KNOWN_WITHIN_S
+pytestmark = pytest.mark.timeout(90)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Two namespaces and what joins them."""
+
+    left: str
+    right: str
+    address: str
+
+    def up(self, *, whole: bool) -> None:
+        """Heal the wire, or cut it."""
+        state = "up" if whole else "down"
+        _ip("-n", self.left, "link", "set", "wire", state)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    """Two namespaces joined by 1 Gbit/s."""
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        pytest.skip("network namespaces need root, ip and tc (iproute2)")
+    name = f"kvwire-{os.getpid()}-{next(_numbers)}"
+    left, right = f"{name}-l", f"{name}-r"
+    try:
+        _ip("netns", "add", left)
+    except subprocess.CalledProcessError as exc:
+        pytest.skip(f"no network namespaces here: {exc.stderr.strip()}")
+    try:
+        _ip("netns", "add", right)
+        _ip("-n", left, "link", "add", "wire", "type", "veth", "peer", "name", "far")
+        _ip("-n", left, "link", "set", "far", "name", "wire", "netns", right)
+        for namespace, host in ((left, "10.213.7.1"), (right, "10.213.7.2")):
+            _ip("-n", namespace, "address", "add", f"{host}/24", "dev", "wire")
+            _ip("-n", namespace, "link", "set", "wire", "up")
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            limit = ("tbf", "rate", "1gbit", "burst", "256k", "latency", "50ms")
+            _ip(
+                *("netns", "exec", namespace, "tc", "qdisc", "add", "dev", "wire"),
+                *("root", *limit),
+            )
+        yield Wire(left, right, f"10.213.7.1:{_PORT}")
+    finally:
+        for namespace in (left, right):
+            subprocess.run(["ip", "netns", "delete", namespace], check=False)
+
+
+class Host:
+    """One process in a namespace."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def says(self) -> str:
+        """The next line it prints."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(PATIENCE_S):
+            line = await self._process.stdout.readline()
+        assert line, "the process has ended"
+        return line.decode().strip()
+
+    async def do(self, what: str) -> str:
+        """Tell it something; its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what}\n".encode())
+        return await self.says()
+
+    async def dials(self) -> str:
+        """Connect once the hosts find each other again; what was chosen.
+
+        A wire that has just healed is unreachable until their addresses are resolved.
+        """
+        async with asyncio.timeout(PATIENCE_S):
+            while (answer := await self.do("dial")).startswith("OSError"):
+                pass
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def hosts(wire: Wire, key: Path, transports: str) -> AsyncIterator[Host]:
+    """A listener on the left, and on the right who is told what to do."""
+    environment = {k: v for k, v in os.environ.items() if k != "KVWIRE_PREFER"}
+    processes = []
+    try:
+        for namespace, role in ((wire.left, "listen"), (wire.right, "connect")):
+            process = await asyncio.create_subprocess_exec(
+                *("ip", "netns", "exec", namespace, sys.executable, "-m"),
+                *("tests.fault.host", role, wire.address, str(key), transports),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                cwd=_ROOT,
+            )
+            processes.append(process)
+            if role == "listen":
+                assert str(_PORT) in await Host(process).says()
+        yield Host(processes[1])
+    finally:
+        for process in processes:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.mark.parametrize("transport", ["", "tcp", "ucx"])
+async def test_a_cut_is_known_and_the_next_connection_works(
+    wire: Wire, tmp_path: Path, transport: str
+) -> None:
+    found = registry.availability(transport or "tcp")
+    if not found.available:
+        pytest.skip(f"{transport}: {found.reason}")
+    write_key_file(tmp_path / "key")
+    async with hosts(wire, tmp_path / "key", transport) as right:
+        taken = await right.dials()
+        assert taken.startswith(transport or "tcp")
+        if not transport:
+            assert "local: refused" in taken
+        assert await right.do("get") == "equal"
+
+        wire.up(whole=False)
+        ended = await right.do("end")
+        assert ended.startswith("ended")
+        assert float(ended.split()[1]) <= KNOWN_WITHIN_S  # the promise, not a rate
+
+        wire.up(whole=True)
+        assert (await right.dials()).startswith(transport or "tcp")
+        assert await right.do("get") == "equal"
+
+
+async def test_a_cut_during_a_transfer_fails_it(wire: Wire, tmp_path: Path) -> None:
+    """And not the next one, over another connection."""
+    write_key_file(tmp_path / "key")
+    async with hosts(wire, tmp_path / "key", "tcp") as right:
+        assert (await right.dials()).startswith("tcp")
+        _slow_down(wire)
+        getting = asyncio.ensure_future(right.do("get"))
+        await asyncio.sleep(0)
+        wire.up(whole=False)
+        assert (await getting).startswith(("PeerUnresponsive", "ConnectionLost"))
+        wire.up(whole=True)
+        assert (await right.dials()).startswith("tcp")
+        assert await right.do("get") == "equal"
+
+
+def _slow_down(wire: Wire) -> None:
+    """4 MiB take a third of a second: a cut comes before their end."""
+    limit = ("tbf", "rate", "100mbit", "burst", "64k", "latency", "400ms")
+    _ip(
+        *("netns", "exec", wire.left, "tc", "qdisc", "replace", "dev", "wire"),
+        *("root", *limit),
+    )
