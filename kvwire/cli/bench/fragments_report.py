@@ -205,7 +205,7 @@ def _lines(benchmark: Fragments, findings: Findings) -> Iterator[str]:
 
 def _notes(benchmark: Fragments) -> Iterator[str]:
     names = [c.name for c in benchmark.contenders]
-    yield "CPU seconds are of both sides. Only kvwire checks every byte it moves."
+    yield "CPU seconds are of both sides. Of these only kvwire checks what it moves."
     if "iperf3" in names:
         yield "iperf3 moves a stream of bytes, not fragments."
     if "gloo" in names:

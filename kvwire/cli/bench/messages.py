@@ -86,7 +86,5 @@ def messages(*, transport: str, loop: str, round_bytes: int) -> Benchmark:
             ),
         ],
         missing=[absent] if absent else [],
-        notes=[
-            f"{IN_FLIGHT} operations in flight. Only kvwire checks every byte it moves."
-        ],
+        notes=[f"{IN_FLIGHT} operations in flight. Only kvwire checks what it moves."],
     )
