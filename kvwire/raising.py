@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvwire.backend import Backend
 from kvwire.counters import Counters
-from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
+from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.lane import LaneContext
 from kvwire.lanes import Half, Lanes
 from kvwire.limits import LANE_TIMEOUT_S
@@ -24,6 +24,10 @@ from kvwire.selection import tried
 from kvwire.types import Address, TransportReport
 
 logger = logging.getLogger("kvwire")
+
+# Between the end of a lane and that of its control link, when a peer dies, there are a
+# few turns of the loop; a warning that comes this much later is not missed.
+WORD_S = 0.25
 
 OpenBackend = Callable[[str], Backend]
 Settings = Mapping[str, Mapping[str, str]]
@@ -89,7 +93,9 @@ class Raising:
         self._run = run
         # Lanes that the server is asked for, by number.
         self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._joining: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._words: list[asyncio.TimerHandle] = []
         self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counters = counters
         lanes.on_broken = self._broken
@@ -172,27 +178,29 @@ class Raising:
             BackendUnavailable: It cannot.
             ConnectionClosed: The connection has ended.
         """
-        ended = self._core.error
-        if ended is not None:
-            raise type(ended)(str(ended)) from ended
+        if self._core.error is not None:
+            raise self._core.error
         number = self._core.lanes.next_number()
         if number is None:
             raise BackendUnavailable("too many lanes were tried")
         half = self._half(name, number)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes] = loop.create_future()
         self._answers[number] = answer  # bounded: LANES_MAX
         self._core.lanes.ask(number, name, half.lane.bootstrap)
         self._lanes.add(half)
         self._run()
+        self._joining = loop.create_task(self._join(half, answer))
         try:
             async with asyncio.timeout(LANE_TIMEOUT_S):
-                await half.lane.join(await answer, self._lanes)
+                await self._joining
         except BaseException as exc:
             given_up = self._given_up(half, exc)
             if given_up is exc:
                 raise
             raise given_up from exc
         finally:
+            self._joining = None
             del self._answers[number]
         if not self._lanes.knows(half):
             raise BackendUnavailable(half.lowered or "it broke as soon as it was up")
@@ -200,6 +208,10 @@ class Raising:
         self._raised_one(number)
         self._run()
         return half
+
+    async def _join(self, half: Half, answer: asyncio.Future[bytes]) -> None:
+        """In a task of its own, which the end of the connection cancels."""
+        await half.lane.join(await answer, self._lanes)
 
     def _answered(self, event: LaneAnswered) -> None:
         """The server's half is there."""
@@ -282,9 +294,11 @@ class Raising:
         """The connection ends: nothing more comes up."""
         for task in self._tasks:
             task.cancel()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(ConnectionLost("the connection has ended"))
+        if self._joining is not None:
+            self._joining.cancel()
+        for word in self._words:
+            word.cancel()
+        self._words.clear()
         self._settle()
 
     def _half(self, name: str, number: int) -> Half:
@@ -296,18 +310,34 @@ class Raising:
             remote_address=self._remote,
             settings=self._settings.get(name, {}),
         )
-        return Half(number, name, backend.open_lane(context))
+        try:
+            return Half(number, name, backend.open_lane(context))
+        except Exception as exc:
+            if isinstance(exc, KVWireError):
+                raise
+            raise self._unavailable(name, exc) from exc
 
     def _given_up(self, half: Half, exc: BaseException) -> BaseException:
         """Undo a half that has not come up; what its raiser gets."""
-        if isinstance(exc, TimeoutError):
-            exc = BackendUnavailable(f"it did not come up in {LANE_TIMEOUT_S:g} s")
-        elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
-            logger.error("a bug of backend %s", half.backend, exc_info=exc)
-            exc = BackendUnavailable(f"a bug of the backend: {exc!r}")
-        self._counters.lanes_failed += 1
+        ended = self._core.error
+        if ended is not None:
+            # Whatever this lane says about it, it is not to blame.
+            exc = exc if _is_cancelled() else ended
+        else:
+            self._counters.lanes_failed += 1
+            if isinstance(exc, TimeoutError):
+                exc = BackendUnavailable(f"it did not come up in {LANE_TIMEOUT_S:g} s")
+            elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
+                exc = self._unavailable(half.backend, exc)
         self._lanes.drop(half, str(exc) or "cancelled")
         return exc
+
+    def _unavailable(self, name: str, exc: Exception) -> BackendUnavailable:
+        """What a backend means that raises what the contract does not name."""
+        if isinstance(exc, OSError):
+            return BackendUnavailable(f"the system refuses: {exc}")
+        logger.error("a bug of backend %s", name, exc_info=exc)
+        return BackendUnavailable(f"a bug of the backend: {exc!r}")
 
     def _raised_one(self, number: int) -> None:
         self._counters.lanes_raised += 1
@@ -323,19 +353,28 @@ class Raising:
     def _broken(self, name: str, reason: str) -> None:
         """A lane that was up has broken; what is left carries the data."""
         self._counters.lanes_failed += 1
-        peer = self._core.agreement.peer
         if self._lanes.up:
-            logger.warning("peer %s: a lane of %s broke: %s", peer, name, reason)
+            self._say(f"a lane of {name} broke: {reason}")
             return
-        logger.warning(
-            "peer %s: %s failed, and the control link carries the data now: %s",
-            peer,
-            name,
-            reason,
-        )
+        self._say(f"{name} failed, and the control link carries the data now: {reason}")
         self.failed[name] = reason  # bounded: BACKENDS_MAX
         self._take(self._scheme, f"{name} failed: {reason}", shared=True)
+
+    def _say(self, text: str) -> None:
+        """Warn, unless the whole connection ends: its lanes often end a moment before.
+
+        The peer's death, or its abort, is then told by the connection's own error.
+        """
+        loop, peer = asyncio.get_running_loop(), self._core.agreement.peer
+        word = loop.call_later(WORD_S, logger.warning, "peer %s: %s", peer, text)
+        self._words.append(word)  # bounded: LANES_MAX
 
     def _settle(self) -> None:
         if not self._settled.done():
             self._settled.set_result(None)
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is to end, and not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -7,6 +7,7 @@ application is real. ``break_after`` cuts one after so many payloads.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from kvwire import BackendUnavailable, ConnectionLost
 from kvwire.backend import Payload
 from kvwire.errors import ConnectionClosed
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import KIB, MIB, SPAN_BYTES_MAX
+from kvwire.limits import KIB, LANE_TIMEOUT_S, MIB, SPAN_BYTES_MAX
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
@@ -197,6 +198,29 @@ async def test_what_fails_at_first_use_falls_to_the_next(
     assert "inproc" in warned[0].getMessage()
 
 
+async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``connect`` says at once that it was lost, and blames no transport."""
+    use(monkeypatch, _Hanging, "client")
+    async with kvwire.open(**BESIDE) as far, kvwire.open(**BESIDE) as near:
+        address = await far.listen("127.0.0.1:0")
+        connecting = asyncio.ensure_future(near.connect(address))
+        await until(lambda: _is_joining(near))
+        for connection in far.live_connections:
+            connection.abort("the peer had enough")
+        with pytest.raises(ConnectionClosed):
+            async with asyncio.timeout(LANE_TIMEOUT_S / 2):
+                await connecting
+        assert not near.counters.lanes_failed
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def _is_joining(near: kvwire.Communicator) -> bool:
+    """Whether a lane is known that is not up."""
+    return any(not c._pump.lanes.quiet for c in near.live_connections)
+
+
 @pytest.mark.parametrize("role", ["client", "server"])
 async def test_what_fails_and_is_required_is_an_error(
     role: str, monkeypatch: pytest.MonkeyPatch
@@ -210,13 +234,22 @@ async def test_what_fails_and_is_required_is_an_error(
         await until(lambda: not far.live_connections)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        BackendUnavailable("no such device"),
+        OSError(errno.EMFILE, "no such device, or too many files"),
+        ZeroDivisionError("no such device: a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 async def test_a_transport_without_any_lane_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the server is asked."""
+    """Before the server is asked, whatever the backend raises."""
 
     def open_lane(_: InprocBackend, context: LaneContext) -> Lane:
-        raise BackendUnavailable("no such device")
+        raise error
 
     monkeypatch.setattr(InprocBackend, "open_lane", open_lane)
     async with connected(**BESIDE) as pair:
@@ -264,8 +297,7 @@ async def test_a_lane_that_breaks_is_replaced_by_the_control_link(
             assert taken.reason.startswith("inproc failed")
             assert reasons(end.transport_report)["inproc"]
         assert pair.left._pump.lanes.quiet
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert any("the control link carries the data now" in line for line in said)
+        await until(lambda: "the control link carries the data now" in caplog.text)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -285,8 +317,7 @@ async def test_one_lane_of_several_breaks(caplog: pytest.LogCaptureFixture) -> N
     async with connected(**BESIDE, lanes=2, backends=breaking(3)) as pair:
         await expect_moves(pair)
         await until(lambda: pair.left.transport == "tcp")
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert any("a lane of inproc" in line for line in said)
+        await until(lambda: "a lane of inproc" in caplog.text)
 
 
 async def test_a_required_lane_that_breaks_ends_the_connection() -> None:
@@ -312,6 +343,18 @@ async def test_memory_is_free_after_a_break() -> None:
         await region.close()
         assert not len(pair.near.buffers.holds)
         assert not len(pair.far.buffers.holds)
+
+
+async def test_the_end_of_a_connection_is_no_broken_lane(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Though the end of the lane is often seen first, nobody is warned about it."""
+    for _ in range(10):
+        async with connected(**BESIDE) as pair:
+            await expect_moves(pair)
+            pair.left.abort("enough")
+            await pair.right.wait_closed()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 async def test_an_abort_ends_the_lanes_too() -> None:

@@ -87,6 +87,8 @@ class InprocLane(Lane):
         sized = len(bootstrap) == len(_PREFIX) + _NUMBER_BYTES
         with _lock:
             peer = _halves.get(number)
+            if self._ended:
+                raise BackendUnavailable("the lane was aborted")
             if not sized or not bootstrap.startswith(_PREFIX) or peer is None:
                 self.abort()
                 raise BackendUnavailable("the peer is not in this process")

@@ -124,6 +124,8 @@ class LocalLane(Lane):
             else:
                 self._meet = self._loop.create_task(self._meeting.visit())
                 self._come_up(await self._meet)
+                if self._ended:  # between the end of the meeting and this turn
+                    raise BackendUnavailable("local: the lane was aborted")
         except asyncio.CancelledError:
             aborted = self._ended and not _is_cancelled()
             self.abort()

@@ -277,10 +277,14 @@ class Soak:
         conn: kvwire.Connection,
         address: kvwire.Address,
     ) -> kvwire.Connection:
-        if not conn.closed:
-            return conn
-        await conn.wait_closed()
-        return await c.connect(address)
+        """A connection to work over; one that is being made may be cut too."""
+        while conn.closed:
+            await conn.wait_closed()
+            try:
+                conn = await c.connect(address)
+            except kvwire.ConnectionClosed:
+                self.tally.counts["cut while connecting"] += 1
+        return conn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

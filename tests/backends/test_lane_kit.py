@@ -147,6 +147,18 @@ def fails_on_a_bad_bootstrap_with_another_error(patch: pytest.MonkeyPatch) -> No
     patch.setattr(InprocLane, "join", join)
 
 
+@caught_by("join.aborted")
+def joins_after_it_was_aborted(patch: pytest.MonkeyPatch) -> None:
+    join = InprocLane.join
+
+    async def late(self: InprocLane, bootstrap: bytes, handler: LaneHandler) -> None:
+        self._ended = False
+        await join(self, bootstrap, handler)
+        self._ended = True
+
+    patch.setattr(InprocLane, "join", late)
+
+
 @caught_by("join.idle")
 def closes_before_it_is_asked(patch: pytest.MonkeyPatch) -> None:
     init = InprocLane.__init__

@@ -163,6 +163,36 @@ async def _(rig: LaneRig) -> None:
         await rig.within(right.join(left.lane.bootstrap), "the server's join")
 
 
+# Loop turns after which a join is disturbed: each where a backend may be between two
+# steps, then ever more, so that one that waits for its peer comes to its end as well.
+_TURNS = (*range(16), *(2**n for n in range(4, 13)))
+
+
+@group.check("aborted", "A join whose lane is aborted raises, or the lane then closes")
+async def _(rig: LaneRig) -> None:
+    for turns in _TURNS:
+        left, right = rig.prepare()
+        await rig.within(right.join(left.lane.bootstrap), "the server's join")
+        task = asyncio.ensure_future(left.join(right.lane.bootstrap))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        through = task.done()
+        left.abort()
+        joined = asyncio.gather(task, return_exceptions=True)
+        (ended,) = await rig.within(joined, "join of a lane that was aborted")
+        require(
+            ended is None or isinstance(ended, BackendUnavailable),
+            f"aborted after {turns} turns, join raised {ended!r}",
+        )
+        if left.joined:
+            await rig.closes(left)
+        right.abort()
+        await rig.closes(right)
+        rig.forget(left, right)
+        if through:
+            return
+
+
 @group.check("sixteen", "Sixteen lanes between two backends come up and do not mix")
 async def _(rig: LaneRig) -> None:
     pairs = [await rig.pair() for _ in range(16)]
