@@ -1,10 +1,9 @@
-"""Copies between views and fragment lists, by the kernel and by NumPy."""
+"""Copies between views and fragment lists, one by one and by NumPy."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +19,17 @@ from kvwire.memory.copy import as_fragments, copy
 
 Bytes = npt.NDArray[np.uint8]
 
-# Around the piece length from which the kernel is asked, and far from it.
-_PIECES = [1, 3, 256, 4 * KIB, 16 * KIB - 1, 16 * KIB, 64 * KIB, 1 * MIB]
+# Around the lengths at which the way changes, and far from them.
+_PIECES = [1, 3, 256, 4 * KIB, 8 * KIB - 1, 8 * KIB, 16 * KIB, 256 * KIB, 1 * MIB]
 
 
-@pytest.fixture(params=["kernel", "numpy"])
+@pytest.fixture(params=["one by one", "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to move pieces, each for all lengths."""
     name: str = request.param
-    if name == "numpy":
-        monkeypatch.setattr(copy_module, "_kernel_copies", lambda: False)
-    elif not copy_module._kernel_copies():
-        pytest.skip(f"process_vm_readv is missing or forbidden on this {sys.platform}")
-    else:
-        monkeypatch.setattr(copy_module, "_KERNEL_PIECE_BYTES", 0)
-        monkeypatch.setattr(copy_module, "_KERNEL_VIEW_PIECE_BYTES", 0)
+    knee = 2 * MIB if name == "numpy" else 0
+    monkeypatch.setattr(copy_module, "_PIECE_BYTES", knee)
+    monkeypatch.setattr(copy_module, "_VIEW_PIECE_BYTES", knee)
     return name
 
 
@@ -95,17 +90,13 @@ def test_any_split_into_any_split(
     together, _ = scattered(splits[1], seed + 1, gap=2)
     copy(source, together)
     assert content(together) == data
-    for one_way in (copy_module._copy_few, copy_module._copy_by_numpy):
+    for one_way in (copy_module._copy_one_by_one, copy_module._copy_by_numpy):
         destination, _ = scattered(splits[1], seed + 2, gap=2)
         borders = copy_module._borders(source, destination)
         origin = copy_module._places(source, borders[:-1])
         target = copy_module._places(destination, borders[:-1])
         one_way(origin, target, np.diff(borders))
         assert content(destination) == data
-    if copy_module._kernel_copies():
-        by_kernel, _ = scattered(splits[1], seed + 2, gap=2)
-        copy_module._copy_by_kernel(source, by_kernel)
-        assert content(by_kernel) == data
 
 
 @pytest.mark.parametrize("piece", _PIECES)
@@ -118,7 +109,7 @@ def test_equal_pieces(way: str, piece: int) -> None:
     assert content(destination) == content(source)
 
 
-def test_more_fragments_than_one_call_takes(way: str) -> None:
+def test_borders_that_do_not_agree(way: str) -> None:
     source, memory = scattered([3] * 5000, 1)
     memory[:] = random_bytes(memory.size)
     destination, _ = scattered([5] * 3000, 2)
@@ -195,21 +186,20 @@ def test_as_fragments_keeps_memory_alive() -> None:
     assert as_fragments(fragments) is fragments
 
 
-def test_a_forbidden_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: object) -> int:
-        ctypes.set_errno(1)
-        return -1
+def test_only_long_pieces_let_go_of_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time may cost the switch interval of another thread."""
+    released: list[int] = []
+    memmove = ctypes.memmove
 
-    class Libc:
-        process_vm_readv = staticmethod(forbidden)
+    def counted(target: int, origin: int, length: int) -> None:
+        released.append(length)
+        memmove(target, origin, length)
 
-    monkeypatch.setattr(copy_module, "_libc", Libc)
-    assert not copy_module._kernel_copies.__wrapped__()
-    fragments = as_fragments(memoryview(bytearray(4)))
-    with pytest.raises(OSError, match="process_vm_readv"):
-        copy_module._copy_by_kernel(fragments, fragments)
-
-
-@pytest.mark.skipif(sys.platform == "linux", reason="Linux has process_vm_readv")
-def test_other_systems_use_numpy() -> None:
-    assert not copy_module._kernel_copies()
+    monkeypatch.setattr(ctypes, "memmove", counted)
+    for piece in (16 * KIB, 512 * KIB):
+        source, memory = scattered([piece] * 4, 1)
+        memory[:] = random_bytes(memory.size)
+        destination, _ = scattered([piece] * 4, 2)
+        copy(source, destination)
+        assert content(destination) == content(source)
+    assert released == [512 * KIB] * 4
