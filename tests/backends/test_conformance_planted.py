@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -25,32 +24,16 @@ from kvwire_inproc import link as link_module
 from kvwire_inproc.backend import InprocListener
 from kvwire_inproc.link import InprocLink
 from kvwire_inproc.way import End, Frame, Way
+from tests.backends.planted import Plant, Plants, expect_caught, id_of
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-PLANTS: list[tuple[str, Plant]] = []
-# What plants leave behind on purpose.
-_descriptors: list[int] = []
-_tasks: list[asyncio.Task[Any]] = []
+PLANTS = Plants()
+caught_by = PLANTS.caught_by
 
 # A planted bug may make the kit wait in vain; nothing here takes as long by itself.
 _TIMEOUT_S = 0.4
 
 
-def caught_by(*checks: str) -> Callable[[Plant], Plant]:
-    """Register a bug with the checks that must each find it."""
-
-    def register(plant: Plant) -> Plant:
-        PLANTS.extend((check, plant) for check in checks)
-        return plant
-
-    return register
-
-
-def _id(value: object) -> str:
-    return value if isinstance(value, str) else getattr(value, "__name__", "")
-
-
-@pytest.mark.parametrize(("check", "plant"), PLANTS, ids=_id)
+@pytest.mark.parametrize(("check", "plant"), PLANTS.cases, ids=id_of)
 # The bugs are in code that treats all loops alike.
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_bug_is_caught(
@@ -61,20 +44,13 @@ async def test_bug_is_caught(
     result = await run_check(
         chosen, InprocBackend, Address("inproc", ""), timeout_s=_TIMEOUT_S
     )
-    assert not result.passed
-    # It is the backend that failed, not the plant.
-    assert not result.reason.startswith(("AttributeError", "NameError", "TypeError"))
+    expect_caught(result)
 
 
 @pytest.fixture(autouse=True)
 async def _clean_up() -> AsyncIterator[None]:
     yield
-    while _descriptors:
-        os.close(_descriptors.pop())
-    for task in _tasks:
-        task.cancel()
-    await asyncio.gather(*_tasks, return_exceptions=True)
-    _tasks.clear()
+    await PLANTS.clean_up()
 
 
 # --- frames ---------------------------------------------------------------------------
@@ -561,7 +537,7 @@ def leaks_a_descriptor_for_each_link(patch: pytest.MonkeyPatch) -> None:
 
     def leaky(self: InprocLink, *arguments: Any) -> None:
         init(self, *arguments)
-        _descriptors.append(os.open(os.devnull, os.O_RDONLY))
+        PLANTS.leak_a_descriptor()
 
     patch.setattr(InprocLink, "__init__", leaky)
 
@@ -571,7 +547,7 @@ def leaks_a_task_for_each_connect(patch: pytest.MonkeyPatch) -> None:
     connect = InprocBackend.connect
 
     async def leaky(self: InprocBackend, address: Address) -> Link:
-        _tasks.append(asyncio.create_task(asyncio.Event().wait()))
+        PLANTS.leak_a_task()
         return await connect(self, address)
 
     patch.setattr(InprocBackend, "connect", leaky)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvwire.testing.conformance.check import CheckFailed
-from kvwire.testing.conformance.side import Verdicts
+from kvwire.testing.conformance.witness import Verdicts
 
 T = TypeVar("T")
 

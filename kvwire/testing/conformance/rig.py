@@ -154,7 +154,7 @@ class Rig(Bench):
         """
         try:
             self.abort_all()
-            started = [side for side in self.sides if side.started]
+            started = [side for side in self.sides if side.begun]
             await self.closes(*started)
             for listener in self._listeners:
                 await self.within(listener.close(), "listener.close")
@@ -171,7 +171,7 @@ class Rig(Bench):
     def _judge_ends(self) -> None:
         for side in self.sides:
             times = len(side.closed)
-            expected = 1 if side.started else 0
+            expected = 1 if side.begun else 0
             require(
                 times == expected,
                 f"{side.name}: link_closed was called {times} times, not {expected}",

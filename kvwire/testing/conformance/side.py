@@ -8,49 +8,11 @@ with the right arguments, and nothing after ``link_closed``. What is wrong goes 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from kvwire.backend import Landing, Link, LinkHandler
 from kvwire.testing.conformance.content import Cut, Head, Memory, pattern
-
-
-class Verdicts:
-    """Broken promises found outside the check's own coroutine, and a wake-up for it.
-
-    Attributes:
-        found: What was wrong, first things first.
-        inside: Calls and callbacks of all sides on this loop under way, the innermost
-            last: what one link calls from inside a call to another re-enters as well.
-        changed: Called after every callback.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-        self.inside: list[tuple[object, str]] = []
-        self.changed: Callable[[], None] = lambda: None
-
-    def add(self, text: str) -> None:
-        """Note a broken promise."""
-        self.found.append(text)
-        self.changed()
-
-
-class Token:
-    """What a frame is sent with. Backends must give it back and not look at it."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, number: int, memory: Memory | None) -> None:
-        self.number = number
-        self.memory = memory
-
-    def __repr__(self) -> str:
-        return f"the token of frame {self.number}"
-
-    def __eq__(self, other: object) -> bool:
-        raise TypeError("a token belongs to the handler; compare it with `is`")
+from kvwire.testing.conformance.witness import Token, Verdicts, Witness, nothing
 
 
 class KitLanding(Landing):
@@ -64,7 +26,7 @@ class KitLanding(Landing):
         self.memory = memory
 
 
-class Side(LinkHandler):
+class Side(Witness, LinkHandler):
     """One side of a link, its handler and its caller.
 
     Args:
@@ -73,46 +35,31 @@ class Side(LinkHandler):
         verdicts: Where broken promises go.
 
     Attributes:
-        arrived: Numbers of the frames whose body arrived as it was sent, in order.
+        link: The link.
         queued: How many frames were sent.
-        sent: Tokens given back, in order.
-        writable: How often the link said that it is writable.
-        closed: What ``link_closed`` was told; one entry in the end.
         land: Chooses the memory for a payload; None drops it.
         on_header: Called within ``header_received``, before the landing is returned.
         on_body: Called within ``body_received``.
-        on_sent: Called within ``frame_sent``.
-        on_writable: Called within ``link_writable``.
-        on_closed: Called within ``link_closed``.
     """
 
+    kind = "link"
+    begins_with = "start"
+    within_flush = frozenset({"frame_sent"})
+
     def __init__(self, name: str, link: Link, verdicts: Verdicts) -> None:
-        self.name = name
+        super().__init__(name, link, verdicts)
         self.link = link
-        self.arrived: list[int] = []
-        self.sent: list[Token] = []
-        self.writable = 0
-        self.closed: list[Exception | None] = []
-        self.started = False
-        self.land: Callable[[Head], Memory | None] = _new_view
-        self.on_header: Callable[[Head], None] = _nothing
-        self.on_body: Callable[[KitLanding], None] = _nothing
-        self.on_sent: Callable[[Token], None] = _nothing
-        self.on_writable: Callable[[], None] = _nothing
-        self.on_closed: Callable[[], None] = _nothing
-        self._verdicts = verdicts
-        self._thread = threading.get_ident()
         self.queued = 0
-        self._next_number = 0
-        self._lent: list[Token] = []
+        self.land: Callable[[Head], Memory | None] = _new_view
+        self.on_header: Callable[[Head], None] = nothing
+        self.on_body: Callable[[KitLanding], None] = nothing
         self._landing: KitLanding | None = None
-        self._aborted = False
 
     # --- what a check does ------------------------------------------------------------
 
     def start(self) -> None:
         """Start the link."""
-        self.started = True
+        self.begun = True
         with self._calling("start"):
             self.link.start(self)
 
@@ -134,8 +81,7 @@ class Side(LinkHandler):
             memory: Use this and do not fill it.
             token: Whether the link shall say that the frame was sent.
         """
-        number = self._next_number if number is None else number
-        self._next_number = number + 1
+        number = self._number(number)
         self.queued += 1
         if memory is None and length:
             memory = Memory(length, cut)
@@ -178,24 +124,6 @@ class Side(LinkHandler):
         self._lent.append(token)
         return token
 
-    def forget(self) -> None:
-        """Let go of what was lent and will not be given back."""
-        self._lent.clear()
-
-    @property
-    def sent_count(self) -> int:
-        """Tokens that have been given back."""
-        return len(self.sent)
-
-    @property
-    def lent(self) -> int:
-        """Tokens that have not been given back."""
-        return len(self._lent)
-
-    def wrong(self, text: str) -> None:
-        """Note a promise that this side saw broken."""
-        self._verdicts.add(f"{self.name}: {text}")
-
     # --- what the link does -----------------------------------------------------------
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
@@ -222,21 +150,14 @@ class Side(LinkHandler):
                 return
             if self._aborted:
                 self.wrong("body_received after abort")
-            self._judge(expected)
+            self._judge_body(expected)
             self.arrived.append(expected.head.number)
             self.on_body(expected)
 
     def frame_sent(self, link: Link, token: object) -> None:
         """See :class:`~kvwire.backend.LinkHandler`."""
         with self._told("frame_sent", link):
-            index = next((i for i, t in enumerate(self._lent) if t is token), None)
-            if index is None or not isinstance(token, Token):
-                self.wrong(f"frame_sent for {token!r}, which is not lent (any more)")
-                return
-            del self._lent[index]
-            self.sent.append(token)
-            self.on_sent(token)
-            token.memory = None
+            self._given_back("frame_sent", token)
 
     def link_writable(self, link: Link) -> None:
         """See :class:`~kvwire.backend.LinkHandler`."""
@@ -250,59 +171,15 @@ class Side(LinkHandler):
             self.closed.append(error)
             self.on_closed()
 
-    # --- judging ----------------------------------------------------------------------
-
-    @contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
-        self._verdicts.inside.append((self, what))
-        try:
-            yield
-        finally:
-            self._verdicts.inside.pop()
-
-    @contextmanager
-    def _told(self, what: str, link: Link) -> Iterator[None]:
-        inside = self._verdicts.inside
-        allowed = what == "frame_sent" and inside[-1:] == [(self, "flush")]
-        if inside and not allowed:
-            self.wrong(f"{what} was called from inside {inside[-1][1]}")
-        if threading.get_ident() != self._thread:
-            self.wrong(f"{what} was called on another thread than the loop's")
-        if link is not self.link:
-            self.wrong(f"{what} was called with another link")
-        if not self.started:
-            self.wrong(f"{what} was called before start")
-        if self.closed:
-            self.wrong(f"{what} was called after link_closed")
-        inside.append((self, what))
-        try:
-            yield
-        finally:
-            inside.pop()
-            self._verdicts.changed()
-
-    def _judge(self, landing: KitLanding) -> None:
+    def _judge_body(self, landing: KitLanding) -> None:
         memory, head = landing.memory, landing.head
         if memory is None:
             return
         if memory.nbytes != head.length:
             self.wrong(f"body_received for a destination of {memory.nbytes} bytes")
             return
-        place = memory.differs_at(pattern(head.number, head.length))
-        if place is not None:
-            self.wrong(
-                f"frame {head.number} of {head.length} bytes is wrong at "
-                f"body_received, first at byte {place}"
-            )
-        if not memory.gaps_are_whole():
-            self.wrong(
-                f"frame {head.number}: memory beside its destination was written"
-            )
+        self._judge("body_received", head.number, memory)
 
 
 def _new_view(head: Head) -> Memory | None:
     return Memory(head.length) if head.length else None
-
-
-def _nothing(*_: object) -> None:
-    return

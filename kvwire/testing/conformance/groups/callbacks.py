@@ -9,7 +9,8 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import Group, require
 from kvwire.testing.conformance.rig import Rig
-from kvwire.testing.conformance.side import KitLanding, Token
+from kvwire.testing.conformance.side import KitLanding
+from kvwire.testing.conformance.witness import Token
 
 group = Group("callback")
 

@@ -6,16 +6,13 @@ might leave a little each time, and look for what only shows in numbers.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import gc
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.bench import open_descriptors
-from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.check import Group
+from kvwire.testing.conformance.growth import require_collected, require_no_growth
 from kvwire.testing.conformance.rig import Rig
 
 group = Group("leak")
@@ -85,24 +82,14 @@ _WAYS: dict[str, Cycle] = {
 
 @group.each("cycles", "30 links that end so leave nothing: {}", _WAYS)
 async def _(rig: Rig, cycle: Cycle) -> None:
+    await require_no_growth(
+        lambda: _run(rig, cycle), cycles=_CYCLES, tolerance=_TOLERANCE
+    )
+
+
+async def _run(rig: Rig, cycle: Cycle) -> None:
     await cycle(rig)
     await rig.settle()
-    before = _counts()
-    for _ in range(_CYCLES):
-        await cycle(rig)
-    await rig.settle()
-    gc.collect()
-    for what, now in _counts().items():
-        was = before[what]
-        require(now <= was + _TOLERANCE, f"{was} {what} have become {now}")
-
-
-def _counts() -> dict[str, int]:
-    return {
-        "descriptors": len(open_descriptors()),
-        "tasks": len(asyncio.all_tasks()),
-        "threads": threading.active_count(),
-    }
 
 
 @group.check("link", "A link that ended is collected, and so is its handler")
@@ -118,6 +105,4 @@ async def _(rig: Rig) -> None:
     rig.forget(left, right)
     del left, right
     await rig.settle()
-    gc.collect()
-    held = sum(side() is not None for side in alive)
-    require(not held, f"{held} of 2 handlers are kept alive by something")
+    require_collected(alive, "handlers")

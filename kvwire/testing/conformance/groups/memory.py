@@ -12,8 +12,10 @@ import weakref
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import Group, require
 from kvwire.testing.conformance.content import CUTS, Bytes, Cut, Head, Memory, pattern
+from kvwire.testing.conformance.growth import require_collected
 from kvwire.testing.conformance.rig import Rig
-from kvwire.testing.conformance.side import KitLanding, Side, Token
+from kvwire.testing.conformance.side import KitLanding, Side
+from kvwire.testing.conformance.witness import Token
 
 group = Group("memory")
 
@@ -209,9 +211,7 @@ async def _idle_after_traffic(rig: Rig) -> tuple[Side, Side, list[weakref.ref[By
 @group.check("released-idle", "An idle link keeps no payload memory alive")
 async def _(rig: Rig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
-    gc.collect()
-    held = sum(alive() is not None for alive in seen)
-    require(not held, f"{held} of {len(seen)} payloads are kept alive")
+    require_collected(seen, "payloads")
     require(not left.closed and not right.closed, "a link closed")
 
 
@@ -220,9 +220,7 @@ async def _(rig: Rig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
     left.close()
     await rig.closes(left, right)
-    gc.collect()
-    held = sum(alive() is not None for alive in seen)
-    require(not held, f"{held} of {len(seen)} payloads are kept alive")
+    require_collected(seen, "payloads")
 
 
 @group.check("released-aborted", "An aborted link keeps no queued memory alive")
@@ -240,6 +238,4 @@ async def _(rig: Rig) -> None:
     left.forget()
     right.abort()
     await rig.settle()
-    gc.collect()
-    held = sum(alive() is not None for alive in seen)
-    require(not held, f"{held} of {len(seen)} payloads are kept alive")
+    require_collected(seen, "payloads")

@@ -6,6 +6,8 @@ are not moved over it. There is nothing to check of such a link.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import Group, require
 from kvwire.testing.conformance.content import Head
@@ -14,15 +16,27 @@ from kvwire.testing.conformance.side import Side
 
 group = Group("pause")
 
+Run = Callable[[Rig, Side, Side], Awaitable[None]]
+
 # Small frames that come together, and such as need many turns.
 _SIZES = (0, 10, 0, 7 * KIB, 100 * KIB, 3, 9 * KIB, 0, 2 * MIB, 1)
 
 
-@group.check("before", "A paused link hands over no header until it is resumed")
-async def _(rig: Rig) -> None:
-    left, right = await rig.pair()
-    if not right.link.pausable:
-        return
+def _check(name: str, promise: str) -> Callable[[Run], None]:
+    """Register the decorated coroutine as a check of what has these calls."""
+
+    def register(run: Run) -> None:
+        @group.check(name, promise)
+        async def _(rig: Rig) -> None:
+            left, right = await rig.pair()
+            if right.link.pausable:
+                await run(rig, left, right)
+
+    return register
+
+
+@_check("before", "A paused link hands over no header until it is resumed")
+async def _(rig: Rig, left: Side, right: Side) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()
@@ -32,11 +46,8 @@ async def _(rig: Rig) -> None:
     await rig.given_back(left)
 
 
-@group.check("each", "Paused with a header, a link ends that frame and begins no other")
-async def _(rig: Rig) -> None:
-    left, right = await rig.pair()
-    if not right.link.pausable:
-        return
+@_check("each", "Paused with a header, a link ends that frame and begins no other")
+async def _(rig: Rig, left: Side, right: Side) -> None:
     headers: list[int] = []
 
     def pause(head: Head) -> None:
@@ -54,11 +65,8 @@ async def _(rig: Rig) -> None:
     await rig.given_back(left)
 
 
-@group.check("again", "Paused again before it has gone on, a link stays paused")
-async def _(rig: Rig) -> None:
-    left, right = await rig.pair()
-    if not right.link.pausable:
-        return
+@_check("again", "Paused again before it has gone on, a link stays paused")
+async def _(rig: Rig, left: Side, right: Side) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()
@@ -71,11 +79,8 @@ async def _(rig: Rig) -> None:
     await rig.given_back(left)
 
 
-@group.check("end", "A paused link can be aborted, and resumed after that")
-async def _(rig: Rig) -> None:
-    left, right = await rig.pair()
-    if not right.link.pausable:
-        return
+@_check("end", "A paused link can be aborted, and resumed after that")
+async def _(rig: Rig, left: Side, right: Side) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()

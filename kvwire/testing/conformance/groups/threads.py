@@ -9,7 +9,8 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.check import CheckFailed, Group, require
 from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Rig
-from kvwire.testing.conformance.side import KitLanding, Side, Token
+from kvwire.testing.conformance.side import KitLanding, Side
+from kvwire.testing.conformance.witness import Token
 from kvwire.types import Address
 
 group = Group("threads")

@@ -129,7 +129,7 @@ class LaneRig(Bench):
         try:
             for side in self.sides:
                 side.abort()
-            await self.closes(*(side for side in self.sides if side.joined))
+            await self.closes(*(side for side in self.sides if side.begun))
             if self._listener is not None:
                 await self.within(self._listener.close(), "the listener's close")
             for backend in (self.near, self.far):
@@ -143,7 +143,7 @@ class LaneRig(Bench):
             self.stop_watching()
 
     def _judge_end(self, side: LaneSide) -> None:
-        times, expected = len(side.closed), 1 if side.joined else 0
+        times, expected = len(side.closed), 1 if side.begun else 0
         require(
             times == expected,
             f"{side.name}: lane_closed was called {times} times, not {expected}",

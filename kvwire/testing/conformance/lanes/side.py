@@ -10,17 +10,15 @@ control link would, and names the memory that its payload lands in.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvwire.backend import Landing
 from kvwire.lane import Lane, LaneHandler
 from kvwire.limits import TICKET_BYTES_MAX
 from kvwire.testing.conformance.content import Cut, Memory, pattern
-from kvwire.testing.conformance.side import Token, Verdicts
+from kvwire.testing.conformance.witness import Token, Verdicts, Witness, nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class LaneLanding(Landing):
         self.memory = memory
 
 
-class LaneSide(LaneHandler):
+class LaneSide(Witness, LaneHandler):
     """One side of a lane, its handler and its caller.
 
     Args:
@@ -52,53 +50,39 @@ class LaneSide(LaneHandler):
         verdicts: Where broken promises go.
 
     Attributes:
-        joined: ``join`` has returned.
-        arrived: Numbers of the payloads that arrived as they were sent, in order.
-        sent: Tokens given back, in order.
-        writable: How often the lane said that it is writable.
-        closed: What ``lane_closed`` was told; one entry in the end.
+        lane: The lane.
         inbox: What the side across has sent and this side has not received.
         holding: Whether parcels wait in the inbox until :meth:`take`.
         trusting: Whether what arrives must be what an honest peer would have sent.
         land: Chooses the memory for a payload; None drops it.
         on_received: Called within ``payload_received``.
-        on_sent: Called within ``payload_sent``.
-        on_writable: Called within ``lane_writable``.
-        on_closed: Called within ``lane_closed``.
         across: The other side; set by the rig.
     """
+
+    kind = "lane"
+    begins_with = "join returned"
+    within_flush = frozenset(
+        {"payload_sent", "payload_received", "lane_writable", "lane_closed"}
+    )
 
     across: LaneSide
 
     def __init__(self, name: str, lane: Lane, verdicts: Verdicts) -> None:
-        self.name = name
+        super().__init__(name, lane, verdicts)
         self.lane = lane
-        self.joined = False
-        self.arrived: list[int] = []
-        self.sent: list[Token] = []
-        self.writable = 0
-        self.closed: list[Exception | None] = []
         self.inbox: deque[Parcel] = deque()
         self.holding = False
         self.trusting = True
         self.land: Callable[[Parcel], Memory | None] = _new_view
-        self.on_received: Callable[[LaneLanding], None] = _nothing
-        self.on_sent: Callable[[Token], None] = _nothing
-        self.on_writable: Callable[[], None] = _nothing
-        self.on_closed: Callable[[], None] = _nothing
-        self._verdicts = verdicts
-        self._thread = threading.get_ident()
-        self._next_number = 0
-        self._lent: list[Token] = []
+        self.on_received: Callable[[LaneLanding], None] = nothing
         self._landings: list[LaneLanding] = []
-        self._aborted = False
 
     # --- what a check does ------------------------------------------------------------
 
     async def join(self, bootstrap: bytes) -> None:
         """Join the lane across, of which these bytes are the bootstrap."""
         await self.lane.join(bootstrap, self)
-        self.joined = True
+        self.begun = True
 
     def queue(
         self,
@@ -116,8 +100,7 @@ class LaneSide(LaneHandler):
             memory: Use this and do not fill it.
             number: Of the payload; by default one more than of the one before.
         """
-        number = self._next_number if number is None else number
-        self._next_number = number + 1
+        number = self._number(number)
         if memory is None:
             memory = Memory(length, cut)
             memory.fill(pattern(number, length))
@@ -185,37 +168,21 @@ class LaneSide(LaneHandler):
 
     def forget(self) -> None:
         """Let go of everything lent that will not be given back."""
-        self._lent.clear()
+        super().forget()
         self._landings.clear()
         self.inbox.clear()
-
-    @property
-    def lent(self) -> int:
-        """Tokens that have not been given back."""
-        return len(self._lent)
 
     @property
     def expected(self) -> int:
         """Payloads that were received and have not arrived."""
         return len(self._landings)
 
-    def wrong(self, text: str) -> None:
-        """Note a promise that this side saw broken."""
-        self._verdicts.add(f"{self.name}: {text}")
-
     # --- what the lane does -----------------------------------------------------------
 
     def payload_sent(self, lane: Lane, token: object) -> None:
         """See :class:`~kvwire.lane.LaneHandler`."""
         with self._told("payload_sent", lane):
-            index = next((i for i, t in enumerate(self._lent) if t is token), None)
-            if index is None or not isinstance(token, Token):
-                self.wrong(f"payload_sent for {token!r}, which is not lent (any more)")
-                return
-            del self._lent[index]
-            self.sent.append(token)
-            self.on_sent(token)
-            token.memory = None
+            self._given_back("payload_sent", token)
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
         """See :class:`~kvwire.lane.LaneHandler`."""
@@ -226,7 +193,13 @@ class LaneSide(LaneHandler):
             self._landings.remove(landing)
             if self._aborted:
                 self.wrong("payload_received after abort")
-            self._judge(landing)
+            if landing.memory is not None:
+                self._judge(
+                    "payload_received",
+                    landing.number,
+                    landing.memory,
+                    bytes_too=self.trusting,
+                )
             self.arrived.append(landing.number)
             self.on_received(landing)
 
@@ -244,56 +217,6 @@ class LaneSide(LaneHandler):
             self.closed.append(error)
             self.on_closed()
 
-    # --- judging ----------------------------------------------------------------------
-
-    @contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
-        self._verdicts.inside.append((self, what))
-        try:
-            yield
-        finally:
-            self._verdicts.inside.pop()
-
-    @contextmanager
-    def _told(self, what: str, lane: Lane) -> Iterator[None]:
-        inside = self._verdicts.inside
-        if inside and inside[-1] != (self, "flush"):
-            self.wrong(f"{what} was called from inside {inside[-1][1]}")
-        if threading.get_ident() != self._thread:
-            self.wrong(f"{what} was called on another thread than the loop's")
-        if lane is not self.lane:
-            self.wrong(f"{what} was called with another lane")
-        if not self.joined:
-            self.wrong(f"{what} was called before join returned")
-        if self.closed:
-            self.wrong(f"{what} was called after lane_closed")
-        inside.append((self, what))
-        try:
-            yield
-        finally:
-            inside.pop()
-            self._verdicts.changed()
-
-    def _judge(self, landing: LaneLanding) -> None:
-        memory = landing.memory
-        if memory is None:
-            return
-        expected = pattern(landing.number, memory.nbytes)
-        place = memory.differs_at(expected) if self.trusting else None
-        if place is not None:
-            self.wrong(
-                f"payload {landing.number} of {memory.nbytes} bytes is wrong at "
-                f"payload_received, first at byte {place}"
-            )
-        if not memory.gaps_are_whole():
-            self.wrong(
-                f"payload {landing.number}: memory beside its destination was written"
-            )
-
 
 def _new_view(parcel: Parcel) -> Memory | None:
     return Memory(parcel.length)
-
-
-def _nothing(*_: object) -> None:
-    return

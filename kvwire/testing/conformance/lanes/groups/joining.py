@@ -158,7 +158,7 @@ async def _(rig: LaneRig) -> None:
         )
         right.abort()
         await rig.settle()
-        require(left.joined or not left.closed, "lane_closed after a cancelled join")
+        require(left.begun or not left.closed, "lane_closed after a cancelled join")
         left, right = rig.prepare()
         await rig.within(right.join(left.lane.bootstrap), "the server's join")
 
@@ -184,7 +184,7 @@ async def _(rig: LaneRig) -> None:
             ended is None or isinstance(ended, BackendUnavailable),
             f"aborted after {turns} turns, join raised {ended!r}",
         )
-        if left.joined:
+        if left.begun:
             await rig.closes(left)
         right.abort()
         await rig.closes(right)

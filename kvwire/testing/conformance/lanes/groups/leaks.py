@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
 
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import MIB
-from kvwire.testing.conformance.bench import open_descriptors
-from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.check import GroupOf
+from kvwire.testing.conformance.growth import require_collected, require_no_growth
 from kvwire.testing.conformance.lanes.rig import LaneRig
 
 group: GroupOf[LaneRig] = GroupOf("leak")
@@ -67,31 +64,18 @@ _WAYS: dict[str, Cycle] = {
 
 @group.each("cycles", "20 lanes that end so leave nothing: {}", _WAYS)
 async def _(rig: LaneRig, cycle: Cycle) -> None:
-    await _run(rig, cycle)
-    before = _counts()
-    for _ in range(_CYCLES):
-        await _run(rig, cycle)
-    gc.collect()
-    for what, now in _counts().items():
-        was = before[what]
-        require(now <= was + _TOLERANCE, f"{was} {what} have become {now}")
+    await require_no_growth(
+        lambda: _run(rig, cycle), cycles=_CYCLES, tolerance=_TOLERANCE
+    )
 
 
 async def _run(rig: LaneRig, cycle: Cycle) -> None:
     await cycle(rig)
     for side in rig.sides:
         side.abort()
-    await rig.closes(*(side for side in rig.sides if side.joined))
+    await rig.closes(*(side for side in rig.sides if side.begun))
     rig.forget(*rig.sides)
     await rig.settle()
-
-
-def _counts() -> dict[str, int]:
-    return {
-        "descriptors": len(open_descriptors()),
-        "tasks": len(asyncio.all_tasks()),
-        "threads": threading.active_count(),
-    }
 
 
 @group.check("lane", "A lane that ended is collected, and so is its handler")
@@ -108,6 +92,4 @@ async def _(rig: LaneRig) -> None:
     rig.forget(left, right)
     del left, right
     await rig.settle()
-    gc.collect()
-    held = sum(side() is not None for side in alive)
-    require(not held, f"{held} of 2 handlers are kept alive by something")
+    require_collected(alive, "handlers")

@@ -12,9 +12,10 @@ import weakref
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import GroupOf, require
 from kvwire.testing.conformance.content import CUTS, Bytes, Cut, Memory, pattern
+from kvwire.testing.conformance.growth import require_collected
 from kvwire.testing.conformance.lanes.rig import LaneRig
 from kvwire.testing.conformance.lanes.side import LaneLanding, LaneSide, Parcel
-from kvwire.testing.conformance.side import Token
+from kvwire.testing.conformance.witness import Token
 
 group: GroupOf[LaneRig] = GroupOf("memory")
 
@@ -204,16 +205,10 @@ async def _idle_after_traffic(
     return left, right, seen
 
 
-def _none_held(seen: list[weakref.ref[Bytes]]) -> None:
-    gc.collect()
-    held = sum(alive() is not None for alive in seen)
-    require(not held, f"{held} of {len(seen)} payloads are kept alive")
-
-
 @group.check("released-idle", "An idle lane keeps no payload memory alive")
 async def _(rig: LaneRig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
-    _none_held(seen)
+    require_collected(seen, "payloads")
     require(not left.closed and not right.closed, "a lane closed")
 
 
@@ -223,7 +218,7 @@ async def _(rig: LaneRig) -> None:
     left.close()
     right.close()
     await rig.closes(left, right)
-    _none_held(seen)
+    require_collected(seen, "payloads")
 
 
 @group.check("released-aborted", "An aborted lane keeps no queued memory alive")
@@ -243,4 +238,4 @@ async def _(rig: LaneRig) -> None:
     right.abort()
     await rig.closes(right)
     await rig.settle()
-    _none_held(seen)
+    require_collected(seen, "payloads")

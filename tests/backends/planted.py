@@ -1,0 +1,68 @@
+"""Bugs planted in a reference backend, and the checks that must find each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvwire.testing.conformance import Result
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+class Plants:
+    """The bugs of one test module.
+
+    Attributes:
+        cases: Each bug with each check that must find it, for ``parametrize``.
+    """
+
+    def __init__(self) -> None:
+        self.cases: list[tuple[str, Plant]] = []
+        # What plants leave behind on purpose.
+        self._descriptors: list[int] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def caught_by(self, *checks: str) -> Callable[[Plant], Plant]:
+        """Register a bug with the checks that must each find it."""
+
+        def register(plant: Plant) -> Plant:
+            self.cases.extend((check, plant) for check in checks)
+            return plant
+
+        return register
+
+    def leak_a_descriptor(self) -> None:
+        """Open a file that nobody closes before :meth:`clean_up`."""
+        self._descriptors.append(os.open(os.devnull, os.O_RDONLY))
+
+    def leak_a_task(self) -> None:
+        """Begin a task that does not end before :meth:`clean_up`."""
+        self._tasks.append(asyncio.create_task(asyncio.Event().wait()))
+
+    async def clean_up(self) -> None:
+        """Take back what bugs have left.
+
+        Cancel safety: not cancel safe; the rest stays behind.
+        """
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+
+def id_of(value: object) -> str:
+    """The id of a check or a bug, for ``parametrize``."""
+    return value if isinstance(value, str) else getattr(value, "__name__", "")
+
+
+def expect_caught(result: Result) -> None:
+    """The check has failed, and it was the backend that failed, not the plant."""
+    assert not result.passed
+    assert not result.reason.startswith(("AttributeError", "NameError", "TypeError"))
