@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from kvwire import UsageError
 from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.dispatch import Dispatcher
+from kvwire.integrations.vllm.proxy.dispatch import Asked, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import (
     BY_PREFIX,
     DOWN_S,
@@ -35,6 +35,7 @@ P1 = Engine("http://p1", ("p1:1",))
 P2 = Engine("http://p2", ("p2:1",))
 D1 = Engine("http://d1", ("d1:1", "d1:2"))
 D2 = Engine("http://d2", ("d2:1",))
+EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
 
 Handler = Callable[[dict[str, Any]], Awaitable[httpx.Response]]
@@ -46,10 +47,12 @@ class Engines(httpx.AsyncBaseTransport):
     def __init__(self, **handlers: Handler) -> None:
         self.handlers = handlers
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.headers: dict[str, httpx.Headers] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content) if request.content else {}
         self.asked.append((request.url.host, body))
+        self.headers[request.url.host] = request.headers
         response = await self.handlers.get(request.url.host, fine)(body)
         response.request = request
         return response
@@ -84,6 +87,49 @@ async def broken(_: dict[str, Any]) -> httpx.Response:
     return answer(500, {})
 
 
+def breaks_off(headers: dict[str, str]) -> Handler:
+    """An engine that dies after the first part of its answer."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"data: 1"
+        raise httpx.ReadError("reset")
+
+    async def handler(_: dict[str, Any]) -> httpx.Response:
+        return httpx.Response(200, headers=headers, content=parts())
+
+    return handler
+
+
+async def streamed(application: Starlette) -> AsyncIterator[bytes]:
+    """The parts of an answer as they are sent; httpx's own transport joins them."""
+    parts: asyncio.Queue[bytes] = asyncio.Queue()
+    body = json.dumps({**ASK, "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await parts.put(message["body"])
+
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.4"},
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [],
+        "query_string": b"",
+    }
+    running = asyncio.ensure_future(application(scope, receive, send))
+    while part := await parts.get():
+        yield part
+    await running
+
+
 async def turns_until(condition: Callable[[], bool]) -> None:
     for _ in range(1000):
         if condition():
@@ -99,13 +145,18 @@ def app(engines: Engines, order: str = AT_ONCE) -> Starlette:
 
 
 async def post(
-    application: Starlette, body: Any = None, path: str = "completions"
+    application: Starlette,
+    body: Any = None,
+    path: str = "completions",
+    headers: dict[str, str] | None = None,
 ) -> Any:
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://proxy"
     ) as client:
-        return await client.post(f"/v1/{path}", json=ASK if body is None else body)
+        return await client.post(
+            f"/v1/{path}", json=ASK if body is None else body, headers=headers
+        )
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -209,9 +260,82 @@ async def test_another_decode_engine_takes_over() -> None:
 
 
 async def test_no_decode_engine_at_all() -> None:
+    """An error as OpenAI's clients know them, with what the last engine said."""
     said = await post(app(Engines(d1=refused, d2=refused)))
     assert said.status_code == 503
-    assert "no decode engine answers" in said.json()["error"]["message"]
+    error = said.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == 503
+    assert error["message"] == "no decode engine answers: nobody listens"
+
+
+async def test_a_decode_engine_that_says_it_is_broken() -> None:
+    """Its API server outlives its engine for a moment, and answers 500."""
+    engines = Engines(d1=broken)
+    assert (await post(app(engines))).json() == {"tokens": 9}
+
+
+async def test_what_every_decode_engine_fails_at() -> None:
+    async def dead(_: dict[str, Any]) -> httpx.Response:
+        return answer(500, {"error": {"message": "EngineDeadError"}})
+
+    said = await post(app(Engines(d1=dead, d2=dead)))
+    assert said.status_code == 500
+    assert said.json()["error"]["message"].endswith(": EngineDeadError")
+
+
+@pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
+async def test_engines_hear_who_asks(order: str) -> None:
+    """Keys of engines that want one, and what traces and logs go by; nothing else."""
+    sent = {
+        "authorization": "Bearer secret",
+        "x-request-id": "7",
+        "traceparent": "00-1-2-01",
+        "tracestate": "a=b",
+    }
+    engines = Engines()
+    said = await post(app(engines, order), headers={**sent, "cookie": "mine"})
+    assert said.status_code == 200
+    for host in ("p1", "d1"):
+        heard = engines.headers[host]
+        assert {name: heard[name] for name in sent} == sent
+        assert "cookie" not in heard
+        assert heard["accept-encoding"] == "identity"
+
+
+async def test_an_answer_comes_part_by_part() -> None:
+    """The client has the first token while the engine makes the second."""
+    first_read = asyncio.Event()
+
+    async def tokens() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        await first_read.wait()
+        yield b"data: [DONE]\n\n"
+
+    async def streams(_: dict[str, Any]) -> httpx.Response:
+        return httpx.Response(200, headers=EVENTS, content=tokens())
+
+    read = b""
+    async for part in streamed(app(Engines(d1=streams))):
+        read += part
+        first_read.set()
+    assert read == b"data: 1\n\ndata: [DONE]\n\n"
+
+
+async def test_an_engine_that_dies_while_it_streams() -> None:
+    """The client is told in the stream: its status has been sent long before."""
+    engines = Engines(d1=breaks_off(EVENTS))
+    read = b"".join([part async for part in streamed(app(engines))])
+    begun, error, done = read.removeprefix(b"data: ").split(b"\n\ndata: ")
+    assert (begun, done) == (b"1", b"[DONE]\n\n")
+    assert json.loads(error)["error"]["code"] == 502
+
+
+async def test_an_engine_that_dies_within_an_answer_that_is_no_stream() -> None:
+    """Half an answer must not look like a whole one: the connection is cut."""
+    engines = Engines(d1=breaks_off({"content-type": "application/json"}))
+    with pytest.raises(httpx.ReadError):
+        await post(app(engines))
 
 
 async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
@@ -248,12 +372,52 @@ async def test_a_client_that_goes_away_stops_both() -> None:
         AsyncExitStack() as stack,
     ):
         dispatcher = Dispatcher(client, [P1], [D1], order=AT_ONCE, route=ROUND_ROBIN)
-        asking = asyncio.ensure_future(dispatcher.ask("/v1/completions", ASK, stack))
+        asked = Asked("/v1/completions", ASK)
+        asking = asyncio.ensure_future(dispatcher.ask(asked, stack))
         await turns_until(lambda: len(engines.asked) == 2)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
     assert sorted(stopped) == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
+async def test_a_client_that_goes_away_before_the_first_token(order: str) -> None:
+    """The server says so while nothing was answered; nobody works for nobody."""
+    stopped: list[str] = []
+    asked = asyncio.Event()
+
+    async def waits(_: dict[str, Any]) -> httpx.Response:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append("one")
+        raise AssertionError
+
+    messages = [{"type": "http.request", "body": json.dumps(ASK).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asked.wait()
+        return {"type": "http.disconnect"}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [],
+        "query_string": b"",
+    }
+    await app(Engines(p1=waits, d1=waits), order)(scope, receive, send)
+    assert stopped == ["one"] * (2 if order == AT_ONCE else 1)
+    assert sent[0]["status"] == 499
 
 
 @pytest.mark.parametrize("body", [[1], "text"])
@@ -262,13 +426,15 @@ async def test_what_is_no_request(body: Any) -> None:
 
 
 async def test_other_pages() -> None:
-    application = app(Engines(d2=refused))
-    transport = httpx.ASGITransport(application)
+    engines = Engines(d2=refused)
+    transport = httpx.ASGITransport(app(engines))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://proxy"
     ) as client:
         assert (await client.get("/health")).status_code == 200
-        assert (await client.get("/v1/models")).status_code == 200
+        for _ in range(3):  # whoever's turn it is
+            assert (await client.get("/v1/models")).status_code == 200
+        engines.handlers["d1"] = refused
         assert (await client.get("/v1/models")).status_code == 503
 
 

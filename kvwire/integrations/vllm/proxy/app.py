@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from http import HTTPStatus
+from typing import Any, Final
 
 import httpx
 from starlette.applications import Starlette
@@ -12,11 +16,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvwire.integrations.vllm.proxy.dispatch import Answer, Dispatcher, EngineFailed
+from kvwire.integrations.vllm.proxy.dispatch import (
+    Answer,
+    Asked,
+    Dispatcher,
+    EngineFailed,
+)
 from kvwire.integrations.vllm.proxy.engines import Engine
 
-# Of an answer's headers; the others are about one hop of it.
-_KEPT_HEADERS = ("content-type", "x-request-id")
+logger = logging.getLogger("kvwire")
+
+# Of a request's headers; the others are about one hop of it, or the client's own.
+_PASSED_HEADERS: Final = ("authorization", "x-request-id", "traceparent", "tracestate")
+# Of an answer's, likewise.
+_KEPT_HEADERS: Final = ("content-type", "x-request-id")
+_EVENTS: Final = "text/event-stream"
+# What nginx notes where a client has closed the connection; there is no standard one.
+_CLIENT_CLOSED: Final = 499
 
 
 def make_app(
@@ -40,6 +56,8 @@ def make_app(
         # An answer may take minutes to begin: a queue, a long prompt.
         timeout=httpx.Timeout(None, connect=5.0),
         limits=httpx.Limits(max_connections=None),
+        # Parts of an answer are passed on as they come.
+        headers={"accept-encoding": "identity"},
         transport=transport,
     )
     front = _Front(Dispatcher(client, prefill, decode, order=order, route=route))
@@ -70,25 +88,30 @@ class _Front:
         try:
             body = await request.json()
         except ValueError as exc:
-            return _error(400, f"the body is not JSON: {exc}")
+            return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {exc}")
         if not isinstance(body, dict):
-            return _error(400, "the body is not a JSON object")
+            return _error(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
+        asked = Asked(request.url.path, body, _passed_on(request))
         async with AsyncExitStack() as stack:
+            asking = asyncio.ensure_future(self._dispatcher.ask(asked, stack))
             try:
-                answer = await self._dispatcher.ask(request.url.path, body, stack)
+                answer = await _unless_gone(request, asking)
             except EngineFailed as exc:
-                return _error(503, str(exc))
+                return _failed(exc)
+            if answer is None:
+                # Nobody reads it.
+                return Response(status_code=_CLIENT_CLOSED)
             rest = stack.pop_all()
             kept = {h: answer.headers[h] for h in _KEPT_HEADERS if h in answer.headers}
             return StreamingResponse(
                 _relay(answer, rest), status_code=answer.status, headers=kept
             )
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         try:
-            said = await self._dispatcher.get("/v1/models")
+            said = await self._dispatcher.get("/v1/models", _passed_on(request))
         except EngineFailed as exc:
-            return _error(503, str(exc))
+            return _failed(exc)
         return Response(
             said.content, said.status_code, media_type=said.headers.get("content-type")
         )
@@ -97,12 +120,58 @@ class _Front:
         return Response()
 
 
+def _passed_on(request: Request) -> dict[str, str]:
+    return {h: request.headers[h] for h in _PASSED_HEADERS if h in request.headers}
+
+
+async def _unless_gone(request: Request, asking: asyncio.Task[Answer]) -> Answer | None:
+    """The answer, or None if the client goes away before it begins.
+
+    Starlette looks for that only once the answer is on its way.
+    """
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((asking, gone), return_when=asyncio.FIRST_COMPLETED)
+        return asking.result() if asking.done() else None
+    finally:
+        for task in (asking, gone):
+            task.cancel()
+        await asyncio.wait((asking, gone))
+
+
+async def _disconnected(request: Request) -> None:
+    # The body was read, so nothing else is left to be received.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _relay(answer: Answer, rest: AsyncExitStack) -> AsyncIterator[bytes]:
     async with rest:
-        async for part in answer.parts:
-            yield part
+        try:
+            async for part in answer.parts:
+                yield part
+        except httpx.HTTPError as exc:
+            logger.warning("an engine broke off its answer: %r", exc)
+            if not answer.headers.get("content-type", "").startswith(_EVENTS):
+                raise  # the connection is cut, so the client knows
+            said = _openai_error(HTTPStatus.BAD_GATEWAY, f"the engine broke off: {exc}")
+            # What came before may have been half an event.
+            yield b"\n\ndata: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def _failed(error: EngineFailed) -> Response:
+    if error.status is None:
+        why = f"no decode engine answers: {error.why}"
+        return _error(HTTPStatus.SERVICE_UNAVAILABLE, why)
+    return _error(error.status, f"the decode engine failed: {error.why}")
 
 
 def _error(status: int, message: str) -> Response:
-    body: dict[str, Any] = {"error": {"message": message, "code": status}}
-    return JSONResponse(body, status_code=status)
+    return JSONResponse(_openai_error(status, message), status_code=status)
+
+
+def _openai_error(status: int, message: str) -> dict[str, Any]:
+    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "EngineError"
+    return {
+        "error": {"message": message, "type": kind, "param": None, "code": int(status)}
+    }

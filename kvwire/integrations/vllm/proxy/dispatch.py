@@ -8,19 +8,22 @@
 
 A prefill engine that fails before the answer has begun costs another try; decode's part
 of the failed one is given up first, so nothing of it waits for KV that will not come. A
-decode engine that cannot be reached likewise. Once the answer has begun it is the
-client's, and an engine that dies then ends it.
+decode engine that cannot be reached, or answers that it is broken, likewise. Once the
+answer has begun it is the client's, and an engine that dies then ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
 
 import httpx
 
@@ -35,19 +38,41 @@ from kvwire.integrations.vllm.proxy.requests import (
 
 logger = logging.getLogger("kvwire")
 
+# Of an engine's error, in ours.
+_QUOTED_CHARS: Final = 500
+
 
 class EngineFailed(Exception):
     """An engine could not be reached, or gave no answer that is of use.
 
     Attributes:
         engine: Which.
+        why: For the client, who need not know where engines are.
+        status: What it answered; None if nothing.
         down: Others are better off with another engine for a while.
     """
 
-    def __init__(self, engine: Engine, why: str, *, down: bool = True) -> None:
+    def __init__(self, engine: Engine, why: str, status: int | None = None) -> None:
         super().__init__(f"{engine.url}: {why}")
         self.engine = engine
-        self.down = down
+        self.why = why
+        self.status = status
+        self.down = status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client's request.
+
+    Attributes:
+        path: Of the API, such as ``/v1/completions``.
+        body: As the client sent it.
+        headers: Those that the engines get as well.
+    """
+
+    path: str
+    body: dict[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -89,62 +114,66 @@ class Dispatcher:
         self._decode = Pool(decode, time.monotonic)
         self._order = order
 
-    async def ask(
-        self, path: str, body: dict[str, Any], stack: AsyncExitStack
-    ) -> Answer:
+    async def ask(self, asked: Asked, stack: AsyncExitStack) -> Answer:
         """Have a request answered.
 
         Args:
-            path: Of the API, such as ``/v1/completions``.
-            body: The client's request.
+            asked: The client's request.
             stack: Gives both engines up when it is exited.
 
         Returns:
             The answer, of which the first part is here.
 
         Raises:
-            EngineFailed: No decode engine could be reached.
+            EngineFailed: No decode engine answered; what the last one said.
 
         Cancel safety: safe; both engines are told that nobody waits.
         """
+        body = asked.body
         failed: set[Engine] = set()
         dead: set[Engine] = set()
-        while True:
-            decode = self._decode.pick(body, dead)
-            if decode is None:
-                raise EngineFailed(next(iter(dead)), "no decode engine answers")
+        decode = self._decode.pick(body, dead)
+        while decode is not None:
             prefill = self._prefill.pick(body, failed) if is_single(body) else None
             try:
                 async with AsyncExitStack() as attempt:
                     if prefill is None:
-                        answer = await self._answer(decode, path, body, attempt)
+                        answer = await self._answer(decode, asked, body, attempt)
                     else:
-                        answer = await self._both(prefill, decode, path, body, attempt)
+                        answer = await self._both(prefill, decode, asked, attempt)
                     stack.push_async_exit(attempt.pop_all())
                     return answer
             except EngineFailed as exc:
-                logger.warning("%s; trying again", exc)
-                pool, out = self._decode, dead
-                if exc.engine is prefill:
-                    pool, out = self._prefill, failed
-                out.add(exc.engine)  # bounded by the engines there are
-                if exc.down:
-                    pool.down(exc.engine)
+                logger.warning("%s", exc)
+                last = exc
+            pool, out = self._decode, dead
+            if last.engine is prefill:
+                pool, out = self._prefill, failed
+            out.add(last.engine)  # bounded by the engines there are
+            if last.down:
+                pool.down(last.engine)
+            decode = self._decode.pick(body, dead)
+        raise last
 
-    async def get(self, path: str) -> httpx.Response:
+    async def get(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
         """What a decode engine says to a GET, such as its models.
 
         Raises:
-            EngineFailed: It cannot be reached.
+            EngineFailed: None can be reached.
 
         Cancel safety: safe.
         """
-        engine = self._decode.pick({}, ())
-        assert engine is not None
-        try:
-            return await self._client.get(engine.url + path)
-        except httpx.HTTPError as exc:
-            raise EngineFailed(engine, repr(exc)) from None
+        dead: set[Engine] = set()
+        engine = self._decode.pick({}, dead)
+        while engine is not None:
+            try:
+                return await self._client.get(engine.url + path, headers=headers)
+            except httpx.HTTPError as exc:
+                last = EngineFailed(engine, _said(exc))
+            dead.add(engine)  # bounded by the engines there are
+            self._decode.down(engine)
+            engine = self._decode.pick({}, dead)
+        raise last
 
     # --- one try ----------------------------------------------------------------------
 
@@ -152,48 +181,58 @@ class Dispatcher:
         self,
         prefill: Engine,
         decode: Engine,
-        path: str,
-        body: dict[str, Any],
+        asked: Asked,
         attempt: AsyncExitStack,
     ) -> Answer:
         transfer_id = new_transfer_id()
         computed = asyncio.ensure_future(
-            self._compute(prefill, path, for_prefill(body, transfer_id, decode))
+            self._compute(prefill, asked, for_prefill(asked.body, transfer_id, decode))
         )
         # Its answer comes about when decode's does; it is not cut off for that.
         attempt.push_async_callback(_ended, computed)
         if self._order == IN_SEQUENCE:
             await computed
-        answer = asyncio.ensure_future(
-            self._answer(decode, path, for_decode(body, transfer_id, prefill), attempt)
-        )
+        body = for_decode(asked.body, transfer_id, prefill)
+        answer = asyncio.ensure_future(self._answer(decode, asked, body, attempt))
         try:
             return await _first_of(answer, computed)
         finally:
             if not answer.done():
                 await _ended(answer)
 
-    async def _compute(self, engine: Engine, path: str, body: dict[str, Any]) -> None:
+    async def _compute(
+        self, engine: Engine, asked: Asked, body: dict[str, Any]
+    ) -> None:
         try:
-            said = await self._client.post(engine.url + path, json=body)
+            said = await self._client.post(
+                engine.url + asked.path, json=body, headers=asked.headers
+            )
         except httpx.HTTPError as exc:
-            raise EngineFailed(engine, repr(exc)) from None
+            raise EngineFailed(engine, _said(exc)) from None
         if said.is_error:
-            why = f"status {said.status_code}"
-            raise EngineFailed(engine, why, down=said.is_server_error)
+            raise EngineFailed(engine, _quoted(said.content), said.status_code)
 
     async def _answer(
-        self, engine: Engine, path: str, body: dict[str, Any], attempt: AsyncExitStack
+        self,
+        engine: Engine,
+        asked: Asked,
+        body: dict[str, Any],
+        attempt: AsyncExitStack,
     ) -> Answer:
         try:
             said = await attempt.enter_async_context(
-                self._client.stream("POST", engine.url + path, json=body)
+                self._client.stream(
+                    "POST", engine.url + asked.path, json=body, headers=asked.headers
+                )
             )
             parts = said.aiter_raw()
             # Headers come before there is a token, so they are no answer yet.
             first = await anext(parts, b"")
+            if said.is_server_error:
+                why = first + b"".join([part async for part in parts])
+                raise EngineFailed(engine, _quoted(why), said.status_code)
         except httpx.HTTPError as exc:
-            raise EngineFailed(engine, repr(exc)) from None
+            raise EngineFailed(engine, _said(exc)) from None
         return Answer(said.status_code, said.headers, _chained(first, parts))
 
 
@@ -220,3 +259,16 @@ async def _ended(future: asyncio.Future[Any]) -> None:
     await asyncio.wait((future,))
     if not future.cancelled():
         future.exception()
+
+
+def _said(error: httpx.HTTPError) -> str:
+    """Why nothing came; some of httpx's errors have no text."""
+    return str(error) or type(error).__name__
+
+
+def _quoted(body: bytes) -> str:
+    """What an engine says of its failure: OpenAI's ``error.message``, or the text."""
+    text = body.decode(errors="replace")
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        text = str(json.loads(text)["error"]["message"])
+    return text[:_QUOTED_CHARS] or "no text"
