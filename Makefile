@@ -53,7 +53,8 @@ demo: $(DEMO_STAMP)
 test-demo: $(DEMO_STAMP)
 	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(DEMO_VENV)/bin/python -m pytest tests/integrations tests/examples \
-	  tests/backends/kvwire_nccl/test_gloo.py tests/kv/test_torch.py $(ARGS)
+	  tests/backends/kvwire_nccl/test_gloo.py \
+	  tests/backends/kvwire_nccl/test_one_way.py tests/kv/test_torch.py $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,13 @@ from kvwire_nccl.library import chosen
 from tests.backends.kvwire_nccl.fake import Notes
 from tests.support.pairs import communicators, until
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None,
-    reason="torch is not installed here; make test-demo runs this where it is",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None,
+        reason="torch is not installed here; make test-demo runs this where it is",
+    ),
+    pytest.mark.usefixtures("gloo_is_loaded"),
+]
 
 
 SETTINGS = {"nccl": {"communicator": "gloo", "move_timeout_s": "1"}}
@@ -36,15 +38,6 @@ SPEC = KVSpec(layers=4, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16
 SHAPE = (40, 2, 16, 4, 32)
 SOURCE = [7, 3, 39, 20, 21, 22, 0, 11, 30, 31, 5, 1]
 TARGET = [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _gloo_is_loaded() -> None:
-    """What gloo makes once for the process is not what a test leaves behind."""
-    from torch import distributed
-
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    distributed.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
 
 
 @pytest.fixture(autouse=True)
