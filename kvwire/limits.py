@@ -79,6 +79,8 @@ REQUESTS_MAX: Final = 4096
 # Chunks that one link has and has not reported as sent. A get that only waits for that
 # is over for the peer, so admitting twice REQUESTS_MAX never refuses an honest one.
 LINK_CHUNKS_MAX: Final = REQUESTS_MAX
+# Of a transfer: a higher one goes first. One byte on the wire.
+PRIORITY_MAX: Final = 255
 # Request numbers are 32 bits and never reused within a connection.
 REQUEST_ID_MAX: Final = 2**32 - 1
 GRANTS_MAX: Final = 65_536

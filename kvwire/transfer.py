@@ -30,7 +30,7 @@ from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
-from kvwire.limits import TRANSFER_ID_BYTES_MAX
+from kvwire.limits import PRIORITY_MAX, TRANSFER_ID_BYTES_MAX
 from kvwire.phases import Phases
 from kvwire.proto.events import (
     SegmentLanded,
@@ -173,9 +173,9 @@ class KVTransfer:
             raise UsageError(
                 f"cache: {type(cache).__name__} is not a kvwire.PagedCache"
             )
-        if type(priority) is not int or not 0 <= priority <= 255:
+        if type(priority) is not int or not 0 <= priority <= PRIORITY_MAX:
             raise UsageError(
-                f"priority={priority!r}: 0 to 255; a higher one goes first"
+                f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
             )
         if lease_s is not None and not 0 < lease_s < math.inf:
             raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")

@@ -5,6 +5,7 @@ fails again, on any machine.
 """
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -19,6 +20,10 @@ pytest_plugins = [
 # Both ends are on one host, so payload would go past all that, from memory to memory.
 # Those that are about another transport name it, which comes before this.
 os.environ.setdefault("KVWIRE_PREFER", "tcp")
+
+# A shell starts what runs in the background with Ctrl-C ignored, and the processes that
+# tests end by it would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("same")

@@ -8,10 +8,7 @@ add up.
 On a lane several chunks that follow each other may travel as one *span*: what a payload
 costs beside its bytes is then paid once.
 
-Requests that send take turns, one chunk each: a message of 4 MiB beside a prompt of
-4 GiB waits for its share of the wire and not for the prompt. A transfer has one turn,
-however many of its segments are marked, and sends them in the order of their marks: so
-its first layer arrives first, and a broken link leaves at most one segment half sent.
+Which request sends the next chunk is decided by :mod:`kvwire.proto.turns`.
 """
 
 from __future__ import annotations
@@ -23,19 +20,17 @@ from collections.abc import Callable
 import msgspec
 
 from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
-from kvwire.limits import LINK_CHUNKS_MAX, REQUESTS_MAX, SPAN_BYTES_MAX
+from kvwire.limits import LINK_CHUNKS_MAX, SPAN_BYTES_MAX
 from kvwire.proto.holds import Holds
 from kvwire.proto.requests import SENDING, Request, Requests
 from kvwire.proto.seen import Seen
 from kvwire.proto.segments import Segment
 from kvwire.proto.state import Input, Kind, State
+from kvwire.proto.turns import Mover, Turns
 from kvwire.types import BufferId
 from kvwire.wire.header import FrameType, Header
 
 _DATA = int(FrameType.DATA)
-
-Mover = Request | Segment
-"""What sends chunks: a request in one piece, or a segment of a transfer."""
 
 
 class Place(enum.Enum):
@@ -123,12 +118,7 @@ class Flows:
         self._requests = requests
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self._turns: dict[int, deque[Mover]] = {}
-        # Segments that wait behind the one that has their transfer's turn.
-        self._behind: dict[Request, deque[Segment]] = {}
-        # Movers in all turns, those included that are over by now, and when to look.
-        self._queued = 0
-        self._queued_max = REQUESTS_MAX
+        self._turns = Turns(chunk_bytes)
         self._on_segment_sent: Callable[[Segment], None] | None = None
         # Ordered, so that a run of the core is the same each time.
         self._leaving: dict[Chunk, None] = {}
@@ -142,16 +132,11 @@ class Flows:
         """From now on the request takes its turn."""
         assert request.kind in SENDING
         assert request.state is State.MOVING
-        self._queue(request, 0)
+        self._turns.add(request)
 
     def begin_segment(self, segment: Segment, priority: int) -> None:
         """From now on a segment waits for its transfer's turn, behind earlier ones."""
-        behind = self._behind.get(segment.request)
-        if behind is not None:
-            behind.append(segment)  # bounded: SEGMENTS_MAX
-            return
-        self._behind[segment.request] = deque()  # bounded: REQUESTS_MAX
-        self._queue(segment, priority)
+        self._turns.add_segment(segment, priority)
 
     def on_segment_sent(self, call: Callable[[Segment], None]) -> None:
         """Call when the link is through with all chunks of a segment."""
@@ -160,12 +145,11 @@ class Flows:
     @property
     def sending(self) -> bool:
         """Whether there may be a chunk to send."""
-        return bool(self._turns or self._again) and len(self._leaving) < LINK_CHUNKS_MAX
+        some = self._turns.count or self._again
+        return bool(some) and len(self._leaving) < LINK_CHUNKS_MAX
 
     def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
         """The next piece to send. Its memory is held until :meth:`chunk_sent`.
-
-        A higher priority goes first; within one priority each takes its turn.
 
         Args:
             span: How many bytes of a buffer may go at once, where a lane would take
@@ -180,29 +164,18 @@ class Flows:
                 chunk.mover.in_flight -= 1
                 self._holds.drop(chunk.buffer)
                 continue
-            priority = max(self._turns)
-            turn = self._turns[priority]
-            mover = turn.popleft()
-            if mover.state is State.MOVING:
-                position = mover.moved
-                length = min(self._chunk_bytes, mover.nbytes - position)
-                if span is not None and length < mover.nbytes - position:
-                    length = self._span(mover, span)
-                mover.moved += length
-                mover.in_flight += 1
-                chunk = Chunk(mover, position, length)
-                following = mover if mover.moved < mover.nbytes else self._after(mover)
-                if following is not None:
-                    turn.append(following)  # bounded: REQUESTS_MAX
-                else:
-                    self._queued -= 1
-                if not turn:
-                    del self._turns[priority]
-                return self._hold(chunk)
-            self._leave(mover)
-            self._queued -= 1
-            if not turn:
-                del self._turns[priority]
+            mover = self._turns.head()
+            if mover is None:
+                break
+            position = mover.moved
+            length = min(self._chunk_bytes, mover.nbytes - position)
+            if span is not None and length < mover.nbytes - position:
+                length = self._span(mover, span)
+            mover.moved += length
+            mover.in_flight += 1
+            chunk = Chunk(mover, position, length)
+            self._turns.sent(length)
+            return self._hold(chunk)
         return None
 
     def chunk_sent(self, chunk: Chunk) -> None:
@@ -371,8 +344,6 @@ class Flows:
             self.release(arrival)
         self._again.clear()
         self._turns.clear()
-        self._behind.clear()
-        self._queued = 0
 
     # --- inside -----------------------------------------------------------------------
 
@@ -381,44 +352,6 @@ class Flows:
         assert mover.buffer is not None
         chunks = max(1, min(span(mover.buffer), SPAN_BYTES_MAX) // self._chunk_bytes)
         return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)
-
-    def _after(self, mover: Mover) -> Segment | None:
-        """What takes the turn of a mover that is through."""
-        if not isinstance(mover, Segment):
-            return None
-        behind = self._behind[mover.request]
-        if behind:
-            return behind.popleft()
-        del self._behind[mover.request]
-        return None
-
-    def _leave(self, mover: Mover) -> None:
-        """A mover that is over, and with it the rest of its transfer."""
-        if isinstance(mover, Segment):
-            del self._behind[mover.request]
-
-    def _queue(self, mover: Mover, priority: int) -> None:
-        if self._queued >= self._queued_max:
-            self._drop_dead()
-        self._queued += 1
-        # bounded: REQUESTS_MAX; no turn is empty
-        self._turns.setdefault(priority, deque()).append(mover)
-
-    def _drop_dead(self) -> None:
-        """Forget movers that are over: a link that takes nothing never meets them.
-
-        Otherwise a peer that asks, cancels and never reads would make the turns grow.
-        """
-        kept: dict[int, deque[Mover]] = {}
-        for priority, turn in self._turns.items():
-            for mover in turn:
-                if mover.state is State.MOVING:
-                    kept.setdefault(priority, deque()).append(mover)
-                else:
-                    self._leave(mover)
-        self._turns = kept
-        self._queued = sum(map(len, self._turns.values()))
-        self._queued_max = max(REQUESTS_MAX, 2 * self._queued)
 
     def _hold(self, chunk: Chunk) -> Chunk:
         self._holds.take(chunk.buffer)

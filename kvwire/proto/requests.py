@@ -59,6 +59,7 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
         arrived: Receiving: the chunks whose headers were seen.
         confirmed: The peer's DONE came before our link said that all was sent.
         over: Whether it is done or has failed.
+        turn_bytes: What it may still send in this turn; below 0 it has sent too much.
         context: The front's own object for it.
     """
 
@@ -76,6 +77,7 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
     arrived: Seen | None = None
     confirmed: bool = False
     over: bool = False
+    turn_bytes: int = 0
     context: object = None
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from kvwire.limits import (
     LANE_PAYLOADS_MAX,
     LANES_MAX,
     NAME_CHARS_MAX,
+    PRIORITY_MAX,
     PROFILE_FIELDS_MAX,
     REASON_CHARS_MAX,
     REQUEST_BYTES_MAX,
@@ -204,7 +205,7 @@ class Open(Body, array_like=True, frozen=True, gc=False):
 
     id: TransferId
     pull: bool
-    priority: Annotated[int, Meta(ge=0, le=255)]
+    priority: Annotated[int, Meta(ge=0, le=PRIORITY_MAX)]
     description: Description
 
 

@@ -16,9 +16,8 @@ from kvwire.errors import (
     MalformedFrame,
     UnexpectedFrame,
 )
-from kvwire.limits import LINK_CHUNKS_MAX, REQUESTS_MAX
+from kvwire.limits import LINK_CHUNKS_MAX
 from kvwire.proto.flows import Arrival, Place
-from kvwire.proto.requests import Request
 from kvwire.proto.segments import Segment
 from kvwire.proto.state import Kind, State
 from kvwire.wire.header import FrameType, decode_header
@@ -44,55 +43,6 @@ def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
         assert request.state is State.MOVING
         side.flows.chunk_sent(chunk)
     assert request.state is State.WAITING
-
-
-def test_requests_take_turns() -> None:
-    """One chunk each, so a short one does not wait for a long one."""
-    side = Side()
-    long, short = side.put(50), side.put(20)
-    order = [side.chunk().mover for _ in range(7)]
-    assert order == [long, short, long, short, long, long, long]
-
-
-def test_a_higher_priority_goes_first() -> None:
-    """And the lower one goes on when there is nothing else."""
-    side = Side()
-    low = side.segment(25, priority=1)
-    assert side.chunk().mover is low
-    high, plain = side.segment(15, priority=200), side.put(5)
-    order = [side.chunk().mover for _ in range(5)]
-    assert order == [high, high, low, low, plain]
-    assert side.flows.next_chunk() is None
-
-
-def test_a_transfer_has_one_turn_however_many_its_segments() -> None:
-    """They go in the order of their marks, and hold up no other request."""
-    side = Side()
-    first = side.segment(15, priority=0, number=1)
-    second = side.segment_of(first.request, 5, 2)
-    short = side.put(15)
-    third = side.segment_of(first.request, 5, 3)
-    order = [side.chunk().mover for _ in range(6)]
-    assert order == [first, short, first, short, second, third]
-    assert not side.flows.sending
-    fourth = side.segment_of(first.request, 5, 4)
-    assert side.chunk().mover is fourth
-
-
-def test_segments_of_a_transfer_that_is_over_leave_together() -> None:
-    """Whether their turn comes, or so many have piled up that they are looked for."""
-    side = Side()
-    for piled in (False, True):
-        first = side.segment(5, priority=0)
-        side.segment_of(first.request, 5, 2)
-        side.requests.fail(first.request, ConnectionLost("x"), tell=None)
-        if piled:
-            side.flows._queued_max = 1
-            side.put(5)
-            assert not side.flows._behind
-            side.chunk()
-        assert side.flows.next_chunk() is None
-        assert not side.flows._behind
 
 
 def test_a_chunk_of_a_segment_names_it() -> None:
@@ -182,38 +132,6 @@ def test_a_request_that_is_over_gives_up_its_turn() -> None:
     assert side.flows.sending
     assert side.flows.next_chunk() is None
     assert not side.flows.sending
-
-
-def test_asking_and_cancelling_without_end() -> None:
-    """While the link takes nothing, requests that are over do not pile up."""
-    side = Side()
-    kept = [side.put(5), side.segment(5, priority=9)]
-    for _ in range(3 * REQUESTS_MAX):
-        request = side.put(5)
-        side.requests.fail(request, ConnectionLost("x"), tell=None)
-        side.done()
-        assert sum(map(len, side.flows._turns.values())) <= REQUESTS_MAX
-    assert [side.chunk().mover, side.chunk().mover] == kept[::-1]
-
-
-def test_the_count_of_the_queued_is_right() -> None:
-    """After any mixture of sending, ending and asking."""
-    chance, side = random.Random(3), Side()
-    side.flows._queued_max = 8
-    open_requests: list[Request] = []
-    for _ in range(2000):
-        match chance.randrange(3):
-            case 0:
-                open_requests.append(side.put(chance.randrange(1, 40)))
-            case 1 if open_requests:
-                ended = open_requests.pop(chance.randrange(len(open_requests)))
-                side.requests.fail(ended, ConnectionLost("x"), tell=None)
-            case _:
-                chunk = side.flows.next_chunk()
-                if chunk is not None:
-                    side.flows.chunk_sent(chunk)
-        assert side.flows._queued == sum(map(len, side.flows._turns.values()))
-        assert all(side.flows._turns.values())
 
 
 # --- chunks on lanes that break
@@ -545,7 +463,7 @@ def test_a_link_that_is_gone_holds_nothing() -> None:
     assert set(side.holds.drained) == {put.buffer, get.buffer, waiting.buffer}
     assert leaving.mover.in_flight == 0
     assert not side.flows.sending
-    assert (side.flows._queued, len(side.flows._behind)) == (0, 0)
+    assert not side.flows._turns.count
     assert len(side.holds) == 0
     side.flows.link_gone()
 

@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Final
 
-from kvwire.proto import flows, lanes, messages, regions, requests, transfers
+from kvwire.proto import (
+    flows,
+    lanes,
+    messages,
+    regions,
+    requests,
+    transfers,
+    turns,
+)
 from kvwire.wire import hello
 
 SMALL_CHUNK_BYTES: Final = 64
@@ -21,7 +29,7 @@ _ALWAYS: Final[tuple[_Change, ...]] = ((hello, "CHUNK_BYTES_MIN", SMALL_CHUNK_BY
 _SMALL_TABLES: Final[tuple[_Change, ...]] = (
     (requests, "REQUESTS_MAX", 6),
     (messages, "REQUESTS_MAX", 6),
-    (flows, "REQUESTS_MAX", 6),
+    (turns, "REQUESTS_MAX", 6),
     (flows, "LINK_CHUNKS_MAX", 6),
     (lanes, "LANE_PAYLOADS_MAX", 3),
     (regions, "GRANTS_MAX", 4),

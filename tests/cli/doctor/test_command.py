@@ -129,9 +129,12 @@ def test_it_listens_until_it_is_ended() -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        said = process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate()
+        try:
+            said = process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate()
+        finally:
+            process.kill()
     assert said.startswith("listening on tcp://127.0.0.1:")
     assert not said.startswith("listening on tcp://127.0.0.1:0;")
     assert output.startswith("kvwire ")
