@@ -2,8 +2,7 @@
 
 Each payload gets a ticket at once, by the first of these that holds:
 
-1. it lies in one arena that the peer can map, and its fragments are large, or small, or
-   the peer cannot do otherwise: where in the arena;
+1. it lies in one arena that the peer can map: where in the arena;
 2. the peer reads this process, and the fragments are worth it: their addresses;
 3. it is gathered into the lane's staging ring: where in the ring;
 4. the ring is full, or the lane is not up here: LATER, and the ticket follows on the
@@ -31,13 +30,11 @@ from kvwire_local.staging import Staging
 from kvwire_local.ticket import LATER, RULE, Kind, encode, encode_piece
 from kvwire_local.wire import ARENAS_MAX, Say, Wire
 
-# Mean lengths of fragments, from `python -m tests.bench.local_ways`. Below the first,
-# gathering here and reading one piece there is faster than reading each in place: 4.3
-# against 2.6 GB/s of processor time at 4 KiB, 4.3 against 3.9 at 8, 4.0 against 5.1 at
-# 16. From the second on, a mapped arena is copied faster than a stranger's memory is
-# read: 8.6 against 7.6 at 1 MiB; but 3.4 against 6.3 at 64 KiB.
+# Mean length of fragments, from `python -m tests.bench.local_ways`. Below it, gathering
+# here and reading one piece there is faster than reading each in place: 5.8 against 3.6
+# GB/s of the reader's processor time at 4 KiB, 5.2 against 4.8 at 8, 6.6 against 5.8 at
+# 16, where the writer has to gather for it.
 _GATHER_BELOW_BYTES: Final = 8 * KIB
-_MAP_FROM_BYTES: Final = 512 * KIB
 _COUNT: Final = struct.Struct("<Q")
 
 
@@ -161,16 +158,14 @@ class Outgoing:
         """The ticket of a payload that the peer can well read where it lies."""
         mean = fragments.nbytes // len(fragments)
         by_memory = Ways.MEMORY in self._ways
-        mapped = mean >= _MAP_FROM_BYTES or mean < _GATHER_BELOW_BYTES
-        if mapped or not by_memory:
-            arena = arena_of(fragments)
-            number = self._number_of(arena) if arena is not None else None
-            if arena is not None and number is not None:
-                offsets = fragments.shifted(-arena.address)
-                ticket = encode(Kind.ARENA, number, offsets)
-                if ticket is not None:
-                    self._share(arena, number)
-                    return ticket
+        arena = arena_of(fragments)
+        number = self._number_of(arena) if arena is not None else None
+        if arena is not None and number is not None:
+            offsets = fragments.shifted(-arena.address)
+            ticket = encode(Kind.ARENA, number, offsets)
+            if ticket is not None:
+                self._share(arena, number)
+                return ticket
         if by_memory and (mean >= _GATHER_BELOW_BYTES or len(fragments) == 1):
             return encode(Kind.MEMORY, 0, fragments)
         return None

@@ -121,6 +121,8 @@ def _borders(source: Payload, destination: Payload) -> Array:
         return destination.starts
     if isinstance(destination, memoryview):
         return source.starts
+    if np.array_equal(source.starts, destination.starts):
+        return source.starts
     return np.union1d(source.starts, destination.starts)
 
 

@@ -138,12 +138,8 @@ async def write(sock: socket.socket, nbytes: int) -> None:
         memory[:] = 1
     while line := await streams[0].readline():
         way, size = json.loads(line)
-        # What is below the knee, or from the border on, is mapped if it is in an arena.
-        knee, border = (0, 2 * MIB) if way == "in place" else (2 * MIB, 0)
-        with (
-            mock.patch.object(outgoing, "_GATHER_BELOW_BYTES", knee),
-            mock.patch.object(outgoing, "_MAP_FROM_BYTES", border),
-        ):
+        knee = 0 if way == "in place" else 2 * MIB
+        with mock.patch.object(outgoing, "_GATHER_BELOW_BYTES", knee):
             began = time.process_time()
             writer.payloads = scattered(memories[way], size, 1)
             for _ in range(_UNDER_WAY):

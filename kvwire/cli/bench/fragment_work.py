@@ -22,6 +22,8 @@ LEFT: Final = 1
 RIGHT: Final = 2
 # Every other block of the pool, so that none that travel are neighbours.
 _SPREAD: Final = 2
+# Pools lie in memory that the other side can map.
+ARENA: Final = "arena"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

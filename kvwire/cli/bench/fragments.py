@@ -18,7 +18,7 @@ from typing import Any, Final
 from kvwire import UsageError
 from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.case import Contender, Missing
-from kvwire.cli.bench.fragment_work import FragmentWork, work_of
+from kvwire.cli.bench.fragment_work import ARENA, FragmentWork, work_of
 from kvwire.cli.bench.peer import PEERS, FragmentPair, PeerContender
 from kvwire.cli.bench.solo import (
     NO_UCX_PERFTEST,
@@ -187,6 +187,9 @@ def _add_transport(team: _Team, transport: str, loop: str, pool_bytes: int) -> N
     else:
         wire = TCP if transport == "tcp" else SAME_HOST
         team.add(wire, FragmentPair(name, "fragments", options))
+    if transport == "local":
+        in_arenas = [*options, f"memory={ARENA}"]
+        team.add(SAME_HOST, FragmentPair(f"{name} {ARENA}", "fragments", in_arenas))
 
 
 def _add_peer(

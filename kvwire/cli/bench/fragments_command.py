@@ -56,7 +56,8 @@ def command(  # noqa: PLR0913 - each is an option
 
     Args:
         transport: Of kvwire, separated by commas, or all that are installed. One that
-            cannot run here is named with the reason.
+            cannot run here is named with the reason; local runs twice, with caches in
+            ordinary memory and in arenas.
         peers: Of nixl, mooncake, gloo, ucxx, iperf3, ucx_perftest and memcpy, separated
             by commas; or all, or none. They do the same work in the same run; one that
             is not installed is named with how to install it.

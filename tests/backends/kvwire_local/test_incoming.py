@@ -9,11 +9,12 @@ import pytest
 
 from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
-from kvwire.limits import LANE_PAYLOADS_MAX, MIB, WAKEUP_BYTES
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
 from kvwire.memory.iovec import address_of
 from kvwire_local.incoming import Incoming
-from kvwire_local.peer import Peer
-from kvwire_local.ticket import LATER, Kind, encode_piece
+from kvwire_local.peer import MemoryReading, Peer
+from kvwire_local.ticket import LATER, Kind, encode, encode_piece
 
 COOKIE = b"fedcba9876543210"
 
@@ -72,6 +73,35 @@ def test_a_batch_is_bounded() -> None:
     batches = drain(inc)
     assert sum(map(len, batches)) == count
     assert max(map(len, batches)) <= WAKEUP_BYTES // MIB
+
+
+@pytest.mark.parametrize(
+    ("fragment_bytes", "steps"), [(16 * KIB, [MIB] * 4), (64 * KIB, [SPAN_BYTES_MAX])]
+)
+def test_long_fragments_are_read_in_one_step(
+    monkeypatch: pytest.MonkeyPatch, fragment_bytes: int, steps: list[int]
+) -> None:
+    memory = np.random.default_rng(1).integers(0, 256, SPAN_BYTES_MAX, np.uint8)
+    firsts = np.arange(0, SPAN_BYTES_MAX, fragment_bytes, np.uint64)[::-1]
+    lengths = np.full(firsts.size, fragment_bytes, np.uint64)
+    addresses = firsts + np.uint64(memory.ctypes.data)
+    scattered = Fragments(addresses, lengths, owner=memory, writable=False)
+    ticket = encode(Kind.MEMORY, 0, scattered)
+    assert ticket is not None
+    taken: list[int] = []
+    step = MemoryReading.step
+
+    def counted(reading: MemoryReading, bytes_max: int) -> int:
+        taken.append(step(reading, bytes_max))
+        return taken[-1]
+
+    monkeypatch.setattr(MemoryReading, "step", counted)
+    inc = incoming()
+    arrived = bytearray(SPAN_BYTES_MAX)
+    inc.receive(ticket, Landing(SPAN_BYTES_MAX, memoryview(arrived)))
+    drain(inc)
+    assert taken == steps
+    assert arrived == memory.reshape(-1, fragment_bytes)[::-1].tobytes()
 
 
 def test_what_was_put_off_waits_for_its_place() -> None:

@@ -57,7 +57,7 @@ def every_other(
         (BOTH, 64 * KIB, False, Kind.MEMORY, 16),
         (BOTH, 8 * KIB, False, Kind.MEMORY, 128),
         (BOTH, 4 * KIB, False, Kind.ARENA, 1),
-        (BOTH, 64 * KIB, True, Kind.MEMORY, 16),
+        (BOTH, 64 * KIB, True, Kind.ARENA, 16),
         (BOTH, 4 * KIB, True, Kind.ARENA, 256),
         (BOTH, 1 * MIB, True, Kind.ARENA, 1),
         (BOTH, 64, True, Kind.ARENA, 1),

@@ -17,7 +17,7 @@ import pytest
 from kvwire.cli.bench import fragments_command, iperf3
 from kvwire.cli.bench.case import Contender, Sample
 from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.fragment_work import work_of
+from kvwire.cli.bench.fragment_work import LEFT, work_of
 from kvwire.cli.bench.fragments import (
     ALL_PEERS,
     SAME_HOST,
@@ -28,6 +28,7 @@ from kvwire.cli.bench.fragments import (
 )
 from kvwire.cli.bench.pair import Side
 from kvwire.cli.bench.peer import PEERS, FragmentPair, PeerContender, interpreters
+from kvwire.cli.bench.sides.fragments_half import FragmentsHalf, Pool
 from kvwire.cli.bench.solo import (
     SoloContender,
     UcxPerftest,
@@ -36,6 +37,8 @@ from kvwire.cli.bench.solo import (
 )
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
+from kvwire.memory.arena import arena_of
+from kvwire.memory.copy import as_fragments
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -45,7 +48,9 @@ WORKS = [
     for verb in ("push", "pull")
     for cross in (False, True)
 ]
-POOL = f"pool_bytes={max(work.pool_bytes for work in WORKS)}"
+POOL_BYTES = max(work.pool_bytes for work in WORKS)
+POOL = f"pool_bytes={POOL_BYTES}"
+LOCAL = ["transport=local", "loop=asyncio", POOL]
 
 
 def test_everything_is_measured_and_written(
@@ -85,6 +90,7 @@ def test_everything_is_measured_and_written(
     "contender",
     [
         FragmentPair("tcp", "fragments", ["transport=tcp", "loop=asyncio", POOL]),
+        FragmentPair("arena", "fragments", [*LOCAL, "memory=arena"]),
         SoloContender("inproc", "inproc", ["transport=inproc", POOL]),
         SoloContender("memcpy", "memcpy", [POOL]),
     ],
@@ -92,6 +98,27 @@ def test_everything_is_measured_and_written(
 )
 def test_our_own_sides_do_every_work(contender: Contender) -> None:
     assert len(does_every_work(contender)) == len(WORKS)
+
+
+@pytest.mark.parametrize("in_arena", [False, True])
+async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
+    half = FragmentsHalf("local", POOL_BYTES, arena=in_arena)
+    pool = Pool(half.memory, WORKS[0], LEFT)
+    assert (arena_of(as_fragments(pool.memory.data)) is not None) is in_arena
+    del pool
+    await half.close()
+
+
+def test_local_takes_part_with_and_without_arenas() -> None:
+    choice = Choice(
+        transports=["local"],
+        peers=[],
+        interpreters=[],
+        layer_bytes=[4 * KIB],
+        round_bytes=1 * MIB,
+        loop="asyncio",
+    )
+    assert list(fragments(choice).ours) == ["kvwire local", "kvwire local arena"]
 
 
 @pytest.mark.parametrize("name", PEERS)

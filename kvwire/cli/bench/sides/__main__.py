@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from kvwire.cli.bench.fragment_work import ARENA
 from kvwire.cli.bench.sides.cost_half import CostHalf
 from kvwire.cli.bench.sides.fragments_half import FragmentsHalf
 from kvwire.cli.bench.sides.half import CALLS, Half
@@ -26,7 +27,9 @@ HALVES: Final[dict[str, Callable[[dict[str, str]], Half | Solo]]] = {
     "kvwire": lambda options: KvwireHalf(options["transport"]),
     "cost": lambda options: CostHalf(options["transport"], int(options["pool_bytes"])),
     "fragments": lambda options: FragmentsHalf(
-        options["transport"], int(options["pool_bytes"])
+        options["transport"],
+        int(options["pool_bytes"]),
+        arena=options.get("memory") == ARENA,
     ),
     "overlap": lambda options: OverlapHalf(options["transport"]),
     "inproc": lambda options: InprocSolo(

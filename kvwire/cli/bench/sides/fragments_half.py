@@ -19,6 +19,7 @@ from kvwire.cli.bench.fragment_work import (
     offsets,
 )
 from kvwire.cli.bench.sides.half import HOST, Half, digest
+from kvwire.memory.arena import Arena
 
 GO: Final = 1
 # A block is 2 components x 16 tokens x 8 heads of 2 bytes: what is left are its dims.
@@ -75,6 +76,10 @@ class FragmentsHalf(Half):
     Args:
         transport: Its name.
         pool_bytes: The largest pool of all works.
+        arena: The pool lies in memory that the peer can map.
+
+    Attributes:
+        memory: Where the pools of all works lie.
     """
 
     work_type = FragmentWork
@@ -83,10 +88,16 @@ class FragmentsHalf(Half):
     _connection: kvwire.Connection
     _pool: Pool
 
-    def __init__(self, transport: str, pool_bytes: int) -> None:
+    def __init__(self, transport: str, pool_bytes: int, *, arena: bool = False) -> None:
         self._transport = transport
+        self._arena = Arena(pool_bytes) if arena else None
+        self.memory = (
+            self._arena.buffer(pool_bytes)
+            if self._arena
+            else np.empty(pool_bytes, np.uint8)
+        )
         # Written to, so that no page is missing when it is timed.
-        self._memory = np.full(pool_bytes, 1, np.uint8)
+        self.memory[:] = 1
         self._opened = False
         self._number = 0
         self._work: FragmentWork | None = None
@@ -154,6 +165,10 @@ class FragmentsHalf(Half):
         if self._opened:
             self._communicator.abort()
             await self._communicator.close()
+        if self._arena is not None:
+            self._work, self.memory = None, np.empty(0, np.uint8)
+            vars(self).pop("_pool", None)
+            self._arena.close()
 
     async def _open(self, name: str) -> None:
         self._communicator = await kvwire.open(name=name)
@@ -162,7 +177,7 @@ class FragmentsHalf(Half):
     def _have(self, work: Work, side: int) -> Pool:
         assert isinstance(work, FragmentWork)
         if self._work != work:
-            self._pool = Pool(self._memory, work, side)
+            self._pool = Pool(self.memory, work, side)
             self._work = work
         return self._pool
 
