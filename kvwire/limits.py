@@ -52,6 +52,9 @@ WAKEUP_BYTES: Final = 4 * MIB
 # Data paths beside one control link, which is number 0. Several sockets help while one
 # core cannot fill the wire: beyond eight they only share it.
 LANES_MAX: Final = 16
+# Lanes are numbered for the life of a connection, and a number is never used again: it
+# makes the lane's secret, of which 4 bytes are its. One a second lasts for 136 years.
+LANE_NUMBER_MAX: Final = 2**32 - 1
 # What a lane's other side needs to come up: UCX worker addresses are the longest, a few
 # hundred bytes for each device of the host.
 BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
@@ -67,6 +70,11 @@ SPAN_BYTES_MAX: Final = 4 * MIB
 SPAN_PIECE_BYTES: Final = 32 * KIB
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
+# A lane that broke is raised again after a pause, doubling with jitter. What broke has
+# hardly recovered within a second, and a try makes a half on both sides: threads and
+# registered memory. A minute is a small part of an outage that has lasted one already.
+RERAISE_S: Final = 1.0
+RERAISE_S_MAX: Final = 60.0
 
 # --- staging --------------------------------------------------------------------------
 # Chunks of a device's memory in pinned host memory, per connection and direction: one

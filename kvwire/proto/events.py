@@ -117,7 +117,7 @@ class LaneAnswered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneRaised(msgspec.Struct, frozen=True, kw_only=True):
-    """Server: both halves are up. Of lane 0: no more will be raised."""
+    """Server: both halves are up. Of lane 0: the client has made its first choice."""
 
     lane: int
 

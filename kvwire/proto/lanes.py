@@ -1,15 +1,15 @@
 """Lanes: payload beside the control link, counted so that none is lost or doubled.
 
-A lane comes up while the connection is new, one after the other::
+Lanes come up while the connection is new, one after the other::
 
     client                                server
       RAISE   lane 1, backend, half ->      its half joins
               <- RAISE    lane 1, backend, its half
       RAISED  lane 1                ->      up on both sides
-      RAISED  lane 0                ->      no more will be raised
+      RAISED  lane 0                ->      the first choice is made
 
-Then each side may announce payloads for it. They are numbered from 0 in the order of
-their ASIDE frames, in each direction by itself::
+Each side may announce payloads for a lane that is up. They are numbered from 0 in the
+order of their ASIDE frames, in each direction by itself::
 
     sender                                receiver
       ASIDE   lane 1, chunk, ticket ->      names the destination
@@ -23,6 +23,11 @@ it has missed; an ASIDE that comes later is missed too and is named in another L
 the fate of every chunk becomes known exactly, as long as the control link lives, and
 what was missed is sent again by another way.
 
+A lane is *over* when both sides have said LOWER and all that was missed has been named:
+from then on no frame is about it, and it is forgotten. The client may ask for lanes for
+as long as the connection lives, so that one that broke can be replaced. The next lane
+has the next number, always: a number stands for a secret, and a secret is used once.
+
 When the control link ends, fates do not matter any more: a chunk or an arrival is then
 held until its own lane is gone.
 """
@@ -35,7 +40,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvwire.errors import FlowControlViolation, MalformedFrame, UnexpectedFrame
-from kvwire.limits import LANE_PAYLOADS_MAX, LANES_MAX, REASON_CHARS_MAX
+from kvwire.limits import (
+    LANE_NUMBER_MAX,
+    LANE_PAYLOADS_MAX,
+    LANES_MAX,
+    REASON_CHARS_MAX,
+)
 from kvwire.proto.events import (
     AsideReceived,
     LaneAnswered,
@@ -90,6 +100,7 @@ class Lane:
         taken: So many have arrived without a gap, and ``beyond`` these as well.
         told: What the last TAKEN said.
         missed: To be named in the next LOWER.
+        lowered: The peer has said LOWER.
     """
 
     number: int
@@ -104,13 +115,20 @@ class Lane:
     beyond: set[int] = field(default_factory=set)
     told: int = 0
     missed: list[int] = field(default_factory=list)
+    lowered: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether neither side has anything to say of it any more."""
+        quiet = self.stage is Stage.DOWN and not self.waiting and not self.missed
+        return quiet and self.lowered
 
 
 class Lanes:
     """The lanes of one connection.
 
     Attributes:
-        settled: No more lanes will be raised.
+        settled: The client has made its first choice; lanes may still be raised.
     """
 
     def __init__(
@@ -137,7 +155,9 @@ class Lanes:
         self._flows = flows
         self._place = place
         self._landed = landed
+        # Those that are not over, and some that are.
         self._lanes: dict[int, Lane] = {}
+        self._last = 0
         # Those with something to say at the next `acknowledge`; ordered.
         self._to_tell: dict[Lane, None] = {}
         self._ended = False
@@ -161,9 +181,11 @@ class Lanes:
     # --- coming up --------------------------------------------------------------------
 
     def next_number(self) -> int | None:
-        """The number of the next lane to ask for; None if there have been enough."""
-        number = len(self._lanes) + 1
-        return number if number <= LANES_MAX else None
+        """The number of the next lane to ask for; None while there are too many."""
+        open_ones = sum(not lane.over for lane in self._lanes.values())
+        if open_ones >= LANES_MAX or self._last >= LANE_NUMBER_MAX:
+            return None
+        return self._last + 1
 
     def backend(self, number: int) -> str:
         """What carries a lane."""
@@ -191,7 +213,7 @@ class Lanes:
             self._outbox.send(FrameType.RAISED, Raised(lane=number))
 
     def settle(self) -> None:
-        """Client: no more lanes will be raised."""
+        """Client: the first choice is made; data goes by what is up now."""
         self.settled = True
         self._outbox.send(FrameType.RAISED, Raised(lane=0))
 
@@ -199,13 +221,14 @@ class Lanes:
         """The other half of a lane is there.
 
         Raises:
-            UnexpectedFrame: Not the next one, or an answer to nothing.
+            UnexpectedFrame: Not the next one, too many, or an answer to nothing.
         """
         if self._role is Role.SERVER:
-            if self.settled or body.lane != self.next_number():
+            number = self.next_number()
+            if body.lane != number:
+                wanted = f"{LANES_MAX} are not over" if number is None else number
                 raise UnexpectedFrame(
-                    "KVW-LN-01",
-                    f"RAISE of lane {body.lane}; the next one is {self.next_number()}",
+                    "KVW-LN-01", f"RAISE of lane {body.lane}; the next one: {wanted}"
                 )
             self._add(body.lane, body.backend)
             self._outbox.report(
@@ -225,12 +248,12 @@ class Lanes:
         self._outbox.report(LaneAnswered(lane=body.lane, bootstrap=body.bootstrap))
 
     def _raised_received(self, body: Raised) -> None:
-        """The client says that a lane is up, or that it raises no more.
+        """The client says that a lane is up, or that it has made its first choice.
 
         Raises:
             UnexpectedFrame: It is not for it to say now.
         """
-        if self._role is Role.CLIENT or self.settled:
+        if self._role is Role.CLIENT or (self.settled and not body.lane):
             raise UnexpectedFrame("KVW-LN-02", f"RAISED of lane {body.lane}")
         if not body.lane:
             self.settled = True
@@ -340,7 +363,8 @@ class Lanes:
 
     def expects(self, arrival: Arrival) -> bool:
         """Whether an arrival is still to come; otherwise it was missed."""
-        return arrival.index in self._lanes[arrival.lane].arriving
+        lane = self._lanes.get(arrival.lane)
+        return lane is not None and arrival.index in lane.arriving
 
     def payload_landed(self, arrival: Arrival, *, intact: bool) -> None:
         """Our half of the lane has put a payload in place, or dropped it as asked."""
@@ -378,6 +402,8 @@ class Lanes:
             if arrival.buffer is not None:
                 self._flows.missed(arrival)
         lane.arriving.clear()
+        # This says all of it, what has arrived included.
+        self._to_tell.pop(lane, None)
         self._say_lower(lane, reason)
         for chunk in list(lane.waiting.values()):
             chunk.quiet = True
@@ -400,6 +426,7 @@ class Lanes:
                 f"LOWER of lane {body.lane}: {body.seen} seen of {lane.sent}, missed "
                 f"{sorted(missed)[:5]} of those under way",
             )
+        lane.lowered = True
         for index in sorted(i for i in open_fates if i < body.seen):
             self._learn(lane, index, taken=index not in missed)
         if lane.stage not in (Stage.ENDING, Stage.DOWN):
@@ -416,13 +443,22 @@ class Lanes:
     # --- inside -----------------------------------------------------------------------
 
     def _add(self, number: int, backend: str) -> None:
+        self._lanes = {n: lane for n, lane in self._lanes.items() if not lane.over}
         # bounded: LANES_MAX
         self._lanes[number] = Lane(number=number, backend=backend)
+        self._last = number
 
     def _find(self, number: int, rule: str) -> Lane:
-        lane = self._lanes.get(number)
-        if lane is None:
+        """The lane that the peer names.
+
+        Raises:
+            UnexpectedFrame: There is none; ``rule`` if there never was.
+        """
+        if number > self._last:
             raise UnexpectedFrame(rule, f"lane {number} was never raised")
+        lane = self._lanes.get(number)
+        if lane is None or lane.over:
+            raise UnexpectedFrame("KVW-LN-08", f"lane {number} is over")
         return lane
 
     def _learn(self, lane: Lane, index: int, *, taken: bool) -> None:

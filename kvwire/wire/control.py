@@ -21,8 +21,8 @@ from kvwire.limits import (
     DESCRIPTION_BYTES_MAX,
     EAGER_WINDOW_BYTES_MAX,
     LANDED_MAX,
+    LANE_NUMBER_MAX,
     LANE_PAYLOADS_MAX,
-    LANES_MAX,
     NAME_CHARS_MAX,
     PRIORITY_MAX,
     PROFILE_FIELDS_MAX,
@@ -47,7 +47,7 @@ Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Bootstrap = Annotated[bytes, Meta(max_length=BOOTSTRAP_BYTES_MAX)]
 Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES_MAX)]
-LaneNumber = Annotated[int, Meta(ge=1, le=LANES_MAX)]
+LaneNumber = Annotated[int, Meta(ge=1, le=LANE_NUMBER_MAX)]
 TransferId = Annotated[bytes, Meta(min_length=1, max_length=TRANSFER_ID_BYTES_MAX)]
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
 SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
@@ -128,9 +128,9 @@ class Raise(Body, array_like=True, frozen=True, gc=False):
 
 
 class Raised(Body, array_like=True, frozen=True, gc=False):
-    """RAISED: the lane is up on both sides; of lane 0: no more will be raised."""
+    """RAISED: the lane is up on both sides; of lane 0: the first choice is made."""
 
-    lane: Annotated[int, Meta(ge=0, le=LANES_MAX)]
+    lane: Annotated[int, Meta(ge=0, le=LANE_NUMBER_MAX)]
 
 
 class Lower(Body, array_like=True, frozen=True, gc=False):

@@ -38,7 +38,9 @@ class Scene:
         return self.lanes.halves[role, number]
 
     def stage(self, role: Role, number: int = 1) -> Stage:
-        return self.pair.of(role).core.lanes._lanes[number].stage
+        """How far a lane is; one that is forgotten is down."""
+        lane = self.pair.of(role).core.lanes._lanes.get(number)
+        return Stage.DOWN if lane is None else lane.stage
 
     def put(self) -> Request:
         return self.client.put(self.data, self.grant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvwire.errors import IntegrityError
-from kvwire.limits import LANE_PAYLOADS_MAX, LANES_MAX, SEAL_BYTES
+from kvwire.limits import LANE_PAYLOADS_MAX, SEAL_BYTES
 from kvwire.proto.events import (
     LaneAnswered,
     LaneAsked,
@@ -20,6 +20,7 @@ from kvwire.testing.pair_lanes import BACKEND
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     Aside,
+    Body,
     Lower,
     Raise,
     Raised,
@@ -62,12 +63,12 @@ def test_a_lane_comes_up() -> None:
     assert scene.server.core.lanes.backend(1) == BACKEND
 
 
-def test_there_is_an_end_to_asking() -> None:
-    """Failed ones count: numbers are not used again."""
+def test_numbers_end_before_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvwire.proto.lanes.LANE_NUMBER_MAX", 1)
     scene = Scene()
-    scene.lanes.refuses = True
-    for number in range(1, LANES_MAX + 1):
-        assert scene.lanes.raise_one() == number
+    scene.up()
+    scene.lanes.end(scene.half(CLIENT))
+    scene.lanes.rest()
     assert scene.client.core.lanes.next_number() is None
 
 
@@ -131,15 +132,6 @@ def test_lanes_are_raised_one_after_the_other(number: int) -> None:
     scene.client.forge(
         FrameType.RAISE, Raise(lane=number, backend=BACKEND, bootstrap=b"")
     )
-    expect_refused(scene, scene.server, "KVW-LN-01")
-
-
-@pytest.mark.rule("KVW-LN-01", "breaks")
-def test_no_lane_is_raised_after_the_last() -> None:
-    scene = Scene()
-    scene.client.core.lanes.settle()
-    scene.client.collect()
-    scene.client.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
     expect_refused(scene, scene.server, "KVW-LN-01")
 
 
@@ -394,6 +386,36 @@ def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
     aside = Aside(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b"")
     scene.client.forge(FrameType.ASIDE, aside, request=1)
     expect_refused(scene, scene.server, "KVW-LN-03")
+
+
+@pytest.mark.rule("KVW-LN-08", "breaks")
+@pytest.mark.parametrize(
+    ("frame_type", "body"),
+    [
+        (FrameType.RAISED, Raised(lane=1)),
+        (FrameType.LOWER, Lower(lane=1, reason="", seen=0, missed=())),
+        (FrameType.TAKEN, Taken(lane=1, count=0)),
+        (
+            FrameType.ASIDE,
+            Aside(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b""),
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_nothing_is_said_of_a_lane_that_is_over(
+    frame_type: FrameType, body: Body, forgotten: bool
+) -> None:
+    """Whether its place has been taken by another or not."""
+    scene = Scene()
+    scene.up()
+    scene.lanes.end(scene.half(CLIENT))
+    scene.lanes.rest()
+    if forgotten:
+        scene.up()
+    request = 1 if frame_type is FrameType.ASIDE else 0
+    scene.client.forge(frame_type, body, request=request)
+    expect_refused(scene, scene.server, "KVW-LN-08")
 
 
 @pytest.mark.rule("KVW-LN-05", "breaks")

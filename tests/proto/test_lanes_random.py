@@ -134,7 +134,8 @@ def happenings(scene: Scene, asked: Asked) -> list[Callable[[], object]]:
     if not asked.busy:
         possible += [asked.put, asked.get, asked.message]
     number = scene.client.core.lanes.next_number()
-    if number is not None and number <= 4:
+    living = sum(not half.gone for half in lanes.halves.values())
+    if number is not None and living < 8:
         possible.append(lanes.ask)
     for half in lanes.halves.values():
         if half.gone:

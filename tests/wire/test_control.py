@@ -137,7 +137,7 @@ def test_the_ranges_are_those_of_the_document() -> None:
         (
             FrameType.RAISE,
             Raise(
-                lane=limits.LANES_MAX,
+                lane=limits.LANE_NUMBER_MAX,
                 backend="\U0001f980" * limits.NAME_CHARS_MAX,
                 bootstrap=bytes(limits.BOOTSTRAP_BYTES_MAX),
             ),
@@ -145,7 +145,7 @@ def test_the_ranges_are_those_of_the_document() -> None:
         (
             FrameType.LOWER,
             Lower(
-                lane=limits.LANES_MAX,
+                lane=limits.LANE_NUMBER_MAX,
                 reason="\U0001f980" * limits.REASON_CHARS_MAX,
                 seen=2**63 - 1,
                 missed=(2**63 - 1,) * limits.LANE_PAYLOADS_MAX,
@@ -154,7 +154,7 @@ def test_the_ranges_are_those_of_the_document() -> None:
         (
             FrameType.ASIDE,
             Aside(
-                lane=limits.LANES_MAX,
+                lane=limits.LANE_NUMBER_MAX,
                 segment=2**32 - 1,
                 offset=limits.REQUEST_BYTES_MAX,
                 nbytes=limits.CHUNK_BYTES_MAX,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
+from kvwire.limits import LANES_MAX
 from kvwire.proto.events import (
     AsideReceived,
     LaneAnswered,
@@ -35,6 +36,7 @@ LaneEvent = LaneAsked | LaneAnswered | LaneRaised | LaneLowered | AsideReceived
 
 _BACKEND: Final = "beside"
 _SALT: Final = 0x1A9E
+_RESTLESS_SALT: Final = 0x2E57
 
 
 class Fate:
@@ -58,6 +60,9 @@ class Fate:
         chunk_bytes = max(terms.chunk_bytes for terms in plan.setup.terms)
         self.window_bytes = chunk_bytes * self._rng.choice((1, 2, 16))
         self.span_bytes = chunk_bytes * self._rng.choice((0, 0, 2, 5))
+        # Where no half lives long, a connection has more lanes than at once.
+        restless = random.Random(plan.seed ^ _RESTLESS_SALT)  # noqa: S311 - no secret
+        self._restless = restless.random() < 0.1
 
     def declines(self) -> bool:
         """Whether a half cannot be made."""
@@ -65,6 +70,8 @@ class Fate:
 
     def breaks_in(self) -> float | None:
         """Seconds that a half lives; None if nothing happens to it."""
+        if self._restless:
+            return 0.04 * self._end * self._rng.random()
         if self._rng.random() >= self._breaks:
             return None
         return self._end * self._rng.random() ** 2
@@ -295,7 +302,8 @@ class Beside:
             frame = _frame(arrival)
             world.judge.landed(endpoint, frame, arrival, data, intact=True)
         endpoint.core.payload_landed(arrival, endpoint.node.clock, intact=True)
-        world.note(endpoint.name, "lane", "payload")
+        later = half.number > LANES_MAX
+        world.note(endpoint.name, "lane", "payload" + later * " of a later lane")
         self._pump()
 
     def sent(self, half: Half, ticket: int) -> None:

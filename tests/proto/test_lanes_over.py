@@ -1,0 +1,131 @@
+"""Lanes that are over: others come in their place, and nobody speaks of them again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvwire.limits import LANES_MAX
+from kvwire.proto.lanes import Stage
+from kvwire.testing.pair_lanes import BACKEND
+from kvwire.types import Role
+from kvwire.wire.control import Lower, Raise
+from kvwire.wire.header import FrameType
+from tests.proto.lanes import Scene, expect_refused, expect_whole
+
+CLIENT, SERVER = Role.CLIENT, Role.SERVER
+
+
+@pytest.mark.rule("KVW-LN-01", "keeps")
+def test_so_many_lanes_at_once_and_no_more() -> None:
+    """One that is over makes room for another, whose number is new."""
+    scene = Scene()
+    for number in range(1, LANES_MAX + 1):
+        assert scene.lanes.raise_one() == number
+    assert scene.client.core.lanes.next_number() is None
+    scene.lanes.end(scene.half(CLIENT, 3))
+    scene.pair.run()
+    assert scene.client.core.lanes.next_number() is None
+    scene.lanes.rest()
+    assert scene.lanes.raise_one() == LANES_MAX + 1
+    assert scene.stage(SERVER, LANES_MAX + 1) is Stage.UP
+    assert scene.client.core.lanes.next_number() is None
+
+
+@pytest.mark.rule("KVW-LN-08", "keeps")
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_connection_lives_longer_than_any_number_of_its_lanes(refuses: bool) -> None:
+    """Each breaks or never comes, has a number of its own, and is forgotten."""
+    scene = Scene()
+    scene.lanes.refuses = refuses
+    for number in range(1, 10 * LANES_MAX):
+        assert scene.lanes.raise_one() == number
+        if not refuses:
+            scene.lanes.via[CLIENT] = number
+            request = scene.put()
+            scene.lanes.end(scene.half(SERVER, number))
+            scene.lanes.rest()
+            expect_whole(scene, request)
+        scene.lanes.rest()
+        for peer in (scene.client, scene.server):
+            assert len(peer.core.lanes._lanes) == 1
+    assert scene.client.broken is scene.server.broken is None
+
+
+@pytest.mark.rule("KVW-LN-01", "keeps")
+def test_a_lane_is_raised_after_the_first_choice() -> None:
+    scene = Scene()
+    scene.up()
+    scene.client.core.lanes.settle()
+    scene.client.collect()
+    scene.lanes.end(scene.half(CLIENT))
+    scene.lanes.rest()
+    assert scene.up() == 2
+    request = scene.put()
+    scene.lanes.rest()
+    expect_whole(scene, request)
+    assert scene.half(CLIENT, 2).number == 2
+    assert scene.server.core.lanes.settled
+
+
+def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
+    """Both have said LOWER; the fate of what the client announced is not known."""
+    scene = Scene(chunks=1)
+    scene.up()
+    scene.lanes.end(scene.half(SERVER))
+    request = scene.put()
+    scene.pair.deliver(scene.server)
+    scene.lanes.end(scene.half(CLIENT))
+    assert scene.stage(CLIENT) is Stage.DOWN
+    assert not is_over(scene)
+    scene.lanes.rest()
+    assert is_over(scene)
+    assert scene.lanes.raise_one() == 2
+    expect_whole(scene, request)
+
+
+def is_over(scene: Scene) -> bool:
+    """Whether lane 1 is, as the client sees it."""
+    return scene.client.core.lanes._lanes[1].over
+
+
+def test_what_has_arrived_is_said_once() -> None:
+    """A half that breaks right after an arrival says one LOWER, and it is the last."""
+    scene = Scene(chunks=1)
+    scene.up()
+    request = scene.put()
+    scene.pair.run()
+    half, core = scene.half(SERVER), scene.server.core
+    (ticket,) = scene.tickets(SERVER)
+    arrival = half.arriving[ticket]
+    core.payload_landed(arrival, scene.server.now, intact=True)
+    core.lane_gone(1, "cut")
+    half.gone = True
+    scene.server.collect()
+    (lower,) = scene.said(FrameType.LOWER, scene.server)
+    assert isinstance(lower, Lower)
+    assert (lower.seen, lower.missed) == (1, ())
+    scene.lanes.rest()
+    assert scene.client.error(request) is None
+
+
+@pytest.mark.rule("KVW-LN-01", "breaks")
+@pytest.mark.parametrize("number", [LANES_MAX + 1, 1])
+def test_no_lane_is_raised_beyond_so_many(number: int) -> None:
+    scene = Scene()
+    for _ in range(LANES_MAX):
+        scene.lanes.raise_one()
+    scene.client.forge(
+        FrameType.RAISE, Raise(lane=number, backend=BACKEND, bootstrap=b"")
+    )
+    expect_refused(scene, scene.server, "KVW-LN-01")
+
+
+@pytest.mark.rule("KVW-LN-01", "breaks")
+def test_a_number_is_not_used_again() -> None:
+    """Though its lane is over: the number stands for a secret that is spent."""
+    scene = Scene()
+    scene.up()
+    scene.lanes.end(scene.half(CLIENT))
+    scene.lanes.rest()
+    scene.client.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
+    expect_refused(scene, scene.server, "KVW-LN-01")
