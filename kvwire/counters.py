@@ -19,6 +19,7 @@ class Counters(msgspec.Struct):
         connections_lost: Those that ended otherwise than by a close.
         lanes_raised: Lanes that came up.
         lanes_failed: Lanes that did not come up, or broke.
+        lanes_restored: Lanes that came up in the place of one that had broken.
         transport_fallbacks: Times that data had to move to another transport than the
             one preferred: at the start, or because it broke.
         transfers_complete: KV transfer ends, of both roles, with all that was asked.
@@ -32,6 +33,7 @@ class Counters(msgspec.Struct):
     connections_lost: int = 0
     lanes_raised: int = 0
     lanes_failed: int = 0
+    lanes_restored: int = 0
     transport_fallbacks: int = 0
     transfers_complete: int = 0
     transfers_partial: int = 0

@@ -3,7 +3,8 @@
 While none is up, the control link carries all payload. Lanes of its own transport share
 the payload with it; lanes of another transport carry all of it, but for chunks that are
 too small to be worth the detour. When the last lane has gone, payload travels on the
-control link again, if its transport may carry data: otherwise the connection ends.
+control link again, if its transport may carry data, until another lane has come up in
+its place: otherwise the connection ends.
 """
 
 from __future__ import annotations
@@ -115,12 +116,14 @@ class Lanes(LaneHandler):
         """Whether a half that has joined is still there, on both sides."""
         return half.lane in self._halves and not half.lowered
 
-    def raised(self, number: int) -> None:
-        """Both halves of a lane are there."""
+    def raised(self, number: int) -> Half | None:
+        """Both halves of a lane are there; None if ours has gone meanwhile."""
         for half in self._halves.values():
             if half.number == number and not half.lowered:
                 half.up = True
                 self.up.append(half)  # bounded: LANES_MAX
+                return half
+        return None
 
     # --- sending ----------------------------------------------------------------------
 

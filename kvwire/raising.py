@@ -1,8 +1,9 @@
-"""Brings the lanes of a new connection up, one transport after the other.
+"""Brings the lanes of a connection up, one transport after the other.
 
 The client goes through the transports that the server has found possible, in that
 order, until one has come up on both sides. The server answers. Both keep why each one
-failed, so that both can say it.
+failed, so that both can say it. A lane that breaks later is raised again by the client:
+see :mod:`kvwire.restoring`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from kvwire.lanes import Half, Lanes
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import LaneAnswered, LaneAsked, LaneLowered, LaneRaised
+from kvwire.proto.state import Phase
+from kvwire.restoring import Restoring
 from kvwire.selection import tried
 from kvwire.types import Address, TransportReport
 
@@ -28,6 +31,9 @@ logger = logging.getLogger("kvwire")
 # Between the end of a lane and that of its control link, when a peer dies, there are a
 # few turns of the loop; a warning that comes this much later is not missed.
 WORD_S = 0.25
+# A peer that has refused a lane so often in a row, over two minutes on average, will not
+# have it: its device is gone for good, or its system's limits are reached.
+REFUSALS_MAX = 8
 
 OpenBackend = Callable[[str], Backend]
 Settings = Mapping[str, Mapping[str, str]]
@@ -96,6 +102,12 @@ class Raising:
         self._joining: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._words: list[asyncio.TimerHandle] = []
+        # Client: the transport that was chosen, how many of its lanes came up, and how
+        # often the server has refused one since.
+        self._chosen = ""
+        self._wanted = 0
+        self._refusals = 0
+        self._restoring = Restoring(self._lacks, self._raise_again, lanes.check_ended)
         self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counters = counters
         lanes.on_broken = self._broken
@@ -108,8 +120,8 @@ class Raising:
 
     @property
     def busy(self) -> bool:
-        """Whether a half is being made."""
-        return bool(self._tasks)
+        """Whether a half is being made, or may be."""
+        return bool(self._tasks) or self._restoring.busy
 
     def event(self, event: LaneEvent) -> None:
         """Act on what the core says about lanes."""
@@ -139,7 +151,7 @@ class Raising:
         for name in self._possible:
             if name == self._scheme:
                 self._take(name, "offered by both sides", shared=True)
-                await self._raise_more(name, count - 1)
+                self._wanted = await self._raise_more(name, count - 1)
                 break
             try:
                 half = await self._raise(name)
@@ -153,23 +165,56 @@ class Raising:
                 )
                 continue
             self._take(name, half.lane.description)
-            await self._raise_more(name, count - 1)
+            self._wanted = 1 + await self._raise_more(name, count - 1)
             break
         else:
             reasons = "; ".join(f"{n}: {why}" for n, why in self.failed.items())
             raise BackendUnavailable(f"no transport that is allowed works: {reasons}")
+        self._chosen, self._refusals = name, 0
         self._core.lanes.settle()
         self._settle()
         self._run()
+        self._restoring.lost()  # if one has broken while others were coming up
 
-    async def _raise_more(self, name: str, count: int) -> None:
-        """More lanes of a transport that is taken; without them it works too."""
-        for _ in range(count):
+    async def _raise_more(self, name: str, count: int) -> int:
+        """More lanes of a transport that is taken, which works without them; how many.
+
+        What has not come up at first is not tried again: nobody has had it.
+        """
+        for raised in range(count):
             try:
                 await self._raise(name)
             except BackendUnavailable as exc:
                 logger.warning("only some lanes of %s came up: %s", name, exc)
-                return
+                return raised
+        return count
+
+    def _lacks(self) -> bool:
+        """Whether a lane that had been up is missing, and worth another try."""
+        there = sum(half.backend == self._chosen for half in self._lanes.up)
+        return (
+            self._core.phase is Phase.OPEN
+            and self._refusals < REFUSALS_MAX
+            and there < self._wanted
+        )
+
+    async def _raise_again(self) -> None:
+        """Bring one back that has broken.
+
+        Raises:
+            BackendUnavailable: It does not come up.
+            ConnectionClosed: The connection has ended.
+        """
+        try:
+            half = await self._raise(self._chosen)
+        except BackendUnavailable as exc:
+            if self._refusals < REFUSALS_MAX:
+                self._say(f"{self._chosen} does not come up again: {exc}", logging.INFO)
+            else:
+                self._say(f"{self._chosen} is not asked for any more: {exc}")
+            raise
+        self._refusals = 0
+        self._came_back(half)
 
     async def _raise(self, name: str) -> Half:
         """Bring up one lane.
@@ -205,7 +250,8 @@ class Raising:
         if not self._lanes.knows(half):
             raise BackendUnavailable(half.lowered or "it broke as soon as it was up")
         self._core.lanes.up(number)
-        self._raised_one(number)
+        self._counters.lanes_raised += 1
+        self._lanes.raised(number)
         self._run()
         return half
 
@@ -230,7 +276,10 @@ class Raising:
     def _raised(self, event: LaneRaised) -> None:
         """A lane is up on both sides; of lane 0: there will be no more."""
         if event.lane:
-            self._raised_one(event.lane)
+            self._counters.lanes_raised += 1
+            half = self._lanes.raised(event.lane)
+            if half is not None and self._settled.done():
+                self._came_back(half)
             return
         up = self._lanes.up
         name = up[0].backend if up else self._scheme
@@ -283,6 +332,7 @@ class Raising:
         """The peer's half is gone, or never came."""
         answer = self._answers.get(event.lane)
         if answer is not None and not answer.done():
+            self._refusals += 1
             answer.set_exception(BackendUnavailable(f"the peer: {event.reason}"))
         elif not self._settled.done():
             self.failed.setdefault(  # bounded: LANES_MAX
@@ -296,6 +346,7 @@ class Raising:
             task.cancel()
         if self._joining is not None:
             self._joining.cancel()
+        self._restoring.cancel()
         for word in self._words:
             word.cancel()
         self._words.clear()
@@ -339,13 +390,25 @@ class Raising:
         logger.error("a bug of backend %s", name, exc_info=exc)
         return BackendUnavailable(f"a bug of the backend: {exc!r}")
 
-    def _raised_one(self, number: int) -> None:
-        self._counters.lanes_raised += 1
-        self._lanes.raised(number)
+    def _came_back(self, half: Half) -> None:
+        """A lane has come up in the place of one that had broken."""
+        name = half.backend
+        self._counters.lanes_restored += 1
+        self.failed.pop(name, None)
+        if name == self._scheme:
+            self._carried_by(name, "offered by both sides", shared=True)
+        elif self._lanes.up == [half]:
+            self._carried_by(name, half.lane.description)
+            self._say(f"{name} is back and carries the data again", logging.INFO)
+            return
+        self._say(f"a lane of {name} is back", logging.INFO)
 
     def _take(self, name: str, why: str, *, shared: bool = False) -> None:
         if name != self.taken:
             self._counters.transport_fallbacks += 1
+        self._carried_by(name, why, shared=shared)
+
+    def _carried_by(self, name: str, why: str, *, shared: bool = False) -> None:
         self.taken = name
         self.report = tried(self.report, name, why, self.failed)
         self._lanes.shared = shared
@@ -355,18 +418,22 @@ class Raising:
         self._counters.lanes_failed += 1
         if self._lanes.up:
             self._say(f"a lane of {name} broke: {reason}")
-            return
-        self._say(f"{name} failed, and the control link carries the data now: {reason}")
-        self.failed[name] = reason  # bounded: BACKENDS_MAX
-        self._take(self._scheme, f"{name} failed: {reason}", shared=True)
+        else:
+            self._say(
+                f"{name} failed, and the control link carries the data now: {reason}"
+            )
+            self.failed[name] = reason  # bounded: BACKENDS_MAX
+            self._take(self._scheme, f"{name} failed: {reason}", shared=True)
+        self._restoring.lost()
 
-    def _say(self, text: str) -> None:
-        """Warn, unless the whole connection ends: its lanes often end a moment before.
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
+        """Log, unless the whole connection ends: its lanes often end a moment before.
 
         The peer's death, or its abort, is then told by the connection's own error.
         """
         loop, peer = asyncio.get_running_loop(), self._core.agreement.peer
-        word = loop.call_later(WORD_S, logger.warning, "peer %s: %s", peer, text)
+        self._words = [word for word in self._words if word.when() > loop.time()]
+        word = loop.call_later(WORD_S, logger.log, level, "peer %s: %s", peer, text)
         self._words.append(word)  # bounded: LANES_MAX
 
     def _settle(self) -> None:

@@ -17,18 +17,34 @@ import pytest
 import kvwire
 from kvwire import BackendUnavailable, ConnectionLost
 from kvwire.backend import Payload
+from kvwire.backoff import Backoff
 from kvwire.errors import ConnectionClosed
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import KIB, LANE_TIMEOUT_S, MIB, SPAN_BYTES_MAX
+from kvwire.limits import KIB, LANE_TIMEOUT_S, LANES_MAX, MIB, SPAN_BYTES_MAX
+from kvwire.raising import REFUSALS_MAX
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
 from tests.support.pairs import Pair, connected, until
 
 CHUNK = 64 * KIB
+# Long after any test.
+NEVER_S = 1e6
 DATA = bytes(range(256)) * (MIB // 256)
 BESIDE: dict[str, Any] = {"prefer": ("inproc", "tcp"), "chunk_bytes": CHUNK}
 ONLY: dict[str, Any] = {"require": ("inproc",), "chunk_bytes": CHUNK}
+
+
+@pytest.fixture(autouse=True)
+def _stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks is raised again when its test is over."""
+    monkeypatch.setattr(Backoff, "pause_s", lambda _: NEVER_S)
+
+
+@pytest.fixture
+def comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks is raised again at once."""
+    monkeypatch.setattr(Backoff, "pause_s", lambda _: 0.0)
 
 
 def breaking(after: int) -> dict[str, dict[str, str]]:
@@ -413,3 +429,167 @@ async def test_tickets_of_the_peer_s_lane_are_understood() -> None:
     async with connected(**ONLY) as pair:
         await expect_moves(pair)
         assert not pair.right.closed
+
+
+# --- what comes back ------------------------------------------------------------------
+
+
+def break_lanes(end: kvwire.Connection) -> None:
+    """As when its device is reset: our halves of all lanes are gone at once."""
+    for half in list(end._pump.lanes.up):
+        half.lane.abort()
+
+
+async def restored(pair: Pair, count: int) -> None:
+    """Wait until both sides have seen so many lanes come back."""
+    await until(
+        lambda: (
+            pair.near.counters.lanes_restored == count
+            and pair.far.counters.lanes_restored == count
+        )
+    )
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.usefixtures("comes_back")
+async def test_a_lane_that_broke_comes_back_and_carries_the_data(
+    side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both sides say so: the transport, its report, the counters, and one line."""
+    caplog.set_level(logging.INFO, "kvwire")
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        break_lanes(pair.left if side == "client" else pair.right)
+        await until(partial(_is_over, pair.left, "tcp"))
+        await restored(pair, 1)
+        before = on_lanes(pair)
+        await expect_moves(pair)
+        assert on_lanes(pair) - before == 6 * len(DATA)
+        for end in (pair.left, pair.right):
+            assert end.transport == end.transport_report.taken == "inproc"
+            taken = next(c for c in end.transport_report if c.taken)
+            assert taken.reason == "a copy within the process"
+            assert reasons(end.transport_report)["tcp"] == "another was preferred"
+            counters = end.communicator.counters
+            assert counters.lanes_raised == 2
+            assert counters.lanes_failed == 1
+            assert counters.transport_fallbacks == 1, "coming back is none"
+        back = "is back and carries the data again"
+        await until(lambda: caplog.text.count(back) == 2)
+        assert caplog.text.index("inproc failed") < caplog.text.index(back)
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_it_comes_back_however_often_it_breaks() -> None:
+    """More often than there may be lanes at once, in the middle of one put."""
+    async with connected(**BESIDE) as pair:
+        memory = bytearray(len(DATA))
+        region = pair.far.register(memory, "readwrite")
+        grant = region.grant(pair.right)
+        for count in range(1, 2 * LANES_MAX):
+            memory[:] = bytes(len(DATA))
+            put = pair.left.put(DATA, grant)
+            break_lanes(pair.left if count % 2 else pair.right)
+            await put
+            assert memory == DATA
+            await restored(pair, count)
+        assert pair.left.transport == pair.right.transport == "inproc"
+        await region.close()
+        assert not len(pair.near.buffers.holds)
+        assert not len(pair.far.buffers.holds)
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+@pytest.mark.usefixtures("comes_back")
+async def test_as_many_come_back_as_there_were(broken: int) -> None:
+    """Sockets beside the control link: it has its part of the data all the while."""
+    async with connected(prefer=("tcp",), chunk_bytes=CHUNK, lanes=3) as pair:
+        await until(lambda: len(pair.right._pump.lanes.up) == 2)
+        for half in pair.right._pump.lanes.up[:broken]:
+            half.lane.abort()
+        await restored(pair, broken)
+        await expect_moves(pair)
+        for end in (pair.left, pair.right):
+            assert len(end._pump.lanes.up) == 2
+            assert end._pump.lanes.shared
+            taken = next(c for c in end.transport_report if c.taken)
+            assert (taken.name, taken.reason) == ("tcp", "offered by both sides")
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_a_required_transport_comes_back_while_some_of_it_is_left() -> None:
+    async with connected(**ONLY, lanes=2) as pair:
+        await until(lambda: len(pair.right._pump.lanes.up) == 2)
+        pair.left._pump.lanes.up[0].lane.abort()
+        await restored(pair, 1)
+        await expect_moves(pair)
+        assert len(pair.left._pump.lanes.up) == 2
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_a_peer_that_refuses_is_not_asked_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few times; then the connection stays as it is, and the log says why."""
+    async with connected(**BESIDE) as pair:
+        use(monkeypatch, _Refusing, "server")
+        break_lanes(pair.left)
+        await until(lambda: pair.near.counters.lanes_failed == 1 + REFUSALS_MAX)
+        await until(lambda: not pair.left.raising.busy)
+        await expect_moves(pair)
+        assert pair.left.transport == pair.right.transport == "tcp"
+        assert pair.near.counters.lanes_failed == 1 + REFUSALS_MAX
+        await until(lambda: "inproc is not asked for any more" in caplog.text)
+        assert "the device has gone" in caplog.text
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_what_fails_on_this_side_is_tried_until_it_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has refused anything: our device may be back tomorrow."""
+    async with connected(**BESIDE) as pair:
+        use(monkeypatch, _Refusing, "client")
+        break_lanes(pair.right)
+        await until(lambda: pair.near.counters.lanes_failed > 3 * REFUSALS_MAX)
+        assert pair.left.transport == "tcp"
+        use(monkeypatch, InprocLane, "both")
+        await restored(pair, 1)
+        await expect_moves(pair)
+        assert pair.left.transport == pair.right.transport == "inproc"
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_what_never_came_up_is_not_raised_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The choice was made without it: nothing has changed since."""
+    use(monkeypatch, _Refusing, "server")
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        assert not pair.left.raising.busy
+        assert pair.near.counters.lanes_failed == 1
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+@pytest.mark.parametrize("stage", ["waiting", "joining"])
+async def test_the_end_of_a_connection_ends_the_raising(
+    how: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its pause or in the middle of a join; nobody waits for either."""
+    async with connected(**BESIDE) as pair:
+        if stage == "joining":
+            monkeypatch.setattr(Backoff, "pause_s", lambda _: 0.0)
+            use(monkeypatch, _Hanging, "client")
+        break_lanes(pair.left)
+        await until(lambda: pair.left.raising.busy)
+        if stage == "joining":
+            await until(lambda: not pair.left._pump.lanes.quiet)
+        async with asyncio.timeout(LANE_TIMEOUT_S / 2):
+            if how == "close":
+                await pair.left.close()
+            else:
+                pair.left.abort("enough")
+                await pair.left.wait_closed()
+            await pair.right.wait_closed()
+        assert not pair.left.raising.busy

@@ -25,6 +25,7 @@ _COUNTS: Final = (
     ("kvwire_connections_lost", "Connections lost, not closed", "connections_lost"),
     ("kvwire_lanes_raised", "Lanes that came up", "lanes_raised"),
     ("kvwire_lanes_failed", "Lanes that did not come up, or broke", "lanes_failed"),
+    ("kvwire_lanes_restored", "Lanes raised again after a break", "lanes_restored"),
     (
         "kvwire_transport_fallbacks",
         "Times that data moved to a transport that was not the preferred one",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import kvwire
+from kvwire.backoff import Backoff
 from kvwire.limits import KIB
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Direction, Latency, Slice
@@ -26,6 +27,12 @@ LANES = 3
 # 32 MiB in 512 chunks: no lane is through before another has begun.
 BLOCKS = range(8)
 CHUNK = 64 * KIB
+
+
+@pytest.fixture(autouse=True)
+def _stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that breaks is raised again long after its scenario."""
+    monkeypatch.setattr(Backoff, "pause_s", lambda _: 1e6)
 
 
 @pytest.fixture
@@ -102,6 +109,28 @@ async def test_lanes_that_break_on_the_way(
     assert await w.moves("again", list(BLOCKS), list(BLOCKS))
 
 
+async def test_lanes_come_back_while_a_transfer_goes_on(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them break again and again, on either side; not a byte is lost."""
+    monkeypatch.setattr(Backoff, "pause_s", lambda _: 0.0)
+    out, inc = begin(w, "again")
+    for rounds, end in enumerate((w.pull_side, w.push_side, w.pull_side), 1):
+        for lane in lanes_of(end):
+            lane.abort()
+        await w.until(partial(_restored, w, rounds * (LANES - 1)))
+    assert (await inc).complete
+    assert (await out).complete
+    await inc.drained()
+    await out.drained()
+    assert same(w.source, BLOCKS, w.target, BLOCKS)
+    for end in (w.pull_side, w.push_side):
+        await w.until(partial(_has_lanes, end, LANES - 1))
+    assert list(w.d.live_connections) == [w.pull_side]
+    assert await w.moves("on the new ones", list(BLOCKS), list(BLOCKS))
+    assert all(lane.received_bytes for lane in lanes_of(w.pull_side))
+
+
 async def test_a_lane_that_stalls_holds_its_own_chunks_only(w: World) -> None:
     out, inc = begin(w, "stalled")
     lane = lanes_of(w.pull_side)[0]
@@ -167,6 +196,10 @@ async def test_lanes_through_a_bad_network() -> None:
         blocks = list(range(32))
         assert await w.moves("far", blocks, blocks[::-1])
         assert all(lane.received_bytes for lane in lanes_of(pull_side))
+
+
+def _restored(w: World, count: int) -> bool:
+    return min(w.p.counters.lanes_restored, w.d.counters.lanes_restored) >= count
 
 
 def _has_lanes(connection: kvwire.Connection, count: int) -> bool:
