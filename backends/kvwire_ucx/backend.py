@@ -22,7 +22,6 @@ from kvwire.types import Address
 from kvwire_ucx import diagnosis
 from kvwire_ucx.context import Context
 from kvwire_ucx.lane import UcxLane
-from kvwire_ucx.library import REMEDY, load
 from kvwire_ucx.worker import Worker
 
 _log: Final = logging.getLogger("kvwire.ucx")
@@ -49,12 +48,8 @@ class UcxBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """See :class:`~kvwire.backend.Backend`; loads the library."""
-        try:
-            library = load()
-        except BackendUnavailable as exc:
-            return Availability(available=False, reason=str(exc), remedy=REMEDY)
-        return Availability(available=True, reason=diagnosis.summary(library))
+        """See :class:`~kvwire.backend.Backend`; loads the library, once."""
+        return diagnosis.availability()
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:

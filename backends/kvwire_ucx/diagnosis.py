@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvwire.backend import Finding
+from kvwire.backend import Availability, Finding
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx.context import Context, Resource
 from kvwire_ucx.library import REMEDY, Library, copies, load, rdma_devices
@@ -34,6 +34,20 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
         return context.resources, context.knows_rdma
     finally:
         context.close()
+
+
+@functools.cache
+def availability() -> Availability:
+    """See :meth:`kvwire.backend.Backend.availability`.
+
+    Found out once for the process: every handshake asks, and to look was a tenth of
+    what one costs.
+    """
+    try:
+        library = load()
+    except BackendUnavailable as exc:
+        return Availability(available=False, reason=str(exc), remedy=REMEDY)
+    return Availability(available=True, reason=summary(library))
 
 
 def rank() -> int:

@@ -233,6 +233,7 @@ class UcxLane(Lane):
         if not hmac.compare_digest(data, self._greeting(role.other)):
             self._end(ConnectionLost("ucx: the peer's hello does not prove the secret"))
             return
+        self._worker.unpace()
         if role is Role.SERVER:
             self._say_hello()
         elif not self._came_up.done():

@@ -94,13 +94,30 @@ class Library:
         return _status_text(self.path, status)
 
 
-@functools.cache
 def load() -> Library:
     """The UCX of this process.
+
+    Looked for once, also where there is none: who installs one starts anew.
 
     Raises:
         BackendUnavailable: There is none, it cannot be loaded, or it is too old.
     """
+    found = answer()
+    if isinstance(found, str):
+        raise BackendUnavailable(found)
+    return found
+
+
+@functools.cache
+def answer() -> Library | str:
+    """The UCX of this process, or why there is none: found out once."""
+    try:
+        return _load()
+    except BackendUnavailable as exc:
+        return str(exc)
+
+
+def _load() -> Library:
     path = find()
     if path is None:
         raise BackendUnavailable("no libucp was found")

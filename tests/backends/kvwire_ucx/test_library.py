@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire_ucx import UcxBackend, library
-from kvwire_ucx.library import ENVIRONMENT, VERSION_MIN, Version, copies, find, load
+from kvwire_ucx import UcxBackend, diagnosis, library
+from kvwire_ucx.library import (
+    ENVIRONMENT,
+    VERSION_MIN,
+    Version,
+    answer,
+    copies,
+    find,
+    load,
+)
 from tests.backends.kvwire_ucx.support import needs_ucx
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What is found out once for the process is, for this test, found out again."""
+    for cached in (answer, diagnosis.availability):
+        cached.cache_clear()
+    yield
+    for cached in (answer, diagnosis.availability):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -69,19 +88,49 @@ def test_the_environment_names_a_path(
     assert find() == str(path)
 
 
+@pytest.mark.usefixtures("asked_anew")
 def test_without_any_the_remedy_is_said(nothing_loaded: pytest.MonkeyPatch) -> None:
     nothing_loaded.setattr(library, "_wheel", lambda: None)
     nothing_loaded.setattr(library, "_system", lambda: None)
-    load.cache_clear()
-    try:
-        found = UcxBackend.availability()
-    finally:
-        load.cache_clear()
+    found = UcxBackend.availability()
     assert not found.available
     assert found.reason == "no libucp was found"
     assert "pip install 'kvwire[ucx]'" in found.remedy
 
 
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize("path", [None, "/wheel/libucp.so.0"])
+def test_it_is_looked_for_once(
+    nothing_loaded: pytest.MonkeyPatch, path: str | None
+) -> None:
+    looks: list[str] = []
+
+    def look() -> str | None:
+        looks.append("wheel")
+        return path
+
+    nothing_loaded.setattr(library, "_wheel", look)
+    nothing_loaded.setattr(library, "_system", lambda: None)
+    first = UcxBackend.availability()
+    assert not first.available
+    assert UcxBackend.availability() is first
+    with pytest.raises(BackendUnavailable) as caught:
+        load()
+    assert str(caught.value) == first.reason
+    assert looks == ["wheel"]
+
+
+@needs_ucx
+def test_a_handshake_asks_nothing_of_the_file_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = UcxBackend.availability()
+    monkeypatch.setattr(diagnosis, "load", None)
+    monkeypatch.setattr(diagnosis, "rdma_devices", None)
+    assert UcxBackend.availability() is said
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_what_is_no_library_is_an_error(
     nothing_loaded: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -89,12 +138,8 @@ def test_what_is_no_library_is_an_error(
     path.write_text("not one")
     nothing_loaded.setenv(ENVIRONMENT, str(path))
     nothing_loaded.setattr(library, "_SONAMES", ("libucp.so.0",))
-    load.cache_clear()
-    try:
-        with pytest.raises(BackendUnavailable, match="cannot be loaded"):
-            load()
-    finally:
-        load.cache_clear()
+    with pytest.raises(BackendUnavailable, match="cannot be loaded"):
+        load()
 
 
 @needs_ucx
@@ -108,14 +153,11 @@ def test_one_copy_is_loaded_and_described() -> None:
 
 
 @needs_ucx
+@pytest.mark.usefixtures("asked_anew")
 def test_one_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "VERSION_MIN", (99, 7))
-    load.cache_clear()
-    try:
-        with pytest.raises(BackendUnavailable, match=r"kvwire needs 99\.7 or newer"):
-            load()
-    finally:
-        load.cache_clear()
+    with pytest.raises(BackendUnavailable, match=r"kvwire needs 99\.7 or newer"):
+        load()
 
 
 def test_a_version_reads_as_one_says_it() -> None:
