@@ -241,3 +241,14 @@ def test_the_count_is_right(count_max: int, side: Side) -> None:
                 if chunk is not None:
                     side.flows.chunk_sent(chunk)
         assert turns.count == queued(turns)
+
+
+def test_nobody_sends_after_the_end(side: Side) -> None:
+    """What waited for its turn is forgotten, and so is what waited behind it."""
+    first = side.segment(5, priority=3)
+    side.segment_of(first.request, 5, 2)
+    side.put(5)
+    turns_of(side).clear()
+    assert turns_of(side).head() is None
+    assert (turns_of(side).count, len(turns_of(side)._behind)) == (0, 0)
+    assert not side.flows.sending
