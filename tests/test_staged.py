@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvwire import BackendUnavailable, KVSpec, PagedCache, UsageError
+from kvwire import (
+    BackendUnavailable,
+    Incoming,
+    KVSpec,
+    Outgoing,
+    PagedCache,
+    UsageError,
+)
 from kvwire.limits import KIB
 from kvwire.memory.device.progress import LayerCounter
 from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
@@ -61,6 +68,21 @@ class Cache:
         elif self.layout != "NHD":
             values = [v.transpose(1, 0, 2, 3, 4) for v in values]
         return np.stack([v[ids] for v in values])
+
+
+def begin(pair: Pair, source: Cache, target: Cache) -> tuple[Outgoing, Incoming]:
+    """A whole cache on its way to the near side's peer: all of it is marked."""
+    inc = pair.right.pull("t", target.paged, TARGET)
+    out = pair.near.publish("t", source.paged, SOURCE)
+    out.ready()
+    out.finish()
+    return out, inc
+
+
+async def drained(*ends: Outgoing | Incoming) -> None:
+    """Wait until none of them touches memory any more."""
+    for end in ends:
+        await end.drained()
 
 
 @pytest.fixture
@@ -116,8 +138,7 @@ async def test_a_device_at_one_end(
     async with pair.near.publish("t", source.paged, SOURCE) as out:
         out.ready()
     assert (await inc).complete
-    await inc.drained()
-    await out.drained()
+    await drained(out, inc)
     assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
 
 
@@ -154,8 +175,7 @@ async def test_a_mark_waits_for_the_event_of_a_kernel(
     assert not inc.layer_landed(0)
     near.release()
     assert (await inc).complete
-    await inc.drained()
-    await out.drained()
+    await drained(out, inc)
     assert np.array_equal(target.blocks(TARGET), written.blocks(SOURCE))
     compute.close()
 
@@ -181,8 +201,7 @@ async def test_an_event_that_fails_ends_the_transfer(
     outcome = await inc
     assert not outcome.complete
     assert "an illegal memory access" in str(outcome.missing)
-    await out.drained()
-    await inc.drained()
+    await drained(out, inc)
     compute.close()
 
 
@@ -200,10 +219,7 @@ async def test_slots_are_all_that_waits_for_a_slow_device(
     """The device takes nothing: the link is paused, and the wire fills up behind it."""
     source, target = Cache(None), Cache(near, seed=None)
     near.hold()
-    inc = pair.right.pull("t", target.paged, TARGET)
-    out = pair.near.publish("t", source.paged, SOURCE)
-    out.ready()
-    out.finish()
+    out, inc = begin(pair, source, target)
     staged = pair.right.staged
     await until(lambda: staged.paused)
     # Whatever else comes waits in the wire: a message behind it as well.
@@ -219,8 +235,7 @@ async def test_slots_are_all_that_waits_for_a_slow_device(
     await sent
     assert (await inc).complete
     await until(lambda: not staged.paused)
-    await inc.drained()
-    await out.drained()
+    await drained(out, inc)
     assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
 
 
@@ -230,10 +245,7 @@ async def test_a_slow_device_is_given_no_more_than_its_slots(
     """On the way out: the core keeps the rest, for whatever is more urgent."""
     source, target = Cache(near), Cache(None, seed=None)
     near.hold()
-    inc = pair.right.pull("t", target.paged, TARGET)
-    out = pair.near.publish("t", source.paged, SOURCE)
-    out.ready()
-    out.finish()
+    out, inc = begin(pair, source, target)
     staged = pair.left.staged
     await until(lambda: staged.full)
     assert not staged.quiet
@@ -243,8 +255,7 @@ async def test_a_slow_device_is_given_no_more_than_its_slots(
     assert bytes(await received) == b"urgent"
     near.release()
     assert (await inc).complete
-    await out.drained()
-    await inc.drained()
+    await drained(out, inc)
     assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
 
 
@@ -255,11 +266,8 @@ async def test_memory_has_not_drained_while_a_device_copies(
 ) -> None:
     source = Cache(near if device_side == "producer" else None)
     target = Cache(near if device_side == "consumer" else None, seed=None)
-    out = pair.near.publish("t", source.paged, SOURCE)
     near.hold()
-    inc = pair.right.pull("t", target.paged, TARGET)
-    out.ready()
-    out.finish()
+    out, inc = begin(pair, source, target)
     end = out if device_side == "producer" else inc
     mine = pair.left if device_side == "producer" else pair.right
     await until(lambda: not mine.staged.quiet)
@@ -286,11 +294,8 @@ async def test_a_failed_device_keeps_its_memory(
 ) -> None:
     """It proves nothing any more, so what it was copying is never said to be free."""
     source, target = Cache(near), Cache(None, seed=None)
-    inc = pair.right.pull("t", target.paged, TARGET)
-    out = pair.near.publish("t", source.paged, SOURCE)
     near.hold()
-    out.ready()
-    out.finish()
+    out, inc = begin(pair, source, target)
     await until(lambda: not pair.left.staged.quiet)
     near.fail("it fell off the bus")
     near.release()
@@ -329,8 +334,7 @@ async def test_memory_that_is_not_given_is_said_before_anything_moves(
     out = pair.near.publish("t", source.paged, SOURCE)
     outcome = await inc
     assert "bytes of pinned memory were refused" in str(outcome.missing)
-    await out.drained()
-    await inc.drained()
+    await drained(out, inc)
 
 
 async def test_a_device_that_is_gone_is_said_by_the_call(
@@ -368,8 +372,7 @@ async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:
     assert np.array_equal(seen[0], source.blocks(SOURCE)[0])
     assert (await inc).complete
     host.abort()
-    for end in (inc, out, host):
-        await end.drained()
+    await drained(inc, out, host)
     compute.close()
 
 
@@ -392,7 +395,6 @@ async def test_marks_of_a_captured_graph(pair: Pair, near: SimulatedDevice) -> N
     assert not out.done()
     near.release()
     assert (await inc).complete
-    await inc.drained()
-    await out.drained()
+    await drained(out, inc)
     assert np.array_equal(target.blocks(TARGET), written.blocks(SOURCE))
     graph.close()
