@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvwire.errors import BackendUnavailable
+from kvwire.limits import KIB
 from kvwire_ucx.settings import DEFAULTS, DEFAULTS_OF_OLD, OLD, parse
 
 NEW = (1, 22, 0)
@@ -60,3 +61,9 @@ def test_rdma_can_be_required(text: str, expected: bool) -> None:
 def test_what_is_no_setting_is_refused(given: dict[str, str], words: str) -> None:
     with pytest.raises(BackendUnavailable, match=words):
         parse(given, NEW, {})
+
+
+def test_a_segment_of_shared_memory_has_a_length_of_16_bits() -> None:
+    """UCX takes larger ones, and then every payload is damaged."""
+    kib = int(DEFAULTS["MM_SEG_SIZE"].removesuffix("K"))
+    assert kib * KIB < 2**16
