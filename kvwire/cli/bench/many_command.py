@@ -31,8 +31,8 @@ def command(  # noqa: PLR0913 - each is an option
 ) -> int:
     """Many transfers at once over many connections, and a small one beside large ones.
 
-    Everything travels in fragments of 4 KiB. Each side has twice the memory of what
-    travels at once: with --other-mib 1024, 8 GiB.
+    Everything travels in fragments of 4 KiB. With --other-mib 1024, the side that pulls
+    has 8 GiB of memory, and the one that publishes 1 GiB, which all the others want.
 
     Args:
         transport: Of kvwire, separated by commas; those that join two processes.

@@ -1,7 +1,8 @@
 """What is moved by ``kvwire bench many``: mixed sizes at once, and one beside many.
 
-Every transfer has blocks of its own, scattered over one cache. A block is 64 KiB in 16
-layers, so everything travels in fragments of 4 KiB.
+Every transfer has blocks of its own, scattered over one cache; only the side that
+publishes has the blocks of the others beside once, as a prefix that all of them want. A
+block is 64 KiB in 16 layers, so everything travels in fragments of 4 KiB.
 """
 
 from __future__ import annotations
@@ -65,10 +66,22 @@ class ManyWork(Work):
         return sum(self.sizes())
 
     @property
-    def blocks(self) -> int:
-        """Blocks of the cache: those that travel and those of the others."""
-        own = self.sizes() if self.verb == AT_ONCE else [self.nbytes]
-        return (sum(own) + self.others * self.other_bytes) // BLOCK_BYTES
+    def distinct(self) -> list[int]:
+        """Bytes of the transfers that have blocks of their own, without the others."""
+        return self.sizes() if self.verb == AT_ONCE else [self.nbytes]
+
+    def shares(self, *, publishes: bool) -> tuple[int, list[list[int]]]:
+        """The blocks that one side needs, and which transfer has which.
+
+        Args:
+            publishes: The others have one share, instead of one each.
+        """
+        counts = [1, self.others] if publishes and self.others else [self.others, 1]
+        sizes = self.distinct + [self.other_bytes] * counts[0]
+        blocks = sum(sizes) // BLOCK_BYTES
+        parts = scattered(sizes, blocks)
+        own = len(self.distinct)
+        return blocks, parts[:own] + parts[own:] * counts[1]
 
 
 def scattered(sizes: list[int], blocks: int) -> list[list[int]]:

@@ -82,9 +82,9 @@ def test_long_fragments_are_read_in_one_step(
     monkeypatch: pytest.MonkeyPatch, fragment_bytes: int, steps: list[int]
 ) -> None:
     memory = np.random.default_rng(1).integers(0, 256, SPAN_BYTES_MAX, np.uint8)
-    firsts = np.arange(0, SPAN_BYTES_MAX, fragment_bytes, np.uint64)[::-1]
+    firsts = np.arange(0, SPAN_BYTES_MAX, fragment_bytes)[::-1]
     lengths = np.full(firsts.size, fragment_bytes, np.uint64)
-    addresses = firsts + np.uint64(memory.ctypes.data)
+    addresses = firsts.astype(np.uint64) + np.uint64(memory.ctypes.data)
     scattered = Fragments(addresses, lengths, owner=memory, writable=False)
     ticket = encode(Kind.MEMORY, 0, scattered)
     assert ticket is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 from kvwire.cli.bench import fragments_command, iperf3
@@ -105,6 +106,7 @@ async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> Non
     half = FragmentsHalf("local", POOL_BYTES, arena=in_arena)
     pool = Pool(half.memory, WORKS[0], LEFT)
     assert (arena_of(as_fragments(pool.memory.data)) is not None) is in_arena
+    half.memory = np.empty(0, np.uint8)
     del pool
     await half.close()
 

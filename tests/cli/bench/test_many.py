@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvwire.cli.bench import many
 from kvwire.cli.bench.many_work import (
     AT_ONCE,
+    BESIDE,
     BLOCK_BYTES,
     MEDIUM_BYTES,
     ONE_BY_ONE,
@@ -17,6 +21,7 @@ from kvwire.cli.bench.many_work import (
     ManyWork,
     scattered,
 )
+from kvwire.cli.bench.sides.many_half import ManyHalf
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import MIB
 
@@ -59,13 +64,48 @@ def test_the_sizes_of_a_mix_are_shares_of_all() -> None:
     assert [sizes.count(s) for s in (SMALL_BYTES, MEDIUM_BYTES, 4 * MIB)] == [
         *(800, 180, 20)
     ]
-    assert work.moved_bytes == sum(sizes) == work.blocks * BLOCK_BYTES
+    assert work.moved_bytes == sum(sizes)
+    for publishes in (False, True):
+        blocks, shares = work.shares(publishes=publishes)
+        assert blocks * BLOCK_BYTES == sum(sizes)
+        assert [len(share) * BLOCK_BYTES for share in shares] == sizes
 
 
 def test_one_by_one_they_share_their_blocks() -> None:
     work = ManyWork(verb=ONE_BY_ONE, nbytes=MIB, count=9, others=2, other_bytes=2 * MIB)
-    assert work.blocks * BLOCK_BYTES == 5 * MIB
+    assert work.shares(publishes=False)[0] * BLOCK_BYTES == 5 * MIB
     assert work.moved_bytes == 9 * MIB
+
+
+def test_who_publishes_has_the_blocks_of_the_others_once() -> None:
+    work = ManyWork(verb=BESIDE, nbytes=MIB, count=9, others=3, other_bytes=2 * MIB)
+    blocks, (own, *others) = work.shares(publishes=True)
+    assert blocks * BLOCK_BYTES == 3 * MIB
+    assert others == [others[0]] * 3
+    assert sorted(own + others[0]) == list(range(blocks))
+    blocks, shares = work.shares(publishes=False)
+    assert blocks * BLOCK_BYTES == 7 * MIB
+    assert sorted(block for share in shares for block in share) == list(range(blocks))
+
+
+async def test_memory_of_two_works_is_never_there_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = ManyHalf("tcp", 1)
+    work = ManyWork(verb=BESIDE, nbytes=MIB, count=1, others=1, other_bytes=MIB)
+    await half.use(work, {})
+    kept: list[int] = []
+    ones = np.ones
+
+    def watched(nbytes: int, dtype: type[np.uint8]) -> npt.NDArray[np.uint8]:
+        kept.append(half._memory.size)
+        return ones(nbytes, dtype)
+
+    monkeypatch.setattr(np, "ones", watched)
+    await half.use(replace(work, priority=1), {})
+    assert kept == []
+    await half.use(replace(work, others=2), {})
+    assert kept == [0]
 
 
 def test_no_block_belongs_to_two_transfers() -> None:

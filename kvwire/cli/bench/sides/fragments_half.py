@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import platform
 import time
 from typing import Any, Final
@@ -58,7 +60,10 @@ class Pool:
         self._shape = (-1, work.nbytes)
 
     def fill(self) -> str:
-        """Random bytes into every block; the digest of those that travel."""
+        """Random bytes into every block; the digest of those that travel.
+
+        For a thread: a loop that stands still for long is a dead peer to others.
+        """
         rng = np.random.default_rng()
         self.memory.view(np.uint64)[:] = rng.integers(
             0, 2**63, self.memory.size // 8, np.uint64
@@ -139,16 +144,16 @@ class FragmentsHalf(Half):
     async def check_left(self, work: Work) -> dict[str, Any]:
         """See Half."""
         pool = self._have(work, LEFT)
-        sent = pool.fill() if work.verb == "push" else ""
+        sent = await asyncio.to_thread(pool.fill) if work.verb == "push" else ""
         await self._ask(work, pool)
-        return {"digest": sent or pool.digest()}
+        return {"digest": sent or await asyncio.to_thread(pool.digest)}
 
     async def check_right(self, work: Work) -> dict[str, Any]:
         """See Half."""
         pool = self._have(work, RIGHT)
-        sent = pool.fill() if work.verb == "pull" else ""
+        sent = await asyncio.to_thread(pool.fill) if work.verb == "pull" else ""
         await self._offer(work, pool)
-        return {"digest": sent or pool.digest()}
+        return {"digest": sent or await asyncio.to_thread(pool.digest)}
 
     async def drive(self, work: Work) -> dict[str, Any]:
         """See Half."""
@@ -166,9 +171,9 @@ class FragmentsHalf(Half):
             self._communicator.abort()
             await self._communicator.close()
         if self._arena is not None:
-            self._work, self.memory = None, np.empty(0, np.uint8)
-            vars(self).pop("_pool", None)
-            self._arena.close()
+            # Transfers may still have arrays in it, which keep it mapped.
+            with contextlib.suppress(kvwire.UsageError):
+                self._arena.close()
 
     async def _open(self, name: str) -> None:
         self._communicator = await kvwire.open(name=name)

@@ -18,7 +18,6 @@ from kvwire.cli.bench.many_work import (
     LAYER_BYTES,
     LAYERS,
     ManyWork,
-    scattered,
 )
 from kvwire.cli.bench.sides.half import HOST, Half, digest
 
@@ -47,6 +46,8 @@ class ManyHalf(Half):
         self._communicators: list[kvwire.Communicator] = []
         self._connections: list[kvwire.Connection] = []
         self._work: ManyWork | None = None
+        # Whose blocks are which: those that are timed, then the others beside.
+        self._shares: list[list[int]] = []
         self._memory = np.zeros(0, np.uint8)
         # Ids are never used twice.
         self._number = 0
@@ -80,25 +81,24 @@ class ManyHalf(Half):
 
     async def prepare(self, work: Work) -> dict[str, Any]:
         """See Half."""
-        self._have(work)
+        await self._have(work, publishes=True)
         return {}
 
     async def use(self, work: Work, given: dict[str, Any]) -> dict[str, Any]:
         """See Half."""
-        self._have(work)
+        await self._have(work, publishes=False)
         return {}
 
     async def check_left(self, work: Work) -> dict[str, Any]:
-        """See Half."""
-        self._have(work)
-        self._memory[:] = 0
+        """See Half; of what is timed, since the others need not come to their end."""
+        await self._have(work, publishes=False)
+        await asyncio.to_thread(self._memory.fill, 0)
         await self._pull(work)
-        # In a thread: a loop that stands still for long is a dead peer to others.
-        return {"digest": await asyncio.to_thread(digest, self._memory.data)}
+        return {"digest": await asyncio.to_thread(self._digest)}
 
     async def check_right(self, work: Work) -> dict[str, Any]:
         """See Half."""
-        self._have(work)
+        await self._have(work, publishes=True)
         sent = await asyncio.to_thread(self._fill)
         await self._publish(work)
         return {"digest": sent}
@@ -126,13 +126,21 @@ class ManyHalf(Half):
     def _fill(self) -> str:
         words = self._memory.view(np.uint64)
         words[:] = np.random.default_rng().integers(0, 2**63, words.size, np.uint64)
-        return digest(self._memory.data)
+        return self._digest()
 
-    def _have(self, work: Work) -> ManyWork:
+    def _digest(self) -> str:
+        """Of the blocks that are timed, in their order."""
+        assert self._work is not None
+        own = np.concatenate(self._shares[: len(self._work.distinct)])
+        layers = self._memory.reshape(LAYERS, -1, LAYER_BYTES)
+        return digest(np.ascontiguousarray(layers[:, own]).data)
+
+    async def _have(self, work: Work, *, publishes: bool) -> None:
         """The memory of a work as a cache, and who gets which blocks of it."""
         assert isinstance(work, ManyWork)
         if self._work != work:
-            self._memory = np.ones(work.blocks * BLOCK_BYTES, np.uint8)
+            blocks, self._shares = work.shares(publishes=publishes)
+            await self._have_memory(blocks * BLOCK_BYTES)
             spec = kvwire.KVSpec(
                 layers=LAYERS,
                 kv_heads=1,
@@ -140,11 +148,20 @@ class ManyHalf(Half):
                 block_tokens=_TOKENS,
                 dtype="float16",
             )
-            shape = (LAYERS, work.blocks, 2, _TOKENS, 1, _DIMS)
+            shape = (LAYERS, blocks, 2, _TOKENS, 1, _DIMS)
             tensors = list(self._memory.view(np.float16).reshape(shape))
             self._cache = kvwire.PagedCache(spec, tensors)
             self._work = work
-        return work
+
+    async def _have_memory(self, nbytes: int) -> None:
+        """As much as that, of which no page is missing; never old and new at once.
+
+        In a thread: a loop that stands still for long is a dead peer to others.
+        """
+        if self._memory.size != nbytes:
+            vars(self).pop("_cache", None)
+            self._memory = np.zeros(0, np.uint8)
+            self._memory = await asyncio.to_thread(np.ones, nbytes, np.uint8)
 
     # --- left -------------------------------------------------------------------------
 
@@ -154,8 +171,8 @@ class ManyHalf(Half):
         self._number += 1
         await control.recv(GO)
         if work.verb == AT_ONCE:
-            return await self._pull_all(work, first)
-        own, *others = self._shares(work)
+            return await self._pull_all(first)
+        own, *others = self._shares
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for index, blocks in enumerate(others):
@@ -169,15 +186,14 @@ class ManyHalf(Half):
                 await control.send(STOP, b"")
         return values
 
-    async def _pull_all(self, work: ManyWork, first: int) -> list[float]:
+    async def _pull_all(self, first: int) -> list[float]:
         async def one(index: int, blocks: Sequence[int]) -> float:
             connection = self._connections[index % len(self._connections)]
             await _over(connection.pull(f"{first}-{index}", self._cache, blocks))
             return time.perf_counter() - began
 
-        shares = scattered(work.sizes(), work.blocks)
         began = time.perf_counter()
-        return await asyncio.gather(*(one(i, b) for i, b in enumerate(shares)))
+        return await asyncio.gather(*(one(i, b) for i, b in enumerate(self._shares)))
 
     async def _pull_one(self, id: str, blocks: Sequence[int], priority: int) -> float:
         began = time.perf_counter()
@@ -208,15 +224,14 @@ class ManyHalf(Half):
         first, control = self._number, self._connections[0]
         self._number += 1
         if work.verb == AT_ONCE:
-            shares = scattered(work.sizes(), work.blocks)
             published = [
                 self._offer(self._communicator_of(i), f"{first}-{i}", blocks)
-                for i, blocks in enumerate(shares)
+                for i, blocks in enumerate(self._shares)
             ]
             await control.send(GO, b"")
             await asyncio.gather(*map(_over, published))
             return
-        own, *others = self._shares(work)
+        own, *others = self._shares
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._keep_publishing(first, index, blocks))
@@ -268,11 +283,6 @@ class ManyHalf(Half):
         """Whose connection number ``index`` is: each has as many as there are peers."""
         number = index % len(self._connections) // self._endpoints
         return self._communicators[number]
-
-    @staticmethod
-    def _shares(work: ManyWork) -> list[list[int]]:
-        sizes = [work.nbytes, *[work.other_bytes] * work.others]
-        return scattered(sizes, work.blocks)
 
 
 async def _over(end: kvwire.Incoming | kvwire.Outgoing) -> None:
