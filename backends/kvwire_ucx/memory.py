@@ -61,7 +61,8 @@ class Memory:
             self.count = fragments.nbytes
             self.datatype = binding.DATATYPE_BYTES
             return
-        pieces = np.stack((fragments.addresses, fragments.lengths), axis=1)
+        pieces = np.empty((len(fragments), 2), np.uint64)  # a tenth of np.stack's time
+        pieces[:, 0], pieces[:, 1] = fragments.addresses, fragments.lengths
         self._keeps = (fragments, pieces)
         self.address = int(pieces.ctypes.data)
         self.count = len(fragments)
