@@ -19,9 +19,8 @@ from kvwire.lane import Lane, LaneHandler
 from kvwire.memory.copy import as_fragments, copy
 from kvwire.testing.conformance import CheckFailed, Result
 from kvwire.testing.conformance.__main__ import main
-from kvwire.testing.conformance.check import CheckOf
 from kvwire.testing.conformance.lanes import LANE_CHECKS, check_lanes, run_lane_check
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneCheck
 from kvwire_inproc import InprocBackend
 from kvwire_inproc import lane as lane_module
 from kvwire_inproc.lane import InprocLane
@@ -35,7 +34,7 @@ _TIMEOUT_S = 0.5
 
 
 @pytest.mark.parametrize("check", LANE_CHECKS, ids=lambda check: check.id)
-async def test_the_reference_keeps_every_promise(check: CheckOf[LaneRig]) -> None:
+async def test_the_reference_keeps_every_promise(check: LaneCheck) -> None:
     result = await run_lane_check(check, InprocBackend)
     assert result.passed, result.reason
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
-
-if TYPE_CHECKING:
-    from kvwire.testing.conformance.rig import Rig
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 # What a check works with: a rig of links, or one of lanes.
@@ -92,11 +89,3 @@ class GroupOf(Generic[R]):
         check = CheckOf(id=f"{self.name}.{name}", promise=promise, run=run)
         assert all(other.id != check.id for other in self.checks), f"two {check.id}"
         self.checks.append(check)
-
-
-Check: TypeAlias = CheckOf["Rig"]
-"""A check of links."""
-
-
-class Group(GroupOf["Rig"]):
-    """Checks of links about one subject."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 from kvwire.backend import Backend, Link, Listener
 from kvwire.testing.conformance.bench import Bench
-from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.check import CheckOf, GroupOf, require
 from kvwire.testing.conformance.side import Side
 from kvwire.types import Address
 
@@ -47,6 +48,9 @@ class Rig(Bench):
         self._links: list[Link] = []
         self._accepted: deque[Link] = deque()
         self._listeners: list[Listener] = []
+
+    async def open(self) -> None:
+        """Nothing: a check listens and connects as it needs."""
 
     # --- links ------------------------------------------------------------------------
 
@@ -176,3 +180,11 @@ class Rig(Bench):
                 times == expected,
                 f"{side.name}: link_closed was called {times} times, not {expected}",
             )
+
+
+Check: TypeAlias = CheckOf[Rig]
+"""A check of links."""
+
+
+class Group(GroupOf[Rig]):
+    """Checks of links about one subject."""

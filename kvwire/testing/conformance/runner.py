@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 from kvwire import registry
 from kvwire.backend import Backend
 from kvwire.errors import UsageError
-from kvwire.testing.conformance.check import Check, CheckFailed
+from kvwire.testing.conformance.check import CheckFailed, CheckOf
 from kvwire.testing.conformance.groups import (
     aborting,
     addresses,
@@ -26,8 +27,21 @@ from kvwire.testing.conformance.groups import (
     threads,
 )
 from kvwire.testing.conformance.report import Report, Result
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.rig import Check, Rig
 from kvwire.types import Address
+
+
+class Opened(Protocol):
+    """What a check works with, as far as running it goes."""
+
+    async def open(self) -> None:
+        """Make what is needed before the check runs."""
+
+    async def aclose(self) -> None:
+        """End everything, and look for what is left."""
+
+
+R = TypeVar("R", bound=Opened)
 
 # What a backend does at once on a quiet machine gets this long on a loaded one.
 TIMEOUT_S = 5.0
@@ -88,7 +102,7 @@ async def check_backend(
     make, cls = _maker(backend)
     where = _address(cls, address)
     results = []
-    for check in _chosen(only):
+    for check in chosen(CHECKS, only):
         results.append(await run_check(check, make, where, timeout_s))
         if progress is not None:
             progress(results[-1])
@@ -108,24 +122,49 @@ async def run_check(
 
     Cancel safety: safe, links of the check may stay open.
     """
+    return await run_on(lambda: Rig(make, address, timeout_s), check)
+
+
+async def run_on(make_rig: Callable[[], R], check: CheckOf[R]) -> Result:
+    """Run one check on a rig of its own, and look for what it leaves behind.
+
+    Cancel safety: safe, what the check has opened may stay open.
+    """
     began = time.perf_counter()
     reason = ""
     try:
-        rig = Rig(make, address, timeout_s)
+        rig = make_rig()
         try:
+            await rig.open()
             await check.run(rig)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the check failed
-            reason = reason_of(exc)
+            reason = _reason_of(exc)
         try:
             await rig.aclose()
         except Exception as exc:  # noqa: BLE001 - likewise
-            reason = reason or f"afterwards: {reason_of(exc)}"
+            reason = reason or f"afterwards: {_reason_of(exc)}"
     except Exception as exc:  # noqa: BLE001 - the backend cannot even be made
-        reason = reason_of(exc)
+        reason = _reason_of(exc)
     return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
 
 
-def reason_of(error: Exception) -> str:
+def chosen(
+    checks: Sequence[CheckOf[R]], only: Collection[str] | None, what: str = ""
+) -> Sequence[CheckOf[R]]:
+    """Those of the ids given, in the order they run; all if none are.
+
+    Raises:
+        UsageError: No check has one of the ids.
+    """
+    if only is None:
+        return checks
+    unknown = sorted(set(only) - {check.id for check in checks})
+    if unknown:
+        raise UsageError(f"conformance: no check{what} is called {', '.join(unknown)}")
+    return [check for check in checks if check.id in only]
+
+
+def _reason_of(error: Exception) -> str:
     """Why a check failed, in one line."""
     if isinstance(error, CheckFailed):
         return str(error)
@@ -145,14 +184,3 @@ def _address(cls: type[Backend], address: Address | str | None) -> Address:
     if address is not None:
         return Address.parse(address)
     return Address(cls.scheme, "" if cls.capabilities.same_process else "127.0.0.1")
-
-
-def _chosen(only: Collection[str] | None) -> tuple[Check, ...]:
-    if only is None:
-        return CHECKS
-    unknown = set(only) - {check.id for check in CHECKS}
-    if unknown:
-        raise UsageError(
-            f"conformance: no check is called {', '.join(sorted(unknown))}"
-        )
-    return tuple(check for check in CHECKS if check.id in only)

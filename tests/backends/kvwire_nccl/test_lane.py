@@ -12,9 +12,8 @@ import pytest
 from kvwire.backend import Landing
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.lane import LaneContext
-from kvwire.testing.conformance.check import CheckOf
 from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneCheck
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import Bootstrap
 from kvwire_nccl.lane import NcclLane
@@ -23,7 +22,7 @@ from tests.support.pairs import until
 
 
 @pytest.mark.parametrize("check", LANE_CHECKS, ids=lambda check: check.id)
-async def test_it_keeps_every_promise(check: CheckOf[LaneRig]) -> None:
+async def test_it_keeps_every_promise(check: LaneCheck) -> None:
     """The conformance kit, over communicators of this process."""
     result = await run_lane_check(check, FakeBackend)
     assert result.passed, result.reason

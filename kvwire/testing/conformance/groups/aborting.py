@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import Memory
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
 group = Group("abort")

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 from kvwire.backend import API_VERSION, Availability, Capabilities, Link
-from kvwire.testing.conformance.check import CheckFailed, Group, require
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.check import CheckFailed, require
+from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.types import Address
 
 group = Group("address")

@@ -7,8 +7,8 @@ judged in every check; these bring about the situations in which it goes wrong.
 from __future__ import annotations
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import Group, require
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding
 from kvwire.testing.conformance.witness import Token
 

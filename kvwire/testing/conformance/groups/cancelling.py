@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 from kvwire.backend import Listener
-from kvwire.testing.conformance.check import CheckFailed, Group, require
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.check import CheckFailed, require
+from kvwire.testing.conformance.rig import Group, Rig
 
 group = Group("cancel")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import Group, require
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
 group = Group("flush")

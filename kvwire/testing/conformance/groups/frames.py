@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 from kvwire.limits import KIB, MIB
-from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.rig import Group, Rig
 
 group = Group("frame")
 

@@ -11,9 +11,8 @@ import weakref
 from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import Group
 from kvwire.testing.conformance.growth import require_collected, require_no_growth
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.rig import Group, Rig
 
 group = Group("leak")
 

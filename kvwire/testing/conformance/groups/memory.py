@@ -10,32 +10,20 @@ import gc
 import weakref
 
 from kvwire.limits import KIB, MIB
-from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Bytes, Cut, Head, Memory, pattern
 from kvwire.testing.conformance.growth import require_collected
-from kvwire.testing.conformance.rig import Rig
-from kvwire.testing.conformance.side import KitLanding, Side
-from kvwire.testing.conformance.witness import Token
+from kvwire.testing.conformance.poison import POISON, poison
+from kvwire.testing.conformance.rig import Group, Rig
+from kvwire.testing.conformance.side import Side
 
 group = Group("memory")
-
-_POISON = 0xEE
-
-
-def _poison_sent(token: Token) -> None:
-    if token.memory is not None:
-        token.memory.poison(_POISON)
-
-
-def _poison_landed(landing: KitLanding) -> None:
-    if landing.memory is not None:
-        landing.memory.poison(_POISON)
 
 
 @group.each("source", "Memory of {} is not read after frame_sent", CUTS)
 async def _(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
-    left.on_sent = _poison_sent
+    left.on_sent = poison
     for _ in range(10):
         left.queue(400_000, cut)
     left.flush()
@@ -53,20 +41,20 @@ async def _(rig: Rig, cut: Cut | None) -> None:
         return landed[-1]
 
     right.land = land
-    right.on_body = _poison_landed
+    right.on_body = poison
     for _ in range(10):
         left.queue(100_000)
     left.flush()
     await rig.arrives(right, 10)
     await rig.settle()
-    whole = all(memory.is_all(_POISON) for memory in landed)
+    whole = all(memory.is_all(POISON) for memory in landed)
     require(whole, "the destination was written after body_received")
 
 
 @group.check("source-full", "Memory that waits in a queue is not given back too early")
 async def _(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
-    left.on_sent = _poison_sent
+    left.on_sent = poison
     for _ in range(32):
         left.send(MIB)
     await rig.settle()
@@ -105,10 +93,10 @@ async def _(rig: Rig) -> None:
     right.land = lambda head: kept if head.number == 0 else None
     left.send(MIB)
     await rig.arrives(right, 1)
-    kept.poison(_POISON)
+    kept.poison(POISON)
     left.send(MIB)
     await rig.arrives(right, 2)
-    require(kept.is_all(_POISON), "the memory of the frame before was written")
+    require(kept.is_all(POISON), "the memory of the frame before was written")
 
 
 @group.check(
@@ -121,10 +109,10 @@ async def _(rig: Rig) -> None:
     right.on_header = lambda head: right.abort()
     left.send(16 * MIB)
     await rig.closes(right)
-    memory.poison(_POISON)
+    memory.poison(POISON)
     await rig.closes(left)
     await rig.settle()
-    require(memory.is_all(_POISON), "the landing was written after link_closed")
+    require(memory.is_all(POISON), "the landing was written after link_closed")
 
 
 @group.check("abort-midway", "The same when part of the payload is already there")
@@ -136,9 +124,9 @@ async def _(rig: Rig) -> None:
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
     right.abort()
     await rig.closes(right)
-    memory.poison(_POISON)
+    memory.poison(POISON)
     await rig.settle()
-    require(memory.is_all(_POISON), "the landing was written after link_closed")
+    require(memory.is_all(POISON), "the landing was written after link_closed")
 
 
 @group.check("abort-sender", "After abort and link_closed the sender reads nothing")
@@ -148,7 +136,7 @@ async def _(rig: Rig) -> None:
     left.abort()
     await rig.closes(left)
     for token in sent:
-        _poison_sent(token)
+        poison(token)
     right.start()
     # What had left before may arrive, but then as it was.
     await rig.closes(right)
@@ -163,10 +151,10 @@ async def _(rig: Rig) -> None:
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
     left.abort()
     await rig.closes(right)
-    memory.poison(_POISON)
+    memory.poison(POISON)
     await rig.closes(left)
     await rig.settle()
-    require(memory.is_all(_POISON), "the landing was written after link_closed")
+    require(memory.is_all(POISON), "the landing was written after link_closed")
 
 
 @group.check("kept-source", "Lent memory stays alive although the sender drops it")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvwire.limits import KIB, MIB
-from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Memory
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding, Side
 
 group = Group("order")

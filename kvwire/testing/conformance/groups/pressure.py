@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from kvwire.limits import HEADER_BYTES, MIB
-from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
 group = Group("pressure")

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import CheckFailed, Group, require
+from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.content import CUTS, Memory
-from kvwire.testing.conformance.rig import Rig
+from kvwire.testing.conformance.poison import poison
+from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding, Side
-from kvwire.testing.conformance.witness import Token
 from kvwire.types import Address
 
 group = Group("threads")
@@ -115,7 +115,7 @@ async def _(rig: Rig) -> None:
 @group.check("bulk", "Bulk goes both ways between threads, and memory is given back")
 async def _(rig: Rig) -> None:
     async with Elsewhere(rig, _echo_until_closed) as left:
-        left.on_sent = _poison
+        left.on_sent = poison
         for _ in range(16):
             left.send(2 * MIB)
         await rig.arrives(left, 16)
@@ -132,7 +132,7 @@ async def _(rig: Rig) -> None:
         left.abort()
         await rig.closes(left)
         for token in sent:
-            _poison(token)
+            poison(token)
 
 
 @group.check("aborted", "abort by the other thread while this one sends")
@@ -149,8 +149,3 @@ async def _(rig: Rig) -> None:
         await rig.closes(left)
     left.queue(100, token=False)
     left.flush()
-
-
-def _poison(token: Token) -> None:
-    if token.memory is not None:
-        token.memory.poison(0xEE)

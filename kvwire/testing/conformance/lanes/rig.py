@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from kvwire.backend import Backend, Landing, Link, LinkHandler, Listener
 from kvwire.lane import LaneContext
 from kvwire.testing.conformance.bench import Bench
-from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.check import CheckOf, GroupOf, require
 from kvwire.testing.conformance.lanes.side import LaneSide
 from kvwire.types import Address, Role
 
@@ -46,7 +47,7 @@ class LaneRig(Bench):
         self._address = address or _CONTROL_ADDRESS
         self._listener: Listener | None = None
 
-    async def listen(self) -> None:
+    async def open(self) -> None:
         """Listen with the far backend, if it was said where."""
         if self._address is not _CONTROL_ADDRESS:
             self._listener = await self.within(
@@ -148,6 +149,14 @@ class LaneRig(Bench):
             times == expected,
             f"{side.name}: lane_closed was called {times} times, not {expected}",
         )
+
+
+LaneCheck: TypeAlias = CheckOf[LaneRig]
+"""A check of lanes."""
+
+
+class LaneGroup(GroupOf[LaneRig]):
+    """Checks of lanes about one subject."""
 
 
 class _Stranger(LinkHandler):

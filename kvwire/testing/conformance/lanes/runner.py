@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 
 from kvwire import registry
 from kvwire.backend import Backend
 from kvwire.errors import UsageError
-from kvwire.testing.conformance.check import CheckOf
 from kvwire.testing.conformance.lanes.groups import (
     aborting,
     callbacks,
@@ -20,12 +18,12 @@ from kvwire.testing.conformance.lanes.groups import (
     pressure,
     tickets,
 )
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneCheck, LaneRig
 from kvwire.testing.conformance.report import Report, Result
-from kvwire.testing.conformance.runner import TIMEOUT_S, reason_of
+from kvwire.testing.conformance.runner import TIMEOUT_S, chosen, run_on
 from kvwire.types import Address
 
-LANE_CHECKS: tuple[CheckOf[LaneRig], ...] = tuple(
+LANE_CHECKS: tuple[LaneCheck, ...] = tuple(
     check
     for module in (
         joining,
@@ -80,7 +78,7 @@ async def check_lanes(
     if address is None and cls.capabilities.links and not cls.capabilities.same_process:
         address = Address(cls.scheme, "127.0.0.1")
     results = []
-    for check in _chosen(only):
+    for check in chosen(LANE_CHECKS, only, " of lanes"):
         results.append(await run_lane_check(check, cls, settings, timeout_s, address))
         if progress is not None:
             progress(results[-1])
@@ -91,7 +89,7 @@ async def check_lanes(
 
 
 async def run_lane_check(
-    check: CheckOf[LaneRig],
+    check: LaneCheck,
     make: Callable[[], Backend],
     settings: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -101,30 +99,6 @@ async def run_lane_check(
 
     Cancel safety: safe, lanes of the check may stay open.
     """
-    began = time.perf_counter()
-    reason = ""
-    try:
-        rig = LaneRig(make, settings or {}, timeout_s, address)
-        try:
-            await rig.listen()
-            await check.run(rig)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the check failed
-            reason = reason_of(exc)
-        try:
-            await rig.aclose()
-        except Exception as exc:  # noqa: BLE001 - likewise
-            reason = reason or f"afterwards: {reason_of(exc)}"
-    except Exception as exc:  # noqa: BLE001 - the backend cannot even be made
-        reason = reason_of(exc)
-    return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
-
-
-def _chosen(only: Collection[str] | None) -> tuple[CheckOf[LaneRig], ...]:
-    if only is None:
-        return LANE_CHECKS
-    unknown = set(only) - {check.id for check in LANE_CHECKS}
-    if unknown:
-        raise UsageError(
-            f"conformance: no check of lanes is called {', '.join(sorted(unknown))}"
-        )
-    return tuple(check for check in LANE_CHECKS if check.id in only)
+    return await run_on(
+        lambda: LaneRig(make, settings or {}, timeout_s, address), check
+    )

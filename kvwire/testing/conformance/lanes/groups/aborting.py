@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group: GroupOf[LaneRig] = GroupOf("abort")
+group = LaneGroup("abort")
 
 Stage = Callable[[LaneRig, LaneSide, LaneSide], Awaitable[None]]
 

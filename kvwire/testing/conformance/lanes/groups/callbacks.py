@@ -6,10 +6,10 @@ Every side judges its callbacks in every check; these provoke what is easily got
 from __future__ import annotations
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import GroupOf, require
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 
-group: GroupOf[LaneRig] = GroupOf("callback")
+group = LaneGroup("callback")
 
 
 class Planted(Exception):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group: GroupOf[LaneRig] = GroupOf("close")
+group = LaneGroup("close")
 
 
 async def _ends_cleanly(rig: LaneRig, *sides: LaneSide) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
-from kvwire.testing.conformance.check import CheckFailed, GroupOf, require
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.check import CheckFailed, require
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group: GroupOf[LaneRig] = GroupOf("join")
+group = LaneGroup("join")
 
 
 @group.check("available", "availability says that it can be used here")

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable
 
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import GroupOf
 from kvwire.testing.conformance.growth import require_collected, require_no_growth
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 
-group: GroupOf[LaneRig] = GroupOf("leak")
+group = LaneGroup("leak")
 
 _CYCLES = 20
 # Caches may fill once. What is looked for grows with every cycle, or with every fifth.

@@ -10,32 +10,20 @@ import gc
 import weakref
 
 from kvwire.limits import KIB, MIB
-from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Bytes, Cut, Memory, pattern
 from kvwire.testing.conformance.growth import require_collected
-from kvwire.testing.conformance.lanes.rig import LaneRig
-from kvwire.testing.conformance.lanes.side import LaneLanding, LaneSide, Parcel
-from kvwire.testing.conformance.witness import Token
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
+from kvwire.testing.conformance.lanes.side import LaneSide, Parcel
+from kvwire.testing.conformance.poison import POISON, poison
 
-group: GroupOf[LaneRig] = GroupOf("memory")
-
-_POISON = 0xEE
-
-
-def _poison_sent(token: Token) -> None:
-    if token.memory is not None:
-        token.memory.poison(_POISON)
-
-
-def _poison_landed(landing: LaneLanding) -> None:
-    if landing.memory is not None:
-        landing.memory.poison(_POISON)
+group = LaneGroup("memory")
 
 
 @group.each("source", "Memory of {} is not read after payload_sent", CUTS)
 async def _(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
-    left.on_sent = _poison_sent
+    left.on_sent = poison
     for _ in range(10):
         left.send(400_000, cut)
     await rig.arrives(right, 10)
@@ -46,7 +34,7 @@ async def _(rig: LaneRig, cut: Cut | None) -> None:
 async def _(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
-    left.on_sent = _poison_sent
+    left.on_sent = poison
     for number in range(24):
         left.send(MIB, CUTS["pages"] if number % 2 else None)
     await rig.settle()
@@ -78,12 +66,12 @@ async def _(rig: LaneRig, cut: Cut | None) -> None:
         return landed[-1]
 
     right.land = land
-    right.on_received = _poison_landed
+    right.on_received = poison
     for _ in range(10):
         left.send(100_000)
     await rig.arrives(right, 10)
     await rig.settle()
-    whole = all(memory.is_all(_POISON) for memory in landed)
+    whole = all(memory.is_all(POISON) for memory in landed)
     require(whole, "the destination was written after payload_received")
 
 
@@ -96,7 +84,7 @@ async def _(rig: LaneRig) -> None:
     left.abort()
     await rig.closes(left)
     for token in tokens:
-        _poison_sent(token)
+        poison(token)
     # What had left before may arrive, but then as it was: each arrival is compared.
     right.take()
     await rig.ends(right)
@@ -110,7 +98,7 @@ async def _(rig: LaneRig) -> None:
     left.abort()
     await rig.closes(left)
     for token in tokens:
-        _poison_sent(token)
+        poison(token)
     await rig.ends(right)
 
 
@@ -134,10 +122,10 @@ async def _(rig: LaneRig) -> None:
     right.abort()
     await rig.closes(right)
     for memory in landed:
-        memory.poison(_POISON)
+        memory.poison(POISON)
     left.flush()
     await rig.settle()
-    whole = all(memory.is_all(_POISON) for memory in landed)
+    whole = all(memory.is_all(POISON) for memory in landed)
     require(whole, "a landing was written after lane_closed")
 
 
@@ -157,9 +145,9 @@ async def _(rig: LaneRig) -> None:
     right.abort()
     await rig.closes(right)
     for memory in waiting:
-        memory.poison(_POISON)
+        memory.poison(POISON)
     await rig.settle()
-    whole = all(memory.is_all(_POISON) for memory in waiting)
+    whole = all(memory.is_all(POISON) for memory in waiting)
     require(whole, "a landing was written after lane_closed")
 
 

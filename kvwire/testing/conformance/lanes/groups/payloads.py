@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
-from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Memory
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 
-group: GroupOf[LaneRig] = GroupOf("payload")
+group = LaneGroup("payload")
 
 _SIZES = {
     "1": 1,

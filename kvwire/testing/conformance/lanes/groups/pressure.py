@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from kvwire.limits import MIB, WAKEUP_BYTES
-from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group: GroupOf[LaneRig] = GroupOf("pressure")
+group = LaneGroup("pressure")
 
 
 @group.check("queued-falls", "queued_bytes falls to 0 when everything has arrived")

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 from kvwire.errors import ProtocolError
 from kvwire.limits import TICKET_BYTES_MAX
-from kvwire.testing.conformance.check import CheckFailed, GroupOf, require
+from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.content import CUTS, Cut, Memory
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide, Parcel
 
-group: GroupOf[LaneRig] = GroupOf("ticket")
+group = LaneGroup("ticket")
 
 _NBYTES = 100_000
 _WRONG: dict[str, Callable[[bytes], bytes]] = {
