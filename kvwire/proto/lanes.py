@@ -120,8 +120,8 @@ class Lane:
     @property
     def over(self) -> bool:
         """Whether neither side has anything to say of it any more."""
-        quiet = self.stage is Stage.DOWN and not self.waiting and not self.missed
-        return quiet and self.lowered
+        # What this side has missed is named at the end of the step that missed it.
+        return self.stage is Stage.DOWN and self.lowered and not self.waiting
 
 
 class Lanes:
@@ -402,8 +402,6 @@ class Lanes:
             if arrival.buffer is not None:
                 self._flows.missed(arrival)
         lane.arriving.clear()
-        # This says all of it, what has arrived included.
-        self._to_tell.pop(lane, None)
         self._say_lower(lane, reason)
         for chunk in list(lane.waiting.values()):
             chunk.quiet = True

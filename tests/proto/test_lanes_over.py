@@ -6,11 +6,8 @@ import pytest
 
 from kvwire.limits import LANES_MAX
 from kvwire.proto.lanes import Stage
-from kvwire.testing.pair_lanes import BACKEND
 from kvwire.types import Role
-from kvwire.wire.control import Lower, Raise
-from kvwire.wire.header import FrameType
-from tests.proto.lanes import Scene, expect_refused, expect_whole
+from tests.proto.lanes import Scene, expect_whole
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
 
@@ -86,46 +83,3 @@ def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
 def is_over(scene: Scene) -> bool:
     """Whether lane 1 is, as the client sees it."""
     return scene.client.core.lanes._lanes[1].over
-
-
-def test_what_has_arrived_is_said_once() -> None:
-    """A half that breaks right after an arrival says one LOWER, and it is the last."""
-    scene = Scene(chunks=1)
-    scene.up()
-    request = scene.put()
-    scene.pair.run()
-    half, core = scene.half(SERVER), scene.server.core
-    (ticket,) = scene.tickets(SERVER)
-    arrival = half.arriving[ticket]
-    core.payload_landed(arrival, scene.server.now, intact=True)
-    core.lane_gone(1, "cut")
-    half.gone = True
-    scene.server.collect()
-    (lower,) = scene.said(FrameType.LOWER, scene.server)
-    assert isinstance(lower, Lower)
-    assert (lower.seen, lower.missed) == (1, ())
-    scene.lanes.rest()
-    assert scene.client.error(request) is None
-
-
-@pytest.mark.rule("KVW-LN-01", "breaks")
-@pytest.mark.parametrize("number", [LANES_MAX + 1, 1])
-def test_no_lane_is_raised_beyond_so_many(number: int) -> None:
-    scene = Scene()
-    for _ in range(LANES_MAX):
-        scene.lanes.raise_one()
-    scene.client.forge(
-        FrameType.RAISE, Raise(lane=number, backend=BACKEND, bootstrap=b"")
-    )
-    expect_refused(scene, scene.server, "KVW-LN-01")
-
-
-@pytest.mark.rule("KVW-LN-01", "breaks")
-def test_a_number_is_not_used_again() -> None:
-    """Though its lane is over: the number stands for a secret that is spent."""
-    scene = Scene()
-    scene.up()
-    scene.lanes.end(scene.half(CLIENT))
-    scene.lanes.rest()
-    scene.client.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
-    expect_refused(scene, scene.server, "KVW-LN-01")

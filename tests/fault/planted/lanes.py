@@ -66,4 +66,11 @@ BUGS: Final = (
         after="        missed = tuple(lane.missed) or tuple(lane.beyond)\n",
         rules=frozenset({"accused"}),
     ),
+    Planted(
+        name="a lane is forgotten before its peer has said that it is gone",
+        module=_MODULE,
+        before="self.stage is Stage.DOWN and self.lowered and not self.waiting\n",
+        after="self.stage is Stage.DOWN and not self.waiting\n",
+        rules=frozenset({"accused"}),
+    ),
 )
