@@ -31,8 +31,8 @@ logger = logging.getLogger("kvwire")
 # Between the end of a lane and that of its control link, when a peer dies, there are a
 # few turns of the loop; a warning that comes this much later is not missed.
 WORD_S = 0.25
-# A peer that has refused a lane so often in a row, over two minutes on average, will not
-# have it: its device is gone for good, or its system's limits are reached.
+# A peer that has refused a lane so often in a row, for two minutes or so, will not have
+# it: its device is gone for good, or its system's limits are reached.
 REFUSALS_MAX = 8
 
 OpenBackend = Callable[[str], Backend]
