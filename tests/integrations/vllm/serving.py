@@ -95,7 +95,7 @@ class Engine(Process):
     """A vLLM server with the connector.
 
     Attributes:
-        kv: Where it listens for KV.
+        kv: Where each of its ranks listens for KV, with commas.
     """
 
     kv: str = ""
@@ -124,6 +124,8 @@ def engine(
     core: int,
     transfer: dict[str, Any],
     *arguments: str,
+    ranks: int = 1,
+    beside: Sequence[dict[str, Any]] = (),
 ) -> Engine:
     """A server of a model, not started.
 
@@ -131,35 +133,49 @@ def engine(
         model: Its folder.
         folder: Where its output goes.
         name: Of the output.
-        core: Which it computes on.
+        core: Which it computes on, or its first rank.
         transfer: For ``kv_connector_extra_config``.
         *arguments: For vLLM.
+        ranks: Of tensor parallelism.
+        beside: Other connectors; MultiConnector has them all.
     """
-    port, kv = free_port(), f"127.0.0.1:{free_port()}"
-    config = {
+    port, kv_port = free_port(), free_port()
+    listen = [f"127.0.0.1:{kv_port + rank}" for rank in range(ranks)]
+    config: dict[str, Any] = {
         "kv_connector": "KvwireConnector",
         "kv_connector_module_path": "kvwire.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"listen": kv, **transfer},
+        "kv_connector_extra_config": {"listen": listen[0], **transfer},
     }
+    if beside:
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [config, *beside]},
+        }
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
         *("--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "4352"),
         # Other sums of another batch change no token in this type.
         *("--dtype", "float32", "--max-num-batched-tokens", "1024"),
+        *("--tensor-parallel-size", str(ranks)),
         *("--kv-transfer-config", json.dumps(config), *arguments),
     ]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+            str((core + rank) % (os.cpu_count() or 1)) for rank in range(ranks)
+        ),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "KVWIRE_PREFER": "",
     }
     url = f"http://127.0.0.1:{port}"
-    return Engine(command, folder / f"{name}.log", url, environment, kv=kv)
+    log = folder / f"{name}.log"
+    return Engine(command, log, url, environment, kv=",".join(listen))
 
 
 def front(prefill: Engine, decode: Engine, folder: Path, *arguments: str) -> Process:

@@ -9,6 +9,9 @@ import importlib.util
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +31,33 @@ from tests.integrations.vllm.wire import slow_wire
 PROMPTS = "vllm:prompt_tokens_total"
 pytestmark = pytest.mark.timeout(600)
 
-# The model, and keys of kv_connector_extra_config.
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "push, gated, a key head for each query head": (
-        "mha",
-        {"mode": "push", "gate_layers": 2},
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run two engines.
+
+    Attributes:
+        kind: Of the model.
+        transfer: Keys of kv_connector_extra_config.
+        ranks: Of prefill; decode has one.
+        files: vLLM's connector for files is there as well. It breaks with a prompt that
+            is computed in chunks, so none is.
+    """
+
+    kind: str
+    transfer: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    files: bool = False
+
+
+WAYS: dict[str, Way] = {
+    "push, gated, a key head for each query head": Way(
+        "mha", {"mode": "push", "gate_layers": 2}
     ),
-    "chunk by chunk, sliding windows": ("window", {"stream": "chunk"}),
-    "as a whole": ("gqa", {"stream": "request"}),
+    "chunk by chunk, sliding windows": Way("window", {"stream": "chunk"}),
+    "as a whole": Way("gqa", {"stream": "request"}),
+    "two ranks to one": Way("gqa", ranks=2),
+    "a child of MultiConnector": Way("gqa", files=True),
 }
 
 
@@ -60,12 +82,12 @@ class Pair:
         sends = {
             "do_remote_decode": True,
             "transfer_id": name,
-            "remote": [back or self.decode.kv],
+            "remote": back or self.decode.kv,
         }
         loads = {
             "do_remote_prefill": True,
             "transfer_id": name,
-            "remote": [there or self.prefill.kv],
+            "remote": there or self.prefill.kv,
         }
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.decode.generate, ids, kv_transfer_params=loads)
@@ -79,13 +101,18 @@ def pair(
 ) -> Iterator[Pair]:
     """Two engines."""
     folder = tmp_path_factory.mktemp("vllm")
-    kind, transfer = WAYS[request.param]
-    model = make_model(kind, folder)
+    way = WAYS[request.param]
+    model = make_model(way.kind, folder)
+    transfer = {"lease_s": 3.0, "require": ["tcp"], **way.transfer}
+    beside = [files(folder)] if way.files else []
+    more = ("--max-num-batched-tokens", "4352") if way.files else ()
     made = [
         engine(
-            model, folder, name, core, {"lease_s": 3.0, "require": ["tcp"], **transfer}
-        )
-        for core, name in enumerate(("prefill", "decode"))
+            *(model, folder, "prefill", 0, transfer, *more),
+            ranks=way.ranks,
+            beside=beside,
+        ),
+        engine(model, folder, "decode", 1, transfer, *more, beside=beside),
     ]
     try:
         for one in made:
@@ -98,7 +125,16 @@ def pair(
             one.kill()
 
 
-@pytest.mark.parametrize("length", [1, 128, 300, 3000])
+def files(folder: Path) -> dict[str, Any]:
+    """vLLM's own connector that keeps KV in files."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "files")},
+    }
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 300, 3000])
 def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
     ids = prompt(length, seed=1)
     hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
@@ -115,14 +151,24 @@ def test_several_at_once(pair: Pair) -> None:
     assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
 
 
+@contextmanager
+def slow_wires(pair: Pair, bytes_per_s: int) -> Iterator[tuple[str, str]]:
+    """Where each side's ranks are found behind a slow wire of their own."""
+    with ExitStack() as wires:
+
+        def behind(engine: Engine) -> str:
+            listening = engine.kv.split(",")
+            slow = [wires.enter_context(slow_wire(a, bytes_per_s)) for a in listening]
+            return ",".join(slow)
+
+        yield behind(pair.prefill), behind(pair.decode)
+
+
 def test_over_a_slow_wire(pair: Pair) -> None:
     """4 MB/s: prefill is over long before its KV is there."""
     ids = prompt(1000, seed=3)
     want = pair.local(ids)
-    with (
-        slow_wire(pair.prefill.kv, 4_000_000) as there,
-        slow_wire(pair.decode.kv, 4_000_000) as back,
-    ):
+    with slow_wires(pair, 4_000_000) as (there, back):
         assert pair.both(ids, there, back) == want
     assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
 
@@ -133,8 +179,7 @@ def test_prefill_is_killed_in_the_middle(pair: Pair) -> None:
     want = pair.local(ids)
     computed = pair.prefill.metric(PROMPTS)
     with (
-        slow_wire(pair.prefill.kv, 200_000) as there,
-        slow_wire(pair.decode.kv, 200_000) as back,
+        slow_wires(pair, 200_000) as (there, back),
         ThreadPoolExecutor(1) as pool,
     ):
         answer = pool.submit(pair.both, ids, there, back)

@@ -1,0 +1,207 @@
+"""The servers that :mod:`tests.bench.vllm_handover` compares, and what they are of."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tests.bench.vllm_wire import HERE, Host
+from tests.integrations.vllm.serving import Engine, free_port
+
+# The first has 64 KiB of KV a token, and little else to compute; the second next to no
+# KV, so that what is not proportional to it shows.
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "64KiB": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+}
+# Tokens of one forward pass: 4,000 are computed in two.
+CHUNK_TOKENS: Final = 2048
+_BYTES_A_NUMBER: Final = 2
+# Four prompts of 4,000 tokens of the larger shape fit, and more wait for their turn.
+# NixlConnector has the same once more in host memory.
+_CACHE_GIB: Final = "1"
+
+Connector = Callable[[str, str], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A connector, and how its two engines are asked.
+
+    Attributes:
+        name: In the table.
+        servers: Contenders with the same servers share them.
+        connector: The ``kv-transfer-config`` of a side, given its role and where it
+            listens for KV.
+        environment: Of its servers.
+        at_once: Both engines are asked together.
+        pushes: Prefill has to know where decode listens.
+        arguments: For vLLM.
+    """
+
+    name: str
+    servers: str
+    connector: Connector
+    environment: dict[str, str] = field(default_factory=dict)
+    at_once: bool = False
+    pushes: bool = False
+    arguments: tuple[str, ...] = ()
+
+
+def layer_bytes(shape: str, tokens: int) -> int:
+    """KV of one layer of so many tokens."""
+    sizes = SHAPES[shape]
+    heads: int = sizes["num_key_value_heads"]
+    head_dim: int = sizes["head_dim"]
+    return 2 * heads * head_dim * tokens * _BYTES_A_NUMBER
+
+
+def write_model(folder: Path, shape: str) -> Path:
+    """A model's config and a tokenizer whose words are ``w0``, ``w1``, ..."""
+    path = folder / f"model-{shape}"
+    path.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **SHAPES[shape],
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    words = {f"w{index}": index for index in range(512)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"})
+    )
+    return path
+
+
+def server(
+    contender: Contender | None,
+    role: str,
+    core: int,
+    model: Path,
+    folder: Path,
+    host: Host = HERE,
+) -> Engine:
+    """A server of a model, not started.
+
+    Args:
+        contender: Which connector it has; None for none.
+        role: ``kv_producer`` or ``kv_consumer``.
+        core: Which it computes on.
+        model: Its folder.
+        folder: Where its output goes.
+        host: Where it runs.
+    """
+    port, kv = free_port(), free_port()
+    command = [
+        *(*host.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
+        *("--host", host.http, "--enforce-eager", "--max-model-len", "4352"),
+        *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
+        *("--dtype", "bfloat16", "--load-format", "dummy"),
+        "--no-enable-prefix-caching",
+    ]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB,
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host.kv,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **host.environment,
+    }
+    name = "off"
+    if contender is not None:
+        name = f"{contender.servers}-{role}"
+        connector = contender.connector(role, f"{host.kv}:{kv}")
+        extra = connector.setdefault("kv_connector_extra_config", {})
+        if connector["kv_connector"] == "KvwireConnector":
+            extra |= host.trust
+        elif connector["kv_connector"] == "ExampleConnector":
+            extra["shared_storage_path"] = str(folder / "kv")
+        transfer = {"kv_role": role, **connector}
+        command += ["--kv-transfer-config", json.dumps(transfer), *contender.arguments]
+        environment |= contender.environment
+    url = f"http://{host.http}:{port}"
+    log = folder / f"{model.name}-{name}.log"
+    return Engine(command, log, url, environment, kv=f"{host.kv}:{kv}")
+
+
+def _kvwire(**more: Any) -> Connector:
+    def connector(role: str, listen: str) -> dict[str, Any]:
+        return {
+            "kv_connector": "KvwireConnector",
+            "kv_connector_module_path": "kvwire.integrations.vllm",
+            "kv_connector_extra_config": {"listen": listen, **more},
+        }
+
+    return connector
+
+
+def _nixl(role: str, listen: str) -> dict[str, Any]:
+    return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+
+
+def _files(role: str, listen: str) -> dict[str, Any]:
+    return {"kv_connector": "ExampleConnector"}
+
+
+_TCP: Final = _kvwire(require=["tcp"])
+_LOCAL: Final = _kvwire(require=["local"])
+_PUSH: Final = _kvwire(require=["tcp"], mode="push")
+_UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
+_UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
+# It keeps the last chunk of a prompt only, and breaks when it reads it.
+_UNCHUNKED: Final = ("--max-num-batched-tokens", "4352")
+# Those of one group run at the same time and are asked in turns. All at once would need
+# more memory than a small machine has.
+GROUPS: Final = (
+    (
+        Contender("kvwire tcp, at once", "tcp", _TCP, at_once=True),
+        Contender("kvwire tcp, in sequence", "tcp", _TCP),
+        Contender("NixlConnector tcp", "nixl-tcp", _nixl, _UCX_TCP),
+    ),
+    (
+        Contender("kvwire local, at once", "local", _LOCAL, at_once=True),
+        Contender("kvwire local, in sequence", "local", _LOCAL),
+        Contender("NixlConnector shm", "nixl-shm", _nixl, _UCX_SHM),
+    ),
+    (
+        Contender("kvwire tcp, push", "push", _PUSH, at_once=True, pushes=True),
+        Contender("files (ExampleConnector)", "files", _files, arguments=_UNCHUNKED),
+    ),
+)

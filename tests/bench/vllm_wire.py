@@ -1,0 +1,105 @@
+"""Two hosts for two engines: network namespaces with a wire of limited rate between.
+
+A second pair of links, without a limit, leads to whoever asks the engines, so that
+requests and answers do not take their turn behind KV. Needs root, ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvwire.trust import write_key_file
+
+# What the kernel lets through at once: several of its largest segments, so that the
+# limit is the rate and not the timer's turns.
+_BURST: Final = "256k"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where a server runs.
+
+    Attributes:
+        http: Its address for requests.
+        kv: Its address for KV.
+        prefix: What its command begins with.
+        trust: Keys of kvwire's configuration that it needs there.
+        environment: Likewise of the process.
+    """
+
+    http: str
+    kv: str
+    prefix: tuple[str, ...] = ()
+    trust: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+HERE: Final = Host("127.0.0.1", "127.0.0.1")
+
+
+@contextmanager
+def two_hosts(rate: str, folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Two hosts joined by a wire, until the end of the block.
+
+    Args:
+        rate: As ``tc`` reads it, such as ``1gbit``.
+        folder: Where the key that both know is kept.
+    """
+    key = folder / "key"
+    write_key_file(key)
+    names = [f"kvwire-{os.getpid()}-{side}" for side in "lr"]
+    hosts = []
+    try:
+        for number, name in enumerate(names, 1):
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _requests(name, number)
+            hosts.append(
+                Host(
+                    f"10.213.{7 + number}.2",
+                    f"10.213.7.{number}",
+                    ("ip", "netns", "exec", name),
+                    {"trust": "psk", "psk_file": str(key)},
+                    {"UCX_NET_DEVICES": "wire"},
+                )
+            )
+        _wire(names, rate)
+        yield hosts[0], hosts[1]
+    finally:
+        for name in names:
+            # With it go its ends of the links, and so the links.
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def _wire(names: list[str], rate: str) -> None:
+    left, right = names
+    _ip("-n", left, "link", "add", "wire", "type", "veth", "peer", "name", "far")
+    _ip("-n", left, "link", "set", "far", "name", "wire", "netns", right)
+    for number, name in enumerate(names, 1):
+        _ip("-n", name, "address", "add", f"10.213.7.{number}/24", "dev", "wire")
+        _ip("-n", name, "link", "set", "wire", "up")
+        _ip(
+            *("netns", "exec", name, "tc", "qdisc", "add", "dev", "wire", "root"),
+            *("tbf", "rate", rate, "burst", _BURST, "latency", "50ms"),
+        )
+
+
+def _requests(name: str, number: int) -> None:
+    """Join a host to this one."""
+    link, network = f"kvw{os.getpid()}-{number}"[:15], f"10.213.{7 + number}"
+    _ip("-n", name, "link", "add", "ask", "type", "veth", "peer", "name", link)
+    _ip("-n", name, "link", "set", link, "netns", str(os.getpid()))
+    _ip("-n", name, "address", "add", f"{network}.2/24", "dev", "ask")
+    _ip("-n", name, "link", "set", "ask", "up")
+    _ip("address", "add", f"{network}.1/24", "dev", link)
+    _ip("link", "set", link, "up")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
