@@ -96,7 +96,10 @@ CHECKS = (
             ("tests/a.py", "def test_a():\n    sleep(delay)"),
         ],
         good=[("tests/a.py", "async def test_a():\n    await asyncio.sleep(0)")],
-        excused={},
+        excused={
+            "tests/bench/vllm_handover.py::_measure": "no test: a pause before each "
+            "measurement, so that engines are idle again",
+        },
     ),
     Check(
         name="tests assert something",
