@@ -1,10 +1,10 @@
 """From the end of prefill to decode's first token: kvwire beside vLLM's own connectors.
 
 ``python -m tests.bench.vllm_handover`` starts a prefill and a decode server of vLLM for
-each connector of a group and asks them in turns, so that a busy moment of the machine
-hits all of them. ``--wire 1gbit`` has them on two hosts, which are network namespaces
-(root only). Needs vLLM, and nixl for NixlConnector; `make test-vllm` makes the
-environment. With everything it takes 25 minutes of two cores that do nothing else.
+each connector and a server without any, and asks them in turns, so that a busy moment
+of the machine hits both. ``--wire 1gbit`` has the pair on two hosts, which are network
+namespaces (root only). Needs vLLM, which `make test-vllm` installs, and nixl for
+NixlConnector. It takes 20 minutes a shape on two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ DECODE_STEPS: Final = 8
 # core with those that are measured next.
 SETTLES_WITHIN_S: Final = 1.1
 FETCHED: Final = "vllm:external_prefix_cache_hits_total"
-OFF: Final = "no connector"
+# And beside which servers, whose threads take their share of the cores.
+OFF: Final = "no connector, beside "
 # One for all: making one takes 40 ms, which belong to no connector. vLLM closes what is
 # idle for 5 s.
 CLIENT: Final = httpx.Client(
@@ -103,7 +104,7 @@ def main() -> int:
             chosen = [
                 contender
                 for contender in group
-                if any(part in contender.name for part in options.only.split(","))
+                if any(part in contender.name for part in options.only or [""])
             ]
             if chosen:
                 _run(chosen, found, options, lambda: _save(options.json, about, every))
@@ -119,7 +120,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--lengths", default="300x12,1500x6,4000x3", help="one by one")
     parser.add_argument("--concurrent", default="300x8,1500x8,4000x8", help="together")
-    parser.add_argument("--only", default="", help="contenders, by parts of names")
+    parser.add_argument("--only", action="append", help="contenders, by parts of names")
     parser.add_argument("--wire", default="", help="a rate between two hosts: 1gbit")
     parser.add_argument("--json", type=Path, help="where every sample goes")
     return parser.parse_args()
@@ -155,7 +156,9 @@ def _run(
         turns: dict[str, Callable[[list[int]], Sample]] = {
             c.name: _both(c, *pairs[c.servers]) for c in chosen
         }
-        turns[OFF] = lambda ids: Sample(_prefill(alone, ids, None)[0])
+        turns[OFF + chosen[0].servers] = lambda ids: Sample(
+            _prefill(alone, ids, None)[0]
+        )
         asked = _measure(turns, found, options, save)
         for c in chosen:
             # Of all contenders that share the server.
@@ -189,6 +192,8 @@ def _measure(
             save()
     for length, together in _counts(options.concurrent):
         for name, ask in turns.items():
+            if name.startswith(OFF):
+                continue
             time.sleep(SETTLES_WITHIN_S)
             prompts = [ids(name, length) for _ in range(together)]
             with ThreadPoolExecutor(together) as pool:
@@ -272,23 +277,26 @@ def _body(ids: list[int], tokens: int, params: Any) -> dict[str, Any]:
 
 
 def _print(found: Found, options: argparse.Namespace) -> None:
-    columns = list(found.samples[OFF])
+    columns = list(next(iter(found.samples.values())))
     head = "| |" + "|".join(f" {column} " for column in columns) + "|\n"
     head += "|---|" + "---|" * len(columns)
     print(f"\n{found.shape}: handover in ms, p50 / p99\n\n{head}")
     for name, of in found.samples.items():
-        if name != OFF:
+        if not name.startswith(OFF):
             print(f"| {name} |", " | ".join(_cell(of[c]) for c in columns), "|")
     print(f"\n{found.shape}: prefill until its answer in ms, median\n\n{head}")
     for name, of in found.samples.items():
         print(
             f"| {name} |",
-            " | ".join(f"{_median(of[c], 'prefill_s') * 1000:.0f}" for c in columns),
+            " | ".join(
+                f"{_median(of[c], 'prefill_s') * 1000:.0f}" if c in of else ""
+                for c in columns
+            ),
             "|",
         )
     print()
     for name, of in found.samples.items():
-        if name != OFF:
+        if not name.startswith(OFF):
             step = _median([s for samples in of.values() for s in samples], "step_s")
             share = found.fetched[name]
             print(f"{name}: a decode step {step * 1000:.1f} ms, fetched {share:.1%}")

@@ -187,21 +187,19 @@ _UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
 _UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
 # It keeps the last chunk of a prompt only, and breaks when it reads it.
 _UNCHUNKED: Final = ("--max-num-batched-tokens", "4352")
-# Those of one group run at the same time and are asked in turns. All at once would need
-# more memory than a small machine has.
+# One pair of servers at a time: NixlConnector's threads wait actively, and would take
+# their turn on the cores of the others.
 GROUPS: Final = (
     (
         Contender("kvwire tcp, at once", "tcp", _TCP, at_once=True),
         Contender("kvwire tcp, in sequence", "tcp", _TCP),
-        Contender("NixlConnector tcp", "nixl-tcp", _nixl, _UCX_TCP),
     ),
+    (Contender("NixlConnector tcp", "nixl-tcp", _nixl, _UCX_TCP),),
     (
         Contender("kvwire local, at once", "local", _LOCAL, at_once=True),
         Contender("kvwire local, in sequence", "local", _LOCAL),
-        Contender("NixlConnector shm", "nixl-shm", _nixl, _UCX_SHM),
     ),
-    (
-        Contender("kvwire tcp, push", "push", _PUSH, at_once=True, pushes=True),
-        Contender("files (ExampleConnector)", "files", _files, arguments=_UNCHUNKED),
-    ),
+    (Contender("NixlConnector shm", "nixl-shm", _nixl, _UCX_SHM),),
+    (Contender("kvwire tcp, push", "push", _PUSH, at_once=True, pushes=True),),
+    (Contender("files (ExampleConnector)", "files", _files, arguments=_UNCHUNKED),),
 )
