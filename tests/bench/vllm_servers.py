@@ -183,8 +183,8 @@ def _files(role: str, listen: str) -> dict[str, Any]:
 _TCP: Final = _kvwire(require=["tcp"])
 _LOCAL: Final = _kvwire(require=["local"])
 _PUSH: Final = _kvwire(require=["tcp"], mode="push")
-# Its threads wait actively, and an engine bound to one core with them hardly gets on. The
-# others compute with one thread as well, bound to theirs.
+# Its threads wait actively, and an engine bound to one core with them hardly gets on.
+# The others compute with one thread as well, bound to theirs.
 _FREE: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _UCX_TCP: Final = {"UCX_TLS": "tcp,self", **_FREE}
 _UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp", **_FREE}
