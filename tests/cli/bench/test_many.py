@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,26 @@ async def test_memory_of_two_works_is_never_there_at_once(
     assert kept == []
     await half.use(replace(work, others=2), {})
     assert kept == [0]
+
+
+async def test_what_is_timed_is_what_was_asked_for() -> None:
+    """Every work is checked before the first round: none runs with another's blocks."""
+    beside = ManyWork(verb=BESIDE, nbytes=MIB, count=2, others=3, other_bytes=MIB)
+    alone = ManyWork(verb=ONE_BY_ONE, nbytes=SMALL_BYTES, count=2)
+    left, right = ManyHalf("tcp", 1), ManyHalf("tcp", 1)
+    try:
+        address = (await right.listen())["address"]
+        await asyncio.gather(right.accept(), left.connect(address))
+        for work in (beside, alone):
+            await asyncio.gather(right.prepare(work), left.use(work, {}))
+        for work in (beside, alone):
+            _, timed = await asyncio.gather(right.serve(work), left.drive(work))
+            assert len(timed["values"]) == 2
+            for half, publishes in ((left, False), (right, True)):
+                assert half._shares == work.shares(publishes=publishes)[1]
+    finally:
+        await left.close()
+        await right.close()
 
 
 def test_no_block_belongs_to_two_transfers() -> None:

@@ -105,10 +105,12 @@ class ManyHalf(Half):
 
     async def drive(self, work: Work) -> dict[str, Any]:
         """Left: ``values`` are seconds of each transfer, in their order."""
+        await self._have(work, publishes=False)
         return {"values": await self._pull(work)}
 
     async def serve(self, work: Work) -> dict[str, Any]:
         """See Half."""
+        await self._have(work, publishes=True)
         await self._publish(work)
         return {}
 
