@@ -120,7 +120,9 @@ async def test_what_is_timed_is_what_was_asked_for() -> None:
         for work in (beside, alone):
             await asyncio.gather(right.prepare(work), left.use(work, {}))
         for work in (beside, alone):
-            _, timed = await asyncio.gather(right.serve(work), left.drive(work))
+            served = asyncio.ensure_future(right.serve(work))
+            timed = await left.drive(work)
+            await served
             assert len(timed["values"]) == 2
             for half, publishes in ((left, False), (right, True)):
                 assert half._shares == work.shares(publishes=publishes)[1]
