@@ -35,16 +35,16 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
     Args:
         groups: What each group of the transfer misses.
-        reasons: What the codes mean.
+        reasons: What the codes mean; not each of them need have a block.
     """
 
-    __slots__ = ("_blocks", "groups", "reasons")
+    __slots__ = ("_blocks", "groups", "meanings")
 
     def __init__(
         self, groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
     ) -> None:
         self.groups = groups
-        self.reasons = tuple(reasons)
+        self.meanings = tuple(reasons)
         self._blocks = BlockSet({name: group.ids for name, group in groups.items()})
 
     def ids(self, group: str = DEFAULT_GROUP) -> Ids:
@@ -54,6 +54,13 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
             UsageError: There is no such group.
         """
         return self._blocks.ids(group)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Each reason that a missing block has, once."""
+        codes = [group.codes for group in self.groups.values()]
+        used = np.unique(np.concatenate(codes)).tolist() if codes else []
+        return tuple(dict.fromkeys(self.meanings[code] for code in used))
 
     def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
         """The layers of a block that did not land, by the model's index.
@@ -67,7 +74,7 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
     def __getitem__(self, block: tuple[str, int]) -> str:
         position = self._position(block)
-        return self.reasons[int(self.groups[block[0]].codes[position])]
+        return self.meanings[int(self.groups[block[0]].codes[position])]
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return iter(self._blocks)
@@ -76,7 +83,8 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         return len(self._blocks)
 
     def __repr__(self) -> str:
-        return f"MissingBlocks({len(self)} blocks: {'; '.join(self.reasons)})"
+        why = "".join(f"; {reason}" for reason in self.reasons)
+        return f"MissingBlocks({len(self)} blocks{why})"
 
     def _position(self, block: tuple[str, int]) -> int:
         position = self._blocks.position(block)
@@ -95,12 +103,12 @@ def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
         name: _join_group([share.groups[name] for share in shares], _offsets(shares))
         for name in shares[0].groups
     }
-    return MissingBlocks(groups, [r for share in shares for r in share.reasons])
+    return MissingBlocks(groups, [text for share in shares for text in share.meanings])
 
 
 def _offsets(shares: Sequence[MissingBlocks]) -> list[int]:
     """Where each share's reasons begin among those of all."""
-    counts = [len(share.reasons) for share in shares]
+    counts = [len(share.meanings) for share in shares]
     return [sum(counts[:index]) for index in range(len(counts))]
 
 

@@ -28,7 +28,16 @@ def test_each_block_has_its_reason_and_layers() -> None:
     assert len(found) == 2
     assert found.ids("a").tolist() == [7, 3]
     assert found.layers(("a", 3)) == (4,)
-    assert repr(found) == "MissingBlocks(2 blocks: lost; never sent)"
+    assert repr(found) == "MissingBlocks(2 blocks; lost; never sent)"
+
+
+def test_only_reasons_that_a_block_has_are_named() -> None:
+    """What else could have happened is no reason for anything."""
+    texts = ["lost", "never sent", "damaged"]
+    assert missing([7], texts).reasons == ("lost",)
+    assert repr(missing([7], texts)) == "MissingBlocks(1 blocks; lost)"
+    assert repr(missing([], texts)) == "MissingBlocks(0 blocks)"
+    assert join_missing([missing([], texts), missing([4], texts)]).reasons == ("lost",)
 
 
 def test_a_block_that_is_not_missing_has_no_reason() -> None:
