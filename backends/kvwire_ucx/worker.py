@@ -30,6 +30,7 @@ from kvwire_ucx.binding import ERR_BUSY, OK, Post, RequestParams
 from kvwire_ucx.context import Context
 from kvwire_ucx.memory import Memory
 from kvwire_ucx.requests import OnDone, Request, Requests
+from kvwire_ucx.settings import OLD
 from kvwire_ucx.sockets import unpace
 
 # One turn of the loop: about 4 MiB at memory speed, 1 MiB over TCP.
@@ -37,6 +38,10 @@ TURN_S: Final = 400e-6
 # Each turn moves half a MiB at least, if there is something to move; a lane's window
 # is 8 MiB.
 IDLE_TURNS: Final = 64
+# UCX 1.13 ends the process if a worker is destroyed while its answer to a peer that has
+# just connected waits to be sent over TCP ("send.wireup.type"). It says nothing of such
+# connections; they come up in some milliseconds, if the peer lives.
+OLD_SETTLE_S: Final = 0.1
 _ALL_BITS: Final = 2**64 - 1
 _OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
 
@@ -205,7 +210,7 @@ class Worker:
         """Call back, once, when UCX has nothing to do but to wait for events.
 
         Or when it has had its turns: over shared memory it never stops trying to tell
-        a peer that has gone.
+        a peer that has gone. An old UCX has some time more.
         """
         self._on_idle = callback
         self._patience = IDLE_TURNS
@@ -265,7 +270,8 @@ class Worker:
     def _tell_idle(self) -> None:
         callback, self._on_idle = self._on_idle, None
         if callback is not None:
-            self._loop.call_soon(callback)
+            old = self.context.library.version < OLD
+            self._loop.call_later(OLD_SETTLE_S if old else 0, callback)
 
     def _tell(self) -> None:
         self.requests.tell()
