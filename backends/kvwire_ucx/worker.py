@@ -74,6 +74,7 @@ class Worker:
         self._turning = False
         self._closed = False
         self._on_idle: Callable[[], None] | None = None
+        self._used = False
         self._patience = 0
         self._failed: list[tuple[int, int]] = []
         # By number of the endpoint; who is told that it failed, and the status.
@@ -254,6 +255,7 @@ class Worker:
         ucp, handle = self._ucp, self.handle
         while not self._closed:
             moved = ucp.worker_progress(handle)
+            self._used = self._used or bool(moved)
             if self.requests.over or self._failed:
                 self._tell()
             elif not moved:
@@ -270,8 +272,8 @@ class Worker:
     def _tell_idle(self) -> None:
         callback, self._on_idle = self._on_idle, None
         if callback is not None:
-            old = self.context.library.version < OLD
-            self._loop.call_later(OLD_SETTLE_S if old else 0, callback)
+            settles = self._used and self.context.library.version < OLD
+            self._loop.call_later(OLD_SETTLE_S if settles else 0, callback)
 
     def _tell(self) -> None:
         self.requests.tell()
