@@ -142,8 +142,17 @@ def _numpy_is_faster(lengths: Array, knee_bytes: int) -> bool:
     if int(lengths.sum()) >= knee_bytes * lengths.size:
         return False
     return bool(
-        lengths.min() == lengths.max() or np.unique(lengths).size <= _LENGTHS_MAX
+        lengths.min() == lengths.max() or _distinct(lengths).size <= _LENGTHS_MAX
     )
+
+
+def _distinct(lengths: Array) -> Array:
+    """Each length once. ``np.unique`` would import a package of NumPy's at first use.
+
+    That stops a loop for long, and fails in a process that may not read files any more.
+    """
+    ordered = np.sort(lengths)
+    return ordered[np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))]
 
 
 def _copy_one_by_one(origin: Array, target: Array, lengths: Array) -> None:
@@ -160,7 +169,7 @@ def _copy_one_by_one(origin: Array, target: Array, lengths: Array) -> None:
 
 def _copy_by_numpy(origin: Array, target: Array, lengths: Array) -> None:
     """Copy all pieces of one length together."""
-    distinct = np.unique(lengths).tolist()
+    distinct = _distinct(lengths).tolist()
     if len(distinct) == 1:
         _gather_and_scatter(origin, target, distinct[0])
         return
