@@ -123,7 +123,7 @@ def _borders(source: Payload, destination: Payload) -> Array:
         return source.starts
     if np.array_equal(source.starts, destination.starts):
         return source.starts
-    return np.union1d(source.starts, destination.starts)
+    return _distinct(np.concatenate((source.starts, destination.starts)))
 
 
 def _places(payload: Payload, offsets: Array) -> Array:
