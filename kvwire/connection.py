@@ -112,12 +112,12 @@ class Connection(Asking):
     @property
     def transport(self) -> str:
         """The transport that carries its data, such as ``"tcp"``."""
-        return self.raising.taken
+        return self.raising.carrier.taken
 
     @property
     def transport_report(self) -> TransportReport:
         """Every transport considered, and why it was taken or not."""
-        return self.raising.report
+        return self.raising.carrier.report
 
     @property
     def closed(self) -> bool:

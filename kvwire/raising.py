@@ -2,8 +2,8 @@
 
 The client goes through the transports that the server has found possible, in that
 order, until one has come up on both sides. The server answers. Both keep why each one
-failed, so that both can say it. A lane that breaks later is raised again by the client:
-see :mod:`kvwire.restoring`.
+failed, so that both can say it: see :mod:`kvwire.carrier`. A lane that breaks later is
+raised again by the client: see :mod:`kvwire.restoring`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from kvwire.backend import Backend
+from kvwire.carrier import Carrier
 from kvwire.counters import Counters
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.lane import LaneContext
@@ -23,17 +25,13 @@ from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import LaneAnswered, LaneAsked, LaneLowered, LaneRaised
 from kvwire.proto.state import Phase
 from kvwire.restoring import Restoring
-from kvwire.selection import tried
 from kvwire.types import Address, TransportReport
 
 logger = logging.getLogger("kvwire")
 
-# Between the end of a lane and that of its control link, when a peer dies, there are a
-# few turns of the loop; a warning that comes this much later is not missed.
-WORD_S = 0.25
 # A peer that has refused a lane so often in a row, for two minutes or so, will not have
 # it: its device is gone for good, or its system's limits are reached.
-REFUSALS_MAX = 8
+REFUSALS_MAX: Final = 8
 
 OpenBackend = Callable[[str], Backend]
 Settings = Mapping[str, Mapping[str, str]]
@@ -59,9 +57,7 @@ class Raising:
     """The raising of one connection's lanes, on either side.
 
     Attributes:
-        failed: Why a transport did not come up, or broke, by name.
-        taken: The transport that carries the data.
-        report: Every transport considered, and why it was taken or not.
+        carrier: What carries the data as a result.
     """
 
     def __init__(
@@ -86,9 +82,13 @@ class Raising:
             counters: Of the communicator.
             run: Carries out what the core says.
         """
-        self.failed: dict[str, str] = {}
-        self.taken = route.report.taken
-        self.report = route.report
+        self.carrier = Carrier(
+            lanes,
+            scheme=route.scheme,
+            report=route.report,
+            peer=core.agreement.peer,
+            counters=counters,
+        )
         self._core = core
         self._lanes = lanes
         self._possible = tuple(c.name for c in route.report if c.possible or c.taken)
@@ -101,7 +101,6 @@ class Raising:
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._joining: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._words: list[asyncio.TimerHandle] = []
         # Client: the transport that was chosen, how many of its lanes came up, and how
         # often the server has refused one since.
         self._chosen = ""
@@ -116,7 +115,7 @@ class Raising:
     @property
     def due(self) -> bool:
         """Whether data is to go on lanes, which are not there yet."""
-        return self.taken not in ("", self._scheme)
+        return self.carrier.taken not in ("", self._scheme)
 
     @property
     def busy(self) -> bool:
@@ -150,13 +149,13 @@ class Raising:
             return
         for name in self._possible:
             if name == self._scheme:
-                self._take(name, "offered by both sides", shared=True)
+                self.carrier.take_link()
                 self._wanted = await self._raise_more(name, count - 1)
                 break
             try:
                 half = await self._raise(name)
             except BackendUnavailable as exc:
-                self.failed[name] = str(exc)
+                self.carrier.failed[name] = str(exc)
                 logger.warning(
                     "peer %s: %s cannot carry the data: %s",
                     self._core.agreement.peer,
@@ -164,11 +163,12 @@ class Raising:
                     exc,
                 )
                 continue
-            self._take(name, half.lane.description)
+            self.carrier.take_lane(half)
             self._wanted = 1 + await self._raise_more(name, count - 1)
             break
         else:
-            reasons = "; ".join(f"{n}: {why}" for n, why in self.failed.items())
+            failed = self.carrier.failed.items()
+            reasons = "; ".join(f"{name}: {why}" for name, why in failed)
             raise BackendUnavailable(f"no transport that is allowed works: {reasons}")
         self._chosen, self._refusals = name, 0
         self._core.lanes.settle()
@@ -209,9 +209,10 @@ class Raising:
             half = await self._raise(self._chosen)
         except BackendUnavailable as exc:
             if self._refusals < REFUSALS_MAX:
-                self._say(f"{self._chosen} does not come up again: {exc}", logging.INFO)
+                said = f"{self._chosen} does not come up again: {exc}"
+                self.carrier.say(said, logging.INFO)
             else:
-                self._say(f"{self._chosen} is not asked for any more: {exc}")
+                self.carrier.say(f"{self._chosen} is not asked for any more: {exc}")
             raise
         self._refusals = 0
         self._came_back(half)
@@ -282,11 +283,10 @@ class Raising:
                 self._came_back(half)
             return
         up = self._lanes.up
-        name = up[0].backend if up else self._scheme
-        if name == self._scheme:
-            self._take(name, "offered by both sides", shared=True)
+        if up and up[0].backend != self._scheme:
+            self.carrier.take_lane(up[0])
         else:
-            self._take(name, up[0].lane.description)
+            self.carrier.take_link()
         self._settle()
 
     async def _answer(self, event: LaneAsked) -> None:
@@ -306,7 +306,7 @@ class Raising:
                 self._run()
             else:
                 reason = str(self._given_up(half, exc))
-            self.failed[name] = reason  # bounded: BACKENDS_MAX
+            self.carrier.failed[name] = reason
             if not isinstance(exc, Exception):
                 raise
             return
@@ -335,7 +335,7 @@ class Raising:
             self._refusals += 1
             answer.set_exception(BackendUnavailable(f"the peer: {event.reason}"))
         elif not self._settled.done():
-            self.failed.setdefault(  # bounded: LANES_MAX
+            self.carrier.failed.setdefault(
                 self._core.lanes.backend(event.lane), f"the peer: {event.reason}"
             )
         self._lanes.lowered(event)
@@ -347,9 +347,7 @@ class Raising:
         if self._joining is not None:
             self._joining.cancel()
         self._restoring.cancel()
-        for word in self._words:
-            word.cancel()
-        self._words.clear()
+        self.carrier.end()
         self._settle()
 
     def _half(self, name: str, number: int) -> Half:
@@ -391,50 +389,13 @@ class Raising:
         return BackendUnavailable(f"a bug of the backend: {exc!r}")
 
     def _came_back(self, half: Half) -> None:
-        """A lane has come up in the place of one that had broken."""
-        name = half.backend
         self._counters.lanes_restored += 1
-        self.failed.pop(name, None)
-        if name == self._scheme:
-            self._carried_by(name, "offered by both sides", shared=True)
-        elif self._lanes.up == [half]:
-            self._carried_by(name, half.lane.description)
-            self._say(f"{name} is back and carries the data again", logging.INFO)
-            return
-        self._say(f"a lane of {name} is back", logging.INFO)
-
-    def _take(self, name: str, why: str, *, shared: bool = False) -> None:
-        if name != self.taken:
-            self._counters.transport_fallbacks += 1
-        self._carried_by(name, why, shared=shared)
-
-    def _carried_by(self, name: str, why: str, *, shared: bool = False) -> None:
-        self.taken = name
-        self.report = tried(self.report, name, why, self.failed)
-        self._lanes.shared = shared
+        self.carrier.lane_came_back(half)
 
     def _broken(self, name: str, reason: str) -> None:
-        """A lane that was up has broken; what is left carries the data."""
         self._counters.lanes_failed += 1
-        if self._lanes.up:
-            self._say(f"a lane of {name} broke: {reason}")
-        else:
-            self._say(
-                f"{name} failed, and the control link carries the data now: {reason}"
-            )
-            self.failed[name] = reason  # bounded: BACKENDS_MAX
-            self._take(self._scheme, f"{name} failed: {reason}", shared=True)
+        self.carrier.lane_broke(name, reason)
         self._restoring.lost()
-
-    def _say(self, text: str, level: int = logging.WARNING) -> None:
-        """Log, unless the whole connection ends: its lanes often end a moment before.
-
-        The peer's death, or its abort, is then told by the connection's own error.
-        """
-        loop, peer = asyncio.get_running_loop(), self._core.agreement.peer
-        self._words = [word for word in self._words if word.when() > loop.time()]
-        word = loop.call_later(WORD_S, logger.log, level, "peer %s: %s", peer, text)
-        self._words.append(word)  # bounded: LANES_MAX
 
     def _settle(self) -> None:
         if not self._settled.done():
