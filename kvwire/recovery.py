@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from kvwire.backoff import Backoff
 from kvwire.errors import KVWireError
 from kvwire.limits import REDIAL_S, REDIAL_S_MAX
 from kvwire.proto.state import Phase
@@ -81,7 +81,7 @@ class Recovery:
     async def _redial(self, lost: Connection) -> None:
         """Try again until it works or nothing waits for it; leases end the waiting."""
         exchange, incarnation = self._communicator.exchange, lost.peer.incarnation
-        delay_s = REDIAL_S
+        backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
         if incarnation in self._redialled:
             # What breaks as soon as it is up is not to be dialled without a pause.
             await asyncio.sleep(REDIAL_S_MAX)
@@ -98,9 +98,7 @@ class Recovery:
                     exchange.peer_restarted(incarnation)
                     await new.close()
                 return
-            # Full jitter, so that a restarted server is not met by all at once.
-            await asyncio.sleep(random.uniform(0, delay_s))  # noqa: S311 - no secret
-            delay_s = min(2 * delay_s, REDIAL_S_MAX)
+            await asyncio.sleep(backoff.pause_s())
 
     def _note_redial(self, incarnation: bytes) -> None:
         self._redialled.add(incarnation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -79,6 +80,28 @@ def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -
     with injected(plan):
         virtually(scenario, lease_s=LEASE_S)
     assert 0 < dialled["times"] < 2 * LEASE_S / REDIAL_S_MAX
+
+
+def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+    dialled_at: list[float] = []
+
+    async def scenario(w: World) -> None:
+        async def nobody_listens(lost: kvwire.Connection) -> kvwire.Connection:
+            dialled_at.append(w.d.loop.time())
+            raise ConnectionRefusedError
+
+        w.d.redial = nobody_listens  # type: ignore[method-assign]
+        _, inc = await half_way(w)
+        w.cut()
+        assert not (await inc).complete
+
+    virtually(scenario, lease_s=LEASE_S)
+    pauses_s = [late - early for early, late in itertools.pairwise(dialled_at)]
+    assert pauses_s[:5] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.5])
+    assert set(pauses_s[5:]) == {REDIAL_S_MAX}
 
 
 def test_progress_renews_the_lease() -> None:
