@@ -1,4 +1,4 @@
-"""What a mark may wait for: a future, or an event on a stream of a device.
+"""What may be waited for: a future, or an event on a stream of a device.
 
 A future tells when it is done. An event is waited for by a stream of kvwire's own, and
 a thread sleeps behind that, so whoever marks never waits, and neither does the device.
@@ -6,11 +6,12 @@ a thread sleeps behind that, so whoever marks never waits, and neither does the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from kvwire.devices import Devices
-from kvwire.errors import UsageError
+from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.memory.device.ops import event_ops
 from kvwire.memory.staging.desk import Waiters
 
@@ -62,6 +63,31 @@ class Afters:
             waiters.wait(number, event, lambda error: call(_said(error)))
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             call(_said(exc))
+
+
+async def fired(after: Any, devices: Devices) -> None:
+    """Wait on a loop for what a mark may wait for.
+
+    Raises:
+        UsageError: It is nothing that can be waited for.
+        BackendUnavailable: It failed, or its device does not work.
+
+    Cancel safety: safe, it only watches.
+    """
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[Failure] = loop.create_future()
+
+    def settle(failure: Failure) -> None:
+        if not over.done():
+            over.set_result(failure)
+
+    def tell(failure: Failure) -> None:
+        loop.call_soon_threadsafe(settle, failure)
+
+    Afters(devices).prepare(after)(tell)
+    failure = await over
+    if failure:
+        raise BackendUnavailable(f"what was waited for {failure}")
 
 
 def _failure(result: Callable[[], object]) -> Failure:

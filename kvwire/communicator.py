@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from kvwire import registry
+from kvwire.after import fired
 from kvwire.backend import API_VERSION, Backend, Link, Listener
 from kvwire.buffer_table import BufferTable
 from kvwire.config import Config
@@ -347,6 +348,25 @@ class Communicator(Offering):
         """See Offering."""
         self._check_open()
         self.exchange.offer(end)
+
+    async def fired(self, event: Any) -> None:
+        """Wait until an event on a stream of a GPU has fired; the stream does not wait.
+
+        For blocks that kernels still read when ``pull`` or ``expect`` wants them: those
+        write from streams of their own.
+
+        Args:
+            event: Of torch or CuPy, recorded behind the kernels.
+
+        Raises:
+            UsageError: It is no such event.
+            BackendUnavailable: Its GPU has failed, or does not work.
+            ClosedOK: The communicator is closed.
+
+        Cancel safety: safe, it only watches.
+        """
+        self._check_open()
+        await fired(event, self.devices)
 
     @property
     def quarantined_bytes(self) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from kvwire.after import Afters
+from kvwire.after import Afters, fired
 from kvwire.devices import Devices
-from kvwire.errors import UsageError
+from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.limits import MIB
 from kvwire.memory.device.simulated import SimulatedDevice
 from tests.support.pairs import until
@@ -80,3 +81,35 @@ async def test_an_event_that_its_library_does_not_take(
 async def test_nothing_that_can_be_waited_for(devices: Devices, after: Any) -> None:
     with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
         Afters(devices).prepare(after)
+
+
+async def test_waiting_for_an_event(devices: Devices) -> None:
+    device = SimulatedDevice()
+    stream, gate = device.stream(), threading.Event()
+    stream.call(lambda: void(gate.wait()))
+    waiting = asyncio.ensure_future(fired(stream.record(), devices))
+    given_up = asyncio.ensure_future(fired(stream.record(), devices))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    given_up.cancel()
+    gate.set()
+    await waiting
+    assert given_up.cancelled()
+    device.fail("an illegal memory access")
+    with pytest.raises(BackendUnavailable, match="failed: RuntimeError: an illegal"):
+        await fired(stream.record(), devices)
+    stream.close()
+    device.close()
+
+
+async def test_waiting_for_a_future_of_another_thread(devices: Devices) -> None:
+    after: Future[None] = Future()
+    threading.Thread(target=after.set_result, args=(None,)).start()
+    await fired(after, devices)
+    with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
+        await fired(7, devices)
+
+
+def void(_: object) -> None:
+    """For work whose result nobody wants."""

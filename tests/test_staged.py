@@ -7,6 +7,7 @@ process, and its streams run beside everything else.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
@@ -183,6 +184,40 @@ async def test_a_mark_waits_for_the_event_of_a_kernel(
 def kernel(array: SimulatedArray, values: Cache, layer: int) -> Callable[[], None]:
     """What a model's layer does to the cache."""
     return lambda: array.write(values.values[layer])
+
+
+async def test_blocks_that_a_kernel_still_reads(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    """kvwire writes from streams of its own, so the event is waited for first."""
+    compute, gate, seen = near.stream(), threading.Event(), list[bool]()
+    source, target = Cache(None), Cache(near, seed=None)
+
+    def read() -> None:
+        gate.wait()
+        seen.append(bool(target.blocks(TARGET).any()))
+
+    compute.call(read)
+    used = compute.record()
+
+    async def pull() -> Incoming:
+        await pair.right.communicator.fired(used)
+        return pair.right.pull("t", target.paged, TARGET)
+
+    pulling = asyncio.ensure_future(pull())
+    out = pair.near.publish("t", source.paged, SOURCE)
+    out.ready()
+    out.finish()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not pulling.done()
+    gate.set()
+    inc = await pulling
+    assert (await inc).complete
+    assert seen == [False], "what a kernel was reading was overwritten"
+    await drained(out, inc)
+    assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
+    compute.close()
 
 
 async def test_an_event_that_fails_ends_the_transfer(

@@ -84,6 +84,13 @@ class CupyOps(DeviceOps):
         """See DeviceOps."""
         return CupyStream(self)
 
+    def record_current(self) -> Event:
+        """See DeviceOps."""
+        with self.cupy.cuda.Device(self.device.index):
+            event = self.cupy.cuda.Event(block=True, disable_timing=True)
+            event.record(self.cupy.cuda.get_current_stream())
+        return CupyEvent(event)
+
     def pinned(self, nbytes: int) -> memoryview:
         """See DeviceOps."""
         cupy = self.cupy

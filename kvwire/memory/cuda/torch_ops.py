@@ -44,6 +44,13 @@ class TorchOps(DeviceOps):
         """See DeviceOps."""
         return TorchStream(self)
 
+    def record_current(self) -> Event:
+        """See DeviceOps."""
+        cuda = self.torch.cuda
+        event = cuda.Event(blocking=True)
+        event.record(cuda.current_stream(self.device.index))
+        return TorchEvent(event)
+
     def pinned(self, nbytes: int) -> memoryview:
         """See DeviceOps."""
         torch = self.torch

@@ -111,6 +111,14 @@ class DeviceOps(ABC):
         """A new stream, which no other stream waits for."""
 
     @abstractmethod
+    def record_current(self) -> Event:
+        """An event behind all that the calling thread has queued so far.
+
+        On the stream that the library calls current in this thread: so from between the
+        kernels of an application, and never on its behalf from another thread.
+        """
+
+    @abstractmethod
     def pinned(self, nbytes: int) -> memoryview:
         """Host memory that the device copies from and to by itself.
 

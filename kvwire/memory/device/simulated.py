@@ -59,6 +59,7 @@ class SimulatedDevice(DeviceOps):
         self._running = threading.Event()
         self._running.set()
         self._lock = threading.Lock()
+        self._current = threading.local()
         with tempfile.TemporaryFile() as file:
             file.truncate(nbytes)
             fd = file.fileno()
@@ -76,6 +77,15 @@ class SimulatedDevice(DeviceOps):
     def stream(self) -> SimulatedStream:
         """See DeviceOps."""
         return SimulatedStream(self)
+
+    def record_current(self) -> SimulatedEvent:
+        """See DeviceOps; of a thread that has set no stream, one that has no work."""
+        stream: SimulatedStream | None = getattr(self._current, "stream", None)
+        if stream is not None:
+            return stream.record()
+        event = SimulatedEvent(self)
+        event.fire()
+        return event
 
     def pinned(self, nbytes: int) -> memoryview:
         """See DeviceOps."""
@@ -134,6 +144,10 @@ class SimulatedDevice(DeviceOps):
     def release(self) -> None:
         """Let the streams go on."""
         self._running.set()
+
+    def set_current(self, stream: SimulatedStream) -> None:
+        """This thread's work is queued here from now on; ``torch.cuda.set_stream``."""
+        self._current.stream = stream
 
     def fail(self, error: str) -> None:
         """From now on all work of all streams fails, as CUDA's errors stay."""

@@ -60,6 +60,17 @@ class Tensor:
         self.array[index.array] = source.array
 
 
+class FakeEvent:
+    """An event that notes where it was recorded."""
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "whoever waits for it would spin"
+        self.stream: object = None
+
+    def record(self, stream: object) -> None:
+        self.stream = stream
+
+
 class FakeTorch:
     """The part of torch that is used."""
 
@@ -74,6 +85,8 @@ class FakeTorch:
             device_count=lambda: 1,
             Stream=lambda device: SimpleNamespace(cuda_stream=OUR_STREAM),
             stream=self._stream,
+            current_stream=lambda index: f"the caller's on cuda:{index}",
+            Event=FakeEvent,
         )
         self.version = SimpleNamespace(cuda="0")
 
@@ -203,3 +216,9 @@ def test_a_gpu_that_there_is_not(torch: FakeTorch) -> None:
     torch.cuda.is_available = lambda: False
     with pytest.raises(BackendUnavailable, match="torch fake finds no GPU"):
         TorchOps(0)
+
+
+def test_an_event_on_the_callers_stream(torch: FakeTorch) -> None:
+    event = TorchOps(0).record_current()
+    assert isinstance(event.native, FakeEvent)
+    assert event.native.stream == "the caller's on cuda:0"

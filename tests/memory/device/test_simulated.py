@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.tensors import tensor_view
-from kvwire.memory.device.ops import Stream, device_ops, event_ops
+from kvwire.memory.device.ops import Event, Stream, device_ops, event_ops
 from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
 from kvwire.types import MemoryKind
 
@@ -123,6 +124,21 @@ def test_a_stream_waits_for_an_event(device: SimulatedDevice, stream: Stream) ->
     other.close()
 
 
+def test_the_current_stream_is_that_of_the_thread(device: SimulatedDevice) -> None:
+    own, gate = device.stream(), threading.Event()
+    own.call(lambda: void(gate.wait()))
+    device.set_current(own)
+    mine, theirs = device.record_current(), list[Event]()
+    other = threading.Thread(target=lambda: theirs.append(device.record_current()))
+    other.start()
+    other.join()
+    assert theirs[0].query(), "another thread has queued nothing"
+    assert not mine.query()
+    gate.set()
+    mine.synchronize()
+    own.close()
+
+
 def test_an_error_stays(device: SimulatedDevice, stream: Stream) -> None:
     before = stream.record()
     before.synchronize()
@@ -155,3 +171,7 @@ def test_devices_and_events_are_found(device: SimulatedDevice, stream: Stream) -
         device_ops(device.device)
     assert event_ops(event) is None
     device.close()  # a second time, as by the fixture, does no harm
+
+
+def void(_: object) -> None:
+    """For work whose result nobody wants."""
