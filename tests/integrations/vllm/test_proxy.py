@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from kvwire import UsageError
 from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.dispatch import Asked, Dispatcher
+from kvwire.integrations.vllm.proxy.dispatch import GET_S, Asked, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import (
     BY_PREFIX,
     DOWN_S,
@@ -30,6 +30,7 @@ from kvwire.integrations.vllm.proxy.requests import (
     for_prefill,
     is_single,
 )
+from kvwire.testing import virtual_time
 
 P1 = Engine("http://p1", ("p1:1",))
 P2 = Engine("http://p2", ("p2:1",))
@@ -436,6 +437,42 @@ async def test_other_pages() -> None:
             assert (await client.get("/v1/models")).status_code == 200
         engines.handlers["d1"] = refused
         assert (await client.get("/v1/models")).status_code == 503
+
+
+def test_an_engine_that_never_answers_a_get() -> None:
+    """Others are asked then; when there is none, the client is told. Virtual time."""
+
+    async def hangs(_: dict[str, Any]) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def drips(_: dict[str, Any]) -> httpx.Response:
+        async def parts() -> AsyncIterator[bytes]:
+            while True:
+                await asyncio.sleep(GET_S / 4)
+                yield b" "
+
+        return httpx.Response(200, content=parts())
+
+    async def models() -> None:
+        engines = Engines(d1=hangs)
+        loop = asyncio.get_running_loop()
+        transport = httpx.ASGITransport(app(engines))
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://proxy", timeout=None
+        ) as client:
+            began = loop.time()
+            assert (await client.get("/v1/models")).status_code == 200
+            assert loop.time() - began == GET_S
+            assert engines.hosts() == ["d1", "d2"]
+            engines.handlers["d2"] = drips
+            said = await client.get("/v1/models")
+            assert said.status_code == 503
+            error = said.json()["error"]["message"]
+            assert error == "no decode engine answers: no answer within 10 s"
+            assert loop.time() - began == 3 * GET_S
+
+    virtual_time.run(models())
 
 
 # --- its parts ------------------------------------------------------------------------

@@ -40,6 +40,9 @@ logger = logging.getLogger("kvwire")
 
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500
+# For the whole of a GET, which computes nothing: an API server that is busy with long
+# prompts answers it within a second or two. A generation may take as long as it likes.
+GET_S: Final = 10.0
 
 
 class EngineFailed(Exception):
@@ -159,7 +162,7 @@ class Dispatcher:
         """What a decode engine says to a GET, such as its models.
 
         Raises:
-            EngineFailed: None can be reached.
+            EngineFailed: None can be reached, or answers in :data:`GET_S`.
 
         Cancel safety: safe.
         """
@@ -167,9 +170,12 @@ class Dispatcher:
         engine = self._decode.pick({}, dead)
         while engine is not None:
             try:
-                return await self._client.get(engine.url + path, headers=headers)
+                async with asyncio.timeout(GET_S):
+                    return await self._client.get(engine.url + path, headers=headers)
             except httpx.HTTPError as exc:
                 last = EngineFailed(engine, _said(exc))
+            except TimeoutError:
+                last = EngineFailed(engine, f"no answer within {GET_S:g} s")
             dead.add(engine)  # bounded by the engines there are
             self._decode.down(engine)
             engine = self._decode.pick({}, dead)
