@@ -16,7 +16,6 @@ from kvwire.errors import UsageError
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import tensor_view
-from kvwire.types import MemoryKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +114,7 @@ def layer_caches(tensors: Mapping[str, Any], shape: CacheShape) -> LayerCaches:
     dtype = str(ordered[0].dtype).removeprefix("torch.")
     spec = shape.spec(layers=len(ordered), dtype=dtype)
     layout = find_layout(tuple(ordered[0].shape), shape)
-    cache = PagedCache(spec, ordered, layout=layout)
-    if cache.kind is not MemoryKind.HOST:
-        raise UsageError(
-            f"the KV caches are {cache.kind.value} memory; KvwireConnector moves host "
-            "memory, so run vLLM on CPUs"
-        )
-    return LayerCaches(cache, layers)
+    return LayerCaches(PagedCache(spec, ordered, layout=layout), layers)
 
 
 def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:

@@ -46,6 +46,8 @@ class Arrival:
         peers: Connections, for a pull.
         route: Which ranks it comes from.
         timeout_s: After this what has not arrived is missing.
+        after: An event that fires when the GPU no longer uses the blocks; None if it
+            does not.
 
     Attributes:
         load: What is fetched.
@@ -61,6 +63,7 @@ class Arrival:
         peers: Peers,
         route: Route,
         timeout_s: float,
+        after: object | None,
     ) -> None:
         self.load = load
         self._engine = engine
@@ -68,6 +71,7 @@ class Arrival:
         self._peers = peers
         self._route = route
         self._timeout_s = timeout_s
+        self._after = after
         self._parts: list[Incoming] = []
         self._lock = threading.Lock()
         self._begun = False
@@ -78,6 +82,11 @@ class Arrival:
     def stopped(self) -> bool:
         """Whether it was aborted."""
         return bool(self._reason)
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether it is over while something may still write to its blocks."""
+        return any(part.done() and not part.is_drained for part in self._parts)
 
     def landed(self, layer: int) -> bool:
         """Whether a layer of every block is here; from any thread, does not wait.
@@ -161,12 +170,16 @@ class Arrival:
             # Something has to be asked for, to be given up in the same turn.
             blocks, options = [0], {"tokens": 1}
         peers = self._route.peers
+        links = []
+        if not self._route.pushed:
+            links = [await self._peers.connection(peer.address) for peer in peers]
+        if self._after is not None and not load.declined:
+            await communicator.fired(self._after)
         if self._route.pushed:
             return [
                 communicator.expect(peer.id, self._cache, blocks, **options)
                 for peer in peers
             ]
-        links = [await self._peers.connection(peer.address) for peer in peers]
         return [
             link.pull(self._route.id, self._cache, blocks, **options) for link in links
         ]

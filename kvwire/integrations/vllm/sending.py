@@ -68,9 +68,15 @@ class Departure:
         if blocks:
             self._say(lambda out: out.extend(blocks))
 
-    def ready(self, layer: int, blocks: slice) -> None:
-        """A layer of some blocks is written; from any thread, does not wait."""
-        self._say(lambda out: out.ready(layers=layer, blocks=blocks))
+    def ready(self, layer: int | None, blocks: slice, after: object | None) -> None:
+        """A layer of some blocks is written; from any thread, does not wait.
+
+        Args:
+            layer: By the model's index; None for all.
+            blocks: By position in the prompt.
+            after: An event that fires when the GPU has written them; None if they are.
+        """
+        self._say(lambda out: out.ready(layers=layer, blocks=blocks, after=after))
 
     def finish(self) -> None:
         """Everything is written; from any thread, does not wait."""
@@ -80,6 +86,11 @@ class Departure:
     def renew(self) -> None:
         """Prefill goes on, so whoever is to come has the whole lease again."""
         self._engine.start(self._renew)
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether it is over while something may still read its blocks."""
+        return any(out.done() and not out.is_drained for out in self._outs)
 
     def abort(self, reason: str) -> bool:
         """End it; the blocks are free when :attr:`done` says so. Does not wait.

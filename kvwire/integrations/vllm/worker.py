@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from kvwire import Communicator, Engine
 from kvwire.config import Config
-from kvwire.errors import UsageError
+from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
 from kvwire.integrations.vllm.config import LAYER, PUSH, Settings
+from kvwire.integrations.vllm.device import CacheDevice
 from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
 from kvwire.integrations.vllm.metrics import (
     Observed,
@@ -55,6 +56,7 @@ class WorkerSide:
             self._engine.listen(settings.address(shape.rank))
         )
         self._caches: LayerCaches | None = None
+        self._device = CacheDevice(self._engine, None)
         self._departures: dict[str, Departure] = {}
         self._arrivals: dict[str, Arrival] = {}
         # Of requests that are over for the scheduler, and not drained yet.
@@ -64,6 +66,8 @@ class WorkerSide:
         # Reported as here while their last layers were on their way.
         self._gated: dict[str, Arrival] = {}
         self._errors: set[int] = set()
+        # Of which it was said that their blocks never come back.
+        self._quarantined: set[str] = set()
         self._observed: Observed = {}
         self._step = Step()
         # What the forward pass of this step writes: departure, first and last block.
@@ -75,9 +79,12 @@ class WorkerSide:
 
         Raises:
             UsageError: They cannot be moved; names the layer.
+            BackendUnavailable: Their GPU does not work; says why.
         """
-        self._caches = layer_caches(tensors, self._shape)
-        logger.info("rank %d: %r", self._shape.rank, self._caches.cache)
+        caches = layer_caches(tensors, self._shape)
+        self._device = CacheDevice(self._engine, caches.cache.device)
+        self._caches = caches
+        logger.info("rank %d: %r in %s", self._shape.rank, caches.cache, self._device)
 
     def fence(self, requests: Iterable[str]) -> None:
         """Return when no link can touch the blocks of these requests any more.
@@ -85,13 +92,17 @@ class WorkerSide:
         vLLM may overwrite them in the step that follows. What is still fetched as a
         whole is none of them: its blocks are kept until it is reported. A link that
         does not let go in time is dropped; what else it carried resumes on another one.
+
+        Raises:
+            BackendUnavailable: The GPU has failed while it copied them, so they can
+                never be overwritten.
         """
         for request_id in requests:
             self._unsent.discard(request_id)
             for table in (self._departures, self._gated):
                 end = table.pop(request_id, None)
-                if end is not None:
-                    self._stop(end)
+                if end is not None and end.abort("the request was preempted"):
+                    self._drain(request_id, end)
 
     def begin_step(self, step: Step) -> None:
         """What this step sends is known, and it is about to be computed."""
@@ -109,42 +120,55 @@ class WorkerSide:
     def start_loads(self) -> None:
         """Begin what this step fetches; does not wait."""
         loads, self._step.loads = self._step.loads, []
+        # Kernels of requests that had the blocks before may still be queued.
+        after = self._device.recorded() if loads else None
         for load in loads:
-            self._load(load)
+            self._load(load, after)
 
     def layer_written(self, name: str) -> None:
-        """The forward pass has written a layer."""
+        """The forward pass has written a layer, or queued the kernels that do."""
         if not self._writing or self._settings.stream != LAYER or self._caches is None:
             return
         layer = self._caches.layers.get(name)
         if layer is None or layer in self._marked:
             return
         self._marked.add(layer)
-        self._mark(layer)
+        self._mark(layer, self._device.recorded())
         if len(self._marked) == len(self._caches.layers):
             self._finish_written()
 
     def step_written(self) -> None:
         """The forward pass is over: whatever no hook has named is written as well."""
-        if self._writing and self._caches is not None:
+        if not self._writing or self._caches is None:
+            return
+        after = self._device.recorded()
+        if not self._marked:
+            self._mark(None, after)
+        else:
             for layer in self._caches.layers.values():
                 if layer not in self._marked:
-                    self._mark(layer)
-            self._finish_written()
+                    self._mark(layer, after)
+        self._finish_written()
 
     def wait_layer(self, name: str) -> None:
-        """Wait until nothing that this forward pass reads of a layer is on its way."""
+        """Wait until nothing that this forward pass reads of a layer is on its way.
+
+        What is here the GPU has, so the kernels that are queued next may read it.
+
+        Raises:
+            BackendUnavailable: The GPU has failed while it copied the layer.
+        """
         if not self._gated or self._caches is None:
             return
         layer = self._caches.layers.get(name)
         if layer is None:
             return
-        for arrival in self._gated.values():
+        for request_id, arrival in self._gated.items():
             if not arrival.wait_layer(layer, self._settings.load_timeout_s):
                 # This forward pass reads garbage. Its blocks have to be reported in
                 # this very step, so that vLLM throws its tokens away.
                 arrival.abort("a layer that decode waited for did not come")
-                arrival.done.result()
+                self._drain(request_id, arrival)
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
         """What has drained since the last step.
@@ -161,6 +185,7 @@ class WorkerSide:
             self._over(request_id)
         if self._step.idle and not unsent:
             self._rest()
+        self._say_quarantined()
         sent = {r for r in self._leaving if self._departures[r].done.done()}
         for request_id in sent:
             self._leaving.discard(request_id)
@@ -210,9 +235,9 @@ class WorkerSide:
             departure.renew()
         return slice(start, stop)
 
-    def _mark(self, layer: int) -> None:
+    def _mark(self, layer: int | None, after: object | None) -> None:
         for departure, blocks in self._writing:
-            departure.ready(layer, blocks)
+            departure.ready(layer, blocks, after)
 
     def _finish_written(self) -> None:
         for departure, blocks in self._writing:
@@ -222,7 +247,7 @@ class WorkerSide:
 
     # --- fetching ---------------------------------------------------------------------
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, after: object | None) -> None:
         pushed = self._settings.mode == PUSH
         remote = load.remote
         route = incoming_route(load.transfer_id, self._spec(), remote, pushed=pushed)
@@ -234,6 +259,7 @@ class WorkerSide:
             self._peers,
             route,
             self._settings.load_timeout_s,
+            after,
         )
         if not load.declined:
             self._arrivals[load.request_id] = arrival
@@ -282,21 +308,51 @@ class WorkerSide:
         if arrival is not None:
             arrival.abort("the request ended before its prompt was here")
 
-    def _stop(self, end: Departure | Arrival) -> None:
-        if not end.abort("the request was preempted"):
+    def _drain(self, request_id: str, end: Departure | Arrival) -> None:
+        """Wait until nothing can touch the blocks of what was aborted any more."""
+        dropped = False
+        while not _over_within(end, self._settings.fence_s):
+            if end.quarantined and self._device.failed:
+                raise BackendUnavailable(
+                    f"{self._device} has failed ({self._device.failed}) while it "
+                    f"copied blocks of request {request_id}: they stay in quarantine, "
+                    f"and vLLM wants to use them now; restart the engine"
+                )
+            if not dropped:
+                logger.warning("links are dropped: one does not let go of blocks")
+                self._engine.start(_drop_links).result()
+                dropped = True
+
+    def _say_quarantined(self) -> None:
+        if not self._device.failed:
             return
-        try:
-            end.done.result(self._settings.fence_s)
-        except TimeoutError:
-            logger.warning("links are dropped: one did not let go of preempted blocks")
-            self._engine.start(_drop_links).result()
-            end.done.result()
+        ends: dict[str, Departure | Arrival] = {}
+        ends |= {**self._departures, **self._arrivals, **self._gated}
+        for request_id, end in ends.items():
+            if end.quarantined and request_id not in self._quarantined:
+                # bounded by the requests whose blocks are lost
+                self._quarantined.add(request_id)
+                logger.error(
+                    "%s has failed (%s): blocks of request %s stay in quarantine, and "
+                    "vLLM never hears that they are free; restart the engine",
+                    self._device,
+                    self._device.failed,
+                    request_id,
+                )
 
     def _spec(self) -> KVSpec:
         if self._caches is None:
             raise UsageError("vLLM has not registered its KV caches")
         (group,) = self._caches.cache.groups.values()
         return group.spec
+
+
+def _over_within(end: Departure | Arrival, timeout_s: float) -> bool:
+    try:
+        end.done.result(timeout_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _peers(communicator: Communicator) -> Peers:

@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import kvwire
 from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import Settings
 from kvwire.integrations.vllm.worker import WorkerSide
+from kvwire.memory.device.simulated import (
+    SimulatedArray,
+    SimulatedDevice,
+    SimulatedStream,
+)
 
 LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, DIM = 3, 16, 4, 4, 8
 NAMES = tuple(f"model.layers.{index}.self_attn.attn" for index in range(LAYERS))
@@ -67,15 +73,27 @@ def chunk(request_id: str, blocks: list[int], computed: int, tokens: int) -> Out
 
 
 class Worker:
-    """A worker side and its memory: the layout of vLLM on CPUs.
+    """A worker side and its memory: the layout of vLLM since 0.30.
+
+    On a device, what the model does is queued as its kernels are.
 
     Args:
         rank: Of a group of ``ranks``.
         ranks: Its size.
+        device: Where its caches lie; None for host memory.
         **settings: Of :class:`Settings`.
+
+    Attributes:
+        compute: The stream of its kernels, on a device.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        ranks: int = 1,
+        device: SimulatedDevice | None = None,
+        **settings: Any,
+    ) -> None:
         config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0))
         self.heads = max(1, HEADS // ranks)
         self.side = WorkerSide(
@@ -92,24 +110,44 @@ class Worker:
         )
         shape = (BLOCKS, self.heads, BLOCK_TOKENS, 2 * DIM)
         self.tensors = {name: np.full(shape, FREE, np.float32) for name in NAMES}
+        self.arrays: dict[str, SimulatedArray] = {}
+        self.compute: SimulatedStream | None = None
+        if device is not None:
+            self.compute = device.stream()
+            device.set_current(self.compute)
+            self.arrays = {n: device.array(t) for n, t in self.tensors.items()}
         self.first_head = rank * self.heads
-        self.side.register(self.tensors)
+        self.side.register(self.arrays or self.tensors)
+
+    def close(self) -> None:
+        """End its transfers, and the stream of its kernels."""
+        self.side.close()
+        if self.compute is not None:
+            self.compute.close()
 
     def write(self, name: str, blocks: list[int]) -> None:
         """What prefill leaves: position in the prompt, head and layer, in each."""
-        layer = NAMES.index(name)
+        layer, tensor = NAMES.index(name), self.tensors[name]
         for position, block in enumerate(blocks):
             for head in range(self.heads):
                 value = 10_000 * layer + 100 * position + self.first_head + head
-                self.tensors[name][block, head] = value
+                tensor[block, head] = value
+        if self.compute is not None:
+            array, values = self.arrays[name], tensor.copy()
+            self.compute.call(lambda: array.write(values))
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """What a layer's cache holds now, wherever it lies."""
+        return self.arrays[name].read() if self.arrays else self.tensors[name]
 
     def holds(self, blocks: list[int], layers: int = LAYERS) -> bool:
         """Whether these blocks hold what ``write`` leaves, on whichever rank."""
         for layer, name in enumerate(NAMES[:layers]):
+            tensor = self.read(name)
             for position, block in enumerate(blocks):
                 for head in range(self.heads):
                     want = 10_000 * layer + 100 * position + self.first_head + head
-                    if not (self.tensors[name][block, head] == want).all():
+                    if not (tensor[block, head] == want).all():
                         return False
         return True
 

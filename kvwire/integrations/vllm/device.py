@@ -1,0 +1,56 @@
+"""Where a worker's caches lie, and what orders vLLM's kernels and kvwire's copies.
+
+On a GPU the two run on different streams, and neither the host nor the GPU as a whole
+ever waits for the other. Two events order them, both on the stream that vLLM's thread
+queues its kernels on, recorded where vLLM calls the connector:
+
+* behind the kernels that write a layer: kvwire reads it once that has fired;
+* behind the kernels that used blocks before they were given to a new request: kvwire
+  writes to them once that has fired.
+
+In the other direction nothing is needed: what has landed, and what has drained, the GPU
+is through with, so any kernel that is queued after that may use it.
+"""
+
+from __future__ import annotations
+
+from kvwire import Communicator, Engine
+from kvwire.memory.device.ops import device_ops
+from kvwire.memory.staging.desk import Desk
+from kvwire.types import Device
+
+
+class CacheDevice:
+    """The GPU of a worker's caches, or host memory.
+
+    Args:
+        engine: That moves them.
+        device: The GPU; None for host memory, which needs no events.
+
+    Raises:
+        BackendUnavailable: The GPU does not work; says why, and what to install.
+    """
+
+    def __init__(self, engine: Engine, device: Device | None) -> None:
+        self._device = device
+        self._ops = None if device is None else device_ops(device)
+        self._desk: Desk | None = None
+        if device is not None:
+
+            async def desk(communicator: Communicator) -> Desk:
+                return communicator.devices.desk(device)
+
+            # Its streams and memory are made now, and not in the first transfer.
+            self._desk = engine.start(desk).result()
+
+    def __str__(self) -> str:
+        return "host memory" if self._device is None else str(self._device)
+
+    def recorded(self) -> object | None:
+        """An event behind all that this thread has queued; None for host memory."""
+        return None if self._ops is None else self._ops.record_current().native
+
+    @property
+    def failed(self) -> str:
+        """How the GPU has failed, which it does for good; "" if it has not."""
+        return "" if self._desk is None else self._desk.failed

@@ -1,0 +1,393 @@
+"""Workers whose caches lie on a GPU: what orders their kernels and kvwire's copies.
+
+A simulated device plays the GPU. Its kernels are queued and happen later, and a test
+can stop them, so a copy that is too early moves the wrong bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvwire import BackendUnavailable, Communicator, UsageError
+from kvwire.integrations.vllm.metadata import Step
+from kvwire.memory.device.simulated import SimulatedDevice
+from tests.integrations.vllm.fakes import FREE, NAMES, Worker
+from tests.integrations.vllm.test_worker import (
+    FROM,
+    INTO,
+    addresses,
+    fetch,
+    fetching,
+    freed,
+    received,
+    sending,
+    written,
+)
+from tests.support.waiting import eventually
+
+FAILURE = "an illegal memory access"
+
+
+class Gpus:
+    """Makes workers, each on a device of its own or in host memory."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._devices: dict[Worker, SimulatedDevice] = {}
+
+    def worker(self, **settings: Any) -> Worker:
+        """A worker on a device."""
+        device = SimulatedDevice()
+        self._stack.callback(device.close)
+        made = Worker(device=device, **settings)
+        self._stack.callback(made.close)
+        self._devices[made] = device
+        return made
+
+    def host_worker(self, **settings: Any) -> Worker:
+        """A worker in host memory."""
+        made = Worker(**settings)
+        self._stack.callback(made.close)
+        return made
+
+    def of(self, worker: Worker) -> SimulatedDevice:
+        """The device of a worker."""
+        return self._devices[worker]
+
+
+@pytest.fixture
+def gpus() -> Iterator[Gpus]:
+    with ExitStack() as stack:
+        yield Gpus(stack)
+
+
+def blocked(worker: Worker) -> threading.Event:
+    """Have its kernels wait until this is set; the device does everything else."""
+    gate = threading.Event()
+    assert worker.compute is not None
+    worker.compute.call(lambda: void(gate.wait(30)))
+    return gate
+
+
+def stalled(worker: Worker) -> threading.Event:
+    """Have the loop of its kvwire wait until this is set."""
+    gate = threading.Event()
+
+    async def stall(_: Communicator) -> None:
+        gate.wait(30)
+
+    worker.side._engine.start(stall)
+    return gate
+
+
+def let_run(*workers: Worker) -> None:
+    """Give everything the time to happen that is going to happen by itself."""
+    for _ in range(100):
+        for worker in workers:
+            worker.side._engine.start(_turn).result()
+
+
+async def _turn(_: Communicator) -> None:
+    await asyncio.sleep(0)
+
+
+def void(_: object) -> None:
+    """For work whose result nobody wants."""
+
+
+def copying(worker: Worker) -> bool:
+    """Whether one of its copies is queued on the device."""
+
+    async def look(communicator: Communicator) -> bool:
+        return any(not c.staged.quiet for c in communicator.live_connections)
+
+    return worker.side._engine.start(look).result()
+
+
+def untouched(worker: Worker) -> bool:
+    """Whether no block was ever written to."""
+    return all((worker.read(name) == FREE).all() for name in NAMES)
+
+
+# --- sending --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+def test_a_layer_is_read_once_the_gpu_has_written_it(
+    gpus: Gpus, mode: str, stream: str
+) -> None:
+    """The forward pass returns before its first kernel has run."""
+    p = gpus.worker(mode=mode, stream=stream)
+    d = gpus.worker(mode=mode)
+    fetch(d, fetching(addresses([p])))
+    p.side.begin_step(sending(FROM[:1], 4, addresses([d])))
+    p.forward(FROM[:1])
+    assert eventually(lambda: d.holds(INTO[:1]))
+    # There is a link now, and the plan is made: nothing else is left to wait for.
+    gate = blocked(p)
+    p.side.begin_step(Step(written=[written(FROM[1:], 10)]))
+    p.forward(FROM)
+    let_run(p, d)
+    assert d.side.finished(()) == (set(), set())
+    gate.set()
+    assert eventually(lambda: received(d))
+    assert d.holds(INTO[:2])
+    assert d.side.take_errors() == set()
+    p.side.finished(("p",))
+    assert eventually(lambda: freed(p))
+
+
+@pytest.mark.parametrize("stream", ["layer", "chunk"])
+def test_an_event_is_recorded_where_the_hook_is_called(gpus: Gpus, stream: str) -> None:
+    """Not when the transfer begins, on another thread and behind other work."""
+    p, d = gpus.worker(stream=stream), gpus.worker()
+    loop, gate = stalled(p), blocked(p)
+    p.side.begin_step(sending(FROM, 10))
+    p.forward(FROM)
+    loop.set()
+    fetch(d, fetching(addresses([p])))
+    let_run(p, d)
+    assert d.side.finished(()) == (set(), set())
+    gate.set()
+    assert eventually(lambda: received(d))
+    assert d.holds(INTO[:2])
+
+
+@pytest.mark.parametrize(
+    ("stream", "hooks", "events"),
+    [
+        ("layer", len(NAMES), len(NAMES)),
+        ("layer", 1, 2),
+        ("layer", 0, 1),  # a full CUDA graph
+        ("chunk", len(NAMES), 1),
+    ],
+)
+def test_as_few_events_as_there_are_orders(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, stream: str, hooks: int, events: int
+) -> None:
+    p, d = gpus.worker(stream=stream), gpus.worker()
+    recorded = counted(gpus.of(p), monkeypatch)
+    p.side.begin_step(sending(FROM, 10))
+    for name in NAMES:
+        p.write(name, FROM)
+        if name in NAMES[:hooks]:
+            p.side.layer_written(name)
+    p.side.step_written()
+    assert len(recorded) == events
+    fetch(d, fetching(addresses([p])))
+    assert eventually(lambda: received(d))
+    assert d.holds(INTO[:2])
+
+
+def test_a_step_that_sends_nothing_records_nothing(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = gpus.worker()
+    recorded = counted(gpus.of(p), monkeypatch)
+    p.side.begin_step(Step())
+    p.side.start_loads()
+    p.forward(FROM)
+    assert recorded == []
+
+
+def counted(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The events that are recorded on the caller's stream from now on."""
+    recorded: list[object] = []
+    record = device.record_current
+
+    def noting() -> object:
+        recorded.append(record())
+        return recorded[-1]
+
+    monkeypatch.setattr(device, "record_current", noting)
+    return recorded
+
+
+# --- fetching -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_blocks_are_written_once_the_gpu_no_longer_uses_them(
+    gpus: Gpus, mode: str
+) -> None:
+    """With asynchronous scheduling the last pass of their last request still runs."""
+    p, d = gpus.host_worker(mode=mode), gpus.worker(mode=mode)
+    seen: list[bool] = []
+    gate = blocked(d)
+    assert d.compute is not None
+    d.compute.call(lambda: seen.append(untouched(d)))
+    fetch(d, fetching(addresses([p])))
+    p.side.begin_step(sending(FROM, 10, addresses([d])))
+    p.forward(FROM)
+    let_run(p, d)
+    assert d.side.finished(()) == (set(), set())
+    gate.set()
+    assert eventually(lambda: received(d))
+    assert seen == [True]
+    assert d.holds(INTO[:2])
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus, mode: str) -> None:
+    """Nothing was written to them, and prefill hears of it."""
+    p, d = gpus.host_worker(mode=mode), gpus.worker(mode=mode)
+    gate = blocked(d)
+    fetch(d, fetching(addresses([p])))
+    p.side.begin_step(sending(FROM, 10, addresses([d])))
+    p.forward(FROM)
+    let_run(p, d)
+    d.side.finished(("d",))
+    gate.set()
+    assert eventually(lambda: received(d))
+    assert untouched(d)
+    p.side.finished(("p",))
+    assert eventually(lambda: freed(p))
+
+
+def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
+    """Every block is an error, and none is in quarantine: none was touched."""
+    p, d = gpus.host_worker(), gpus.worker()
+    gate = blocked(d)
+    fetch(d, fetching(addresses([p])))
+    gpus.of(d).fail(FAILURE)
+    gate.set()
+    assert eventually(lambda: received(d))
+    assert d.side.take_errors() == set(INTO)
+    assert untouched(d)
+
+
+def test_kernels_may_read_what_a_gated_layer_waited_for(gpus: Gpus) -> None:
+    p, d = gpus.worker(), gpus.worker(gate_layers=1)
+    fetch(d, fetching(addresses([p])))
+    p.side.begin_step(sending(FROM, 10))
+    for name in NAMES[:-1]:
+        p.write(name, FROM)
+        p.side.layer_written(name)
+    assert eventually(lambda: received(d))
+    gate = blocked(p)
+    p.write(NAMES[-1], FROM)
+    p.side.layer_written(NAMES[-1])
+    let_run(p, d)
+    threading.Timer(0.05, gate.set).start()
+    d.side.wait_layer(NAMES[-1])
+    assert d.compute is not None
+    seen: list[bool] = []
+    d.compute.call(lambda: seen.append(d.holds(INTO[:2])))
+    d.compute.record().synchronize()
+    assert seen == [True]
+
+
+# --- the end --------------------------------------------------------------------------
+
+
+def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
+    """A prompt's first block on its way, its copy queued on prefill's held device."""
+    p, d = gpus.worker(**settings), gpus.host_worker()
+    p.side.begin_step(sending(FROM[:1], 4))
+    p.forward(FROM[:1])
+    (departure,) = p.side._departures.values()
+    assert eventually(
+        lambda: (
+            len(departure._outs) == 1
+            and len(departure._outs[0].marks.log) == len(NAMES)
+        )
+    )
+    gpus.of(p).hold()
+    fetch(d, fetching(addresses([p])))
+    assert eventually(lambda: copying(p))
+    return p, d
+
+
+def test_blocks_are_not_free_while_a_copy_of_them_is_queued(gpus: Gpus) -> None:
+    p, d = being_copied(gpus)
+    p.side.finished(("p",))
+    assert eventually(lambda: received(d))
+    let_run(p)
+    assert not freed(p)
+    gpus.of(p).release()
+    assert eventually(lambda: freed(p))
+
+
+@pytest.mark.parametrize("fence_s", [30.0, 0.01])
+def test_a_fence_waits_for_a_copy_that_is_queued(gpus: Gpus, fence_s: float) -> None:
+    """Also when the links were dropped: that ends no copy."""
+    p, d = being_copied(gpus, fence_s=fence_s)
+    fence = threading.Thread(target=p.side.fence, args=({"p"},))
+    fence.start()
+    assert eventually(lambda: received(d))
+    let_run(p)
+    assert fence.is_alive()
+    gpus.of(p).release()
+    fence.join()
+    assert copying(p) is False
+
+
+def test_a_gpu_that_fails_under_a_copy_keeps_the_blocks(
+    gpus: Gpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = being_copied(gpus, fence_s=0.01)
+    gpus.of(p).fail(FAILURE)
+    gpus.of(p).release()
+    assert eventually(lambda: received(d))
+    assert INTO[0] in d.side.take_errors()
+    p.side.finished(("p",))
+    assert eventually(lambda: not freed(p) and "stay in quarantine" in caplog.text)
+    (said,) = [r for r in caplog.records if "stay in quarantine" in r.message]
+    assert FAILURE in said.message
+    assert "request p" in said.message
+    # Once, and not in every step.
+    assert not freed(p)
+    assert len([r for r in caplog.records if "stay in quarantine" in r.message]) == 1
+    with pytest.raises(BackendUnavailable, match="request p: they stay in quarantine"):
+        p.side.fence({"p"})
+
+
+def test_a_gpu_that_fails_under_what_arrives_keeps_the_blocks(
+    gpus: Gpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler would let another request write to them."""
+    p, d = gpus.host_worker(), gpus.worker()
+    gpus.of(d).hold()
+    fetch(d, fetching(addresses([p])))
+    p.side.begin_step(sending(FROM, 10))
+    p.forward(FROM)
+    assert eventually(lambda: copying(d))
+    gpus.of(d).fail(FAILURE)
+    gpus.of(d).release()
+
+    def said() -> bool:
+        assert d.side.finished(()) == (set(), set())
+        return "request d stay in quarantine" in caplog.text
+
+    assert eventually(said)
+    assert d.side.finished(("d",)) == (set(), set())
+
+
+def test_a_forward_pass_that_fails_sends_nothing(gpus: Gpus) -> None:
+    """Its blocks were not copied, so they are free."""
+    p, d = gpus.worker(), gpus.host_worker()
+    fetch(d, fetching(addresses([p])))
+    gate = blocked(p)
+    p.side.begin_step(sending(FROM, 10))
+    p.forward(FROM)
+    gpus.of(p).fail(FAILURE)
+    gate.set()
+    assert eventually(lambda: received(d))
+    assert d.side.take_errors() == set(INTO)
+    assert untouched(d)
+    p.side.finished(("p",))
+    assert eventually(lambda: freed(p))
+
+
+def test_a_device_that_does_not_work_is_known_at_the_start(gpus: Gpus) -> None:
+    worker = gpus.worker()
+    gpus.of(worker).close()
+    with pytest.raises(UsageError, match="there is none, or it was closed"):
+        worker.side.register(worker.arrays)
