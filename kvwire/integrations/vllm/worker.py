@@ -100,9 +100,10 @@ class WorkerSide:
         for request_id in requests:
             self._unsent.discard(request_id)
             for table in (self._departures, self._gated):
-                end = table.pop(request_id, None)
+                end = table.get(request_id)
                 if end is not None and end.abort("the request was preempted"):
                     self._drain(request_id, end)
+                table.pop(request_id, None)
 
     def begin_step(self, step: Step) -> None:
         """What this step sends is known, and it is about to be computed."""
@@ -205,6 +206,9 @@ class WorkerSide:
 
     def close(self) -> None:
         """End every transfer."""
+        for end in self._ends().values():
+            if self._device.failed and end.quarantined:
+                end.done.cancel()  # it would be waited for in vain
         self._engine.close()
 
     # --- sending ----------------------------------------------------------------------
@@ -326,9 +330,7 @@ class WorkerSide:
     def _say_quarantined(self) -> None:
         if not self._device.failed:
             return
-        ends: dict[str, Departure | Arrival] = {}
-        ends |= {**self._departures, **self._arrivals, **self._gated}
-        for request_id, end in ends.items():
+        for request_id, end in self._ends().items():
             if end.quarantined and request_id not in self._quarantined:
                 # bounded by the requests whose blocks are lost
                 self._quarantined.add(request_id)
@@ -339,6 +341,10 @@ class WorkerSide:
                     self._device.failed,
                     request_id,
                 )
+
+    def _ends(self) -> dict[str, Departure | Arrival]:
+        """All transfers, by request; it is never both a sender's and a receiver's."""
+        return {**self._departures, **self._arrivals, **self._gated}
 
     def _spec(self) -> KVSpec:
         if self._caches is None:

@@ -60,30 +60,33 @@ class Gpus:
         """The device of a worker."""
         return self._devices[worker]
 
+    def blocked(self, worker: Worker) -> threading.Event:
+        """Have its kernels wait until this is set; the device does everything else."""
+        gate = self._gate()
+        assert worker.compute is not None
+        worker.compute.call(lambda: void(gate.wait()))
+        return gate
+
+    def stalled(self, worker: Worker) -> threading.Event:
+        """Have the loop of its kvwire wait until this is set."""
+        gate = self._gate()
+
+        async def stall(_: Communicator) -> None:
+            gate.wait()
+
+        worker.side._engine.start(stall)
+        return gate
+
+    def _gate(self) -> threading.Event:
+        made = threading.Event()
+        self._stack.callback(made.set)
+        return made
+
 
 @pytest.fixture
 def gpus() -> Iterator[Gpus]:
     with ExitStack() as stack:
         yield Gpus(stack)
-
-
-def blocked(worker: Worker) -> threading.Event:
-    """Have its kernels wait until this is set; the device does everything else."""
-    gate = threading.Event()
-    assert worker.compute is not None
-    worker.compute.call(lambda: void(gate.wait(30)))
-    return gate
-
-
-def stalled(worker: Worker) -> threading.Event:
-    """Have the loop of its kvwire wait until this is set."""
-    gate = threading.Event()
-
-    async def stall(_: Communicator) -> None:
-        gate.wait(30)
-
-    worker.side._engine.start(stall)
-    return gate
 
 
 def let_run(*workers: Worker) -> None:
@@ -131,7 +134,7 @@ def test_a_layer_is_read_once_the_gpu_has_written_it(
     p.forward(FROM[:1])
     assert eventually(lambda: d.holds(INTO[:1]))
     # There is a link now, and the plan is made: nothing else is left to wait for.
-    gate = blocked(p)
+    gate = gpus.blocked(p)
     p.side.begin_step(Step(written=[written(FROM[1:], 10)]))
     p.forward(FROM)
     let_run(p, d)
@@ -148,7 +151,7 @@ def test_a_layer_is_read_once_the_gpu_has_written_it(
 def test_an_event_is_recorded_where_the_hook_is_called(gpus: Gpus, stream: str) -> None:
     """Not when the transfer begins, on another thread and behind other work."""
     p, d = gpus.worker(stream=stream), gpus.worker()
-    loop, gate = stalled(p), blocked(p)
+    loop, gate = gpus.stalled(p), gpus.blocked(p)
     p.side.begin_step(sending(FROM, 10))
     p.forward(FROM)
     loop.set()
@@ -220,7 +223,7 @@ def test_blocks_are_written_once_the_gpu_no_longer_uses_them(
     """With asynchronous scheduling the last pass of their last request still runs."""
     p, d = gpus.host_worker(mode=mode), gpus.worker(mode=mode)
     seen: list[bool] = []
-    gate = blocked(d)
+    gate = gpus.blocked(d)
     assert d.compute is not None
     d.compute.call(lambda: seen.append(untouched(d)))
     fetch(d, fetching(addresses([p])))
@@ -238,7 +241,7 @@ def test_blocks_are_written_once_the_gpu_no_longer_uses_them(
 def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus, mode: str) -> None:
     """Nothing was written to them, and prefill hears of it."""
     p, d = gpus.host_worker(mode=mode), gpus.worker(mode=mode)
-    gate = blocked(d)
+    gate = gpus.blocked(d)
     fetch(d, fetching(addresses([p])))
     p.side.begin_step(sending(FROM, 10, addresses([d])))
     p.forward(FROM)
@@ -254,7 +257,7 @@ def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus, mode: str) 
 def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
     """Every block is an error, and none is in quarantine: none was touched."""
     p, d = gpus.host_worker(), gpus.worker()
-    gate = blocked(d)
+    gate = gpus.blocked(d)
     fetch(d, fetching(addresses([p])))
     gpus.of(d).fail(FAILURE)
     gate.set()
@@ -271,12 +274,15 @@ def test_kernels_may_read_what_a_gated_layer_waited_for(gpus: Gpus) -> None:
         p.write(name, FROM)
         p.side.layer_written(name)
     assert eventually(lambda: received(d))
-    gate = blocked(p)
+    gate = gpus.blocked(p)
     p.write(NAMES[-1], FROM)
     p.side.layer_written(NAMES[-1])
+    waiting = threading.Thread(target=d.side.wait_layer, args=(NAMES[-1],))
+    waiting.start()
     let_run(p, d)
-    threading.Timer(0.05, gate.set).start()
-    d.side.wait_layer(NAMES[-1])
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join()
     assert d.compute is not None
     seen: list[bool] = []
     d.compute.call(lambda: seen.append(d.holds(INTO[:2])))
@@ -374,7 +380,7 @@ def test_a_forward_pass_that_fails_sends_nothing(gpus: Gpus) -> None:
     """Its blocks were not copied, so they are free."""
     p, d = gpus.worker(), gpus.host_worker()
     fetch(d, fetching(addresses([p])))
-    gate = blocked(p)
+    gate = gpus.blocked(p)
     p.side.begin_step(sending(FROM, 10))
     p.forward(FROM)
     gpus.of(p).fail(FAILURE)
