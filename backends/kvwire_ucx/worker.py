@@ -74,6 +74,7 @@ class Worker:
         self._turning = False
         self._closed = False
         self._on_idle: Callable[[], None] | None = None
+        # Whether anything has ever moved: if not, nobody waits for an answer of UCX's.
         self._used = False
         self._patience = 0
         self._failed: list[tuple[int, int]] = []

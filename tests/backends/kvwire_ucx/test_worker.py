@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,9 @@ from kvwire_ucx.context import Context
 from kvwire_ucx.endpoint import Endpoint
 from kvwire_ucx.memory import Memory
 from kvwire_ucx.worker import Worker
+from tests.backends.kvwire_ucx import newcomer
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+from tests.support.tree import ROOT
 
 pytestmark = needs_ucx
 
@@ -106,6 +109,21 @@ async def test_the_end_of_a_worker_ends_what_is_pending() -> None:
     with workers(1) as (worker,):
         worker.receive(Memory(memoryview(bytearray(5))), TAG, told)
     assert told.how == [(ERR_CANCELED, 0)]
+
+
+@pytest.mark.timeout(60)  # a process of its own takes seconds on a busy machine
+async def test_a_worker_to_which_a_peer_has_just_connected_can_be_closed() -> None:
+    """At each step of the connection, and the process lives; UCX 1.13 ended it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", newcomer.__name__, transports_of_this_loop()),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    closed, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    assert closed.split() == [b"%d" % steps for steps in range(newcomer.STEPS)]
 
 
 async def test_an_address_that_leads_nowhere_is_refused() -> None:
