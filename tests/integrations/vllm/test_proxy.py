@@ -449,7 +449,7 @@ def test_an_engine_that_never_answers_a_get() -> None:
     async def drips(_: dict[str, Any]) -> httpx.Response:
         async def parts() -> AsyncIterator[bytes]:
             while True:
-                await asyncio.sleep(GET_S / 4)
+                await virtual_time.pass_time(GET_S / 4)
                 yield b" "
 
         return httpx.Response(200, content=parts())
