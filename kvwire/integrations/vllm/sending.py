@@ -68,15 +68,15 @@ class Departure:
         if blocks:
             self._say(lambda out: out.extend(blocks))
 
-    def ready(self, layer: int | None, blocks: slice, after: object | None) -> None:
-        """A layer of some blocks is written; from any thread, does not wait.
+    def ready(self, layers: slice, blocks: slice, after: object | None) -> None:
+        """Layers of some blocks are written; from any thread, does not wait.
 
         Args:
-            layer: By the model's index; None for all.
+            layers: By the model's indices.
             blocks: By position in the prompt.
             after: An event that fires when the GPU has written them; None if they are.
         """
-        self._say(lambda out: out.ready(layers=layer, blocks=blocks, after=after))
+        self._say(lambda out: out.ready(layers=layers, blocks=blocks, after=after))
 
     def finish(self) -> None:
         """Everything is written; from any thread, does not wait."""

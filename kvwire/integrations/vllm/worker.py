@@ -29,6 +29,7 @@ from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import Arrival
 from kvwire.integrations.vllm.sending import Departure
 from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
+from kvwire.integrations.vllm.writing import Part, Writing
 from kvwire.kv.spec import KVSpec
 
 logger = logging.getLogger("kvwire")
@@ -70,9 +71,7 @@ class WorkerSide:
         self._quarantined: set[str] = set()
         self._observed: Observed = {}
         self._step = Step()
-        # What the forward pass of this step writes: departure, first and last block.
-        self._writing: list[tuple[Departure, slice]] = []
-        self._marked: set[int] = set()
+        self._writing = Writing()
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Take the caches of this worker.
@@ -108,15 +107,23 @@ class WorkerSide:
     def begin_step(self, step: Step) -> None:
         """What this step sends is known, and it is about to be computed."""
         self._step = step
-        self._marked = set()
         for send in step.sends:
             self._send(send)
-        self._writing = [
-            (self._departures[one.request_id], blocks)
+        parts = [
+            self._extend(self._departures[one.request_id], one)
             for one in step.written
             if one.request_id in self._departures
-            and (blocks := self._extend(one)).start < blocks.stop
         ]
+        self._writing = Writing()
+        if parts:
+            spec = self._spec()
+            self._writing = Writing(
+                parts,
+                spec.layer_indices,
+                spec.layer_block_bytes,
+                self._settings.group_bytes,
+                self._device.recorded,
+            )
 
     def start_loads(self) -> None:
         """Begin what this step fetches; does not wait."""
@@ -128,28 +135,15 @@ class WorkerSide:
 
     def layer_written(self, name: str) -> None:
         """The forward pass has written a layer, or queued the kernels that do."""
-        if not self._writing or self._settings.stream != LAYER or self._caches is None:
+        if self._settings.stream != LAYER or self._caches is None:
             return
         layer = self._caches.layers.get(name)
-        if layer is None or layer in self._marked:
-            return
-        self._marked.add(layer)
-        self._mark(layer, self._device.recorded())
-        if len(self._marked) == len(self._caches.layers):
-            self._finish_written()
+        if layer is not None:
+            self._writing.layer(layer)
 
     def step_written(self) -> None:
         """The forward pass is over: whatever no hook has named is written as well."""
-        if not self._writing or self._caches is None:
-            return
-        after = self._device.recorded()
-        if not self._marked:
-            self._mark(None, after)
-        else:
-            for layer in self._caches.layers.values():
-                if layer not in self._marked:
-                    self._mark(layer, after)
-        self._finish_written()
+        self._writing.rest()
 
     def wait_layer(self, name: str) -> None:
         """Wait until nothing that this forward pass reads of a layer is on its way.
@@ -227,9 +221,8 @@ class WorkerSide:
             self._engine, send, self._caches.cache, self._peers, route
         )
 
-    def _extend(self, written: Written) -> slice:
-        """Name a prompt's new blocks; which ones this step completes."""
-        departure = self._departures[written.request_id]
+    def _extend(self, departure: Departure, written: Written) -> Part:
+        """Name a prompt's new blocks; what this step completes."""
         departure.extend(written.blocks)
         size = self._shape.block_tokens
         last = written.stop >= departure.tokens
@@ -237,17 +230,7 @@ class WorkerSide:
         start, departure.written = departure.written, stop
         if not last:
             departure.renew()
-        return slice(start, stop)
-
-    def _mark(self, layer: int | None, after: object | None) -> None:
-        for departure, blocks in self._writing:
-            departure.ready(layer, blocks, after)
-
-    def _finish_written(self) -> None:
-        for departure, blocks in self._writing:
-            if blocks.stop * self._shape.block_tokens >= departure.tokens:
-                departure.finish()
-        self._writing = []
+        return Part(departure, slice(start, stop), last)
 
     # --- fetching ---------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"stream": 1}, "stream=1"),
         ({"listen": "7400"}, "no port"),
         ({"listen": 7400}, "listen=7400"),
+        ({"group_bytes": -1}, "group_bytes=-1"),
+        ({"group_bytes": 1.5}, "group_bytes=1.5"),
         ({"gate_layers": -1}, "gate_layers=-1"),
         ({"gate_layers": True}, "gate_layers=True"),
         ({"fence_s": 0}, "fence_s=0"),

@@ -1,0 +1,89 @@
+"""What one forward pass writes, and what of it has been said.
+
+Saying that a layer is written wakes the thread that sends it, and that runs on the
+cores of the forward pass. So small layers are said together, all but the last: the way
+of that one is what decode's first token waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvwire.integrations.vllm.sending import Departure
+
+Recorded = Callable[[], object | None]
+"""Gives an event behind the kernels that are queued so far; None without a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a forward pass completes of one prompt.
+
+    Attributes:
+        departure: Where it goes.
+        blocks: By position in the prompt.
+        last: Whether the prompt is whole then.
+    """
+
+    departure: Departure
+    blocks: slice
+    last: bool
+
+
+class Writing:
+    """One forward pass.
+
+    Args:
+        parts: Of prompts; passes that complete no block write nothing.
+        layers: That it writes, by the model's indices.
+        layer_bytes: Of one layer of one block.
+        group_bytes: From here on layers are worth a mark.
+        recorded: What marks wait for.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part] = (),
+        layers: range = range(0),
+        layer_bytes: int = 0,
+        group_bytes: int = 0,
+        recorded: Recorded = lambda: None,
+    ) -> None:
+        self._parts = [part for part in parts if part.blocks.start < part.blocks.stop]
+        self._recorded = recorded
+        self._unwritten = set(layers) if self._parts else set()
+        # Written, and not said.
+        self._held = range(0)
+        blocks = sum(part.blocks.stop - part.blocks.start for part in self._parts)
+        self._group_layers = -(-group_bytes // max(1, blocks * layer_bytes))
+
+    def layer(self, layer: int) -> None:
+        """A layer is written, or the kernels that do so are queued."""
+        if layer not in self._unwritten:
+            return
+        self._hold(layer)
+        if len(self._held) >= self._group_layers or len(self._unwritten) <= 1:
+            self._say()
+
+    def rest(self) -> None:
+        """The pass is over: what was not named is written as well."""
+        for layer in sorted(self._unwritten):
+            self._hold(layer)
+        if self._held:
+            self._say()
+
+    def _hold(self, layer: int) -> None:
+        if self._held and layer != self._held.stop:
+            self._say()
+        self._unwritten.discard(layer)
+        self._held = range(self._held.start if self._held else layer, layer + 1)
+
+    def _say(self) -> None:
+        after = self._recorded()
+        layers = slice(self._held.start, self._held.stop)
+        self._held = range(0)
+        for part in self._parts:
+            part.departure.ready(layers, part.blocks, after)
+            if part.last and not self._unwritten:
+                part.departure.finish()

@@ -1,0 +1,103 @@
+"""What one forward pass says of its layers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.integrations.vllm.sending import Departure
+from kvwire.integrations.vllm.writing import Part, Writing
+
+
+class Heard:
+    """A departure that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.layers: list[list[int]] = []
+        self.blocks: set[tuple[int, int]] = set()
+        self.events: list[object] = []
+        self.over = 0
+
+    def ready(self, layers: slice, blocks: slice, after: object | None) -> None:
+        """See Departure."""
+        assert not self.over
+        self.layers.append(list(range(layers.start, layers.stop)))
+        self.blocks.add((blocks.start, blocks.stop))
+        self.events.append(after)
+
+    def finish(self) -> None:
+        """See Departure."""
+        self.over += 1
+
+
+def passing(
+    *heard: Heard, layers: range, group_bytes: int, last: bool = True
+) -> Writing:
+    """A pass that writes two blocks of each, whose layers have 100 bytes in each."""
+    counter = itertools.count()
+    parts = [Part(cast(Departure, one), slice(4, 6), last) for one in heard]
+    return Writing(parts, layers, 100, group_bytes, lambda: next(counter))
+
+
+def test_small_layers_go_together_and_the_last_one_alone() -> None:
+    heard = Heard()
+    writing = passing(heard, layers=range(8), group_bytes=600)
+    for layer in range(8):
+        writing.layer(layer)
+    assert heard.layers == [[0, 1, 2], [3, 4, 5], [6], [7]]
+    assert heard.over == 1
+
+
+def test_all_prompts_of_a_pass_count() -> None:
+    one, two = Heard(), Heard()
+    writing = passing(one, two, layers=range(5), group_bytes=600)
+    for layer in range(5):
+        writing.layer(layer)
+    assert one.layers == two.layers == [[0, 1], [2, 3], [4]]
+    # One event orders the kernels of all that a mark names.
+    assert one.events == [0, 1, 2]
+    assert two.events == one.events
+
+
+def test_a_pass_that_completes_no_block_says_nothing() -> None:
+    heard = Heard()
+    part = Part(cast(Departure, heard), slice(3, 3), False)
+    writing = Writing([part], range(4), 100, 0)
+    for layer in range(4):
+        writing.layer(layer)
+    writing.rest()
+    assert not heard.layers
+    assert not heard.over
+
+
+def test_a_prompt_that_goes_on_is_not_finished() -> None:
+    heard = Heard()
+    passing(heard, layers=range(2), group_bytes=0, last=False).rest()
+    assert heard.layers == [[0, 1]]
+    assert not heard.over
+
+
+@given(
+    named=st.lists(st.integers(0, 12)),
+    first=st.integers(0, 4),
+    count=st.integers(1, 8),
+    group_bytes=st.integers(0, 2000),
+)
+def test_every_layer_is_said_once_whatever_the_hooks_name(
+    named: list[int], first: int, count: int, group_bytes: int
+) -> None:
+    heard = Heard()
+    layers = range(first, first + count)
+    writing = passing(heard, layers=layers, group_bytes=group_bytes)
+    done: set[int] = set()
+    for layer in named:
+        writing.layer(layer)
+        done.add(layer)
+        assert set(itertools.chain(*heard.layers)) <= done
+    writing.rest()
+    assert sorted(itertools.chain(*heard.layers)) == list(layers)
+    assert heard.over == 1
+    assert heard.blocks == {(4, 6)}
