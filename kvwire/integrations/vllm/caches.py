@@ -1,8 +1,12 @@
 """vLLM's cache tensors as a :class:`kvwire.PagedCache`.
 
-vLLM gives a worker one tensor for each attention layer. How its axes lie depends on the
-attention backend; strides are the tensor's own, so only the order of the axes has to be
-found, from the sizes that the model and the engine are known to have.
+vLLM gives a worker one tensor for each attention layer. Its axes are found from the
+sizes that the model and the engine are known to have. Since 0.30 at the latest they are
+``(block, head, token, kv dim)`` for every attention backend, keys and values of a token
+side by side. What differs are the strides, which a tensor says itself: even the layers
+of a block may lie together. Older backends had each an order of its own.
+
+Elements are moved as they are. A cache of fp8 is one of bytes, as vLLM allocates it.
 """
 
 from __future__ import annotations
@@ -86,6 +90,52 @@ class LayerCaches:
     layers: Mapping[str, int]
 
 
+def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
+    """What vLLM says about its caches.
+
+    Args:
+        vllm_config: vLLM's; only read.
+        kv_cache_config: Likewise.
+
+    Raises:
+        UsageError: The model's layers need several cache groups or another kind of
+            cache, or its ranks are split in a way that is not supported.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise UsageError(
+            f"this model has {len(groups)} KV cache groups ({kinds}); KvwireConnector "
+            "moves one. Models with sliding windows have one with "
+            "--disable-hybrid-kv-cache-manager; Mamba layers are not supported"
+        )
+    spec = groups[0].kv_cache_spec
+    for field in ("num_kv_heads", "head_size", "block_size"):
+        if not hasattr(spec, field):
+            raise UsageError(
+                f"KV cache of kind {type(spec).__name__} has no {field}; only "
+                "attention over blocks is supported"
+            )
+    mla = bool(getattr(vllm_config.model_config, "use_mla", False))
+    parallel = vllm_config.parallel_config
+    for field in ("pipeline", "decode_context", "prefill_context"):
+        size = getattr(parallel, f"{field}_parallel_size", 1)
+        if size > 1:
+            raise UsageError(
+                f"{field}_parallel_size={size}: KvwireConnector supports 1 only, since "
+                f"the ranks of such a group hold other layers or tokens"
+            )
+    total = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
+    return CacheShape(
+        block_tokens=spec.block_size,
+        kv_heads=spec.num_kv_heads,
+        total_kv_heads=total,
+        head_dim=spec.head_size,
+        mla=mla,
+        ranks=parallel.tensor_parallel_size,
+    )
+
+
 def layer_caches(tensors: Mapping[str, Any], shape: CacheShape) -> LayerCaches:
     """See a worker's tensors as one cache.
 
@@ -141,18 +191,20 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
     known = ", ".join(f"{axis} {size}" for axis, size in extents.items())
     raise UsageError(
         f"a KV cache tensor of shape {tuple(sizes)} is in no axis order that this "
-        f"version knows, with {known}; blocks that the attention backend splits, and "
-        f"states of Mamba layers, are not supported"
+        f"version knows, with {known}; blocks that the attention backend splits "
+        f"(--block-size), quantised caches with scales of their own, and states of "
+        f"Mamba layers are not supported"
     )
 
 
 # The first that fits holds. Where heads and tokens are equally many, two of one length
 # fit; which one is taken matters only to a peer whose backend has the other.
 _LAYOUTS: Final = (
-    "block head token (kv dim)",  # the CPU backend
+    "block head token (kv dim)",  # vLLM 0.30 to 0.32
     "block token head (kv dim)",
-    "block kv token head dim",  # FlashInfer, and Triton since 2025
-    "kv block token head dim",  # FlashAttention
+    # Older: FlashInfer and Triton, and FlashAttention.
+    "block kv token head dim",
+    "kv block token head dim",
     "block kv head token dim",
     "kv block head token dim",
 )

@@ -17,9 +17,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvwire.errors import UsageError
-from kvwire.integrations.vllm.caches import CacheShape
-from kvwire.integrations.vllm.config import read_settings
+from kvwire.integrations.vllm.caches import cache_shape
+from kvwire.integrations.vllm.config import CHUNK, LAYER, Settings, read_settings
 from kvwire.integrations.vllm.metadata import Step
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
@@ -77,7 +76,9 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
         )
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
-        self._worker = WorkerSide(self._settings, config, shape)
+        self._worker = WorkerSide(
+            self._worker_settings(vllm_config.parallel_config), config, shape
+        )
 
     # --- scheduler --------------------------------------------------------------------
 
@@ -200,6 +201,18 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 
+    def _worker_settings(self, parallel: Any) -> Settings:
+        """The settings, without hooks where one hook says too little."""
+        halves = getattr(parallel, "use_ubatching", False)
+        if self._settings.stream != LAYER or not halves:
+            return self._settings
+        # Each layer calls its hook once for each half, and a mark is of both.
+        logger.warning(
+            "this engine computes the halves of a batch in turns; KV is sent after "
+            'each forward pass, as with "stream": "chunk"'
+        )
+        return dataclasses.replace(self._settings, stream=CHUNK)
+
     @property
     def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None, "vLLM called a worker as a scheduler"
@@ -209,43 +222,6 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
     def _working(self) -> WorkerSide:
         assert self._worker is not None, "vLLM called a scheduler as a worker"
         return self._worker
-
-
-def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
-    """What vLLM says about its caches.
-
-    Raises:
-        UsageError: The model's layers need several cache groups.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise UsageError(
-            f"this model has {len(groups)} KV cache groups ({kinds}); KvwireConnector "
-            "moves one. Models with sliding windows have one with "
-            "--disable-hybrid-kv-cache-manager; Mamba layers are not supported"
-        )
-    spec = groups[0].kv_cache_spec
-    for field in ("num_kv_heads", "head_size", "block_size"):
-        if not hasattr(spec, field):
-            raise UsageError(
-                f"KV cache of kind {type(spec).__name__} has no {field}; only "
-                "attention over blocks is supported"
-            )
-    mla = bool(getattr(vllm_config.model_config, "use_mla", False))
-    parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
-    if parallel.pipeline_parallel_size > 1:
-        raise UsageError("KvwireConnector supports pipeline_parallel_size=1 only")
-    total = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
-    return CacheShape(
-        block_tokens=spec.block_size,
-        kv_heads=spec.num_kv_heads,
-        total_kv_heads=total,
-        head_dim=spec.head_size,
-        mla=mla,
-        ranks=ranks,
-    )
 
 
 def model_digest(vllm_config: Any) -> str:

@@ -22,6 +22,16 @@ from kvwire.memory.device.simulated import (
 LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, DIM = 3, 16, 4, 4, 8
 NAMES = tuple(f"model.layers.{index}.self_attn.attn" for index in range(LAYERS))
 FREE = -1.0
+# vLLM's names of how the axes (layer, block, head, token, content) follow each other in
+# memory; test_connector.py compares them with its own.
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
 
 
 @dataclass
@@ -67,6 +77,13 @@ class Output:
     preempted_req_ids: set[str] | None = None
 
 
+def in_order(order: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same values, in memory in this order of axes."""
+    axes = ORDERS[order]
+    made = np.ascontiguousarray(values.transpose(axes))
+    return made.transpose(np.argsort(axes))
+
+
 def chunk(request_id: str, blocks: list[int], computed: int, tokens: int) -> Output:
     """A later step of one request."""
     cached = Cached([request_id], [(blocks,) if blocks else None], [computed])
@@ -82,6 +99,7 @@ class Worker:
         rank: Of a group of ``ranks``.
         ranks: Its size.
         device: Where its caches lie; None for host memory.
+        order: Of ``ORDERS``; how its memory lies. On a device it is the first.
         **settings: Of :class:`Settings`.
 
     Attributes:
@@ -93,12 +111,13 @@ class Worker:
         rank: int = 0,
         ranks: int = 1,
         device: SimulatedDevice | None = None,
+        order: str = "LBHNC",
         **settings: Any,
     ) -> None:
         config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0))
         self.heads = max(1, HEADS // ranks)
         self.side = WorkerSide(
-            Settings(**settings),
+            Settings(**{"group_bytes": 0, **settings}),
             config,
             CacheShape(
                 block_tokens=BLOCK_TOKENS,
@@ -109,8 +128,9 @@ class Worker:
                 ranks=ranks,
             ),
         )
-        shape = (BLOCKS, self.heads, BLOCK_TOKENS, 2 * DIM)
-        self.tensors = {name: np.full(shape, FREE, np.float32) for name in NAMES}
+        shape = (LAYERS, BLOCKS, self.heads, BLOCK_TOKENS, 2 * DIM)
+        views = in_order(order, np.full(shape, FREE, np.float32))
+        self.tensors = dict(zip(NAMES, views, strict=True))
         self.arrays: dict[str, SimulatedArray] = {}
         self.compute: SimulatedStream | None = None
         if device is not None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvwire import UsageError
-from kvwire.integrations.vllm.caches import CacheShape, find_layout, layer_caches
+from kvwire.integrations.vllm.caches import (
+    CacheShape,
+    cache_shape,
+    find_layout,
+    layer_caches,
+)
 
 SHAPE = CacheShape(block_tokens=16, kv_heads=2, total_kv_heads=8, head_dim=64, ranks=4)
 LATENT = CacheShape(
@@ -32,7 +41,17 @@ def test_the_order_follows_from_the_sizes(
     assert find_layout(sizes, shape) == layout
 
 
-@pytest.mark.parametrize("sizes", [(9, 2, 8, 128), (9, 16, 128), (9,)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (9, 2, 8, 128),
+        (9, 16, 128),
+        (9,),
+        (9, 2, 2, 8, 128),  # blocks of 16 tokens, split into two of 8
+        (9, 2, 16, 136),  # scales beside keys and values
+        (9, 4, 16, 36),  # nvfp4
+    ],
+)
 def test_an_order_that_is_not_known(sizes: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="no axis order that this version knows"):
         find_layout(sizes, SHAPE)
@@ -61,3 +80,69 @@ def test_states_are_refused_by_name() -> None:
         layer_caches({"layers.0": [np.zeros(3), np.zeros(3)]}, SHAPE)
     with pytest.raises(UsageError, match="nothing to transfer"):
         layer_caches({}, SHAPE)
+
+
+def test_a_cache_of_fp8_is_one_of_bytes() -> None:
+    """As vLLM allocates it; the scales are the model's."""
+    found = layer_caches({"layers.0": np.zeros((3, 2, 16, 128), np.uint8)}, SHAPE)
+    assert found.cache.spec.dtype == "uint8"
+
+
+@dataclass
+class AttentionSpec:
+    """What vLLM says of the cache of one group."""
+
+    num_kv_heads: int = 2
+    head_size: int = 64
+    block_size: int = 16
+
+
+class MambaSpec:
+    """What it says of another kind."""
+
+
+def config(*groups: object, mla: bool = False, **parallel: int) -> tuple[Any, Any]:
+    """vLLM's two configs, as far as they are looked at."""
+    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 4, **parallel}
+    model = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 8)
+    return (
+        SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**sizes)),
+        SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=group) for group in groups]
+        ),
+    )
+
+
+def test_what_vllm_says_about_its_caches() -> None:
+    assert cache_shape(*config(AttentionSpec())) == SHAPE
+    latent = AttentionSpec(num_kv_heads=1, head_size=576)
+    found = cache_shape(*config(latent, mla=True, tensor_parallel_size=1))
+    assert found == LATENT
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        (
+            config(AttentionSpec(), MambaSpec()),
+            r"2 KV cache groups \(AttentionSpec, Mam",
+        ),
+        (config(MambaSpec()), "MambaSpec has no num_kv_heads"),
+        (
+            config(AttentionSpec(), pipeline_parallel_size=2),
+            "^pipeline_parallel_size=2",
+        ),
+        (
+            config(AttentionSpec(), decode_context_parallel_size=2),
+            "^decode_context_parallel_size=2",
+        ),
+        (
+            config(AttentionSpec(), prefill_context_parallel_size=4),
+            "^prefill_context_parallel_size=4",
+        ),
+    ],
+    ids=["groups", "mamba", "pipeline", "decode context", "prefill context"],
+)
+def test_what_is_not_supported_is_refused(said: tuple[Any, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        cache_shape(*said)

@@ -11,7 +11,14 @@ import pytest
 from kvwire import UsageError
 from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
 from kvwire.kv.hashing import HashScheme
-from tests.integrations.vllm.fakes import BLOCK_TOKENS, FREE, NAMES, Worker
+from tests.integrations.vllm.fakes import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    FREE,
+    NAMES,
+    ORDERS,
+    Worker,
+)
 from tests.support.waiting import eventually
 
 TOKENS = list(range(100, 110))  # two blocks and a half
@@ -128,6 +135,24 @@ def test_groups_of_other_sizes(mode: str, producers: int, consumers: int) -> Non
         for p in prefill:
             p.side.finished(("p",))
             assert eventually(lambda p=p: freed(p))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_memory_in_any_order_of_vllm(order: str) -> None:
+    """To and from an engine whose attention backend has the first."""
+    for there, here in ((order, "LBHNC"), ("LBHNC", order)):
+        p, d = Worker(order=there), Worker(order=here)
+        try:
+            fetch(d, fetching(addresses([p])))
+            p.side.begin_step(sending(FROM, 10))
+            p.forward(FROM)
+            assert eventually(lambda d=d: received(d))  # type: ignore[misc]
+            assert d.holds(INTO[:2])
+            others = [block for block in range(BLOCKS) if block not in INTO]
+            assert all((d.read(name)[others] == FREE).all() for name in NAMES)
+        finally:
+            p.close()
+            d.close()
 
 
 def test_what_is_here_is_neither_sent_nor_written_to() -> None:

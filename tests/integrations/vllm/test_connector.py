@@ -1,0 +1,121 @@
+"""The connector as vLLM sees it: what it makes of vLLM's own configs and caches.
+
+`make test-vllm` runs this; without vLLM every test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, while it is imported
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        compute_layer_kv_cache_shape_bytes,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvwire.integrations.vllm.caches import cache_shape, find_layout
+    from kvwire.integrations.vllm.connector import KvwireConnector
+    from tests.integrations.vllm.fakes import ORDERS
+
+SIZES = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
+
+
+def configs(spec: Any, *, mla: bool = False, **parallel: Any) -> tuple[Any, Any]:
+    """vLLM's two configs, as far as they are looked at."""
+    model = SimpleNamespace(
+        use_mla=mla,
+        get_total_num_kv_heads=lambda: spec.num_kv_heads,
+        hf_config=SimpleNamespace(to_dict=dict),
+        revision=None,
+        quantization=None,
+    )
+    return (
+        SimpleNamespace(
+            model_config=model,
+            parallel_config=SimpleNamespace(**SIZES, **parallel),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            kv_transfer_config=SimpleNamespace(
+                kv_connector_extra_config={}, engine_id="0", is_kv_producer=True
+            ),
+        ),
+        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]),
+    )
+
+
+def attention(dtype: torch.dtype = torch.bfloat16) -> Any:
+    return FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, head_size_v=64, dtype=dtype
+    )
+
+
+@contextmanager
+def worker(**parallel: Any) -> Iterator[KvwireConnector]:
+    said, caches = configs(attention(), **parallel)
+    made = KvwireConnector(said, KVConnectorRole.WORKER, caches)
+    yield made
+    made.shutdown()
+
+
+def test_the_orders_of_the_tests_are_those_of_vllm() -> None:
+    assert {layout.name: layout.value for layout in KVCacheLayout} == ORDERS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_the_axes_of_vllm_are_known(dtype: torch.dtype) -> None:
+    spec = attention(dtype)
+    *sizes, nbytes = compute_layer_kv_cache_shape_bytes(spec, 9)
+    sizes.append(nbytes // dtype.itemsize)
+    assert find_layout(sizes, cache_shape(*configs(spec))) == (
+        "block head token (kv dim)"
+    )
+
+
+def test_the_axes_of_mla_are_known() -> None:
+    spec = MLAAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
+    )
+    *sizes, nbytes = compute_layer_kv_cache_shape_bytes(spec, 9)
+    sizes.append(nbytes // 2)
+    found = find_layout(sizes, cache_shape(*configs(spec, mla=True)))
+    assert found == "block head token dim"
+
+
+def test_halves_of_a_batch_are_not_marked_by_hooks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with worker(use_ubatching=False) as made:
+        assert made._working._settings.stream == "layer"
+    assert not any("halves of a batch" in message for message in caplog.messages)
+    with (
+        caplog.at_level(logging.WARNING, "kvwire"),
+        worker(use_ubatching=True) as made,
+    ):
+        assert made._working._settings.stream == "chunk"
+    assert any("halves of a batch" in message for message in caplog.messages)
+
+
+def test_full_cuda_graphs_are_possible_where_no_hook_is_needed() -> None:
+    assert KvwireConnector.requires_piecewise_for_cudagraph({})
+    assert not KvwireConnector.requires_piecewise_for_cudagraph({"stream": "chunk"})
+    assert KvwireConnector.requires_piecewise_for_cudagraph(
+        {"stream": "chunk", "gate_layers": 1}
+    )
