@@ -4,7 +4,7 @@
 each connector and a server without any, and asks them in turns, so that a busy moment
 of the machine hits both. ``--wire 1gbit`` has the pair on two hosts, which are network
 namespaces (root only). Needs vLLM, which `make test-vllm` installs, and nixl for
-NixlConnector. It takes 20 minutes a shape on two cores that do nothing else.
+NixlConnector. Both shapes take an hour on two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ from tests.bench.vllm_wire import HERE, Host, two_hosts
 from tests.integrations.vllm.serving import Engine, prompt
 
 DECODE_STEPS: Final = 8
-# vLLM's processes wait actively for a second after each step, and would take turns on a
-# core with those that are measured next.
+# An engine still frees blocks when it has answered, and would take turns on a core with
+# the one that is asked next.
 SETTLES_WITHIN_S: Final = 1.1
+# Before anything is measured: the first request of a pair connects it, and the others
+# write to every page of the caches for the first time.
+_FIRST: Final = (50, *[4000] * 5)
 FETCHED: Final = "vllm:external_prefix_cache_hits_total"
 # And beside which servers, whose threads take their share of the cores.
 OFF: Final = "no connector, beside "
@@ -181,8 +184,8 @@ def _measure(
         asked[name] += length
         return prompt(length, next(seeds))
 
-    for name, ask in turns.items():  # the first request of a pair connects it
-        for length in (50, 400):
+    for name, ask in turns.items():
+        for length in _FIRST:
             ask(ids(name, length))
     for length, repeats in _counts(options.lengths):
         for _ in range(repeats):

@@ -39,6 +39,15 @@ _BYTES_A_NUMBER: Final = 2
 # Four prompts of 4,000 tokens of the larger shape fit, and more wait for their turn.
 # NixlConnector has the same once more in host memory.
 _CACHE_GIB: Final = "1"
+# On CPUs vLLM puts a worker into a process beside its engine's unless it is told this,
+# and each waits actively for the other: on two cores, for what another engine computes.
+# On GPUs one rank is one process by itself. OpenMP cannot be told how to bind then, so
+# that the processes are bound.
+_ONE_PROCESS: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 
 Connector = Callable[[str, str], dict[str, Any]]
 
@@ -127,16 +136,17 @@ def server(
     """
     port, kv = free_port(), free_port()
     command = [
-        *(*host.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("taskset", "-c", str(core % (os.cpu_count() or 1)), *host.prefix),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
         *("--host", host.http, "--enforce-eager", "--max-model-len", "4352"),
         *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
         *("--dtype", "bfloat16", "--load-format", "dummy"),
-        "--no-enable-prefix-caching",
+        *("--no-enable-prefix-caching", "--distributed-executor-backend", "uni"),
     ]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB,
-        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        **_ONE_PROCESS,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host.kv,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv),
         "VLLM_HOST_IP": "127.0.0.1",
@@ -183,11 +193,10 @@ def _files(role: str, listen: str) -> dict[str, Any]:
 _TCP: Final = _kvwire(require=["tcp"])
 _LOCAL: Final = _kvwire(require=["local"])
 _PUSH: Final = _kvwire(require=["tcp"], mode="push")
-# Its threads wait actively, and an engine bound to one core with them hardly gets on.
-# The others compute with one thread as well, bound to theirs.
-_FREE: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-_UCX_TCP: Final = {"UCX_TLS": "tcp,self", **_FREE}
-_UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp", **_FREE}
+# NixlConnector is bound to a core as the others are. With its threads on both, which wait
+# actively, its handover took twice as long.
+_UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
+_UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
 # It keeps the last chunk of a prompt only, and breaks when it reads it.
 _UNCHUNKED: Final = ("--max-num-batched-tokens", "4352")
 # One pair of servers at a time: NixlConnector's threads wait actively, and would take
