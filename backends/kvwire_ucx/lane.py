@@ -37,10 +37,8 @@ import asyncio
 import enum
 import hashlib
 import hmac
-import itertools
 import logging
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, final
 
 from kvwire.backend import Landing, Payload
@@ -49,10 +47,8 @@ from kvwire.errors import (
     ConnectionLost,
     MalformedFrame,
 )
-from kvwire.kv.fragments import Fragments
 from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import KIB, SPAN_BYTES_MAX
-from kvwire.memory.buffers import slice_payload
 from kvwire.types import Role
 from kvwire_ucx.binding import ERR_MESSAGE_TRUNCATED, OK
 from kvwire_ucx.bootstrap import (
@@ -67,6 +63,7 @@ from kvwire_ucx.bootstrap import (
 from kvwire_ucx.endpoint import Endpoint
 from kvwire_ucx.library import Version
 from kvwire_ucx.memory import Memory
+from kvwire_ucx.pieces import RULE, piece_lengths, pieces, read_ticket, ticket
 from kvwire_ucx.requests import Request
 from kvwire_ucx.worker import Worker
 
@@ -75,18 +72,11 @@ from kvwire_ucx.worker import Worker
 BYTES_MIN: Final = 32 * KIB
 # Four spans, so that none waits for the round trip of an acknowledgement.
 WINDOW_BYTES: Final = 4 * SPAN_BYTES_MAX
-# Fragments of at least this are messages of their own, which nobody has to pack.
-PIECE_BYTES: Final = 128 * KIB
-PIECES_MAX: Final = 32
 # How long the end of a lane waits for the peer to hear its last word. One that has
 # stopped never does.
 LINGER_S: Final = 1.0
 
-_NUMBER: Final = struct.Struct(">I")
 _GREETING_BYTES: Final = 16
-
-# Of docs/topics/protocol.md: what a ticket and its payload have to be.
-_RULE: Final = "KVW-LN-07"
 
 _log = logging.getLogger("kvwire.ucx")
 
@@ -272,11 +262,11 @@ class UcxLane(Lane):
         if self._state is not _State.UP:
             return b""
         assert self._endpoint is not None
-        lengths = _piece_lengths(payload)
-        ticket = _NUMBER.pack(self._next_sent) + b"".join(map(_NUMBER.pack, lengths))
+        lengths = piece_lengths(payload)
+        said = ticket(self._next_sent, lengths)
         parts = _Parts(token, max(1, len(lengths)))
         self._payloads += 1
-        for piece in _pieces(payload, lengths):
+        for piece in pieces(payload, lengths):
             tag = self._peer.tag(self._next_sent)
             self._next_sent = next_message(self._next_sent)
             self._sends += 1
@@ -286,7 +276,7 @@ class UcxLane(Lane):
                 tag,
                 lambda status, _: self._piece_sent(parts, status),
             )
-        return ticket
+        return said
 
     def receive(self, ticket: bytes, landing: Landing) -> None:
         """See :class:`~kvwire.lane.Lane`.
@@ -294,15 +284,18 @@ class UcxLane(Lane):
         Raises:
             ProtocolError: The ticket is not one that the peer's lane would make.
         """
-        lengths = self._read(ticket, landing)
+        first, lengths = read_ticket(ticket, landing.length)
         if not self._is_live:
             return
+        if first != self._next_received:
+            text = f"ucx: a ticket for message {first}, not {self._next_received}"
+            raise MalformedFrame(RULE, text)
         payload = landing.payload
         if payload is None:
             payload = memoryview(bytearray(landing.length))
         parts = _Parts(landing, max(1, len(lengths)))
         self._payloads += 1
-        for piece in _pieces(payload, lengths):
+        for piece in pieces(payload, lengths):
             message = self._next_received
             self._next_received = next_message(message)
             self._post_receive(parts, piece, message)
@@ -321,27 +314,12 @@ class UcxLane(Lane):
                 self._piece_received(parts, nbytes)
             elif status in (OK, ERR_MESSAGE_TRUNCATED):
                 text = f"message {message} has {nbytes} bytes and not {expected}"
-                self._end(MalformedFrame(_RULE, f"ucx: {text}"))
+                self._end(MalformedFrame(RULE, f"ucx: {text}"))
             else:
                 self._end(self._broken(status))
 
         request = self._worker.receive(memory, self._own.tag(message), done)
         self._receives.add(request)  # bounded: LANE_PAYLOADS_MAX
-
-    def _read(self, ticket: bytes, landing: Landing) -> list[int]:
-        """The lengths of a payload's messages; none if it is one."""
-        count, rest = divmod(len(ticket), _NUMBER.size)
-        if rest or not 1 <= count <= PIECES_MAX + 1 or count == 2:
-            raise MalformedFrame(_RULE, f"ucx: a ticket of {len(ticket)} bytes")
-        numbers = [number for (number,) in _NUMBER.iter_unpack(ticket)]
-        if self._is_live and numbers[0] != self._next_received:
-            text = f"ucx: a ticket for message {numbers[0]}, not {self._next_received}"
-            raise MalformedFrame(_RULE, text)
-        lengths = numbers[1:]
-        if lengths and (0 in lengths or sum(lengths) != landing.length):
-            text = f"ucx: a ticket of {sum(lengths)} bytes for {landing.length}"
-            raise MalformedFrame(_RULE, text)
-        return lengths
 
     def _piece_sent(self, parts: _Parts, status: int) -> None:
         self._sends -= 1
@@ -490,27 +468,3 @@ class UcxLane(Lane):
 
 def _nothing(_status: int, _nbytes: int) -> None:
     return
-
-
-def _piece_lengths(payload: Payload) -> list[int]:
-    """How a payload is cut into messages; none if it is one.
-
-    Large fragments are moved as they lie: over RDMA by the card, over shared memory in
-    one copy. Small ones are packed by UCX, and each packed message is one.
-    """
-    if not isinstance(payload, Fragments) or not 2 <= len(payload) <= PIECES_MAX:
-        return []
-    if payload.nbytes < PIECE_BYTES * len(payload):
-        return []
-    lengths: list[int] = payload.lengths.tolist()
-    return lengths
-
-
-def _pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
-    if not lengths:
-        yield payload
-        return
-    for start, length in zip(
-        itertools.accumulate(lengths, initial=0), lengths, strict=False
-    ):
-        yield slice_payload(payload, start, length)

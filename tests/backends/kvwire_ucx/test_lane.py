@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from kvwire.backend import Payload
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
-from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
-from kvwire.memory.iovec import address_of
-from kvwire.testing.conformance.content import Memory, pattern
+from kvwire.testing.conformance.content import Memory
 from kvwire.testing.conformance.lanes.rig import LaneRig
 from kvwire_ucx import UcxBackend
 from kvwire_ucx.bootstrap import parse
-from kvwire_ucx.lane import PIECE_BYTES, PIECES_MAX, UcxLane
+from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import Version
+from kvwire_ucx.pieces import PIECE_BYTES, read_ticket
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 
 pytestmark = needs_ucx
@@ -25,47 +22,6 @@ pytestmark = needs_ucx
 
 def rig() -> LaneRig:
     return LaneRig(UcxBackend, {"TLS": transports_of_this_loop()}, 10)
-
-
-def fragments(count: int, nbytes: int) -> tuple[bytearray, Fragments]:
-    """Pieces of one arena, last one first."""
-    arena = bytearray(pattern(0, count * nbytes))
-    offsets = np.arange(count - 1, -1, -1, dtype=np.uint64) * np.uint64(nbytes)
-    lengths = np.full(count, nbytes, np.uint64)
-    addresses = np.uint64(address_of(arena)) + offsets
-    return arena, Fragments(addresses, lengths, owner=arena, writable=True)
-
-
-async def ticket_of(payload: Payload) -> bytes:
-    """What a lane says of a payload."""
-    test = rig()
-    left, right = await test.pair()
-    right.holding = True
-    ticket = left.lane.send(payload, None)
-    left.abort()
-    right.abort()
-    await test.aclose()
-    return ticket
-
-
-@pytest.mark.parametrize(
-    ("count", "nbytes", "messages"),
-    [
-        (1, 4 * PIECE_BYTES, 1),
-        (2, PIECE_BYTES, 2),
-        (2, PIECE_BYTES - 1, 1),
-        (PIECES_MAX, PIECE_BYTES, PIECES_MAX),
-        (PIECES_MAX + 1, PIECE_BYTES, 1),
-        (256, 4 * KIB, 1),
-    ],
-)
-async def test_large_fragments_are_messages_of_their_own(
-    count: int, nbytes: int, messages: int
-) -> None:
-    _arena, payload = fragments(count, nbytes)
-    ticket = await ticket_of(payload)
-    lengths = np.frombuffer(ticket, ">u4")[1:].tolist()
-    assert lengths == ([nbytes] * messages if messages > 1 else [])
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5])
@@ -81,7 +37,11 @@ async def test_they_land_wherever_the_receiver_says(pieces: int) -> None:
         ]
 
     right.land = lambda parcel: Memory(parcel.length, cut)
+    right.holding = True
     left.send(nbytes, lambda _: [PIECE_BYTES] * 4)
+    _, lengths = read_ticket(right.inbox[0].ticket, nbytes)
+    assert lengths == [PIECE_BYTES] * 4
+    right.take()
     await test.arrives(right, 1)
     await test.given_back(left)
     assert right.lane.received_bytes == nbytes
