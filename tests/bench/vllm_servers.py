@@ -193,8 +193,8 @@ def _files(role: str, listen: str) -> dict[str, Any]:
 _TCP: Final = _kvwire(require=["tcp"])
 _LOCAL: Final = _kvwire(require=["local"])
 _PUSH: Final = _kvwire(require=["tcp"], mode="push")
-# NixlConnector is bound to a core as the others are. With its threads on both, which wait
-# actively, its handover took twice as long.
+# NixlConnector is bound to a core as the others are. With its threads on both, which
+# wait actively, its handover took twice as long.
 _UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
 _UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
 # It keeps the last chunk of a prompt only, and breaks when it reads it.
