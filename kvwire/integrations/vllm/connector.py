@@ -14,9 +14,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvwire.config import Config
 from kvwire.integrations.vllm.caches import cache_shape
 from kvwire.integrations.vllm.config import CHUNK, LAYER, Settings, read_settings
 from kvwire.integrations.vllm.metadata import Step
@@ -74,6 +76,7 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
             rank=vllm_config.parallel_config.rank % shape.ranks,
             fingerprint=self._settings.fingerprint,
         )
+        config = _with_own_gpu(config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
         self._worker = WorkerSide(
@@ -239,6 +242,17 @@ def model_digest(vllm_config: Any) -> str:
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _with_own_gpu(config: Config) -> Config:
+    """NCCL's settings name a GPU; all ranks read them, and each has its own."""
+    if "nccl" not in (*config.require, *config.prefer) or not torch.cuda.is_available():
+        return config
+    own = {
+        "device": str(torch.cuda.current_device()),
+        **config.backends.get("nccl", {}),
+    }
+    return config.replace(backends={**config.backends, "nccl": own})
 
 
 # What a model's config says about where it came from.

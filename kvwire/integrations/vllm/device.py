@@ -40,7 +40,7 @@ class CacheDevice:
             async def desk(communicator: Communicator) -> Desk:
                 return communicator.devices.desk(device)
 
-            # Its streams and memory are made now, and not in the first transfer.
+            # Before vLLM captures graphs: while it does, no thread may allocate.
             self._desk = engine.start(desk).result()
 
     def __str__(self) -> str:

@@ -32,8 +32,9 @@ with warnings.catch_warnings():
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
+    from kvwire.config import Config
     from kvwire.integrations.vllm.caches import cache_shape, find_layout
-    from kvwire.integrations.vllm.connector import KvwireConnector
+    from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from tests.integrations.vllm.fakes import ORDERS
 
 SIZES = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
@@ -119,3 +120,22 @@ def test_full_cuda_graphs_are_possible_where_no_hook_is_needed() -> None:
     assert KvwireConnector.requires_piecewise_for_cudagraph(
         {"stream": "chunk", "gate_layers": 1}
     )
+
+
+@pytest.mark.parametrize(
+    ("extra", "device"),
+    [
+        ({"prefer": ["nccl"]}, "3"),
+        ({"require": ["nccl"], "backends": {"nccl": {"device": "1"}}}, "1"),
+        ({}, None),
+    ],
+)
+def test_each_rank_has_its_own_gpu_for_nccl(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], device: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    found = _with_own_gpu(Config.load(**extra))
+    assert found.backends.get("nccl", {}).get("device") == device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _with_own_gpu(Config.load(**extra)) == Config.load(**extra)

@@ -16,6 +16,7 @@ import pytest
 
 from kvwire import BackendUnavailable, Communicator, UsageError
 from kvwire.integrations.vllm.metadata import Step
+from kvwire.limits import MIB
 from kvwire.memory.device.simulated import SimulatedDevice
 from tests.integrations.vllm.fakes import FREE, NAMES, Worker
 from tests.integrations.vllm.test_worker import (
@@ -164,19 +165,32 @@ def test_an_event_is_recorded_where_the_hook_is_called(gpus: Gpus, stream: str) 
 
 
 @pytest.mark.parametrize(
-    ("stream", "hooks", "events"),
+    ("settings", "hooks", "events"),
     [
-        ("layer", len(NAMES), len(NAMES)),
-        ("layer", 1, 2),
-        ("layer", 0, 1),  # a full CUDA graph
-        ("chunk", len(NAMES), 1),
+        ({"stream": "layer"}, len(NAMES), len(NAMES)),
+        ({"stream": "layer", "group_bytes": MIB}, len(NAMES), 2),
+        ({"stream": "layer"}, 1, 2),
+        ({"stream": "layer"}, 0, 1),
+        ({"stream": "chunk"}, len(NAMES), 1),
+    ],
+    ids=[
+        "layers",
+        "groups",
+        "a hook that is not called",
+        "a full CUDA graph",
+        "chunks",
     ],
 )
 def test_as_few_events_as_there_are_orders(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, stream: str, hooks: int, events: int
+    gpus: Gpus,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    hooks: int,
+    events: int,
 ) -> None:
-    p, d = gpus.worker(stream=stream), gpus.worker()
+    p, d = gpus.worker(**settings), gpus.worker()
     recorded = counted(gpus.of(p), monkeypatch)
+    gate = gpus.blocked(p)
     p.side.begin_step(sending(FROM, 10))
     for name in NAMES:
         p.write(name, FROM)
@@ -184,6 +198,7 @@ def test_as_few_events_as_there_are_orders(
             p.side.layer_written(name)
     p.side.step_written()
     assert len(recorded) == events
+    gate.set()
     fetch(d, fetching(addresses([p])))
     assert eventually(lambda: received(d))
     assert d.holds(INTO[:2])

@@ -1,0 +1,74 @@
+"""On a GPU: workers of the vLLM connector, with torch's kernels in a model's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire.integrations.vllm.caches import CacheShape
+from kvwire.integrations.vllm.config import Settings
+from kvwire.integrations.vllm.worker import WorkerSide
+from tests.gpu.devices import Gpu
+from tests.integrations.vllm.fakes import BLOCK_TOKENS, BLOCKS, DIM, FREE, HEADS, NAMES
+from tests.integrations.vllm.test_worker import FROM, INTO, fetching, sending
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with Gpu("torch") as made:
+        yield made
+
+
+def tensors() -> dict[str, Any]:
+    """A worker's caches, as vLLM gives them."""
+    import torch
+
+    shape = (BLOCKS, HEADS, BLOCK_TOKENS, 2 * DIM)
+    return {name: torch.full(shape, FREE, device="cuda:0") for name in NAMES}
+
+
+def side(stack: ExitStack, caches: dict[str, Any], **settings: Any) -> WorkerSide:
+    """A worker with these caches."""
+    shape = CacheShape(
+        block_tokens=BLOCK_TOKENS, kv_heads=HEADS, total_kv_heads=HEADS, head_dim=DIM
+    )
+    made = WorkerSide(Settings(**settings), kvwire.Config.load(), shape)
+    stack.callback(made.close)
+    made.register(caches)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("stream", ["layer", "chunk"])
+def test_kernels_and_copies_wait_for_each_other(
+    gpu: Gpu, mode: str, stream: str
+) -> None:
+    """Slow kernels before each layer, and before the blocks it goes to are free."""
+    source, target = tensors(), tensors()
+    with ExitStack() as stack:
+        p = side(stack, source, mode=mode, stream=stream)
+        d = side(stack, target, mode=mode)
+        d.begin_step(fetching((p.address,)))
+        gpu.spin(0.2)
+        read = {name: caches.clone() for name, caches in target.items()}
+        d.start_loads()
+        p.begin_step(sending(FROM, 10, (d.address,)))
+        for number, name in enumerate(NAMES):
+            gpu.spin(0.05)
+            source[name][:] = 1.0 + number
+            p.layer_written(name)
+        p.step_written()
+        assert eventually(lambda: d.finished(()) == (set(), {"d"}))
+        assert d.take_errors() == set()
+        sent, _ = p.finished(("p",))
+        assert sent or eventually(lambda: p.finished(())[0] == {"p"})
+    for number, name in enumerate(NAMES):
+        assert (target[name][INTO[:2]] == 1.0 + number).all()
+        assert (read[name] == FREE).all(), "overwritten while a kernel was reading"
