@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from kvwire.outgoing import Outgoing
     from kvwire.region import Region
     from kvwire.request import Request
+    from kvwire.store.request import StoreRequest
+    from kvwire.store.store import BlockStore
 
 __version__ = "0.1.0"
 
@@ -70,6 +72,7 @@ __all__ = [
     "AuthenticationFailed",
     "BackendUnavailable",
     "BlockPool",
+    "BlockStore",
     "Candidate",
     "ClosedOK",
     "Communicator",
@@ -107,6 +110,7 @@ __all__ = [
     "RequestCancelled",
     "RequestError",
     "StaleRegion",
+    "StoreRequest",
     "Timings",
     "TransportReport",
     "UnexpectedFrame",
@@ -140,6 +144,8 @@ _HOMES: Final = {
     "Outgoing": "kvwire.outgoing",
     "Region": "kvwire.region",
     "Request": "kvwire.request",
+    "StoreRequest": "kvwire.store.request",
+    "BlockStore": "kvwire.store.store",
 }
 
 

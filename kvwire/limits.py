@@ -136,6 +136,26 @@ TRANSFERS_WAITING_MAX: Final = 1024
 TRANSFER_ID_BYTES_MAX: Final = 256
 DESCRIPTION_BYTES_MAX: Final = 48 * KIB
 
+# --- stores ---------------------------------------------------------------------------
+# A tier's room is cut into slabs, each of blocks of one size: a sixteenth, so that a
+# small tier has some for several sizes, up to what holds a dozen blocks of a large
+# model.
+STORE_SLABS: Final = 16
+STORE_SLAB_BYTES: Final = 64 * MIB
+STORE_SLAB_BYTES_MAX: Final = 16 * GIB
+# Slots of one slab, so that tables by slot stay short: 64 KiB each in one of 64 MiB.
+STORE_SLOTS_MAX: Final = 1024
+STORE_TIER_BYTES_MAX: Final = 1024 * 1024 * GIB
+# SHA-256 has 32; engines put the number of the cache group behind it.
+STORE_HASH_BYTES_MAX: Final = 64
+# Moved between two looks at what else is to be done: enough to pay for a thread's
+# wake-up, and little enough that a get and a put beside it take turns.
+STORE_BATCH_BYTES: Final = 16 * MIB
+# Kept free of blocks that no other tier has, so that a put rarely waits for a disk.
+STORE_HEADROOM_BYTES: Final = 64 * MIB
+# Of models, shards and groups that a disk has descriptions of.
+STORE_SPACES_MAX: Final = 4096
+
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16

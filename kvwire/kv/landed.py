@@ -47,6 +47,11 @@ class Landed:
             left -= part.shape[1] - part.sum(axis=1)
         part.fill(True)
 
+    def mark_granules(self, group: int, granules: Bits) -> None:
+        """Some granules of a group have landed in every layer; shape (granules,)."""
+        self._cells[group][:, granules] = True
+        self._left[group][:] = np.count_nonzero(~self._cells[group], axis=1)
+
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
         """Every byte of a segment has landed but some ranges.
 

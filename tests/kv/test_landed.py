@@ -171,6 +171,20 @@ def test_whole_layers_are_one_box() -> None:
     assert landed.lacking(whole) == [Segment(0, 2, 1, 0, 2)]
 
 
+def test_granules_land_in_every_layer() -> None:
+    """Whatever of them had landed before, and not in another group."""
+    landed = Landed(plan_of({"a": (SPEC, [5, 3, 1]), "b": (SPEC, [1])}))
+    (early,) = landed.plan.segments(0, 0, "a")
+    landed.mark(early)
+    landed.mark_granules(0, np.array([True, False, True]))
+    assert landed.blocks(0).tolist() == [True, False, True]
+    assert not landed.blocks(1).any()
+    assert landed.left == 2 * SPEC.layers
+    landed.mark_granules(0, np.array([False, True, False]))
+    assert landed.layer(0, "a")
+    assert not landed.complete
+
+
 def test_a_segment_of_another_plan_is_refused() -> None:
     landed = Landed(plan_of({"kv": (SPEC, [5, 3])}))
     for segment in (Segment(1, 0, 1, 0, 1), Segment(0, 0, 4, 0, 1)):

@@ -1,0 +1,1 @@
+"""The KV database: blocks by the hash of their chain, in memory and on disk."""

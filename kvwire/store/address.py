@@ -1,0 +1,124 @@
+"""Tiers as users write them: ``memory:8GiB``, ``disk:path?size=100GiB``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import parse_qsl
+
+from kvwire.errors import UsageError
+from kvwire.limits import (
+    GIB,
+    KIB,
+    MIB,
+    STORE_SLAB_BYTES,
+    STORE_SLAB_BYTES_MAX,
+    STORE_SLABS,
+    STORE_TIER_BYTES_MAX,
+)
+from kvwire.store.slabs import GRAIN_BYTES
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": KIB * GIB,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class TierAddress:
+    """One tier as it was written.
+
+    Attributes:
+        text: All of it, as the tier's name.
+        scheme: What kind of tier.
+        place: What stands before the ``?``.
+        options: What stands behind it.
+    """
+
+    text: str
+    scheme: str
+    place: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: object) -> TierAddress:
+        """Read a tier.
+
+        Raises:
+            UsageError: It is not written like one.
+        """
+        if not isinstance(text, str) or ":" not in text:
+            raise UsageError(
+                f"tier {text!r}: write memory:8GiB, or disk:path?size=100GiB"
+            )
+        scheme, _, rest = text.partition(":")
+        place, _, query = rest.partition("?")
+        pairs = parse_qsl(query, keep_blank_values=True)
+        options = dict(pairs)
+        if len(options) != len(pairs):
+            raise UsageError(f"tier {text!r}: an option is there twice")
+        return cls(text, scheme, place, options)
+
+    def require(self, *known: str) -> None:
+        """Refuse options that this kind of tier does not have.
+
+        Raises:
+            UsageError: Names the options that it has.
+        """
+        for name in self.options:
+            if name not in known:
+                raise UsageError(
+                    f"tier {self.text!r}: no option {name!r}; there is "
+                    f"{', '.join(known)}"
+                )
+
+    def size(self, text: str, what: str = "size") -> int:
+        """Bytes, such as of ``8GiB``.
+
+        Raises:
+            UsageError: It is no size, or more than any tier may have.
+        """
+        found = _SIZE.fullmatch(text.strip())
+        unit = _UNITS.get(found[2].upper()) if found else None
+        if found is None or unit is None:
+            raise UsageError(
+                f"tier {self.text!r}: {what} {text!r}: write a number and B, KiB, MiB, "
+                f"GiB or TiB, such as 8GiB"
+            )
+        nbytes = int(float(found[1]) * unit)
+        if not GRAIN_BYTES <= nbytes <= STORE_TIER_BYTES_MAX:
+            raise UsageError(
+                f"tier {self.text!r}: {what} of {nbytes} bytes; {GRAIN_BYTES} to "
+                f"{STORE_TIER_BYTES_MAX} are allowed"
+            )
+        return nbytes
+
+    def slab_bytes(self, nbytes: int) -> int:
+        """Bytes of a slab of a tier of ``nbytes``: as the user says, or by its size.
+
+        Raises:
+            UsageError: A slab is not a size, or larger than the tier.
+        """
+        text = self.options.get("slab")
+        if text is None:
+            slab = min(STORE_SLAB_BYTES, max(nbytes // STORE_SLABS, GRAIN_BYTES))
+        else:
+            slab = self.size(text, "slab")
+        slab -= slab % GRAIN_BYTES
+        if slab > min(nbytes, STORE_SLAB_BYTES_MAX):
+            raise UsageError(
+                f"tier {self.text!r}: a slab of {slab} bytes; at most the tier's "
+                f"{nbytes}, and {STORE_SLAB_BYTES_MAX}"
+            )
+        return slab

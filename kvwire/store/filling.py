@@ -1,0 +1,50 @@
+"""Which blocks are just being brought into a tier, so that nobody brings them twice."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import repeat
+
+import numpy as np
+
+from kvwire.kv.blocks import Bits
+from kvwire.store.index import Key, Keys
+
+
+class Filling:
+    """The keys that somebody is filling slots for, on one event loop.
+
+    Who fills waits for nothing but a copy or a disk, never for room or for another
+    fill. So whoever waits for a fill, holding pins or not, waits for something that
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[Key, asyncio.Event] = {}
+
+    def __len__(self) -> int:
+        """How many blocks are being filled."""
+        return len(self._ends)
+
+    def busy(self, keys: Keys) -> Bits:
+        """Which of these somebody is filling."""
+        found = map(self._ends.__contains__, keys.tolist())
+        return np.fromiter(found, np.bool_, keys.size)
+
+    def begin(self, keys: Keys) -> None:
+        """The caller fills these, which nobody does yet."""
+        self._ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
+
+    def end(self, keys: Keys) -> None:
+        """All keys of one :meth:`begin` are filled, or not going to be."""
+        if keys.size:
+            ends = list(map(self._ends.pop, keys.tolist()))
+            ends[0].set()
+
+    async def ended(self, key: Key) -> None:
+        """Wait until nobody fills this block any more.
+
+        Cancel safety: safe, it only watches.
+        """
+        if key in self._ends:
+            await self._ends[key].wait()

@@ -1,0 +1,157 @@
+"""The tiers of a store together: memory, and what is below it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from operator import itemgetter
+
+import numpy as np
+
+from kvwire.kv.blocks import Bits
+from kvwire.store.index import Keys, Named, Orders
+from kvwire.store.memory import Memory
+from kvwire.store.slabs import Slabs
+from kvwire.store.space import ABSENT, DIGEST_BYTES, Space
+from kvwire.store.threads import Threads
+from kvwire.store.tier import Batch, Fate, Fates, Tier
+
+_digest = itemgetter(slice(DIGEST_BYTES))
+
+
+class Hierarchy:
+    """Where blocks are, and how they get from one tier to the next.
+
+    Args:
+        slabs: The room of the memory tier.
+        below: The tiers below it, fastest first.
+        through: Whether a put is complete only when a durable tier has its blocks.
+        threads: Where copies are made.
+
+    Attributes:
+        memory: The first tier.
+        below: The others.
+        spaces: The spaces of blocks that are or were here, by digest.
+        through: Whether a put waits for a durable tier; False without one.
+        threads: Where copies are made.
+    """
+
+    def __init__(
+        self, slabs: Slabs, below: Sequence[Tier], *, through: bool, threads: Threads
+    ) -> None:
+        self.memory = Memory(slabs, self._demote if below else None)
+        self.below = tuple(below)
+        self.through = through and bool(below)
+        self.threads = threads
+        self.spaces: dict[bytes, Space] = {
+            space.digest: space for tier in below for space in tier.spaces()
+        }
+
+    async def find(self, keys: Keys) -> Bits:
+        """Which blocks are in some tier.
+
+        Cancel safety: safe, it only looks.
+        """
+        here = self.memory.index.find(keys) >= 0
+        for tier in self.below:
+            if here.all():
+                break
+            here[~here] = await tier.find(keys[~here]) != ABSENT
+        return here
+
+    async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
+        """The first tier below, from number ``first`` on, that has any of some blocks.
+
+        Returns:
+            Its number, that of no tier if there is none, and what it has.
+
+        Cancel safety: safe, it only looks.
+        """
+        for number in range(first, len(self.below)):
+            orders = await self.below[number].find(keys)
+            if (orders != ABSENT).any():
+                return number, orders
+        return len(self.below), np.full(keys.size, ABSENT, np.uint8)
+
+    async def kept(self, keys: Keys) -> Bits:
+        """Which blocks are where a put has to bring them; touches them.
+
+        Cancel safety: safe, it may be called again.
+        """
+        kept = np.zeros(keys.size, np.bool_)
+        if not self.through:
+            return kept
+        for tier in self.keepers:
+            found = await tier.find(keys) != ABSENT
+            tier.touch(keys[found])
+            kept |= found
+        return kept
+
+    @property
+    def keepers(self) -> tuple[Tier, ...]:
+        """The tiers one of which has to have a block before its put is complete."""
+        return tuple(t for t in self.below if t.durable) or self.below
+
+    async def write_through(self, space: Space, batch: Batch) -> tuple[Fates, str]:
+        """Bring images to every tier below that lacks them.
+
+        Returns:
+            What became of each at the best of the tiers that count, and why if not.
+
+        Cancel safety: the writes are finished first.
+        """
+        writes = [self._write(tier, space, batch) for tier in self.below]
+        done = await asyncio.gather(*writes)
+        keepers = self.keepers
+        counted = [
+            (fates, tier)
+            for fates, tier in zip(done, self.below, strict=True)
+            if tier in keepers
+        ]
+        best = np.min([fates for fates, _ in counted], axis=0)
+        troubles = (f"{tier.name}: {tier.trouble}" for _, tier in counted)
+        return best, "; ".join(t for t in troubles if not t.endswith(": "))
+
+    async def _write(self, tier: Tier, space: Space, batch: Batch) -> Fates:
+        """Bring images to one tier, but those that it has."""
+        fates = np.full(batch.keys.size, Fate.LANDED, np.uint8)
+        lacking = await tier.find(batch.keys) == ABSENT
+        tier.touch(batch.keys[~lacking])
+        if not lacking.any():
+            return fates
+        if not tier.taking:
+            fates[lacking] = Fate.REFUSED
+            return fates
+        fates[lacking] = await tier.write(space, _part(batch, lacking))
+        return fates
+
+    async def _demote(self, named: Named) -> None:
+        """Bring blocks that leave memory to the next tier, if none below has them."""
+        lacking = np.ones(named.keys.size, np.bool_)
+        for tier in self.below:
+            lacking[lacking] = await tier.find(named.keys[lacking]) == ABSENT
+        taker = next((tier for tier in self.below if tier.taking), None)
+        if taker is None or not lacking.any():
+            return
+        keys, slots = named.keys[lacking], named.slots[lacking]
+        digests = np.array(list(map(_digest, keys.tolist())), object)
+        for digest in set(digests.tolist()):
+            space, mine = self.spaces[digest], digests == digest
+            orders = self.memory.index.orders(slots[mine])
+            images = self.memory.images(slots[mine], space.image_bytes)
+            await taker.write(space, Batch(keys[mine], orders, images))
+
+
+def _part(batch: Batch, which: Bits) -> Batch:
+    """Some blocks of a batch."""
+    images = batch.images
+    return Batch(
+        batch.keys[which],
+        batch.orders[which],
+        type(images)(
+            images.addresses[which],
+            images.lengths[which],
+            owner=images.owner,
+            writable=images.writable,
+        ),
+    )

@@ -1,0 +1,212 @@
+"""Which block is in which slot of a tier, and which of them goes next.
+
+Theory
+------
+A key names a block: the digest of its space (see :mod:`kvwire.store.space`) and its
+hash. A slot is *free*, *taken* (somebody is filling it: it has no name yet), or
+*named*. A slot that is taken, read or written back is *pinned*, as often as there are
+users of it, and is not evicted meanwhile.
+
+Named slots that nobody has pinned are in a list for each slot size, the one to go first
+in front. A slot goes to the back when its last user lets go of it: using is touching.
+What a call lets go of goes back in reverse order of its keys, which are those of a
+chain from the head on. So of one chain the tail is evicted before the head, without
+which it is worth nothing.
+
+A size that has no slot left takes a slab of another size when the whole slab is older
+than anything of its own. So a model that is no longer used makes room, and one that is
+used does not lose a slab for a single block of another.
+
+The list is an ``OrderedDict``, and every call goes over its keys within C: a ``map``
+into a ``deque`` of length 0. Each is O(1) a block, whatever the tier holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from itertools import repeat
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.store.slabs import Slabs, rounded
+
+Key: TypeAlias = bytes
+Keys: TypeAlias = npt.NDArray[np.object_]
+Orders: TypeAlias = npt.NDArray[np.uint8]
+
+NO_SLOT = -1
+"""What :meth:`Index.find` says of a block that is not there."""
+
+
+def as_keys(keys: Iterable[Key]) -> Keys:
+    """Keys as an array, which takes any selection at once."""
+    listed = list(keys)
+    array = np.empty(len(listed), np.object_)
+    array[:] = listed
+    return array
+
+
+class Named(NamedTuple):
+    """Blocks and the slots that they are in."""
+
+    keys: Keys
+    slots: Ids
+
+
+class Index:
+    """The blocks of one tier. Pure, and not thread-safe.
+
+    Args:
+        slabs: The room.
+
+    Attributes:
+        evicted: Blocks forgotten to make room.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_lists",
+        "_newest",
+        "_orders",
+        "_pins",
+        "_slots",
+        "_used_at",
+        "evicted",
+        "slabs",
+    )
+
+    def __init__(self, slabs: Slabs) -> None:
+        self.slabs = slabs
+        self.evicted = 0
+        self._slots: dict[Key, int] = {}
+        self._lists: dict[int, OrderedDict[Key, int]] = {}
+        self._pins = np.zeros(slabs.slots, np.int32)
+        self._orders = np.zeros(slabs.slots, np.uint8)
+        self._used_at = np.zeros(slabs.slots, np.int64)
+        self._newest = np.zeros(len(slabs), np.int64)
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """The number of blocks that have a name."""
+        return len(self._slots)
+
+    def find(self, keys: Keys) -> Ids:
+        """The slot of each block, or ``NO_SLOT``."""
+        found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))
+        return np.fromiter(found, np.int64, keys.size)
+
+    def orders(self, slots: Ids) -> Orders:
+        """The order of each image; see :mod:`kvwire.store.space`."""
+        return self._orders[slots]
+
+    def take(self, nbytes: int, count: int) -> Ids:
+        """Take up to so many free slots for blocks of ``nbytes``; each is pinned."""
+        slots = self.slabs.take(nbytes, count)
+        self._pins[slots] = 1
+        return slots
+
+    def give_back(self, slots: Ids) -> None:
+        """Taken slots that are not going to be named."""
+        self._pins[slots] = 0
+        self.slabs.give(slots)
+
+    def mark(self, slots: Ids, orders: Orders) -> None:
+        """Say in which order the images in taken slots are."""
+        self._orders[slots] = orders
+
+    def name(self, keys: Keys, slots: Ids) -> None:
+        """Say what taken slots hold. Whoever took them has them pinned still."""
+        self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
+
+    def pin(self, keys: Keys, slots: Ids) -> None:
+        """Hold named slots; one that is there twice is held twice."""
+        if not slots.size:
+            return
+        np.add.at(self._pins, slots, 1)
+        _each(map(self._list_of(slots).pop, keys.tolist(), repeat(None)))
+
+    def unpin(self, keys: Keys, slots: Ids) -> None:
+        """Let go of named slots; they are now the ones used last, the head last."""
+        if not slots.size:
+            return
+        np.subtract.at(self._pins, slots, 1)
+        left = self._pins[slots] == 0
+        names, numbers = keys[left][::-1], slots[left][::-1]
+        self._list_of(slots).update(zip(names.tolist(), numbers.tolist(), strict=True))
+        # The head of a chain is a moment younger than what follows it.
+        self._clock += numbers.size
+        self._used_at[numbers] = self._clock - np.arange(numbers.size)[::-1]
+        self._newest[numbers // self.slabs.stride] = self._clock
+
+    def touch(self, keys: Keys, slots: Ids) -> None:
+        """Named slots are now the ones used last."""
+        self.pin(keys, slots)
+        self.unpin(keys, slots)
+
+    def victims(self, nbytes: int, count: int) -> Named:
+        """The blocks to go first where room for ``nbytes`` is needed; pins them.
+
+        Returns:
+            Up to ``count`` of that size, or all of a slab of another size; none if
+            everything is pinned.
+        """
+        own = self._lists.setdefault(rounded(nbytes), OrderedDict())
+        slab = self._older_slab(rounded(nbytes), own)
+        if slab is not None:
+            size = self._lists[int(self.slabs.slot_bytes[slab])]
+            numbers = np.fromiter(size.values(), np.int64, len(size))
+            inside = numbers // self.slabs.stride == slab
+            named = Named(as_keys(size)[inside], numbers[inside])
+            self.pin(*named)
+            return named
+        pairs = list(map(own.popitem, repeat(False, min(count, len(own)))))
+        slots = np.fromiter((slot for _, slot in pairs), np.int64, len(pairs))
+        self._pins[slots] = 1
+        return Named(as_keys(key for key, _ in pairs), slots)
+
+    def drop(self, keys: Keys, slots: Ids) -> Bits:
+        """Forget pinned blocks that nobody else has pinned; let go of the others.
+
+        Returns:
+            Which were forgotten; their slots are free.
+        """
+        alone: Bits = self._pins[slots] == 1
+        _each(map(self._slots.pop, keys[alone].tolist()))
+        self.give_back(slots[alone])
+        self.unpin(keys[~alone], slots[~alone])
+        return alone
+
+    def evict(self, nbytes: int, count: int) -> Named:
+        """Forget the blocks that go first; their slots are free."""
+        named = self.victims(nbytes, count)
+        self.drop(*named)
+        self.evicted += named.slots.size
+        return named
+
+    def _list_of(self, slots: Ids) -> OrderedDict[Key, int]:
+        """The list that these slots, which are of one size, belong to."""
+        size = int(self.slabs.slot_bytes[int(slots[0]) // self.slabs.stride])
+        return self._lists.setdefault(size, OrderedDict())
+
+    def _older_slab(self, slot: int, own: OrderedDict[Key, int]) -> int | None:
+        """A slab of another size that is older than all there is of this one."""
+        slabs = self.slabs
+        others = np.flatnonzero((slabs.slot_bytes != slot) & (slabs.slot_bytes > 0))
+        if not others.size or not slabs.capacity(slot):
+            return None
+        oldest = self._used_at[next(iter(own.values()))] if own else self._clock + 1
+        older = others[self._newest[others] < oldest]
+        for slab in older[np.argsort(self._newest[older])].tolist():
+            begin = slab * slabs.stride
+            if not self._pins[begin : begin + slabs.stride].any():
+                return int(slab)
+        return None
+
+
+def _each(calls: Iterable[object]) -> None:
+    """Make every call of a ``map``, without a bytecode for each."""
+    deque(calls, maxlen=0)

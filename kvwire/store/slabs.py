@@ -1,0 +1,162 @@
+"""The room of a tier: slabs of equal length, each cut into slots of one size.
+
+Blocks of different models, shards and cache groups differ in size, and one store may
+hold all of them. A slab belongs to no size until it is needed, and to one size until it
+is empty again: nothing is ever moved, and what is wasted is less than a slot a slab and
+the rounding to whole pages.
+
+A slot's number is ``slab * stride + place``, where the stride is the most slots that a
+slab may have. So tables by slot number are short, however small the slots of some slab.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvwire.kv.blocks import Ids
+from kvwire.limits import KIB, STORE_SLOTS_MAX
+
+# Of a disk's sectors and of memory's pages: what is aligned to it is aligned to both.
+GRAIN_BYTES: Final = 4 * KIB
+
+
+def rounded(nbytes: int) -> int:
+    """So many bytes in whole grains."""
+    return -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+class Slabs:
+    """Which slots are free.
+
+    Args:
+        slabs: How many slabs.
+        slab_bytes: Bytes of each, in whole grains.
+        entry_bytes: Bytes kept at the head of a slab for each of its slots, and for one
+            more, which describes the slab.
+
+    Attributes:
+        stride: Slot numbers of one slab.
+        slot_bytes: Shape (slabs,): bytes of its slots; 0 while it belongs to no size.
+        first: Shape (slabs,): where in the slab its first slot begins.
+        used: Shape (slabs,): how many of its slots are taken.
+    """
+
+    __slots__ = (
+        "_blank",
+        "_entry_bytes",
+        "_free",
+        "_open",
+        "first",
+        "slab_bytes",
+        "slot_bytes",
+        "stride",
+        "used",
+    )
+
+    def __init__(self, slabs: int, slab_bytes: int, *, entry_bytes: int = 0) -> None:
+        assert slabs >= 1
+        assert slab_bytes % GRAIN_BYTES == 0
+        self.slab_bytes = slab_bytes
+        self.stride = min(slab_bytes // GRAIN_BYTES, STORE_SLOTS_MAX)
+        self.slot_bytes = np.zeros(slabs, np.int64)
+        self.first = np.zeros(slabs, np.int64)
+        self.used = np.zeros(slabs, np.int64)
+        self._entry_bytes = entry_bytes
+        self._free: list[list[int]] = [[] for _ in range(slabs)]
+        # For each size the slabs with a free slot, the one to be filled first in front.
+        self._open: dict[int, dict[int, None]] = {}
+        self._blank = list(range(slabs))[::-1]
+
+    def __len__(self) -> int:
+        """The number of slabs."""
+        return self.slot_bytes.size
+
+    @property
+    def slots(self) -> int:
+        """Slot numbers, whether there is a slot of each or not."""
+        return len(self) * self.stride
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that are taken."""
+        return int((self.used * self.slot_bytes).sum())
+
+    def capacity(self, nbytes: int) -> int:
+        """Slots for blocks of so many bytes in one slab; 0 if none fits."""
+        slot = rounded(nbytes)
+        count = min(self.stride, self.slab_bytes // slot)
+        while count and self._head_bytes(count) + count * slot > self.slab_bytes:
+            count -= 1
+        return count
+
+    def free(self, nbytes: int) -> int:
+        """Slots for blocks of so many bytes that :meth:`take` can give."""
+        slabs = self._open.get(rounded(nbytes), ())
+        ready = sum(len(self._free[slab]) for slab in slabs)
+        return ready + len(self._blank) * self.capacity(nbytes)
+
+    def take(self, nbytes: int, count: int) -> Ids:
+        """Take free slots for blocks of so many bytes.
+
+        Returns:
+            Up to ``count`` slot numbers, ascending.
+        """
+        slot = rounded(nbytes)
+        slabs = self._open.setdefault(slot, {})
+        taken: list[int] = []
+        while len(taken) < count:
+            slab = next(iter(slabs), None)
+            if slab is None:
+                if not self._blank or not self.capacity(nbytes):
+                    break
+                slab = self._blank.pop()
+                self.assign(slab, slot)
+            free = self._free[slab]
+            more = free[len(taken) - count :]
+            del free[-len(more) :]
+            taken += more
+            self.used[slab] += len(more)
+            if not free:
+                del slabs[slab]
+        return np.sort(np.array(taken, np.int64))
+
+    def give(self, slots: Ids) -> None:
+        """Give slots back; a slab of which none is taken belongs to no size."""
+        slabs = slots // self.stride
+        order = np.argsort(slabs, kind="stable")
+        borders = np.flatnonzero(np.diff(slabs[order])) + 1
+        for back in np.split(slots[order], borders):
+            if not back.size:
+                continue
+            slab = int(back[0]) // self.stride
+            self.used[slab] -= back.size
+            size = self._open[int(self.slot_bytes[slab])]
+            if self.used[slab]:
+                self._free[slab] += back.tolist()
+                size[slab] = None
+            else:
+                self._free[slab].clear()
+                size.pop(slab, None)
+                self.slot_bytes[slab] = 0
+                self._blank.append(slab)
+
+    def offsets(self, slots: Ids) -> Ids:
+        """Where in the tier each slot begins, in bytes."""
+        slabs = slots // self.stride
+        inside = self.first[slabs] + slots % self.stride * self.slot_bytes[slabs]
+        return slabs * self.slab_bytes + inside
+
+    def assign(self, slab: int, slot_bytes: int) -> None:
+        """Make a slab one of slots of a size, all of them free."""
+        count = self.capacity(slot_bytes)
+        self.slot_bytes[slab] = slot_bytes
+        self.first[slab] = self._head_bytes(count)
+        begin = slab * self.stride
+        # Taken from the end: those in front first, so that they lie side by side.
+        self._free[slab] = list(range(begin + count - 1, begin - 1, -1))
+        self._open.setdefault(slot_bytes, {})[slab] = None
+
+    def _head_bytes(self, count: int) -> int:
+        return rounded(self._entry_bytes * (count + 1)) if self._entry_bytes else 0

@@ -1,0 +1,87 @@
+"""The space of a block: what has to be equal for two blocks to be the same.
+
+A hash names tokens. What KV they make depends on the model, on the shard and the layers
+that a cache holds, and on the cache group. All of it goes into the digest of a *space*,
+and a block's key is that digest and its hash. So blocks of several models, shards and
+groups can be in one store, and none of them is ever found as one of another.
+
+How the bytes of a block lie in its *image*, in the store, is not part of that: it is an
+order of the five axes, kept beside each block. A cache's own memory order makes the
+longest pieces, so images have the order of the cache that they were put from, and a
+cache with another one converts them when it gets them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Final
+
+from kvwire.errors import UsageError
+from kvwire.kv.paged import CacheGroup
+from kvwire.kv.spec import KVSpec
+
+ORDERS: Final = tuple(itertools.permutations(("layer", "kv", "token", "head", "dim")))
+"""Every order of an image, outermost axis first; its place here is its number, for
+ever: numbers are on disk."""
+
+ABSENT: Final = 255
+"""In the place of an order: there is no such block."""
+
+DIGEST_BYTES: Final = 16
+
+assert len(ORDERS) < ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The blocks of one cache group of one model, on one shard.
+
+    Attributes:
+        group: The group's name.
+        spec: What it holds; its ``block_tokens`` are those that a hash stands for.
+        digest: 16 bytes that are equal exactly if group and spec are.
+    """
+
+    group: str
+    spec: KVSpec
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = sha256(repr((self.group, self.spec.to_pairs())).encode())
+        object.__setattr__(self, "digest", named.digest()[:DIGEST_BYTES])
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.spec.block_bytes
+
+    def differing(self, other: Space) -> tuple[str, ...]:
+        """The names of the fields in which two spaces differ, ``group`` first."""
+        here, there = dict(self.spec.to_pairs()), dict(other.spec.to_pairs())
+        fields = tuple(name for name in here if here[name] != there.get(name))
+        return fields if self.group == other.group else ("group", *fields)
+
+
+def space_of(group: CacheGroup, hash_tokens: int | None) -> Space:
+    """The space of the blocks of a cache group.
+
+    Args:
+        group: The group.
+        hash_tokens: Tokens that a hash stands for; None for those of a block.
+
+    Raises:
+        UsageError: ``hash_tokens`` is out of range.
+    """
+    if hash_tokens in (None, group.spec.block_tokens):
+        return Space(group.name, group.spec)
+    try:
+        return Space(group.name, replace(group.spec, block_tokens=hash_tokens))
+    except UsageError:
+        raise UsageError(f"hash_tokens={hash_tokens!r}: tokens of one hash") from None
+
+
+def order_of(group: CacheGroup) -> int:
+    """The number of the order that makes the longest pieces in a group's memory."""
+    return ORDERS.index(tuple(axis for axis in group.order if axis != "block"))

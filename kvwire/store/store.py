@@ -1,0 +1,356 @@
+"""The KV database: put blocks under their hashes, and get them back anywhere.
+
+>>> async with kvwire.BlockStore.open(["memory:8GiB"]) as store:
+...     await store.put(hashes, cache, blocks)
+...     found = await store.match(hashes, other)
+...     outcome = await store.get(hashes[:found], other, free_blocks[:found])
+
+A block is immutable: its hash names the tokens, and :mod:`kvwire.store.space` what else
+its bytes depend on. So a block that is there is never written again, and one that was
+put from one cache can be got into any cache that holds the same of the same model,
+whatever its layout and block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Literal, Self, overload
+
+from kvwire.errors import ClosedOK, UsageError
+from kvwire.kv.blocks import Blocks
+from kvwire.kv.geometry import Geometry, GroupGeometry
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import Side, TransferPlan
+from kvwire.store.address import TierAddress
+from kvwire.store.getting import Get
+from kvwire.store.hierarchy import Hierarchy
+from kvwire.store.index import as_keys
+from kvwire.store.putting import Put
+from kvwire.store.request import StoreRequest
+from kvwire.store.share import Hashes, Share, by_group, keys_of, shares_of
+from kvwire.store.slabs import Slabs
+from kvwire.store.space import Space, space_of
+from kvwire.store.threads import Threads
+from kvwire.store.tier import Tier, TierStats
+
+HashTokens = int | Mapping[str, int] | None
+Write = Literal["through", "back"]
+
+
+class BlockStore:
+    """Blocks by their hashes, in memory and in the tiers below it.
+
+    Made by :meth:`open`; one event loop. Every block passes through the memory tier.
+    """
+
+    def __init__(
+        self, memory: TierAddress, below: Sequence[Tier], write: Write
+    ) -> None:
+        memory.require("slab")
+        nbytes = memory.size(memory.place)
+        slab = memory.slab_bytes(nbytes)
+        self._name = memory.text
+        self._threads = Threads()
+        self._tiers = Hierarchy(
+            Slabs(nbytes // slab, slab),
+            below,
+            through=write == "through",
+            threads=self._threads,
+        )
+        self._live: set[StoreRequest] = set()
+        self._closed = False
+
+    @staticmethod
+    def open(tiers: Sequence[str], *, write: Write = "through") -> OpeningStore:
+        """Open a store: ``await`` it, or use it as ``async with``.
+
+        Args:
+            tiers: Fastest first; the first is ``memory:SIZE``.
+            write: When a put is complete. ``"through"``: when a tier that survives a
+                restart has the blocks, if there is one. ``"back"``: when memory has
+                them; they go down when memory needs the room, or at the end.
+
+        Raises:
+            UsageError: A tier is not written like one, or cannot be used, and why.
+        """
+        return OpeningStore(tiers, write)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._tiers.memory.index)} blocks"
+        names = [self._name, *(tier.name for tier in self._tiers.below)]
+        return f"<BlockStore {', '.join(names)}; {state} in memory>"
+
+    # --- blocks -----------------------------------------------------------------------
+
+    @overload
+    async def match(
+        self,
+        hashes: Sequence[bytes],
+        cache: PagedCache | None = None,
+        *,
+        hash_tokens: HashTokens = None,
+    ) -> int: ...
+    @overload
+    async def match(
+        self,
+        hashes: Mapping[str, Sequence[bytes]],
+        cache: PagedCache | None = None,
+        *,
+        hash_tokens: HashTokens = None,
+    ) -> dict[str, int]: ...
+    async def match(
+        self,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
+        *,
+        hash_tokens: HashTokens = None,
+    ) -> int | dict[str, int]:
+        """How many leading blocks of a chain are in the store. Reads no disk.
+
+        What is there may be evicted before it is got; a get says so.
+
+        Args:
+            hashes: The chain; of a grouped cache ``{group: hashes}``.
+            cache: The cache they are wanted for; may be left out while the store has
+                blocks for one kind of cache only.
+            hash_tokens: See :meth:`put`.
+
+        Returns:
+            The number, or ``{group: number}``.
+
+        Raises:
+            UsageError: The hashes are none, or which cache is meant is not clear.
+            ClosedOK: The store is closed.
+
+        Cancel safety: safe, it only looks.
+        """
+        self._check_open()
+        found: dict[str, int] = {}
+        groups = tuple(cache.groups) if cache else self._groups(hashes)
+        for name, listed in by_group(hashes, groups).items():
+            space = self._space(name, cache, hash_tokens)
+            if space is None or not listed:
+                found[name] = 0
+                continue
+            there = await self._tiers.find(as_keys(keys_of(listed, space)))
+            found[name] = there.size if there.all() else int(there.argmin())
+        return found if isinstance(hashes, Mapping) else next(iter(found.values()))
+
+    def put(
+        self,
+        hashes: Hashes,
+        cache: PagedCache,
+        blocks: Blocks,
+        *,
+        hash_tokens: HashTokens = None,
+    ) -> StoreRequest:
+        """Keep blocks under their hashes. What is there already is only touched.
+
+        The blocks may not be written to until the request is drained. The outcome says
+        of each block whether the store keeps it, and why not.
+
+        Args:
+            hashes: Names of full blocks, in token order; of a grouped cache
+                ``{group: hashes}``. One for each block, if ``hash_tokens`` says nothing
+                else.
+            cache: Where they are; in host memory.
+            blocks: Their block ids, or ``{group: ids}``.
+            hash_tokens: Tokens that one hash stands for, where these are not those of a
+                block: of every group, or of each.
+
+        Raises:
+            UsageError: Hashes and blocks do not fit, or the cache is on a device.
+            ClosedOK: The store is closed.
+
+        Cancel safety: cancelling the await stops the waiting and not the put; its
+            blocks are free when ``drained()`` of the request returns.
+        """
+        plan, shares = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
+        return self._begin(StoreRequest(Put(self._tiers, shares, plan)))
+
+    def get(
+        self,
+        hashes: Hashes,
+        cache: PagedCache,
+        blocks: Blocks,
+        *,
+        hash_tokens: HashTokens = None,
+    ) -> StoreRequest:
+        """Fill blocks with what was put under some hashes.
+
+        The outcome is that of a transfer: which blocks landed, and why the others did
+        not. A block that is missing may hold anything.
+
+        Args:
+            hashes: See :meth:`put`.
+            cache: Where they are wanted; in host memory.
+            blocks: The block ids to fill, or ``{group: ids}``.
+            hash_tokens: See :meth:`put`.
+
+        Raises:
+            UsageError: Hashes and blocks do not fit, the cache is on a device, or it
+                cannot be written to.
+            ClosedOK: The store is closed.
+
+        Cancel safety: cancelling the await stops the waiting and not the get; its
+            blocks are free when ``drained()`` of the request returns.
+        """
+        plan, shares = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
+        return self._begin(StoreRequest(Get(self._tiers, shares, plan)))
+
+    # --- the store --------------------------------------------------------------------
+
+    def stats(self) -> dict[str, TierStats]:
+        """What is in each tier and has happened to it, by the tier's name."""
+        below = {tier.name: tier.stats() for tier in self._tiers.below}
+        return {self._name: self._tiers.memory.stats()} | below
+
+    @property
+    def report(self) -> dict[str, str]:
+        """For each tier why it takes no blocks, or what failed last; empty if well."""
+        return {self._name: ""} | {t.name: t.trouble for t in self._tiers.below}
+
+    async def flush(self) -> None:
+        """Return when the blocks of every put so far survive a power cut as well.
+
+        Cancel safety: safe, it may be called again.
+        """
+        self._check_open()
+        await self._settled()
+        for tier in self._tiers.below:
+            await tier.flush()
+
+    async def close(self) -> None:
+        """End the store, once what was begun is over. Any number of times.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._closed:
+            return
+        await self._settled()
+        self._closed = True
+        for tier in self._tiers.below:
+            await tier.close()
+        self._tiers.memory.close()
+        self._threads.close()
+
+    async def __aenter__(self) -> Self:
+        """The store itself."""
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close it."""
+        await self.close()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _plan(
+        self,
+        hashes: Hashes,
+        cache: PagedCache,
+        blocks: Blocks,
+        hash_tokens: HashTokens,
+        side: Side,
+    ) -> tuple[TransferPlan, tuple[Share, ...]]:
+        """The call as a transfer from or to a peer that has the images."""
+        self._check_open()
+        if not isinstance(cache, PagedCache):
+            raise UsageError(f"cache: {type(cache).__name__} is no kvwire.PagedCache")
+        if cache.device is not None:
+            raise UsageError(
+                f"cache: in memory of {cache.device}; a store copies host memory only, "
+                f"so stage the blocks in a cache of the host"
+            )
+        lists = cache.block_lists(blocks)
+        shares = shares_of(cache, lists, hashes, hash_tokens)
+        images = Geometry(
+            tuple(
+                GroupGeometry(
+                    name=share.group.name,
+                    spec=share.space.spec,
+                    order=share.group.order,
+                    blocks=len(share),
+                )
+                for share in shares
+            )
+        )
+        return TransferPlan(cache, lists, images, side), shares
+
+    def _begin(self, request: StoreRequest) -> StoreRequest:
+        self._live.add(request)
+        request.on_end(lambda: self._live.discard(request))
+        return request
+
+    async def _settled(self) -> None:
+        """Wait for every request so far, and for what goes on in the background."""
+        while self._live:
+            await next(iter(self._live)).ended()
+        await self._tiers.memory.settle()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedOK("the store is closed")
+
+    def _groups(self, hashes: Hashes) -> tuple[str, ...]:
+        """The groups that hashes without a cache may be of."""
+        if isinstance(hashes, Mapping):
+            return tuple(hashes)
+        names = {space.group for space in self._tiers.spaces.values()}
+        return tuple(sorted(names)) or ("",)
+
+    def _space(
+        self, group: str, cache: PagedCache | None, hash_tokens: HashTokens
+    ) -> Space | None:
+        """The space that a group's hashes are in, if there is one yet."""
+        tokens = hash_tokens
+        if isinstance(hash_tokens, Mapping):
+            tokens = hash_tokens.get(group)
+        if cache is not None:
+            if group not in cache.groups:
+                raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
+            return space_of(cache.groups[group], tokens)  # type: ignore[arg-type]
+        known = [s for s in self._tiers.spaces.values() if s.group == group]
+        if len(known) > 1:
+            fields = ", ".join(known[0].differing(known[1]))
+            raise UsageError(
+                f"match: this store has blocks of group {group!r} for caches that "
+                f"differ in {fields}; pass cache="
+            )
+        return known[0] if known else None
+
+
+class OpeningStore:
+    """What :meth:`BlockStore.open` returns: awaitable, and usable as ``async with``."""
+
+    def __init__(self, tiers: Sequence[str], write: Write) -> None:
+        if write not in ("through", "back"):
+            raise UsageError(f'write={write!r}: "through" or "back"')
+        if isinstance(tiers, str) or not tiers:
+            raise UsageError('tiers: a list, such as ["memory:8GiB"]')
+        self._tiers = [TierAddress.parse(text) for text in tiers]
+        if self._tiers[0].scheme != "memory":
+            raise UsageError(
+                f"tiers: {self._tiers[0].text!r} is first; every block passes through "
+                f"memory, so begin with memory:SIZE"
+            )
+        self._write: Write = write
+        self._store: BlockStore | None = None
+
+    def __await__(self) -> Generator[Any, Any, BlockStore]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> BlockStore:
+        """The store; it is closed at the end of the block."""
+        self._store = await self._open()
+        return self._store
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close it."""
+        assert self._store is not None
+        await self._store.close()
+
+    async def _open(self) -> BlockStore:
+        below: list[Tier] = []
+        for address in self._tiers[1:]:
+            raise UsageError(f"tier {address.text!r}: no kind {address.scheme!r}")
+        return BlockStore(self._tiers[0], below, self._write)

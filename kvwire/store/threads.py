@@ -1,0 +1,58 @@
+"""Threads for copies and system calls, so that the loop is free meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import MIB
+from kvwire.memory.copy import copy
+
+T = TypeVar("T")
+
+# One copies while another waits for a disk, for a put and a get at once.
+_THREADS: Final = 4
+# Small pieces are copied within C and with the GIL; after so many bytes, a tenth of a
+# millisecond, whoever waits for it has it.
+_TURN_BYTES: Final = 1 * MIB
+
+
+class Threads:
+    """A few threads of one store; they start when they are first needed."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvwire-store")
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function on a thread, and return what it returns.
+
+        Cancel safety: the function is finished first, since a thread that copies cannot
+        be stopped; then the cancellation is raised.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self._pool, function)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait((future,))
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if cancelled is not None:
+            future.exception()  # seen: nobody is left to be told
+            raise cancelled
+        return future.result()
+
+    def close(self) -> None:
+        """End the threads, of which none has anything to do."""
+        self._pool.shutdown()
+
+
+def copy_in_turns(source: Fragments, destination: Fragments) -> None:
+    """Copy between two lists of one length, letting other threads have turns."""
+    for offset in range(0, source.nbytes, _TURN_BYTES):
+        length = min(_TURN_BYTES, source.nbytes - offset)
+        copy(source.slice(offset, length), destination.slice(offset, length))
+        time.sleep(0)

@@ -1,0 +1,172 @@
+"""What a put and a get have in common: batches, reasons, and an exact end."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import partial
+from time import monotonic
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.landed import Landed
+from kvwire.kv.outcome import Outcome, Timings, outcome_of
+from kvwire.kv.plan import TransferPlan
+from kvwire.limits import STORE_BATCH_BYTES
+from kvwire.store.hierarchy import Hierarchy
+from kvwire.store.index import Keys
+from kvwire.store.share import Share
+from kvwire.store.threads import copy_in_turns
+
+# One batch moves between memory and a disk while another one is copied.
+_LANES: Final = 2
+_LANDED: Final = 0
+
+
+class Work(ABC):
+    """The blocks of one call on their way. Subclassed by the two directions.
+
+    Args:
+        tiers: The store's tiers.
+        shares: What is asked of each group.
+        plan: The same as a transfer, for the outcome.
+
+    Attributes:
+        drained: Set when nothing touches the caller's blocks any more.
+    """
+
+    def __init__(
+        self, tiers: Hierarchy, shares: Sequence[Share], plan: TransferPlan
+    ) -> None:
+        self.tiers = tiers
+        self.drained = asyncio.Event()
+        self._plan = plan
+        self._shares = shares
+        self._reasons: list[str] = [""]
+        self._codes = {share: np.zeros(len(share), np.uint16) for share in shares}
+        self._left = sum(map(len, shares))
+        self._created = monotonic()
+        self._first = self._last = 0.0
+
+    async def run(self) -> Outcome:
+        """Move everything that can be moved, and say what became of each block.
+
+        Cancel safety: a copy that is under way is finished first.
+        """
+        batches = self._batches()
+        try:
+            lanes = [self._lane(batches) for _ in range(_LANES)]
+            for done in await asyncio.gather(*lanes, return_exceptions=True):
+                if done is not None:
+                    raise done
+        finally:
+            self.drained.set()
+        return await self._outcome()
+
+    @abstractmethod
+    async def step(self, share: Share, positions: Ids) -> Bits:
+        """Go on with some blocks of one share.
+
+        Returns:
+            Those of which the end is known; the others come again.
+
+        Cancel safety: a copy that is under way is finished first.
+        """
+
+    async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
+        """Say more of what is missing, now that all is known.
+
+        Cancel safety: safe, it only looks.
+        """
+
+    # --- for the two directions -------------------------------------------------------
+
+    def lost(self, share: Share, positions: Ids, reason: str) -> None:
+        """These blocks do not land, and why."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+        self._codes[share][positions] = self._reasons.index(reason)
+
+    def lacking(self, share: Share, reason: str) -> Ids:
+        """The positions that do not land for one reason."""
+        if reason not in self._reasons:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(self._codes[share] == self._reasons.index(reason))
+
+    def settled(self, blocks: int) -> None:
+        """So many of the caller's blocks are not touched any more."""
+        self._left -= blocks
+        if not self._left:
+            self.drained.set()
+
+    async def copy(
+        self, share: Share, positions: Ids, slots: Ids, *, into_cache: bool
+    ) -> None:
+        """Copy images between slots and the caller's cache, on a thread.
+
+        Cancel safety: the copy is finished first.
+        """
+        memory = self.tiers.memory
+        orders = memory.index.orders(slots)
+        self._first = self._first or monotonic()
+        for order in sorted(set(orders.tolist())):
+            which = orders == order
+            cache = share.fragments(positions[which], order)
+            images = memory.images(slots[which], share.space.image_bytes)
+            ends = (images, cache) if into_cache else (cache, images)
+            await self.tiers.threads.run(partial(copy_in_turns, *ends))
+        self._last = monotonic()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[tuple[Share, Ids]]:
+        for share in self._shares:
+            step = max(1, STORE_BATCH_BYTES // share.space.image_bytes)
+            for first in range(0, len(share), step):
+                yield share, np.arange(first, min(first + step, len(share)))
+
+    async def _lane(self, batches: Iterator[tuple[Share, Ids]]) -> None:
+        for share, positions in batches:
+            todo = positions
+            while todo.size:
+                todo = todo[~await self.step(share, todo)]
+
+    async def _outcome(self) -> Outcome:
+        await self.explain()
+        landed = Landed(self._plan)
+        granules = []
+        for index, share in enumerate(self._shares):
+            walk = self._plan.groups[index]
+            per_hash = share.space.spec.block_tokens // walk.granule_tokens
+            codes = np.repeat(self._codes[share], per_hash)
+            landed.mark_granules(index, codes == _LANDED)
+            per_block = self._plan.granules_per_block(index)
+            granules.append((walk.group, codes.reshape(-1, per_block)))
+        reasons = [
+            (text, {name: (codes == code).any(axis=1) for name, codes in granules})
+            for code, text in enumerate(self._reasons)
+            if code != _LANDED
+        ]
+        return outcome_of(
+            landed, otherwise="", reasons=reasons, timings=self._timings()
+        )
+
+    def _timings(self) -> Timings:
+        now = monotonic()
+        first, last = self._first or now, self._last or now
+        return Timings(
+            queue_s=first - self._created, wire_s=last - first, commit_s=now - last
+        )
+
+
+def once(keys: Keys) -> Bits:
+    """Which of some keys are not there before, among them."""
+    listed = keys.tolist()
+    places = dict(zip(reversed(listed), range(keys.size)[::-1], strict=True))
+    first: npt.NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
+    first[list(places.values())] = True
+    return first

@@ -1,0 +1,102 @@
+"""The store as its users see it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, UsageError
+from tests.store.caches import SPEC, Filled, chain
+
+MEMORY = ["memory:256KiB"]
+
+
+def same(a: Filled, blocks: list[int], b: Filled, others: list[int]) -> bool:
+    """Whether blocks of two caches hold the same tokens."""
+    return np.array_equal(a.tokens(blocks), b.tokens(others))
+
+
+async def test_what_was_put_is_got() -> None:
+    source, target, hashes = Filled(seed=1), Filled(), chain(5)
+    async with BlockStore.open(MEMORY) as store:
+        stored = await store.put(hashes, source.cache, [3, 1, 4, 15, 9])
+        assert stored.complete
+        assert await store.match(hashes) == 5
+        outcome = await store.get(hashes, target.cache, [0, 2, 5, 7, 8])
+    assert outcome.complete
+    assert outcome.usable_prefix == 5
+    assert outcome.nbytes == 5 * SPEC.block_bytes
+    assert same(source, [3, 1, 4, 15, 9], target, [0, 2, 5, 7, 8])
+    assert not target.tokens([1, 3, 4, 6]).any()
+
+
+async def test_what_is_not_there_is_missing() -> None:
+    source, target, hashes = Filled(seed=1), Filled(), chain(4)
+    async with BlockStore.open(MEMORY) as store:
+        await store.put([hashes[0], hashes[1], hashes[3]], source.cache, [0, 1, 3])
+        assert await store.match(hashes) == 2
+        outcome = await store.get(hashes, target.cache, [4, 5, 6, 7])
+    assert not outcome.complete
+    assert outcome.usable_prefix == 2
+    assert dict(outcome.missing) == {("kv", 6): "it is not in the store"}
+    assert same(source, [0, 1, 3], target, [4, 5, 7])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_tokens", [1, 2, 4, 8, 6])
+async def test_another_layout_and_block_size(layout: str, block_tokens: int) -> None:
+    """Hashes of four tokens each, and blocks of any size on the other side."""
+    fields = {name: getattr(SPEC, name) for name in SPEC.__slots__}
+    spec = KVSpec(**fields | {"block_tokens": block_tokens})
+    source, hashes = Filled(seed=1), chain(6)
+    target = Filled(24, spec, layout)
+    blocks = list(range(24 // block_tokens))[::-1]
+    async with BlockStore.open(MEMORY) as store:
+        await store.put(hashes, source.cache, [5, 4, 3, 2, 1, 0])
+        assert await store.match(hashes, target.cache, hash_tokens=4) == 6
+        outcome = await store.get(hashes, target.cache, blocks, hash_tokens=4)
+        assert outcome.complete
+        assert same(source, [5, 4, 3, 2, 1, 0], target, blocks)
+        # And back, from such blocks into such as these.
+        again, names = Filled(), chain(6, "again")
+        await store.put(names, target.cache, blocks, hash_tokens=4)
+        assert (await store.get(names, again.cache, [0, 1, 2, 3, 4, 5])).complete
+    assert same(source, [5, 4, 3, 2, 1, 0], again, [0, 1, 2, 3, 4, 5])
+
+
+async def test_a_closed_store_says_so() -> None:
+    store = await BlockStore.open(MEMORY)
+    await store.close()
+    await store.close()
+    with pytest.raises(ClosedOK):
+        store.put(chain(1), Filled().cache, [0])
+    with pytest.raises(ClosedOK):
+        await store.match(chain(1))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ([], "a list"),
+        ("memory:8GiB", "a list"),
+        (["memory"], "memory:8GiB"),
+        (["disk:a?size=1GiB"], "begin with memory:SIZE"),
+        (["memory:8 parsecs"], "8GiB"),
+        (["memory:1GiB?slap=4"], "no option 'slap'"),
+        (["memory:1GiB", "tape:a"], "no kind 'tape'"),
+    ],
+)
+async def test_a_wrong_tier_is_refused(tiers: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open(tiers)
+
+
+async def test_wrong_calls_are_refused() -> None:
+    cache: PagedCache = Filled().cache
+    async with BlockStore.open(MEMORY) as store:
+        with pytest.raises(UsageError, match="3 of group 'kv' stand for 12 tokens"):
+            store.put(chain(3), cache, [0, 1])
+        with pytest.raises(UsageError, match="all have one length"):
+            store.put([b"a", b"bc"], cache, [0, 1])
+        with pytest.raises(UsageError, match="not bytes"):
+            store.get(["a"], cache, [0])  # type: ignore[list-item]
