@@ -36,12 +36,9 @@ from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.opening import Opening, hands_shaken, report_of
 from kvwire.outgoing import Outgoing
+from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.connection import Connection as Core
-from kvwire.proto.handshake import (
-    Agreement,
-    ClientHandshake,
-    Identity,
-)
+from kvwire.proto.handshake import ClientHandshake
 from kvwire.proto.regions import Region as CoreRegion
 from kvwire.proto.regions import Regions
 from kvwire.pump import Pump

@@ -22,7 +22,8 @@ from kvwire.errors import (
     shown,
 )
 from kvwire.limits import REASON_CHARS_MAX
-from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
+from kvwire.proto.agreement import Agreement
+from kvwire.proto.handshake import Handshake, ServerHandshake
 from kvwire.selection import judge
 from kvwire.types import Candidate, TransportReport
 from kvwire.wire.control import Choice, Verdict

@@ -32,7 +32,7 @@ from kvwire.types import BufferId
 if TYPE_CHECKING:
     from kvwire.connection import Connection
     from kvwire.devices import Devices
-    from kvwire.proto.handshake import Agreement
+    from kvwire.proto.agreement import Agreement
 
 logger = logging.getLogger("kvwire")
 

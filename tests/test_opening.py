@@ -10,7 +10,8 @@ import pytest
 import kvwire
 from kvwire import Address, limits
 from kvwire.opening import report_of
-from kvwire.proto.handshake import ClientHandshake, Identity
+from kvwire.proto.agreement import Identity
+from kvwire.proto.handshake import ClientHandshake
 from kvwire.types import TrustMode
 from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
 from kvwire.wire.header import Flag, FrameType, encode_header

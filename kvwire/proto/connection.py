@@ -29,11 +29,11 @@ from kvwire.errors import (
     UnexpectedFrame,
     WireCode,
 )
+from kvwire.proto.agreement import Agreement
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, Parts, check_numbers
 from kvwire.proto.events import Ended
 from kvwire.proto.flows import Arrival, Chunk, Flows, Place
 from kvwire.proto.framing import Framing
-from kvwire.proto.handshake import Agreement
 from kvwire.proto.holds import Holds
 from kvwire.proto.lanes import Lanes
 from kvwire.proto.liveness import Liveness, Verdict

@@ -16,7 +16,7 @@ frame that was made by hand.
 
 from __future__ import annotations
 
-from kvwire.proto.handshake import Identity
+from kvwire.proto.agreement import Identity
 from kvwire.testing.handshakes import Shaking, begin, identity, shake
 from kvwire.testing.peer import Peer
 from kvwire.types import Role, TrustMode

@@ -25,6 +25,7 @@ from typing import Final
 
 from kvwire.errors import HandshakeError, ProtocolError
 from kvwire.limits import SEAL_BYTES
+from kvwire.proto.agreement import Identity
 from kvwire.proto.events import (
     Ended,
     Event,
@@ -34,7 +35,7 @@ from kvwire.proto.events import (
     SegmentsAcknowledged,
     TransferCommitted,
 )
-from kvwire.proto.handshake import Handshake, Identity, ServerHandshake
+from kvwire.proto.handshake import Handshake, ServerHandshake
 from kvwire.testing.handshakes import (
     Frame,
     Shaking,

@@ -12,13 +12,8 @@ from typing import Any
 from kvwire import Address, limits
 from kvwire.limits import HEADER_BYTES
 from kvwire.memory.checksum import checksum
-from kvwire.proto.handshake import (
-    Agreement,
-    ClientHandshake,
-    Handshake,
-    Identity,
-    ServerHandshake,
-)
+from kvwire.proto.agreement import Agreement, Identity
+from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.testing.handshakes import begin, choose_first, identity
 from kvwire.wire.control import Body, encode_body
 from kvwire.wire.decoder import Decoder, Frame

@@ -17,7 +17,7 @@ import pytest
 import kvwire
 from kvwire import Connection, ConnectionClosed, ConnectionLost, IntegrityError, limits
 from kvwire.errors import ProtocolError
-from kvwire.proto.handshake import Identity
+from kvwire.proto.agreement import Identity
 from kvwire.testing.handshakes import identity
 from kvwire.trust import read_key_file, write_key_file
 from kvwire.types import TrustMode

@@ -19,8 +19,8 @@ import pytest
 
 import kvwire
 from kvwire import Connection, Grant, KVWireError, Request
+from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.auth import Keys, key_id
-from kvwire.proto.handshake import Agreement, Identity
 from kvwire.pump import Pump
 from kvwire.testing.handshakes import identity
 from kvwire.trust import read_key_file, write_key_file

@@ -19,14 +19,9 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import HANDSHAKE_BODY_BYTES, SEAL_BYTES
+from kvwire.proto.agreement import Identity, common_terms
 from kvwire.proto.framing import Framing
-from kvwire.proto.handshake import (
-    Handshake,
-    HandshakeState,
-    Identity,
-    accepted_digest,
-    common_terms,
-)
+from kvwire.proto.handshake import Handshake, HandshakeState, accepted_digest
 from kvwire.testing.handshakes import (
     PSK,
     Frame,

@@ -1,0 +1,76 @@
+"""What each side brings to a handshake, and what both have when it ends well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvwire.proto.auth import Keys
+from kvwire.types import PeerInfo, Role, TrustMode
+from kvwire.wire.control import Choice, Offer
+from kvwire.wire.hello import Terms
+
+VERSION_MIN: Final = 1
+VERSION_MAX: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What this side brings to a handshake.
+
+    Attributes:
+        name: Shown to the peer.
+        incarnation: 16 random bytes, new for each start of the process.
+        trust: How the sides know each other.
+        psk: The key this side connects with; empty in loopback mode.
+        keys: Every key this side accepts, by :func:`~kvwire.proto.auth.key_id`.
+        terms: This side's limits.
+        profile: (field, value) pairs that must agree where both sides name the field.
+        versions: The lowest and the highest version of the protocol it speaks.
+    """
+
+    name: str
+    incarnation: bytes
+    trust: TrustMode
+    terms: Terms
+    psk: bytes = field(default=b"", repr=False)
+    keys: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
+    profile: tuple[tuple[str, str], ...] = ()
+    versions: tuple[int, int] = (VERSION_MIN, VERSION_MAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What both sides have agreed on when the handshake ends well.
+
+    Attributes:
+        role: Of this side.
+        digest: 32 bytes over HELLO and ACCEPT; names the connection.
+        keys: The connection's keys.
+        terms: What both sides can live with.
+        peer_terms: The peer's own; its windows bound what it is sent unasked.
+        peer: Who the peer is.
+        choice: The verdict on each transport.
+        offer: What the client offered.
+    """
+
+    role: Role
+    digest: bytes = field(repr=False)
+    keys: Keys
+    terms: Terms
+    peer_terms: Terms
+    peer: PeerInfo
+    choice: Choice
+    offer: Offer
+
+
+def common_terms(mine: Terms, theirs: Terms) -> Terms:
+    """What both sides can live with."""
+    return Terms(
+        chunk_bytes=min(mine.chunk_bytes, theirs.chunk_bytes),
+        eager_bytes=min(mine.eager_bytes, theirs.eager_bytes),
+        window_bytes=min(mine.window_bytes, theirs.window_bytes),
+        window_messages=min(mine.window_messages, theirs.window_messages),
+        features=mine.features & theirs.features,
+    )
