@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from kvwire.testing.faults import FaultPlan, injected
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.plan import Fault, Schedule, injected_plan
+from tests.support.pairs import until
 
 ANY = Address("inproc", "")
 LENGTH = 1000
@@ -91,12 +91,6 @@ def header(number: int) -> bytes:
 async def turns(count: int = 10) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - not all of it is announced
-            await asyncio.sleep(0)
 
 
 async def pair(plan: FaultPlan | None = None, back: FaultPlan | None = None) -> Pair:

@@ -12,6 +12,7 @@ from kvwire.limits import CONNECTIONS_MAX
 from kvwire.types import Address
 from kvwire_tcp.door import Door, Guest
 from kvwire_tcp.preamble import is_proof, make_preamble, token_of
+from tests.support.sockets import tcp_sockets
 
 REMOTE = Address("tcp", "192.0.2.7", 40000)
 SECRET, OTHER = bytes(32), bytes(range(32))
@@ -35,13 +36,16 @@ class Lane(Guest):
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of one TCP connection: the listener's and the stranger's."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as far,
-    ):
-        near, _ = server.accept()
-        with near:
-            yield near, far
+    far, near = tcp_sockets()
+    with near, far:
+        yield near, far
+
+
+def waiting(secret: bytes = SECRET) -> tuple[Door, Lane]:
+    """A door, and a lane that waits there."""
+    door, lane = Door(), Lane(secret)
+    door.expect(token_of(secret), lane)
+    return door, lane
 
 
 def expect_reset(near: socket.socket, far: socket.socket) -> None:
@@ -54,8 +58,7 @@ def expect_reset(near: socket.socket, far: socket.socket) -> None:
 def test_a_lane_gets_its_socket_as_it_came(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, lane = Door(), Lane()
-    door.expect(token_of(SECRET), lane)
+    door, lane = waiting()
     door.admit(ends[0], REMOTE, PREAMBLE)
     assert lane.came == [(ends[0], REMOTE, PREAMBLE)]
     assert ends[0].fileno() >= 0
@@ -64,8 +67,7 @@ def test_a_lane_gets_its_socket_as_it_came(
 def test_each_of_several_lanes_gets_its_own(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, lane, other = Door(), Lane(), Lane(OTHER)
-    door.expect(token_of(OTHER), other)
+    (door, other), lane = waiting(OTHER), Lane()
     door.expect(token_of(SECRET), lane)
     door.admit(ends[0], REMOTE, PREAMBLE)
     assert lane.came
@@ -75,8 +77,7 @@ def test_each_of_several_lanes_gets_its_own(
 def test_what_nobody_waits_for_is_reset(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, other = Door(), Lane(OTHER)
-    door.expect(token_of(OTHER), other)
+    door, other = waiting(OTHER)
     door.admit(ends[0], REMOTE, PREAMBLE)
     assert not other.came
     expect_reset(*ends)
@@ -86,8 +87,7 @@ def test_who_knows_the_token_alone_is_reset_and_the_lane_waits_on(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     """The token is seen by whoever listens in; it must not cost the lane its place."""
-    door, lane = Door(), Lane()
-    door.expect(token_of(SECRET), lane)
+    door, lane = waiting()
     forged = PREAMBLE[:-1] + bytes([PREAMBLE[-1] ^ 1])
     door.admit(ends[0], REMOTE, forged)
     assert not lane.came
@@ -100,8 +100,7 @@ def test_who_knows_the_token_alone_is_reset_and_the_lane_waits_on(
 def test_a_preamble_that_is_said_again_is_worth_nothing(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, lane = Door(), Lane()
-    door.expect(token_of(SECRET), lane)
+    door, lane = waiting()
     with socket.socket() as proper:
         door.admit(proper, REMOTE, PREAMBLE)
         door.admit(ends[0], REMOTE, PREAMBLE)
@@ -112,8 +111,7 @@ def test_a_preamble_that_is_said_again_is_worth_nothing(
 def test_a_lane_that_was_forgotten_gets_nothing(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, lane = Door(), Lane()
-    door.expect(token_of(SECRET), lane)
+    door, lane = waiting()
     door.forget(token_of(SECRET))
     door.forget(token_of(SECRET))
     door.admit(ends[0], REMOTE, PREAMBLE)

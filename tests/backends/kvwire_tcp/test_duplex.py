@@ -19,6 +19,8 @@ from kvwire.limits import MIB
 from kvwire.types import Address
 from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.duplex import Duplex
+from tests.support.pairs import until
+from tests.support.sockets import tcp_sockets
 
 REMOTE = Address("tcp", "192.0.2.7", 40000)
 BULK = bytes(range(256)) * (4 * MIB // 256)
@@ -124,9 +126,7 @@ class Peer:
 @contextlib.asynccontextmanager
 async def ends() -> AsyncIterator[tuple[Socket, Peer]]:
     """A socket that has begun, and its peer; it hears of its end once."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        far = socket.create_connection(server.getsockname())
-        near, _ = server.accept()
+    far, near = tcp_sockets()
     for sock in (near, far):
         sock.setblocking(False)
     ours = Socket(near)
@@ -141,13 +141,6 @@ async def ends() -> AsyncIterator[tuple[Socket, Peer]]:
         assert len(ours.closed) == 1
         assert near.fileno() == -1
         assert ours.reader.stopped
-
-
-async def turned(condition: Callable[[], object]) -> None:
-    """Give the loop turns until a condition holds."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - no event announces it
-            await asyncio.sleep(0)
 
 
 # --- sending --------------------------------------------------------------------------
@@ -170,7 +163,7 @@ async def test_what_the_kernel_has_no_room_for_waits_and_says_when_it_is_gone() 
         assert ours.queued_bytes > 0
         assert len(ours.sent) < 4
         assert await peer.hear(4 * len(BULK)) == 4 * BULK
-        await turned(lambda: ours.writable)
+        await until(lambda: ours.writable)
         assert ours.sent == [0, 1, 2, 3]
         assert ours.queued_bytes == 0
 
@@ -185,7 +178,7 @@ async def test_a_token_s_callback_may_send_more() -> None:
         ours.on_sent = again
         ours.send(b"x", 0)
         assert await peer.hear(50) == 50 * b"x"
-        await turned(lambda: ours.sent == list(range(50)))
+        await until(lambda: ours.sent == list(range(50)))
 
 
 # --- receiving ------------------------------------------------------------------------
@@ -194,7 +187,7 @@ async def test_a_token_s_callback_may_send_more() -> None:
 async def test_all_that_comes_is_delivered() -> None:
     async with ends() as (ours, peer):
         await peer.say(BULK)
-        await turned(lambda: ours.received_bytes == len(BULK))
+        await until(lambda: ours.received_bytes == len(BULK))
         assert ours.reader.content == BULK
 
 
@@ -289,7 +282,7 @@ async def test_what_the_peer_said_before_it_reset_is_heard() -> None:
         ours.send(BULK, "never told")
         ours.send(BULK, "nor this")
         await peer.say(b"the reason")
-        await turned(lambda: ours.received_bytes)
+        await until(lambda: ours.received_bytes)
         peer.sock.close()
         error = await ours.end()
         assert isinstance(error, ConnectionLost)

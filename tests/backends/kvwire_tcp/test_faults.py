@@ -33,6 +33,7 @@ from tests.backends.kvwire_tcp.recorder import (
     header,
     pieces_of,
 )
+from tests.support.sockets import tcp_sockets
 
 SHORT: Final = 0
 HARMLESS: Final = (errno.EINTR, errno.EAGAIN, SHORT)
@@ -149,9 +150,7 @@ def send_all(link: Link, seed: int) -> list[tuple[int, bytes]]:
 async def exchange(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Send both ways and close, with the plan on one side; how each side ended."""
     loop = asyncio.get_running_loop()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        accepted, _ = server.accept()
+    client, accepted = tcp_sockets()
     faulty = FaultySocket(fileno=client.detach())
     for sock in (faulty, accepted):
         sock.setblocking(False)

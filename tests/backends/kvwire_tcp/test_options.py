@@ -9,6 +9,7 @@ import pytest
 from kvwire_tcp import options
 from kvwire_tcp.options import reset_on_close, tune
 from tests.backends.kvwire_tcp.recorder import linked
+from tests.support.sockets import tcp_sockets
 
 EXPECTED = {
     "TCP_NODELAY": 1,
@@ -96,10 +97,8 @@ async def test_both_ends_of_loopback_have_it() -> None:
 
 
 def test_reset_on_close_resets() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        accepted, _ = server.accept()
-        reset_on_close(client)
-        client.close()
-        with accepted, pytest.raises(ConnectionResetError):
-            accepted.recv(1)
+    client, accepted = tcp_sockets()
+    reset_on_close(client)
+    client.close()
+    with accepted, pytest.raises(ConnectionResetError):
+        accepted.recv(1)
