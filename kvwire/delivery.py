@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.description import Description
-from kvwire.errors import KVWireError, ProfileMismatch, UsageError, WireCode
+from kvwire.errors import KVWireError, UsageError, WireCode
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
@@ -68,12 +68,7 @@ class Delivery(Attempt):
         """See Attempt."""
         try:
             self.plan_with(description)
-            if description.plan != self.plan.digest:
-                raise ProfileMismatch(
-                    "the two sides would walk the bytes in different orders; their "
-                    "versions of kvwire differ",
-                    fields=("plan",),
-                )
+            description.require_same_plan(self.plan.digest)
         except KVWireError as exc:
             self.refuse(exc, WireCode.PROFILE)
             return

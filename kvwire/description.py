@@ -127,6 +127,22 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 fields=("hashes",),
             )
 
+    def require_same_plan(self, digest: bytes) -> None:
+        """Refuse an answer whose plan is another one than ours.
+
+        Args:
+            digest: Of the plan that this side has made of both halves.
+
+        Raises:
+            ProfileMismatch: They differ.
+        """
+        if self.plan != digest:
+            raise ProfileMismatch(
+                "the two sides would walk the bytes in different orders; their "
+                "versions of kvwire differ",
+                fields=("plan",),
+            )
+
     def read_have(self, consumer: Geometry) -> dict[str, Bits]:
         """What the consumer has, one bool for each position of its lists.
 

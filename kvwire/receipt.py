@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from kvwire.description import Description
 from kvwire.errors import (
     KVWireError,
-    ProfileMismatch,
     ProtocolError,
     UsageError,
     WireCode,
@@ -56,12 +55,7 @@ class Receipt(Attempt):
         incoming = self.incoming
         try:
             incoming.plan_with(description)
-            if description.plan != incoming.plan.digest:
-                raise ProfileMismatch(
-                    "the two sides would walk the bytes in different orders; their "
-                    "versions of kvwire differ",
-                    fields=("plan",),
-                )
+            description.require_same_plan(incoming.plan.digest)
         except KVWireError as exc:
             self.refuse(exc, WireCode.PROFILE)
             return

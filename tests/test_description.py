@@ -178,3 +178,11 @@ def test_hashes_are_compared_where_both_give_them(
     with pytest.raises(ProfileMismatch, match="hashes") as caught:
         said.require_same_hashes(mine)
     assert caught.value.fields == ("hashes",)
+
+
+def test_the_answer_s_plan_must_be_ours() -> None:
+    answer = Fields().made(plan=b"ours")
+    answer.require_same_plan(b"ours")
+    with pytest.raises(ProfileMismatch, match="in different orders") as caught:
+        answer.require_same_plan(b"another")
+    assert caught.value.fields == ("plan",)

@@ -8,6 +8,7 @@ are zero, and a byte that is not is refused: a field added later needs a new ver
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,6 +53,35 @@ class Terms:
     window_messages: int
     features: int = 0
 
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Terms:
+        """Terms of a peer, from the numbers in a body.
+
+        Raises:
+            MalformedFrame: A field is out of its range.
+        """
+        chunk_bytes, eager_bytes, window_bytes, window_messages, features = numbers
+        terms = cls(
+            chunk_bytes=chunk_bytes,
+            eager_bytes=eager_bytes,
+            window_bytes=window_bytes,
+            window_messages=window_messages,
+            features=features,
+        )
+        terms.check()
+        return terms
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As they stand in a body."""
+        return (
+            self.chunk_bytes,
+            self.eager_bytes,
+            self.window_bytes,
+            self.window_messages,
+            self.features,
+        )
+
     def check(self) -> None:
         """Refuse numbers outside the limits.
 
@@ -91,7 +121,6 @@ class Hello:
 
     def encode(self) -> bytes:
         """The body, 224 bytes."""
-        terms = self.terms
         return _padded(
             _HELLO.pack(
                 MAGIC,
@@ -99,11 +128,7 @@ class Hello:
                 self.version_max,
                 Role.CLIENT,
                 self.trust,
-                terms.chunk_bytes,
-                terms.eager_bytes,
-                terms.window_bytes,
-                terms.window_messages,
-                terms.features,
+                *self.terms.numbers,
                 self.incarnation,
                 self.key_id,
                 self.nonce,
@@ -119,14 +144,7 @@ class Hello:
         """
         fields = _unpack(_HELLO, body)
         _check_role(fields[3], Role.CLIENT)
-        terms = Terms(
-            chunk_bytes=fields[5],
-            eager_bytes=fields[6],
-            window_bytes=fields[7],
-            window_messages=fields[8],
-            features=fields[9],
-        )
-        terms.check()
+        terms = Terms.read(fields[5:10])
         if not 1 <= fields[1] <= fields[2]:
             raise MalformedFrame("KVW-HS-02", f"versions {fields[1]} to {fields[2]}")
         return cls(
@@ -153,18 +171,13 @@ class Accept:
 
     def encode(self) -> bytes:
         """The body, 224 bytes."""
-        terms = self.terms
         return _padded(
             _ACCEPT.pack(
                 MAGIC,
                 self.version,
                 Role.SERVER,
                 self.trust,
-                terms.chunk_bytes,
-                terms.eager_bytes,
-                terms.window_bytes,
-                terms.window_messages,
-                terms.features,
+                *self.terms.numbers,
                 self.incarnation,
                 self.nonce,
                 self.mac,
@@ -180,14 +193,7 @@ class Accept:
         """
         fields = _unpack(_ACCEPT, body)
         _check_role(fields[2], Role.SERVER)
-        terms = Terms(
-            chunk_bytes=fields[4],
-            eager_bytes=fields[5],
-            window_bytes=fields[6],
-            window_messages=fields[7],
-            features=fields[8],
-        )
-        terms.check()
+        terms = Terms.read(fields[4:9])
         return cls(
             version=fields[1],
             trust=_trust(fields[3]),
