@@ -19,7 +19,8 @@ import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Cut, Direction, Ending
-from tests.fault.child import Child, child
+from tests.fault.child import child
+from tests.support.child import Child
 from tests.support.pairs import communicators, until
 
 INTERVAL_S, MISSES = 0.2, 3

@@ -18,12 +18,13 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from tests.backends.kvwire_ucx.child import Child, child
+from tests.backends.kvwire_ucx.child import child
 from tests.backends.kvwire_ucx.support import (
     TRANSPORTS,
     needs_ucx,
     transports_of_this_loop,
 )
+from tests.support.child import Child
 
 pytestmark = needs_ucx
 
