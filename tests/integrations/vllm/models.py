@@ -17,6 +17,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
     # Every second layer sees a window only: a hybrid model, with one cache group.
     "window": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    # One latent of 512 + 64 for all heads: the only size vLLM computes on CPUs.
+    "mla": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 4,  # of 4 layers, so no experts
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+    },
 }
 
 
@@ -40,6 +55,8 @@ def make_model(kind: str, folder: Path) -> Path:
 
 def _network(kind: str) -> Any:
     from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         LlamaConfig,
@@ -68,4 +85,6 @@ def _network(kind: str) -> Any:
                 query_pre_attn_scalar=32,
             )
         )
+    if kind == "mla":
+        return DeepseekV2ForCausalLM(DeepseekV2Config(**common))
     return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=False))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,8 @@ if importlib.util.find_spec("vllm") is None:
     )
 
 from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.serving import Engine, engine, prompt, tokens_of
+from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.serving import Engine, engine, prompt
 from tests.integrations.vllm.wire import slow_wire
 
 PROMPTS = "vllm:prompt_tokens_total"
@@ -61,40 +61,6 @@ WAYS: dict[str, Way] = {
 }
 
 
-class Pair:
-    """A prefill and a decode engine, asked at once."""
-
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
-        self.prefill, self.decode = prefill, decode
-
-    def local(self, ids: list[int]) -> list[int]:
-        return tokens_of(self.prefill.generate(ids, cache_salt=f"local-{ids[:4]}"))
-
-    def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
-        """What the two make of a prompt.
-
-        Args:
-            ids: The prompt.
-            there: Where decode finds prefill, if not where it listens.
-            back: Where prefill finds decode, likewise.
-        """
-        name = secrets.token_hex(8)
-        sends = {
-            "do_remote_decode": True,
-            "transfer_id": name,
-            "remote": back or self.decode.kv,
-        }
-        loads = {
-            "do_remote_prefill": True,
-            "transfer_id": name,
-            "remote": there or self.prefill.kv,
-        }
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self.decode.generate, ids, kv_transfer_params=loads)
-            self.prefill.generate(ids, 1, kv_transfer_params=sends)
-            return tokens_of(answer.result())
-
-
 @pytest.fixture(scope="module", params=WAYS)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -114,15 +80,8 @@ def pair(
         ),
         engine(model, folder, "decode", 1, transfer, *more, beside=beside),
     ]
-    try:
-        for one in made:
-            one.start()
-        for one in made:
-            one.wait()
+    with running(*made):
         yield Pair(*made)
-    finally:
-        for one in made:
-            one.kill()
 
 
 def files(folder: Path) -> dict[str, Any]:

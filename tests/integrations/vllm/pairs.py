@@ -1,0 +1,58 @@
+"""A prefill and a decode engine, asked without a proxy."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from tests.integrations.vllm.serving import Engine, tokens_of
+
+
+class Pair:
+    """A prefill and a decode engine, asked at once."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        self.prefill, self.decode = prefill, decode
+
+    def local(self, ids: list[int]) -> list[int]:
+        return tokens_of(self.prefill.generate(ids, cache_salt=f"local-{ids[:4]}"))
+
+    def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
+        """What the two make of a prompt.
+
+        Args:
+            ids: The prompt.
+            there: Where decode finds prefill, if not where it listens.
+            back: Where prefill finds decode, likewise.
+        """
+        name = secrets.token_hex(8)
+        sends = {
+            "do_remote_decode": True,
+            "transfer_id": name,
+            "remote": back or self.decode.kv,
+        }
+        loads = {
+            "do_remote_prefill": True,
+            "transfer_id": name,
+            "remote": there or self.prefill.kv,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.decode.generate, ids, kv_transfer_params=loads)
+            self.prefill.generate(ids, 1, kv_transfer_params=sends)
+            return tokens_of(answer.result())
+
+
+@contextmanager
+def running(*engines: Engine) -> Iterator[None]:
+    """Engines that serve, until the end of the block."""
+    try:
+        for one in engines:
+            one.start()
+        for one in engines:
+            one.wait()
+        yield
+    finally:
+        for one in engines:
+            one.kill()

@@ -1,0 +1,92 @@
+"""Real vLLM engines with a model that caches one latent for all heads.
+
+On CPUs, what vLLM generates with such a model depends on how it came to its cache: the
+last token of a prompt gets one answer in the pass that computes the prompt, and another
+by itself. Decode computes it by itself, so tokens cannot be compared. What lies in the
+caches of both engines can.
+
+`make test-vllm` runs this; without vLLM every test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+from tests.integrations.vllm.digests import CacheDigests
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.serving import ANSWERS_WITHIN_S, Engine, engine, prompt
+
+BLOCK_TOKENS = 16
+LAYERS = 4
+FETCHED = "vllm:external_prefix_cache_hits_total"
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two engines that say what lies in their caches."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = make_model("mla", folder)
+    digests = f"{CacheDigests.__module__}.{CacheDigests.__qualname__}"
+    more = ("--worker-extension-cls", digests, "--block-size", str(BLOCK_TOKENS))
+    transfer = {"lease_s": 3.0, "require": ["tcp"]}
+    made = [
+        engine(model, folder, name, core, transfer, *more)
+        for core, name in enumerate(("prefill", "decode"))
+    ]
+    for one in made:
+        one.environment["VLLM_SERVER_DEV_MODE"] = "1"
+    with running(*made):
+        yield Pair(*made)
+
+
+def blocks_of(engine: Engine) -> list[set[str]]:
+    """What each layer's blocks hold, by digest."""
+    said = httpx.post(
+        f"{engine.url}/collective_rpc",
+        json={"method": "block_digests"},
+        timeout=ANSWERS_WITHIN_S,
+    )
+    said.raise_for_status()
+    (layers,) = said.json()["results"]
+    assert len(layers) == LAYERS
+    return [set(layer) for layer in layers]
+
+
+@pytest.mark.parametrize("length", [17, 129, 300, 1500, 3001])
+def test_decode_has_the_blocks_that_prefill_computed(pair: Pair, length: int) -> None:
+    ids = prompt(length, seed=1)
+    hits = pair.decode.metric(FETCHED)
+    before = [blocks_of(one) for one in (pair.prefill, pair.decode)]
+    pair.both(ids)
+    after = [blocks_of(one) for one in (pair.prefill, pair.decode)]
+    assert pair.decode.metric(FETCHED) - hits == length
+    for layer in range(LAYERS):
+        computed, fetched = (
+            new[layer] - old[layer] for new, old in zip(after, before, strict=True)
+        )
+        # Decode goes on in the last block, whose other tokens are its own.
+        assert len(computed & fetched) == length // BLOCK_TOKENS
+
+
+def test_blocks_of_another_prompt_are_others(pair: Pair) -> None:
+    """Or two engines that compute nothing would pass."""
+    ids = prompt(300, seed=2)
+    pair.both(ids)
+    one = blocks_of(pair.prefill)
+    pair.both([ids[0] % 500 + 5, *ids[1:]])
+    two = blocks_of(pair.prefill)
+    # What the first layer caches of a token depends on that token alone.
+    for layer in range(1, LAYERS):
+        assert len(two[layer] - one[layer]) >= 300 // BLOCK_TOKENS
