@@ -108,7 +108,8 @@ class UcxBackend(Backend):
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
         if self._lanes:
             # To free a context under them would end the process.
-            _log.error("%d lanes have not ended; UCX is left as it is", len(endings))
+            left = len(self._lanes)
+            _log.error("%d lanes have not ended; UCX is left as it is", left)
             return
         for context in contexts.values():
             context.close()

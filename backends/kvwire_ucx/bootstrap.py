@@ -5,9 +5,9 @@
     bootstrap = "KVUX" | version 1 | UCX major, minor, release | lane | length | address
 
 ``lane`` is a random number of 40 bits, which only those know who read the bootstrap.
-Every message *to* that lane has a tag with these bits on top: so no other lane of the
-worker can take it, and nobody who merely reaches the worker over the network can hit a
-receive that is posted. Below them, 24 bits count the messages.
+Every message *to* that lane has a tag with these bits on top: so nobody who merely
+reaches the worker over the network can hit a receive that is posted. Below them, 24
+bits count the messages.
 """
 
 from __future__ import annotations

@@ -42,11 +42,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from kvwire.backend import Landing, Payload
-from kvwire.errors import (
-    BackendUnavailable,
-    ConnectionLost,
-    MalformedFrame,
-)
+from kvwire.errors import BackendUnavailable, ConnectionLost, MalformedFrame
 from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,7 +15,9 @@ from kvwire.lane import LaneContext
 from kvwire.testing.harness import loopback
 from kvwire.types import Address, Role
 from kvwire_ucx import UcxBackend, diagnosis
-from kvwire_ucx.context import Resource
+from kvwire_ucx import backend as module
+from kvwire_ucx.context import Context, Resource
+from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import copies
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 
@@ -41,6 +46,38 @@ async def test_wrong_settings_leave_nothing_behind() -> None:
     with pytest.raises(BackendUnavailable, match="No such device"):
         backend.open_lane(context)
     await backend.aclose()
+
+
+async def test_lanes_that_do_not_end_are_counted_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their context is not freed under them; those that have ended do not count."""
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.02)
+    backend = UcxBackend()
+    loop = asyncio.get_running_loop()
+
+    class Stub:
+        def __init__(self, *, ends: bool) -> None:
+            self.ends = ends
+            self.ended: asyncio.Future[None] = loop.create_future()
+
+        def abort(self) -> None:
+            if self.ends:
+                loop.call_soon(self.end)
+
+        def end(self) -> None:
+            self.ended.set_result(None)
+            backend._lanes.discard(cast("UcxLane", self))
+
+    for ends in (True, False, True):
+        backend._lanes.add(cast("UcxLane", Stub(ends=ends)))
+    freed: list[str] = []
+    context = SimpleNamespace(close=lambda: freed.append("the context"))
+    backend._contexts[frozenset()] = cast("Context", context)
+    await backend.aclose()
+    (record,) = caplog.records
+    assert record.getMessage() == "1 lanes have not ended; UCX is left as it is"
+    assert not freed
 
 
 @needs_ucx
