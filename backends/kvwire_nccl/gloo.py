@@ -72,8 +72,6 @@ class GlooOneWay(OneWay):
     does that, one movement after the other.
     """
 
-    kinds = Gloo.kinds
-
     def __init__(self, gloo: Gloo, port: int, prefix: str, *, sends: bool) -> None:
         self._gloo = gloo
         self._port = port

@@ -15,7 +15,7 @@ from typing import Final
 from kvwire.backend import Landing, Payload
 from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.lane import Lane, LaneContext, LaneHandler
-from kvwire.limits import MIB
+from kvwire.limits import KIB, MIB
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import Bootstrap
 from kvwire_nccl.course import Course, Job, refusal
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvwire.nccl")
 
 # Per operation NCCL launches a kernel on both sides: some 10 us, in which the slowest
 # link between two GPUs moves this much.
-_BYTES_MIN: Final = 64 * 1024
+_BYTES_MIN: Final = 64 * KIB
 _WINDOW_BYTES: Final = 16 * MIB
 
 

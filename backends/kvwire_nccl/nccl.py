@@ -90,8 +90,6 @@ def loaded_version(core: Any) -> str:
 class NcclOneWay(OneWay):
     """See OneWay."""
 
-    kinds = Nccl.kinds
-
     def __init__(self, library: Nccl, unique_id: Any, *, sends: bool) -> None:
         self._library = library
         self._unique_id = unique_id

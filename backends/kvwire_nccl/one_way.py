@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TypeAlias
 
 from kvwire.backend import Payload
 from kvwire.errors import KVWireError
-from kvwire.types import MemoryKind
 
 
 class MoveFailed(KVWireError):
@@ -48,13 +45,7 @@ class Move(ABC):
 
 
 class OneWay(ABC):
-    """This side sends, or receives, all payloads of one direction.
-
-    Attributes:
-        kinds: Memory that payloads may lie in.
-    """
-
-    kinds: frozenset[MemoryKind]
+    """This side sends, or receives, all payloads of one direction."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -95,7 +86,3 @@ class OneWay(ABC):
         Raises:
             Exception: That cannot be proved.
         """
-
-
-Maker: TypeAlias = Callable[[bytes, bool], OneWay]
-"""Makes one direction from its name (such as NCCL's unique id) and whether we send."""

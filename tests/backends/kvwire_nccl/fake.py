@@ -75,8 +75,6 @@ class FakeBackend(NcclBackend):
 class FakeOneWay(OneWay):
     """One end of a wire."""
 
-    kinds = FakeLibrary.kinds
-
     def __init__(self, faults: Faults, name: bytes, *, sends: bool) -> None:
         self.faults = faults
         self.name = name

@@ -77,8 +77,6 @@ class Wire(OneWay):
         aborted: Set once its abort has returned.
     """
 
-    kinds = frozenset()
-
     def __init__(self) -> None:
         self.up = True
         self.done = 0
