@@ -158,6 +158,11 @@ class Communicator(Offering):
         """The name that peers see."""
         return self.config.name
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is closing, or closed."""
+        return self._closed
+
     # --- connections ------------------------------------------------------------------
 
     async def listen(self, address: str | Address) -> Address:
@@ -436,11 +441,6 @@ class Communicator(Offering):
         if not self._closed:
             self._closed = True
             self._reception.inbound.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is closing, or closed."""
-        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

@@ -124,6 +124,16 @@ class Connection(Asking):
         """Whether nothing more can be sent."""
         return self.core.closed
 
+    @property
+    def link(self) -> Link:
+        """The backend's link that carries it; for backends' own tests and metrics."""
+        return self._pump.link
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that name this connection to both of its sides, and to no other."""
+        return self.core.agreement.digest[:16]
+
     # --- messages ---------------------------------------------------------------------
 
     def send(self, tag: int, buffer: Any, *, deadline: Deadline = None) -> Request[int]:
@@ -465,16 +475,6 @@ class Connection(Asking):
                 ),
             )
         )
-
-    @property
-    def link(self) -> Link:
-        """The backend's link that carries it; for backends' own tests and metrics."""
-        return self._pump.link
-
-    @property
-    def digest(self) -> bytes:
-        """16 bytes that name this connection to both of its sides, and to no other."""
-        return self.core.agreement.digest[:16]
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, RequestDone):
