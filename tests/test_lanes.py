@@ -6,7 +6,6 @@ application is real. ``break_after`` cuts one after so many payloads.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import pytest
@@ -26,6 +25,7 @@ from tests.support.lanes import (
     raise_again_after,
     reasons,
     use,
+    warned,
 )
 from tests.support.pairs import connected, until
 
@@ -112,7 +112,7 @@ async def test_the_end_of_a_connection_is_no_broken_lane(
             for end in (pair.left, pair.right):
                 await end.wait_closed()
                 assert not end.raising.carrier.untold
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert not warned(caplog)
 
 
 async def test_an_abort_ends_the_lanes_too() -> None:
