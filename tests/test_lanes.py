@@ -25,8 +25,8 @@ from tests.support.lanes import (
     raise_again_after,
     reasons,
     use,
-    warned,
 )
+from tests.support.logs import warned
 from tests.support.pairs import connected, until
 
 

@@ -5,7 +5,6 @@ Everything between them and the application is real.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Final
 
 import pytest
@@ -67,12 +66,3 @@ def use(monkeypatch: pytest.MonkeyPatch, lane: type[Lane], role: str) -> None:
 def raise_again_after(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
     """How long a lane that broke stays down."""
     monkeypatch.setattr(Backoff, "pause_s", lambda _: pause_s)
-
-
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What kvwire has warned of; a debugging loop also warns, of a busy machine."""
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name.startswith("kvwire") and record.levelno >= logging.WARNING
-    ]

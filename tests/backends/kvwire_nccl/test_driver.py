@@ -18,6 +18,7 @@ from kvwire.limits import WAKEUP_BYTES
 from kvwire_nccl.course import MOVES_MAX, Course, Job
 from kvwire_nccl.driver import Driver
 from kvwire_nccl.one_way import Move, MoveFailed, OneWay, Progress
+from tests.support.logs import logged
 
 # Below the timeout of a test, which would end the whole run.
 _PATIENCE_S = 10.0
@@ -270,7 +271,7 @@ def test_an_abort_that_fails_leaves_the_memory_in_quarantine(
     driven.driver.abort()
     driven.ended()
     assert driven.loop.silent
-    (record,) = caplog.records
+    (record,) = logged(caplog)
     assert record.levelno == logging.ERROR
     assert "stays in quarantine" in record.getMessage()
     assert record.exc_info is not None

@@ -19,6 +19,7 @@ from kvwire.limits import MIB
 from kvwire.types import Address
 from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.duplex import Duplex
+from tests.support.logs import logged
 from tests.support.pairs import until
 from tests.support.sockets import tcp_sockets
 
@@ -203,7 +204,7 @@ async def test_a_reader_that_raises_ends_this_socket_and_is_logged(
         ours.reader.on_bytes = fail
         await peer.say(b"x")
         assert await ours.end() is bug
-    (record,) = caplog.records
+    (record,) = logged(caplog)
     assert record.levelno == logging.ERROR
     assert "its handler raised" in record.getMessage()
 

@@ -20,6 +20,7 @@ from kvwire_ucx.context import Context, Resource
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import copies
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+from tests.support.logs import logged
 
 
 def test_it_is_found_by_its_name() -> None:
@@ -75,7 +76,7 @@ async def test_lanes_that_do_not_end_are_counted_and_left(
     context = SimpleNamespace(close=lambda: freed.append("the context"))
     backend._contexts[frozenset()] = cast("Context", context)
     await backend.aclose()
-    (record,) = caplog.records
+    (record,) = logged(caplog)
     assert record.getMessage() == "1 lanes have not ended; UCX is left as it is"
     assert not freed
 
