@@ -156,6 +156,38 @@ STORE_HEADROOM_BYTES: Final = 64 * MIB
 # Of models, shards and groups that a disk has descriptions of.
 STORE_SPACES_MAX: Final = 4096
 
+# --- store servers --------------------------------------------------------------------
+# Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked
+# up for a prompt of 64 thousand tokens at 16 a block still fits.
+STORE_KEYS_MAX: Final = 4096
+# With keys of 80 bytes each, a description, and numbers.
+STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
+# Requests of one client at once: they are small, and its transfers wait for a berth.
+STORE_REQUESTS_MAX: Final = 64
+# Memory of a server for one client's transfers, in berths of as much as a store moves at
+# once: one is copied while the other one is on the wire.
+STORE_BERTH_BYTES: Final = STORE_BATCH_BYTES
+STORE_BERTHS: Final = 2
+STORE_BERTHS_MAX: Final = 64
+STORE_CLIENTS_MAX: Final = 256
+# Pieces that a server copies an image in, for one transfer: heads of 16 bytes in a full
+# berth. What a client calls its order may make them single elements.
+STORE_PIECES_MAX: Final = 1024 * 1024
+# Descriptions of spaces that a server sends to a new client, for its error messages.
+STORE_SPACES_TOLD: Final = 64
+# A berth's bytes take 10 s at 1.6 MB/s; who is slower than that does not gain from it.
+STORE_TIMEOUT_S: Final = 10.0
+STORE_TIMEOUT_S_MAX: Final = 600.0
+# Between the end of a transfer and the word that its memory is free, before the link
+# that keeps it is ended; likewise for an answer, after its deadline.
+STORE_GRACE_S: Final = 1.0
+# A server that is gone is asked for again after a pause that doubles. Ten seconds of a
+# cold cache after its return are little beside the minutes of its restart.
+STORE_REDIAL_S: Final = 0.1
+STORE_REDIAL_S_MAX: Final = 10.0
+# Blocks that were used here, of which the server has not heard yet: the rest is lost.
+STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
+
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16
@@ -212,3 +244,5 @@ assert LANE_TIMEOUT_S < HANDSHAKE_TIMEOUT_S
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
 assert PING_MISSES_MIN <= PING_MISSES <= PING_MISSES_MAX
 assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2
+assert STORE_KEYS_MAX * (16 + STORE_HASH_BYTES_MAX) < STORE_REQUEST_BYTES_MAX - 16 * KIB
+assert STORE_REQUEST_BYTES_MAX <= EAGER_WINDOW_BYTES
