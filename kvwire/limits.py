@@ -142,6 +142,7 @@ DESCRIPTION_BYTES_MAX: Final = 48 * KIB
 # model.
 STORE_SLABS: Final = 16
 STORE_SLAB_BYTES: Final = 64 * MIB
+STORE_SLAB_BYTES_MIN: Final = 64 * KIB
 STORE_SLAB_BYTES_MAX: Final = 16 * GIB
 # Slots of one slab, so that tables by slot stay short: 64 KiB each in one of 64 MiB.
 STORE_SLOTS_MAX: Final = 1024

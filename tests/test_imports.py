@@ -107,7 +107,7 @@ TABLE = (
     Layer(
         covers=("kvwire.store", "kvwire.observe"),
         kvwire=_PUBLIC,
-        others={"numpy", "msgspec", "prometheus_client"},
+        others={"numpy", "msgspec", "prometheus_client", "xxhash"},
     ),
     Layer(
         covers=("kvwire.integrations",),

@@ -15,6 +15,7 @@ from kvwire.limits import (
     MIB,
     STORE_SLAB_BYTES,
     STORE_SLAB_BYTES_MAX,
+    STORE_SLAB_BYTES_MIN,
     STORE_SLABS,
     STORE_TIER_BYTES_MAX,
 )
@@ -112,7 +113,8 @@ class TierAddress:
         """
         text = self.options.get("slab")
         if text is None:
-            slab = min(STORE_SLAB_BYTES, max(nbytes // STORE_SLABS, GRAIN_BYTES))
+            slab = max(nbytes // STORE_SLABS, min(STORE_SLAB_BYTES_MIN, nbytes))
+            slab = min(slab, STORE_SLAB_BYTES)
         else:
             slab = self.size(text, "slab")
         slab -= slab % GRAIN_BYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +28,11 @@ class Get(Work):
         shares: Sequence[Share] = self._shares
         # The first tier below that has not been asked for each block.
         self._next = {share: np.zeros(len(share), np.int64) for share in shares}
+
+    def turns(self, share: Share) -> Iterable[Ids]:
+        """What is in memory first, before what has to come there takes its room."""
+        here = self.tiers.memory.index.find(share.keys) >= 0
+        return np.flatnonzero(here), np.flatnonzero(~here)
 
     async def step(self, share: Share, positions: Ids) -> Bits:
         """What is in memory is copied at once; the rest is brought there.
@@ -102,7 +107,7 @@ class Get(Work):
         keys = share.keys[positions]
         # Taking may have waited: somebody else may have brought some of them.
         free = (memory.index.find(keys) < 0) & ~memory.filling.busy(keys)
-        mine = np.flatnonzero(free)[: taken.size]
+        mine = np.flatnonzero(free)[-taken.size :]
         memory.give_back(taken[mine.size :])
         taken, keys, orders = taken[: mine.size], keys[mine], orders[mine]
         positions = positions[mine]

@@ -59,6 +59,13 @@ class Hierarchy:
             here[~here] = await tier.find(keys[~here]) != ABSENT
         return here
 
+    def touch(self, keys: Keys) -> None:
+        """The blocks of a chain were used, wherever they are; its head goes last."""
+        slots = self.memory.index.find(keys)
+        self.memory.index.touch(keys[slots >= 0], slots[slots >= 0])
+        for tier in self.below:
+            tier.touch(keys)
+
     async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
         """The first tier below, from number ``first`` on, that has any of some blocks.
 

@@ -94,6 +94,11 @@ class Index:
         """The number of blocks that have a name."""
         return len(self._slots)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of slots that there have been."""
+        return tuple(self._lists)
+
     def find(self, keys: Keys) -> Ids:
         """The slot of each block, or ``NO_SLOT``."""
         found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))
@@ -122,6 +127,13 @@ class Index:
         """Say what taken slots hold. Whoever took them has them pinned still."""
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
 
+    def adopt(self, keys: Keys, slots: Ids, orders: Orders) -> None:
+        """Name slots of one size that were taken before, those used last in front."""
+        self._pins[slots] = 1
+        self.mark(slots, orders)
+        self.name(keys, slots)
+        self.unpin(keys, slots)
+
     def pin(self, keys: Keys, slots: Ids) -> None:
         """Hold named slots; one that is there twice is held twice."""
         if not slots.size:
@@ -143,9 +155,12 @@ class Index:
         self._newest[numbers // self.slabs.stride] = self._clock
 
     def touch(self, keys: Keys, slots: Ids) -> None:
-        """Named slots are now the ones used last."""
-        self.pin(keys, slots)
-        self.unpin(keys, slots)
+        """Named slots are now the ones used last; of any size, each once or more."""
+        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
+        for size in set(sizes.tolist()):
+            which = sizes == size
+            self.pin(keys[which], slots[which])
+            self.unpin(keys[which], slots[which])
 
     def victims(self, nbytes: int, count: int) -> Named:
         """The blocks to go first where room for ``nbytes`` is needed; pins them.
@@ -168,16 +183,25 @@ class Index:
         self._pins[slots] = 1
         return Named(as_keys(key for key, _ in pairs), slots)
 
+    def forget(self, keys: Keys, slots: Ids) -> Bits:
+        """Take the names of pinned blocks that nobody else has pinned.
+
+        Returns:
+            Those without a name now, which are still taken; the others were let go of.
+        """
+        alone: Bits = self._pins[slots] == 1
+        _each(map(self._slots.pop, keys[alone].tolist()))
+        self.unpin(keys[~alone], slots[~alone])
+        return alone
+
     def drop(self, keys: Keys, slots: Ids) -> Bits:
         """Forget pinned blocks that nobody else has pinned; let go of the others.
 
         Returns:
             Which were forgotten; their slots are free.
         """
-        alone: Bits = self._pins[slots] == 1
-        _each(map(self._slots.pop, keys[alone].tolist()))
+        alone = self.forget(keys, slots)
         self.give_back(slots[alone])
-        self.unpin(keys[~alone], slots[~alone])
         return alone
 
     def evict(self, nbytes: int, count: int) -> Named:

@@ -19,6 +19,7 @@ belong to copies, reads and writes that are under way, so some slot is let go of
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -26,14 +27,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.errors import UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import STORE_HEADROOM_BYTES, STORE_SLABS
+from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
 from kvwire.store.filling import Filling
 from kvwire.store.index import Index, Keys, Named
 from kvwire.store.slabs import Slabs
 from kvwire.store.tier import TierStats
+
+logger = logging.getLogger("kvwire")
 
 Demote = Callable[[Named], Awaitable[None]]
 """Gives blocks that are about to be evicted to the tiers below that lack them."""
@@ -130,11 +134,26 @@ class Memory:
         if self._clearing is not None:
             await asyncio.wait((self._clearing,))
 
+    async def empty(self) -> None:
+        """Evict everything, so that the tiers below have it; nothing is in use.
+
+        Cancel safety: safe, it may be called again.
+        """
+        for nbytes in self.index.sizes:
+            step = max(1, STORE_BATCH_BYTES // nbytes)
+            while await self._evict(nbytes, step):
+                continue
+
     def close(self) -> None:
         """Give the memory back; nothing is in use any more."""
         self._bytes = np.empty(0, np.uint8)
-        if self._arena is not None:
+        if self._arena is None:
+            return
+        try:
             self._arena.close()
+        except UsageError:
+            # Somebody keeps an exception, which keeps the frames that it went through.
+            logger.warning("%d bytes of a store stay in use", self.counts.size_bytes)
 
     # --- inside -----------------------------------------------------------------------
 

@@ -29,8 +29,6 @@ class Put(Work):
         if not self.tiers.through:
             done = slots >= 0
         if done.any():
-            held = done & (slots >= 0)
-            memory.index.touch(keys[held], slots[held])
             self.settled(int(done.sum()))
             return done
         if not memory.fits(nbytes):
@@ -54,7 +52,8 @@ class Put(Work):
         slots = memory.index.find(keys)
         held = slots >= 0
         lacking = np.flatnonzero(~held & once(keys) & ~memory.filling.busy(keys))
-        mine = lacking[: taken.size]
+        # Where there is no room for all, the head of the chain comes last and stays.
+        mine = lacking[max(0, lacking.size - taken.size) :]
         memory.give_back(taken[mine.size :])
         taken = taken[: mine.size]
         memory.index.pin(keys[held], slots[held])

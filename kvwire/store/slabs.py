@@ -67,7 +67,8 @@ class Slabs:
         self._free: list[list[int]] = [[] for _ in range(slabs)]
         # For each size the slabs with a free slot, the one to be filled first in front.
         self._open: dict[int, dict[int, None]] = {}
-        self._blank = list(range(slabs))[::-1]
+        # The slabs of no size, the one to be taken first at the end.
+        self._blank = dict.fromkeys(range(slabs - 1, -1, -1))
 
     def __len__(self) -> int:
         """The number of slabs."""
@@ -111,7 +112,7 @@ class Slabs:
             if slab is None:
                 if not self._blank or not self.capacity(nbytes):
                     break
-                slab = self._blank.pop()
+                slab, _ = self._blank.popitem()
                 self.assign(slab, slot)
             free = self._free[slab]
             more = free[len(taken) - count :]
@@ -140,7 +141,7 @@ class Slabs:
                 self._free[slab].clear()
                 size.pop(slab, None)
                 self.slot_bytes[slab] = 0
-                self._blank.append(slab)
+                self._blank[slab] = None
 
     def offsets(self, slots: Ids) -> Ids:
         """Where in the tier each slot begins, in bytes."""
@@ -157,6 +158,16 @@ class Slabs:
         # Taken from the end: those in front first, so that they lie side by side.
         self._free[slab] = list(range(begin + count - 1, begin - 1, -1))
         self._open.setdefault(slot_bytes, {})[slab] = None
+
+    def restore(self, slab: int, slot_bytes: int, taken: Ids) -> None:
+        """A slab that belonged to a size before, with some of its slots taken."""
+        del self._blank[slab]
+        self.assign(slab, slot_bytes)
+        gone = set(taken.tolist())
+        self._free[slab] = [slot for slot in self._free[slab] if slot not in gone]
+        self.used[slab] = taken.size
+        if not self._free[slab]:
+            del self._open[slot_bytes][slab]
 
     def _head_bytes(self, count: int) -> int:
         return rounded(self._entry_bytes * (count + 1)) if self._entry_bytes else 0

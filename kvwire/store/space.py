@@ -44,8 +44,8 @@ class Space:
         digest: 16 bytes that are equal exactly if group and spec are.
     """
 
-    group: str
-    spec: KVSpec
+    group: str = field(compare=False)
+    spec: KVSpec = field(compare=False)
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:

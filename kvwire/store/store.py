@@ -32,6 +32,7 @@ from kvwire.store.slabs import Slabs
 from kvwire.store.space import Space, space_of
 from kvwire.store.threads import Threads
 from kvwire.store.tier import Tier, TierStats
+from kvwire.store.tiers import open_tier
 
 HashTokens = int | Mapping[str, int] | None
 Write = Literal["through", "back"]
@@ -228,11 +229,7 @@ class BlockStore:
         if self._closed:
             return
         await self._settled()
-        self._closed = True
-        for tier in self._tiers.below:
-            await tier.close()
-        self._tiers.memory.close()
-        self._threads.close()
+        await self._end()
 
     async def __aenter__(self) -> Self:
         """The store itself."""
@@ -243,6 +240,18 @@ class BlockStore:
         await self.close()
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        """Close the tiers, unless another call of close has come to it before."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._tiers.below:
+            await self._tiers.memory.empty()
+        for tier in self._tiers.below:
+            await tier.close()
+        self._tiers.memory.close()
+        self._threads.close()
 
     def _plan(
         self,
@@ -351,6 +360,11 @@ class OpeningStore:
 
     async def _open(self) -> BlockStore:
         below: list[Tier] = []
-        for address in self._tiers[1:]:
-            raise UsageError(f"tier {address.text!r}: no kind {address.scheme!r}")
-        return BlockStore(self._tiers[0], below, self._write)
+        try:
+            for address in self._tiers[1:]:
+                below.append(await open_tier(address))  # noqa: PERF401 - see except
+            return BlockStore(self._tiers[0], below, self._write)
+        except BaseException:
+            for tier in below:
+                await tier.close()
+            raise

@@ -43,7 +43,11 @@ class Threads:
         if cancelled is not None:
             future.exception()  # seen: nobody is left to be told
             raise cancelled
-        return future.result()
+        try:
+            return future.result()
+        finally:
+            # Its exception holds this frame, and with it what was copied, in a cycle.
+            del future
 
     def close(self) -> None:
         """End the threads, of which none has anything to do."""

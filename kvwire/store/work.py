@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from time import monotonic
 from typing import Final
@@ -65,6 +65,8 @@ class Work(ABC):
                     raise done
         finally:
             self.drained.set()
+        for share in self._shares:
+            self.tiers.touch(share.keys)
         return await self._outcome()
 
     @abstractmethod
@@ -76,6 +78,10 @@ class Work(ABC):
 
         Cancel safety: a copy that is under way is finished first.
         """
+
+    def turns(self, share: Share) -> Iterable[Ids]:
+        """The positions of a share in the order of their turns, ascending in each."""
+        return (np.arange(len(share)),)
 
     async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
         """Say more of what is missing, now that all is known.
@@ -126,8 +132,10 @@ class Work(ABC):
     def _batches(self) -> Iterator[tuple[Share, Ids]]:
         for share in self._shares:
             step = max(1, STORE_BATCH_BYTES // share.space.image_bytes)
-            for first in range(0, len(share), step):
-                yield share, np.arange(first, min(first + step, len(share)))
+            for positions in self.turns(share):
+                # The tail first: where a chain has no room, its head is what stays.
+                for first in reversed(range(0, positions.size, step)):
+                    yield share, positions[first : first + step]
 
     async def _lane(self, batches: Iterator[tuple[Share, Ids]]) -> None:
         for share, positions in batches:

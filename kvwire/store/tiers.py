@@ -1,0 +1,32 @@
+"""The kinds of tiers there are below memory, by how their addresses begin."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from kvwire.errors import UsageError
+from kvwire.store.address import TierAddress
+from kvwire.store.disk import DiskTier
+from kvwire.store.tier import Tier
+
+_KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
+    "disk": DiskTier.open,
+}
+
+
+async def open_tier(address: TierAddress) -> Tier:
+    """Open one tier.
+
+    Raises:
+        UsageError: There is no such kind, or the tier cannot be opened, and why.
+
+    Cancel safety: nothing stays open.
+    """
+    kind = _KINDS.get(address.scheme)
+    if kind is None:
+        known = ", ".join(("memory", *_KINDS))
+        raise UsageError(
+            f"tier {address.text!r}: no kind {address.scheme!r}; there is {known}"
+        )
+    return await kind(address)

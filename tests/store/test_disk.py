@@ -1,0 +1,301 @@
+"""A tier on a disk: restarts, damage, failures, and other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import struct
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, UsageError
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.slab_file import SUPERBLOCK_BYTES
+from kvwire.store.slabs import GRAIN_BYTES
+from kvwire.store.space import ABSENT, space_of
+from tests.store.caches import Filled, chain
+from tests.store.files import Faults, disk, store_on
+
+IDS = list(range(16))
+
+
+async def landed(store: BlockStore, source: Filled, hashes: list[bytes]) -> list[int]:
+    """Get a chain, and compare what is said to have landed with what was put."""
+    target = Filled(len(hashes))
+    ids = list(range(len(hashes)))
+    outcome = await store.get(hashes, target.cache, ids)
+    here: list[int] = outcome.landed.ids().tolist()
+    if here:
+        assert np.array_equal(target.tokens(here), source.tokens(here))
+    return here
+
+
+def tiers(path: Path, size: str = "1MiB") -> list[str]:
+    return ["memory:128KiB", f"disk:{path}?size={size}"]
+
+
+async def test_a_restart_finds_what_was_put(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert (await store.put(hashes, source.cache, IDS)).complete
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes) == 16
+        assert await landed(store, source, hashes) == IDS
+        # And what it has is not written again.
+        await store.put(hashes, source.cache, IDS)
+        assert store.stats()[tiers(tmp_path)[1]].written_blocks == 0
+
+
+async def test_a_put_is_complete_when_it_is_in_the_file(tmp_path: Path) -> None:
+    """Without closing, flushing, or anything else after the put."""
+    source, hashes = Filled(seed=1), chain(16)
+    first = await disk(tmp_path / "a")
+    store = store_on(first)
+    await store.put(hashes, source.cache, IDS)
+    (tmp_path / "b").mkdir()
+    for name in ("blocks", "spaces.json"):
+        (tmp_path / "b" / name).write_bytes((tmp_path / "a" / name).read_bytes())
+    await store.close()
+    async with BlockStore.open(tiers(tmp_path / "b")) as copy:
+        assert await landed(copy, source, hashes) == IDS
+
+
+async def test_written_back_blocks_are_there_after_a_close(tmp_path: Path) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    async with BlockStore.open(tiers(tmp_path), write="back") as store:
+        assert (await store.put(hashes, source.cache, list(range(64)))).complete
+        stats = store.stats()
+        assert stats["memory:128KiB"].evicted_blocks >= 32
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == list(range(64))
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_flipped_bit_is_never_returned(tmp_path: Path, seed: int) -> None:
+    """Anywhere in the file behind its first page: heads, entries, images, padding."""
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS)
+    rng = np.random.default_rng(seed)
+    blocks = tmp_path / "blocks"
+    data = bytearray(blocks.read_bytes())
+    used = np.flatnonzero(np.frombuffer(data, np.uint8)[SUPERBLOCK_BYTES:])
+    for place in rng.choice(used, 40) + SUPERBLOCK_BYTES:
+        data[place] ^= 1 << int(rng.integers(8))
+    blocks.write_bytes(data)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        here = await landed(store, source, hashes)
+        assert len(here) < 16
+        # What was damaged is forgotten, and can be put again.
+        assert (await store.put(hashes, source.cache, IDS)).complete
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == IDS
+
+
+async def test_damage_is_a_reason(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(4)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS[:4])
+    blocks = tmp_path / "blocks"
+    data = bytearray(blocks.read_bytes())
+    at = data.find(source.tensors[0][2].tobytes()[:32])
+    assert at > 0
+    data[at] ^= 1
+    blocks.write_bytes(data)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes) == 4
+        outcome = await store.get(hashes, Filled().cache, IDS[:4])
+        assert dict(outcome.missing) == {
+            ("kv", 2): f"its bytes in {tiers(tmp_path)[1]} are damaged"
+        }
+        assert outcome.usable_prefix == 2
+        assert await store.match(hashes) == 2
+        assert store.stats()[tiers(tmp_path)[1]].damaged_blocks == 1
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes) == 2
+
+
+@pytest.mark.parametrize("kept", [0.01, 0.1, 0.2])
+async def test_a_file_that_was_cut_short(tmp_path: Path, kept: float) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, list(range(64)))
+    blocks = tmp_path / "blocks"
+    os.truncate(blocks, int(blocks.stat().st_size * kept))
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert len(await landed(store, source, hashes)) < 64
+        assert (await store.put(hashes, source.cache, list(range(64)))).complete
+        assert await landed(store, source, hashes) == list(range(64))
+
+
+async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    async with BlockStore.open(["memory:16KiB", tiers(tmp_path)[1]]) as store:
+        await store.put(hashes, source.cache, list(range(64)))
+        os.truncate(tmp_path / "blocks", SUPERBLOCK_BYTES + GRAIN_BYTES)
+        outcome = await store.get(hashes, Filled(64).cache, list(range(64)))
+        assert not outcome.complete
+        assert any(
+            "shorter than it was" in reason for reason in outcome.missing.reasons
+        )
+
+
+async def test_a_slot_that_another_block_has_taken(tmp_path: Path) -> None:
+    """Its entry was lost in a power cut: the older one does not fit its bytes."""
+    source, hashes = Filled(64, seed=1), chain(64)
+    one = tiers(tmp_path, "68KiB&slab=64KiB")
+    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
+        await store.put(hashes[:4], source.cache, IDS[:4])
+        early = (tmp_path / "blocks").read_bytes()
+        await store.put(hashes[4:], source.cache, list(range(4, 64)))
+    late = bytearray((tmp_path / "blocks").read_bytes())
+    slab = SUPERBLOCK_BYTES
+    late[slab : slab + GRAIN_BYTES] = early[slab : slab + GRAIN_BYTES]
+    (tmp_path / "blocks").write_bytes(late)
+    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
+        assert store.stats()[one[1]].blocks > 0
+        assert await landed(store, source, hashes) == []
+        assert store.stats()[one[1]].damaged_blocks > 0
+
+
+async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(8)
+    for _ in range(3):
+        async with BlockStore.open(tiers(tmp_path)) as store:
+            await store.put(hashes, source.cache, IDS[:8])
+            tier = store._tiers.below[0]
+            assert (await tier.find(store_keys(hashes, source)) != ABSENT).all()
+            # It forgets them, and its file does not.
+            named = tier._index.victims(512, 8)  # type: ignore[attr-defined]
+            tier._index.drop(*named)  # type: ignore[attr-defined]
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == IDS[:8]
+
+
+def store_keys(hashes: list[bytes], source: Filled) -> Keys:
+    space = space_of(source.cache.groups["kv"], None)
+    return as_keys(space.digest + one for one in hashes)
+
+
+async def test_a_disk_that_is_full_degrades_its_tier(tmp_path: Path) -> None:
+    faults, source, hashes = Faults(), Filled(seed=1), chain(16)
+    tier = await disk(tmp_path, hook=faults)
+    async with store_on(tier) as store:
+        assert (await store.put(hashes[:4], source.cache, IDS[:4])).complete
+        faults.full()
+        outcome = await store.put(hashes, source.cache, IDS)
+        assert outcome.usable_prefix == 4
+        (reason,) = outcome.missing.reasons
+        assert "in memory only" in reason
+        assert "No space left" in reason
+        assert "No space left" in store.report[tier.name]
+        assert not tier.taking
+        # Memory serves all of them, and the disk what it had.
+        assert await landed(store, source, hashes) == IDS
+        writes = faults.calls.count("pwritev")
+        assert not (await store.put(chain(1, "b"), source.cache, [0])).complete
+        assert faults.calls.count("pwritev") == writes
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == IDS[:4]
+
+
+async def test_a_disk_that_breaks_ends_no_process(tmp_path: Path) -> None:
+    faults, source, hashes = Faults(), Filled(64, seed=1), chain(64)
+    tier = await disk(tmp_path, hook=faults)
+    async with store_on(tier, memory="memory:32KiB") as store:
+        await store.put(hashes, source.cache, list(range(64)))
+        faults.broken()
+        target = Filled(64)
+        outcome = await store.get(hashes, target.cache, list(range(64)))
+        assert 0 < outcome.usable_prefix < 64
+        for reason in outcome.missing.reasons:
+            assert "could not read it: " in reason
+            assert "failed: Input/output error" in reason
+        assert tier.stats().failed_blocks == len(outcome.missing)
+        await store.flush()
+        assert "Input/output error" in store.report[tier.name]
+
+
+async def test_a_disk_without_room_is_said_at_once(tmp_path: Path) -> None:
+    faults = Faults()
+    faults.failing["allocate"] = errno.ENOSPC
+    with pytest.raises(UsageError, match="has no room for 1048576 bytes"):
+        await disk(tmp_path, hook=faults)
+
+
+async def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
+    async with BlockStore.open(tiers(tmp_path)):
+        program = (
+            "import asyncio, sys, kvwire\n"
+            "async def main():\n"
+            "    await kvwire.BlockStore.open(sys.argv[1:])\n"
+            "asyncio.run(main())\n"
+        )
+        command = [sys.executable, "-c", program, *tiers(tmp_path)]
+        run = partial(subprocess.run, capture_output=True, text=True, check=False)
+        done = await asyncio.to_thread(run, command)
+        assert done.returncode == 1
+        assert f"process {os.getpid()} has this store open" in done.stderr
+        with pytest.raises(UsageError, match="give each its own directory"):
+            await BlockStore.open(tiers(tmp_path))
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(chain(1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (b"x" * 9000, "this is no store"),
+        (b"x" * 9, "too short"),
+        (struct.pack("<8sIxxxxQ", b"kvwstore", 7, 0).ljust(9000, b"\0"), "format 7"),
+        (struct.pack("<8sIxxxxQ", b"kvwstore", 1, 2**60).ljust(9000, b"\0"), "damaged"),
+    ],
+)
+async def test_another_file_is_left_alone(
+    tmp_path: Path, page: bytes, said: str
+) -> None:
+    (tmp_path / "blocks").write_bytes(page)
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open(tiers(tmp_path))
+    assert (tmp_path / "blocks").read_bytes() == page
+
+
+async def test_a_smaller_and_a_larger_size(tmp_path: Path) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    for size, least, most in (("1MiB", 64, 64), ("256KiB", 1, 63), ("2MiB", 1, 63)):
+        async with BlockStore.open(tiers(tmp_path, size)) as store:
+            if size == "1MiB":
+                await store.put(hashes, source.cache, list(range(64)))
+            assert least <= len(await landed(store, source, hashes)) <= most
+    with pytest.raises(UsageError, match="its slabs have 65536 bytes"):
+        await BlockStore.open(tiers(tmp_path, "32KiB"))
+
+
+async def test_spaces_that_cannot_be_read_are_only_words(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(4)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS[:4])
+    (tmp_path / "spaces.json").write_text('[{"group": 1}]')
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes, source.cache) == 4
+        assert await landed(store, source, hashes) == IDS[:4]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("disk:a", "write disk:DIRECTORY"),
+        ("disk:?size=1GiB", "write disk:DIRECTORY"),
+        ("disk:a?size=1GiB&sync=1", "no option 'sync'"),
+        ("disk:a?size=1GiB&slab=2GiB", "a slab of 2147483648 bytes"),
+    ],
+)
+async def test_a_wrong_address_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open(["memory:1MiB", text])

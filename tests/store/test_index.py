@@ -1,0 +1,253 @@
+"""The index against a model of ordered dictionaries, in any order of calls."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvwire.kv.blocks import Ids
+from kvwire.store.index import NO_SLOT, Index, Keys, as_keys
+from kvwire.store.slabs import GRAIN_BYTES, Slabs
+
+SIZES = (1, 2, 5)
+"""Slots in grains; a slab has 8 grains."""
+
+
+def index_of(slabs: int = 3) -> Index:
+    return Index(Slabs(slabs, 8 * GRAIN_BYTES))
+
+
+def ones(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.ones(count, np.uint8)
+
+
+class Model(RuleBasedStateMachine):
+    """Names, pins and the order of going, kept the slow way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = index_of()
+        self.number = 0
+        # Of each size the blocks nobody has pinned, the next to go in front.
+        self.idle: dict[int, OrderedDict[bytes, None]] = {
+            size: OrderedDict() for size in SIZES
+        }
+        self.pins: dict[bytes, int] = {}
+        self.size: dict[bytes, int] = {}
+        self.slot: dict[bytes, int] = {}
+        self.order: dict[bytes, int] = {}
+
+    @rule(size=st.sampled_from(SIZES), count=st.integers(1, 5), code=st.integers(0, 9))
+    def fill(self, size: int, count: int, code: int) -> None:
+        slots = self.index.take(size * GRAIN_BYTES, count)
+        names = [b"%d" % (self.number + i) for i in range(slots.size)]
+        self.number += slots.size
+        assert not set(slots.tolist()) & set(self.slot.values())
+        keys = as_keys(names)
+        self.index.mark(slots, ones(slots.size) * np.uint8(code))
+        self.index.name(keys, slots)
+        for name, slot in zip(names, slots.tolist(), strict=True):
+            self.pins[name], self.size[name], self.slot[name] = 1, size, slot
+            self.order[name] = code
+        self._unpin(names)
+
+    @rule(size=st.sampled_from(SIZES), count=st.integers(1, 5))
+    def take_and_give_back(self, size: int, count: int) -> None:
+        before = self.index.slabs.used_bytes
+        slots = self.index.take(size * GRAIN_BYTES, count)
+        self.index.give_back(slots)
+        assert self.index.slabs.used_bytes == before
+
+    @precondition(lambda self: self.slot)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        names = self._some(data, list(self.slot))
+        self.index.pin(*self._named(names))
+        for name in names:
+            self.pins[name] += 1
+            self.idle[self.size[name]].pop(name, None)
+
+    @precondition(lambda self: any(self.pins.values()))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self._unpin(self._some(data, [name for name, n in self.pins.items() if n]))
+
+    @precondition(lambda self: self.slot)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(list(self.slot)), unique=True))
+        self.index.touch(*self._named(names))
+        for name in reversed(names):
+            if not self.pins[name]:
+                self.idle[self.size[name]].move_to_end(name)
+
+    @rule(size=st.sampled_from(SIZES), count=st.integers(1, 4))
+    def evict(self, size: int, count: int) -> None:
+        gone = self.index.evict(size * GRAIN_BYTES, count).keys.tolist()
+        own = list(self.idle[size])
+        if {self.size[name] for name in gone} <= {size}:
+            assert gone == own[:count]
+        else:
+            # A slab of another size: all of what is in it, and nothing else.
+            slabs = {self.slot[name] // self.index.slabs.stride for name in gone}
+            assert len(slabs) == 1
+            inside = {
+                name
+                for name, slot in self.slot.items()
+                if slot // self.index.slabs.stride in slabs
+            }
+            assert inside == set(gone)
+        for name in gone:
+            assert not self.pins[name]
+            del self.idle[self.size[name]][name]
+            del self.pins[name], self.size[name], self.slot[name], self.order[name]
+
+    @precondition(lambda self: any(self.pins.values()))
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        names = self._some(data, [name for name, n in self.pins.items() if n])
+        alone = self.index.drop(*self._named(names)).tolist()
+        assert alone == [self.pins[name] == 1 for name in names]
+        kept = []
+        for name, gone in zip(names, alone, strict=True):
+            if gone:
+                del self.pins[name], self.size[name], self.slot[name], self.order[name]
+            else:
+                self.pins[name] -= 1
+                kept.append(name)
+        assert all(self.pins[name] for name in kept)
+
+    @invariant()
+    def every_block_is_where_it_was_put(self) -> None:
+        names = [*self.slot, b"nobody"]
+        found = self.index.find(as_keys(names)).tolist()
+        assert found == [*self.slot.values(), NO_SLOT]
+        slots = np.array(found[:-1], np.int64)
+        assert self.index.orders(slots).tolist() == list(self.order.values())
+        assert len(self.index) == len(self.slot)
+
+    def _unpin(self, names: list[bytes]) -> None:
+        self.index.unpin(*self._named(names))
+        for name in reversed(names):
+            self.pins[name] -= 1
+            if not self.pins[name]:
+                self.idle[self.size[name]][name] = None
+
+    def _some(self, data: st.DataObject, names: list[bytes]) -> list[bytes]:
+        """Some blocks of one size, as a batch has them."""
+        size = self.size[data.draw(st.sampled_from(names))]
+        alike = [name for name in names if self.size[name] == size]
+        return data.draw(st.lists(st.sampled_from(alike), unique=True, min_size=1))
+
+    def _named(self, names: list[bytes]) -> tuple[Keys, Ids]:
+        slots = np.array([self.slot[name] for name in names], np.int64)
+        return as_keys(names), slots
+
+
+def test_any_order_of_calls() -> None:
+    run_state_machine_as_test(
+        Model,
+        settings=settings(
+            max_examples=150, stateful_step_count=30, derandomize=True, deadline=None
+        ),
+    )
+
+
+def filled(index: Index, grains: int, names: list[bytes]) -> None:
+    """Put blocks into an index, in the order of a chain."""
+    slots = index.take(grains * GRAIN_BYTES, len(names))
+    assert slots.size == len(names)
+    index.adopt(as_keys(names), slots, ones(len(names)))
+
+
+def test_the_tail_of_a_chain_goes_before_its_head() -> None:
+    index = index_of(1)
+    filled(index, 1, [b"head", b"middle", b"tail"])
+    filled(index, 1, [b"other"])
+    assert index.evict(GRAIN_BYTES, 2).keys.tolist() == [b"tail", b"middle"]
+    assert index.evict(GRAIN_BYTES, 2).keys.tolist() == [b"head", b"other"]
+    assert index.evicted == 4
+
+
+def test_an_old_slab_of_another_size_goes_first() -> None:
+    index = index_of(2)
+    filled(index, 2, [b"a", b"b", b"c", b"d"])
+    filled(index, 1, [b"e"])
+    assert set(index.evict(GRAIN_BYTES, 1).keys.tolist()) == set(b"a b c d".split())
+    filled(index, 2, [b"f"])
+    assert index.evict(GRAIN_BYTES, 1).keys.tolist() == [b"e"]
+
+
+def test_a_slab_in_use_does_not_go() -> None:
+    index = index_of(1)
+    filled(index, 2, [b"a", b"b"])
+    slots = index.find(as_keys([b"b"]))
+    index.pin(as_keys([b"b"]), slots)
+    assert index.evict(GRAIN_BYTES, 1).keys.size == 0
+    index.unpin(as_keys([b"b"]), slots)
+    assert index.evict(GRAIN_BYTES, 1).keys.size == 2
+
+
+def test_a_block_held_twice_at_once_is_held_twice() -> None:
+    index = index_of(1)
+    filled(index, 1, [b"a"])
+    twice = as_keys([b"a", b"a"])
+    slots = index.find(twice)
+    index.pin(twice, slots)
+    index.unpin(twice[:1], slots[:1])
+    assert index.evict(GRAIN_BYTES, 1).keys.size == 0
+    index.unpin(twice[:1], slots[:1])
+    assert index.evict(GRAIN_BYTES, 1).keys.tolist() == [b"a"]
+
+
+def test_no_call_has_bytecode_for_each_block() -> None:
+    """As many steps for 400 blocks as for 4, and among 3,000 as among 30."""
+    steps = set()
+    for blocks, used in ((30, 4), (3_000, 4), (3_000, 400)):
+        index = Index(Slabs(blocks // 10, 16 * GRAIN_BYTES))
+        names = [b"%d" % i for i in range(blocks)]
+        filled(index, 1, names)
+        some = as_keys(names[:used])
+        steps.add(steps_of(partial(use, index, some)))
+    assert len(steps) == 1
+
+
+def use(index: Index, keys: Keys) -> None:
+    slots = index.find(keys)
+    index.pin(keys, slots)
+    index.unpin(keys, slots)
+    index.touch(keys, slots)
+
+
+def steps_of(call: Callable[[], None]) -> int:
+    """The bytecodes of a call, those of kvwire's functions only."""
+    steps = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode" and "kvwire" in frame.f_code.co_filename
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return steps
