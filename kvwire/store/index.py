@@ -145,6 +145,7 @@ class Index:
         """Let go of named slots; they are now the ones used last, the head last."""
         if not slots.size:
             return
+        assert self._pins[slots].all(), "somebody has let go twice"
         np.subtract.at(self._pins, slots, 1)
         left = self._pins[slots] == 0
         names, numbers = keys[left][::-1], slots[left][::-1]

@@ -58,20 +58,18 @@ class Put(Work):
         taken = taken[: mine.size]
         memory.index.pin(keys[held], slots[held])
         memory.filling.begin(keys[mine])
-        named = False
         try:
             if mine.size:
-                orders = np.full(mine.size, share.order, np.uint8)
-                memory.index.mark(taken, orders)
+                memory.index.mark(taken, np.full(mine.size, share.order, np.uint8))
                 await self.copy(share, positions[mine], taken, into_cache=False)
                 self.tiers.spaces[share.space.digest] = share.space
                 memory.index.name(keys[mine], taken)
-                named = True
+        except BaseException:
+            memory.give_back(taken)
+            memory.unpin(keys[held], slots[held])
+            raise
         finally:
             memory.filling.end(keys[mine])
-            if not named:
-                memory.give_back(taken)
-                memory.unpin(keys[held], slots[held])
         held[mine], slots[mine] = True, taken
         self.settled(int(held.sum()))
         memory.counts.written_blocks += mine.size

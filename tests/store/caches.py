@@ -42,7 +42,9 @@ class Filled:
             spec.head_dim,
         )
         stored = {1: np.uint8, 2: np.uint16, 4: np.uint32}[spec.item_bytes]
-        as_type = np.dtype(spec.dtype) if spec.dtype.startswith("float16") else stored
+        # NumPy has no bfloat16 and no float8: such caches are kept as integers.
+        known = spec.dtype in ("float16", "float32", "int8")
+        as_type = np.dtype(spec.dtype) if known else np.dtype(stored)
         rng = np.random.default_rng(self.seed)
         self.tensors = [
             np.zeros(shape, stored).view(as_type)

@@ -1,0 +1,285 @@
+"""One client of a store server: its requests, and the blocks that move for them.
+
+Each request is a task, and ends by itself: a transfer by its deadline, everything by
+the end of the connection. Nothing here is ever cancelled, so a berth is given back only
+when both the link and the store have let go of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvwire.errors import KVWireError, UsageError, shown
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.outcome import Outcome
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    STORE_PIECES_MAX,
+    STORE_REQUESTS_MAX,
+    STORE_SPACES_MAX,
+    STORE_TIMEOUT_S,
+)
+from kvwire.store.berths import Berths, Bytes
+from kvwire.store.getting import NOT_THERE
+from kvwire.store.images import cache_of, images_in
+from kvwire.store.quiet import quiet
+from kvwire.store.requests import (
+    TAG,
+    VERSION,
+    AnyRequest,
+    ClientRow,
+    Done,
+    Find,
+    Flush,
+    Found,
+    Get,
+    Hello,
+    Moving,
+    Put,
+    Reply,
+    Stats,
+    Touch,
+    decode_request,
+    encode,
+)
+from kvwire.store.space import DIGEST_BYTES, ORDERS, Space
+from kvwire.store.tier import Fate
+
+if TYPE_CHECKING:
+    from kvwire import Connection
+    from kvwire.store.server import StoreServer
+
+logger = logging.getLogger("kvwire")
+
+_PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
+
+
+class Serving:
+    """What a server does for one client.
+
+    Args:
+        server: Whose client it is.
+        connection: The connection to it.
+    """
+
+    def __init__(self, server: StoreServer, connection: Connection) -> None:
+        self._server = server
+        self._store = server.store
+        self._connection = connection
+        self._berths = Berths(server.berths, server.berth_bytes)
+        self._open: set[asyncio.Task[None]] = set()
+        self._asked = 0
+        self._read_bytes = self._written_bytes = 0
+
+    def row(self) -> ClientRow:
+        """Who it is, and what it has done."""
+        peer = self._connection.peer
+        return ClientRow(
+            name=peer.name,
+            address=str(peer.address or "")[:NAME_CHARS_MAX],
+            requests=len(self._open),
+            asked=self._asked,
+            read_bytes=self._read_bytes,
+            written_bytes=self._written_bytes,
+        )
+
+    async def run(self) -> None:
+        """Serve it until its connection ends; then wait for what it had begun.
+
+        Cancel safety: not to be cancelled; the end of the connection ends it.
+        """
+        try:
+            hello = await self._received()
+            if not isinstance(hello, Hello):
+                raise UsageError(f"it began with {type(hello).__name__}")
+            version = min(VERSION, hello.version)
+            await self._send(self._server.welcome(version, STORE_REQUESTS_MAX))
+            while True:
+                self._begin(await self._received())
+        except UsageError as exc:
+            self._drop(str(exc))
+        except KVWireError as exc:
+            # Gone, or no message of the size a request may have.
+            self._connection.abort(str(exc))
+        finally:
+            while self._open:
+                await asyncio.wait(self._open)
+
+    # --- requests ---------------------------------------------------------------------
+
+    async def _received(self) -> AnyRequest:
+        return decode_request(await self._connection.recv(TAG))
+
+    def _begin(self, request: AnyRequest) -> None:
+        self._asked += 1
+        if isinstance(request, Hello):
+            raise UsageError("it says hello twice")
+        if isinstance(request, Touch):
+            self._store.hierarchy.touch(request.names.keys)
+            return
+        if len(self._open) >= STORE_REQUESTS_MAX:
+            raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
+        task = asyncio.create_task(self._answer(request))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _answer(
+        self, request: Find | Put | Get | Flush | Stats
+    ) -> None:
+        try:
+            match request:
+                case Find():
+                    orders = await self._store.hierarchy.orders(request.names.keys)
+                    await self._send(Found(request.number, orders.tobytes()))
+                case Put():
+                    await self._send(await self._put(request))
+                case Get():
+                    await self._get(request)
+                case Flush():
+                    await self._send(await self._flush(request))
+                case Stats():
+                    await self._send(self._server.report(request.number))
+        except KVWireError as exc:
+            self._connection.abort(str(exc))
+        except Exception:
+            # A bug of ours is not a reason to leave the other clients alone.
+            logger.exception("store server: a request of %s failed", self._connection)
+            self._drop("its request failed here")
+
+    async def _send(self, reply: Reply) -> None:
+        """Answer; a client that takes no answers is ended by the deadline."""
+        await self._connection.send(TAG, encode(reply), deadline=_PATIENCE)
+
+    def _drop(self, reason: str) -> None:
+        logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
+        self._server.dropped += 1
+        self._connection.abort(reason)
+
+    # --- blocks -----------------------------------------------------------------------
+
+    async def _put(self, request: Put) -> Done:
+        """Pull blocks into a berth, and put those that landed into the store."""
+        space = request.space.space()
+        reason = self._refusal(request, space) or self._write_refusal(space)
+        if reason:
+            return _all(request, Fate.REFUSED, reason)
+        async with self._berths.one() as berth:
+            cache, ids = _cache_in(berth, request, space)
+            pulled = self._connection.pull(
+                request.transfer,
+                cache,
+                {space.group: ids},
+                deadline=timedelta(milliseconds=request.timeout_ms),
+            )
+            outcome = await pulled
+            await quiet(pulled, self._connection)
+            reason = _reason(outcome)
+            here = _landed(outcome, space, ids)
+            kept = np.zeros(ids.size, np.bool_)
+            if here.any():
+                hashes = _hashes(request, here)
+                put = self._store.put(
+                    {space.group: hashes}, cache, {space.group: ids[here]}
+                )
+                stored = await put
+                await put.drained()
+                kept[here] = _landed(stored, space, ids[here])
+                reason = reason or _reason(stored)
+        self._written_bytes += int(here.sum()) * space.image_bytes
+        fates = np.where(kept, Fate.LANDED, Fate.FAILED).astype(np.uint8)
+        return Done.of(request.number, fates, reason)
+
+    async def _get(self, request: Get) -> None:
+        """Get blocks into a berth, say which landed, and push those."""
+        space = request.space.space()
+        reason = self._refusal(request, space)
+        if reason:
+            await self._send(_all(request, Fate.REFUSED, reason))
+            return
+        async with self._berths.one() as berth:
+            cache, ids = _cache_in(berth, request, space)
+            whole = np.ones(ids.size, np.bool_)
+            got = await self._store.get(
+                {space.group: _hashes(request, whole)}, cache, {space.group: ids}
+            )
+            here = _landed(got, space, ids)
+            reason = _reason(got)
+            lost = Fate.MISSING if reason.startswith(NOT_THERE) else Fate.FAILED
+            fates = np.where(here, Fate.LANDED, lost).astype(np.uint8)
+            await self._send(Done.of(request.number, fates, reason))
+            if not here.any():
+                return
+            pushed = self._connection.push(
+                request.transfer,
+                cache,
+                {space.group: ids[here]},
+                deadline=timedelta(milliseconds=request.timeout_ms),
+            )
+            pushed.ready()
+            pushed.finish()
+            outcome = await pushed
+            await quiet(pushed, self._connection)
+        self._read_bytes += outcome.nbytes
+
+    async def _flush(self, request: Flush) -> Done:
+        if not self._server.read_only:
+            await self._store.flush()
+        return Done(request.number)
+
+    def _refusal(self, request: Moving, space: Space) -> str:
+        """Why blocks cannot move for a request; empty if they can."""
+        if not request.names.all_in(space):
+            return "a key is of another space than the request"
+        nbytes = len(request.names) * space.image_bytes
+        if nbytes > self._berths.nbytes:
+            return (
+                f"{len(request.names)} blocks of {space.image_bytes} bytes are more "
+                f"than the {self._berths.nbytes} that one transfer may have here"
+            )
+        axes = ORDERS[request.order]
+        piece = space.spec.item_bytes
+        if axes[-1] == "dim":
+            piece *= space.spec.head_dim
+        if nbytes > STORE_PIECES_MAX * piece:
+            return f"images in the order {', '.join(axes)} are in too many pieces"
+        return ""
+
+    def _write_refusal(self, space: Space) -> str:
+        if self._server.read_only:
+            return "this server is read-only"
+        known = self._store.hierarchy.spaces
+        if space.digest not in known and len(known) >= STORE_SPACES_MAX:
+            return f"it has blocks of {STORE_SPACES_MAX} kinds of caches already"
+        return ""
+
+
+def _cache_in(
+    berth: Bytes, request: Moving, space: Space
+) -> tuple[PagedCache, Ids]:
+    images = images_in(berth, space.image_bytes, len(request.names))
+    return cache_of(space, request.order, images)
+
+
+def _hashes(request: Moving, which: Bits) -> list[bytes]:
+    """The hashes of some of a request's blocks."""
+    keys = request.names.keys[which].tolist()
+    return [key[DIGEST_BYTES:] for key in keys]
+
+
+def _landed(outcome: Outcome, space: Space, ids: Ids) -> Bits:
+    """Which blocks landed, by their position in the list."""
+    return np.isin(ids, outcome.landed.ids(space.group))
+
+
+def _reason(outcome: Outcome) -> str:
+    return "; ".join(outcome.missing.reasons)
+
+
+def _all(request: Moving, fate: Fate, reason: str) -> Done:
+    return Done.of(request.number, np.full(len(request.names), fate, np.uint8), reason)

@@ -1,0 +1,201 @@
+"""What is one block and what is another: groups, element types, models, shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, KVSpec, PagedCache, PrefillRequest, UsageError
+from kvwire import plan_prefill as plan
+from kvwire.types import Device, MemoryKind
+from tests.store.caches import SPEC, Filled, chain
+
+MEMORY = ["memory:512KiB"]
+
+
+def spec(**changed: object) -> KVSpec:
+    fields = {name: getattr(SPEC, name) for name in SPEC.__slots__}
+    return KVSpec(**fields | changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"],
+)
+async def test_every_element_type(tmp_path: Path, dtype: str) -> None:
+    kind = spec(dtype=dtype)
+    source, hashes = Filled(8, kind, seed=3), chain(8)
+    tiers = [*MEMORY, f"disk:{tmp_path}?size=1MiB"]
+    for layout in ("NHD", "HND"):
+        target = Filled(8, kind, layout)
+        async with BlockStore.open(tiers) as store:
+            await store.put(hashes, source.cache, list(range(8)))
+            outcome = await store.get(hashes, target.cache, list(range(8)))
+        assert outcome.complete
+        assert np.array_equal(source.tokens([*range(8)]), target.tokens([*range(8)]))
+
+
+async def test_mla() -> None:
+    """One latent a token, and a block that is no multiple of a page."""
+    kind = spec(components=1, kv_heads=1, head_dim=576, layers=3)
+    source, target, hashes = Filled(4, kind, seed=3), Filled(4, kind), chain(4)
+    async with BlockStore.open(MEMORY) as store:
+        await store.put(hashes, source.cache, [0, 1, 2, 3])
+        assert (await store.get(hashes, target.cache, [3, 2, 1, 0])).complete
+    assert np.array_equal(source.tokens([0, 1, 2, 3]), target.tokens([3, 2, 1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"layers": 3}, "layers"),
+        ({"kv_heads": 4}, "kv_heads"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"components": 1}, "components"),
+        ({"fingerprint": "llama-4@1"}, "fingerprint"),
+        ({"shard": (1, 2)}, "shard_rank"),
+        ({"first_layer": 2}, "first_layer"),
+        ({"block_tokens": 8}, "block_tokens"),
+    ],
+)
+async def test_a_block_of_another_model_is_never_returned(
+    changed: dict[str, object], field: str
+) -> None:
+    source, other, hashes = Filled(seed=1), Filled(spec=spec(**changed)), chain(4)
+    async with BlockStore.open(MEMORY) as store:
+        await store.put(hashes, source.cache, [0, 1, 2, 3])
+        assert await store.match(hashes, other.cache) == 0
+        outcome = await store.get(hashes, other.cache, [0, 1, 2, 3])
+        assert outcome.usable_prefix == 0
+        (reason,) = outcome.missing.reasons
+        assert field in reason
+        assert not other.tokens([0, 1, 2, 3]).any()
+        # Both are in one store, each for itself.
+        await store.put(hashes[:2], other.cache, [0, 1])
+        assert await store.match(hashes, other.cache) == 2
+        assert await store.match(hashes, source.cache) == 4
+        with pytest.raises(UsageError, match=f"differ in .*{field}.*; pass cache="):
+            await store.match(hashes)
+
+
+async def test_the_field_is_named_after_a_restart(tmp_path: Path) -> None:
+    tiers = [*MEMORY, f"disk:{tmp_path}?size=1MiB"]
+    async with BlockStore.open(tiers) as store:
+        await store.put(chain(2), Filled(seed=1).cache, [0, 1])
+    async with BlockStore.open(tiers) as store:
+        other = Filled(spec=spec(dtype="bfloat16"))
+        outcome = await store.get(chain(2), other.cache, [0, 1])
+        assert outcome.missing.reasons == (
+            "it is not in the store for this cache; it is for one with another dtype",
+        )
+
+
+def grouped(full: Filled, window: Filled) -> PagedCache:
+    return PagedCache.grouped(
+        {
+            "full": (full.spec, full.tensors, full.layout),
+            "window": (window.spec, window.tensors, window.layout),
+        }
+    )
+
+
+async def test_groups_are_kept_apart() -> None:
+    """Two groups of one spec, and one hash for a block of each."""
+    full, window, hashes = Filled(seed=1), Filled(seed=2), chain(4)
+    to_full, to_window = Filled(), Filled()
+    async with BlockStore.open(MEMORY) as store:
+        await store.put(
+            {"full": hashes, "window": hashes[2:]},
+            grouped(full, window),
+            {"full": [0, 1, 2, 3], "window": [7, 8]},
+        )
+        assert await store.match({"full": hashes, "window": hashes}) == {
+            "full": 4,
+            "window": 0,
+        }
+        outcome = await store.get(
+            {"full": hashes, "window": hashes[2:]},
+            grouped(to_full, to_window),
+            {"full": [4, 5, 6, 7], "window": [1, 0]},
+        )
+        assert outcome.complete
+        assert outcome.usable_prefix == 4
+        # One group of it alone, and a group that has nothing in this call.
+        alone = PagedCache.grouped({"full": (full.spec, to_full.tensors)})
+        assert (
+            await store.get({"full": hashes}, alone, {"full": [0, 1, 2, 3]})
+        ).complete
+        both = grouped(to_full, to_window)
+        some = await store.get(
+            {"full": hashes, "window": []}, both, {"full": [8, 9, 10, 11], "window": []}
+        )
+        assert some.complete
+    assert np.array_equal(full.tokens([0, 1, 2, 3]), to_full.tokens([4, 5, 6, 7]))
+    assert np.array_equal(full.tokens([0, 1, 2, 3]), to_full.tokens([0, 1, 2, 3]))
+    assert np.array_equal(window.tokens([7, 8]), to_window.tokens([1, 0]))
+
+
+async def test_groups_of_several_sizes_share_the_room(tmp_path: Path) -> None:
+    small, large = spec(), spec(layers=17, head_dim=64)
+    tiers = ["memory:512KiB", f"disk:{tmp_path}?size=2MiB"]
+    for _ in range(2):
+        async with BlockStore.open(tiers) as store:
+            for kind in (small, large, small, large):
+                for seed in range(3):
+                    source, hashes = Filled(4, kind, seed=seed), chain(4, f"{seed}")
+                    await store.put(hashes, source.cache, [0, 1, 2, 3])
+                    target = Filled(4, kind)
+                    outcome = await store.get(hashes, target.cache, [0, 1, 2, 3])
+                    assert outcome.complete
+                    assert np.array_equal(
+                        source.tokens([0, 1, 2, 3]), target.tokens([0, 1, 2, 3])
+                    )
+
+
+async def test_outcomes_feed_the_prefill_plan() -> None:
+    source, target, hashes = Filled(seed=1), Filled(), chain(4)
+    async with BlockStore.open(MEMORY) as store:
+        await store.put(hashes[:3], source.cache, [0, 1, 2])
+        outcome = await store.get(hashes, target.cache, [4, 5, 6, 7])
+    request = PrefillRequest(
+        id="a", num_tokens=16, blocks=[4, 5, 6, 7], block_tokens=SPEC.block_tokens
+    )
+    assert plan([request], {"a": outcome}).prefill == {"a": ((12, 16),)}
+
+
+async def test_the_same_hash_twice_in_one_call() -> None:
+    source, target, hashes = Filled(seed=1), Filled(), chain(3)
+    twice = [hashes[0], hashes[1], hashes[0]]
+    source.tensors[0][2], source.tensors[1][2] = (t[0] for t in source.tensors)
+    async with BlockStore.open(MEMORY) as store:
+        assert (await store.put(twice, source.cache, [0, 1, 2])).complete
+        assert store.stats()[MEMORY[0]].written_blocks == 2
+        assert (await store.get(twice, target.cache, [4, 5, 6])).complete
+    assert np.array_equal(source.tokens([0, 1, 0]), target.tokens([4, 5, 6]))
+
+
+async def test_a_block_that_fits_nowhere_is_a_reason(tmp_path: Path) -> None:
+    kind = spec(layers=64, head_dim=64)
+    source = Filled(1, kind, seed=1)
+    async with BlockStore.open(["memory:512KiB?slab=64KiB"]) as store:
+        outcome = await store.put(chain(1), source.cache, [0])
+        (reason,) = outcome.missing.reasons
+        assert "a block of 131072 bytes has no room in a slab" in reason
+    tiers = ["memory:1MiB?slab=256KiB", f"disk:{tmp_path}?size=1MiB"]
+    async with BlockStore.open(tiers) as store:
+        outcome = await store.put(chain(1), source.cache, [0])
+        (reason,) = outcome.missing.reasons
+        assert "in memory only" in reason
+        assert "?slab=" in store.report[tiers[1]]
+        assert (await store.get(chain(1), Filled(1, kind).cache, [0])).complete
+
+
+async def test_device_memory_is_refused() -> None:
+    cache = Filled().cache
+    cache.device = Device(MemoryKind.SIMULATED, 0)
+    async with BlockStore.open(MEMORY) as store:
+        with pytest.raises(UsageError, match="copies host memory only"):
+            store.put(chain(1), cache, [0])
