@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
@@ -22,7 +22,7 @@ from kvwire.store.space import ORDERS, Space
 _IN_NUMPY: Final = frozenset({"float16", "float32", "int8", "uint8"})
 
 
-def cache_of(space: Space, order: int, images: Fragments) -> tuple[PagedCache, Ids]:
+class ImageCache:
     """Images as blocks of a cache.
 
     Args:
@@ -30,28 +30,38 @@ def cache_of(space: Space, order: int, images: Fragments) -> tuple[PagedCache, I
         order: The order of every image; see :mod:`kvwire.store.space`.
         images: One fragment each, of the length of an image; at least one.
 
-    Returns:
-        A cache with one group, named as the space's, and the ids of the images in it.
-        It keeps the owner of the images alive.
+    Attributes:
+        cache: It has one group, named as the space's.
+        ids: The id of each image in it.
     """
-    axes = ORDERS[order]
-    layout = " ".join(("block", *axes))
-    # Only its shape counts: two blocks, so that the axis of blocks lies outside.
-    sample = np.empty((2, *_shape(space.spec, axes)), _dtype(space.spec))
-    cache = PagedCache.grouped({space.group: (space.spec, sample, layout)})
-    first = images.addresses.min()
-    distances = (images.addresses - first).astype(np.int64)
-    # Images need not be equally far apart. A block's id is its distance in steps that
-    # they all are multiples of: blocks of ids between them are no blocks, and unused.
-    step = int(np.gcd.reduce(distances)) or space.image_bytes
-    ids = distances // step
-    group = cache.groups[space.group]
-    group.bases = group.bases + (int(first) - int(sample.ctypes.data))
-    group.strides = {**group.strides, "block": step}
-    group.num_blocks = int(ids.max()) + 1
-    group.owners = (images.owner,)
-    group.writable = images.writable
-    return cache, ids
+
+    def __init__(self, space: Space, order: int, images: Fragments) -> None:
+        axes = ORDERS[order]
+        layout = " ".join(("block", *axes))
+        # Only its shape counts: two blocks, so that the axis of blocks lies outside.
+        sample = np.empty((2, *_shape(space.spec, axes)), _dtype(space.spec))
+        self.cache = PagedCache.grouped({space.group: (space.spec, sample, layout)})
+        first = images.addresses.min()
+        distances = (images.addresses - first).astype(np.int64)
+        # Images need not be equally far apart. A block's id is its distance in steps
+        # that they all are multiples of: ids between them are of no block, and unused.
+        step = int(np.gcd.reduce(distances)) or space.image_bytes
+        self.ids: Ids = distances // step
+        self._owners: list[object] = [images.owner]
+        group = self.cache.groups[space.group]
+        group.bases = group.bases + (int(first) - int(sample.ctypes.data))
+        group.strides = {**group.strides, "block": step}
+        group.num_blocks = int(self.ids.max()) + 1
+        group.owners = (self._owners,)
+        group.writable = images.writable
+
+    def release(self) -> None:
+        """Let go of the images' owner, of which nothing makes use any more.
+
+        A transfer that is over is in cycles with its parts, so what it refers to would
+        otherwise stay until the garbage collector comes by.
+        """
+        self._owners.clear()
 
 
 def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
@@ -63,6 +73,16 @@ def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragmen
         np.full(count, nbytes, np.uint64),
         owner=memory,
         writable=True,
+    )
+
+
+def selected(images: Fragments, which: Ids | Bits) -> Fragments:
+    """Some of a list of images."""
+    return Fragments(
+        images.addresses[which],
+        images.lengths[which],
+        owner=images.owner,
+        writable=images.writable,
     )
 
 

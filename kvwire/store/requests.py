@@ -305,8 +305,10 @@ AnyReply = Welcome | Found | Done | Report
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_requests: Final = msgspec.msgpack.Decoder(AnyRequest)
-_replies: Final = msgspec.msgpack.Decoder(AnyReply)
+_requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
+    AnyRequest
+)
+_replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
 
 
 def encode(message: Request | Reply) -> bytes:

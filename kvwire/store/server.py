@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from functools import partial
 from typing import Any, Self
 
 import kvwire
@@ -186,9 +187,12 @@ class StoreServer:
                 serving = Serving(self, connection)
                 task = asyncio.create_task(serving.run())
                 self._clients[serving] = task
-                task.add_done_callback(lambda _, gone=serving: self._clients.pop(gone))
+                task.add_done_callback(partial(self._gone, serving))
         except ClosedOK:
             return
+
+    def _gone(self, client: Serving, _: asyncio.Task[None]) -> None:
+        del self._clients[client]
 
 
 def _config(

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvwire.errors import KVWireError, UsageError, shown
+from kvwire.errors import ConnectionClosed, KVWireError, UsageError
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.outcome import Outcome
 from kvwire.limits import (
@@ -26,9 +25,10 @@ from kvwire.limits import (
     STORE_TIMEOUT_S,
 )
 from kvwire.store.berths import Berths, Bytes
+from kvwire.store.endings import quiet
 from kvwire.store.getting import NOT_THERE
-from kvwire.store.images import cache_of, images_in
-from kvwire.store.quiet import quiet
+from kvwire.store.images import ImageCache, images_in
+from kvwire.store.index import Keys, as_keys
 from kvwire.store.requests import (
     TAG,
     VERSION,
@@ -102,11 +102,10 @@ class Serving:
             await self._send(self._server.welcome(version, STORE_REQUESTS_MAX))
             while True:
                 self._begin(await self._received())
-        except UsageError as exc:
-            self._drop(str(exc))
+        except ConnectionClosed:
+            pass
         except KVWireError as exc:
-            # Gone, or no message of the size a request may have.
-            self._connection.abort(str(exc))
+            self._drop(str(exc))
         finally:
             while self._open:
                 await asyncio.wait(self._open)
@@ -129,9 +128,7 @@ class Serving:
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _answer(
-        self, request: Find | Put | Get | Flush | Stats
-    ) -> None:
+    async def _answer(self, request: Find | Put | Get | Flush | Stats) -> None:
         try:
             match request:
                 case Find():
@@ -145,11 +142,15 @@ class Serving:
                     await self._send(await self._flush(request))
                 case Stats():
                     await self._send(self._server.report(request.number))
-        except KVWireError as exc:
+        except ConnectionClosed as exc:
             self._connection.abort(str(exc))
+        except KVWireError as exc:
+            self._drop(str(exc))
         except Exception:
-            # A bug of ours is not a reason to leave the other clients alone.
-            logger.exception("store server: a request of %s failed", self._connection)
+            # A bug of ours ends this client's connection, and nobody else's.
+            logger.exception(
+                "store server: a request of %s failed", self._connection.peer
+            )
             self._drop("its request failed here")
 
     async def _send(self, reply: Reply) -> None:
@@ -166,50 +167,47 @@ class Serving:
     async def _put(self, request: Put) -> Done:
         """Pull blocks into a berth, and put those that landed into the store."""
         space = request.space.space()
-        reason = self._refusal(request, space) or self._write_refusal(space)
-        if reason:
-            return _all(request, Fate.REFUSED, reason)
+        refusal = self._refusal(request, space) or self._write_refusal(space)
+        if refusal:
+            return _all(request, Fate.REFUSED, refusal)
         async with self._berths.one() as berth:
-            cache, ids = _cache_in(berth, request, space)
+            images = _images(berth, request, space)
+            cache, ids = images.cache, images.ids
             pulled = self._connection.pull(
-                request.transfer,
-                cache,
-                {space.group: ids},
-                deadline=timedelta(milliseconds=request.timeout_ms),
+                request.transfer, cache, {space.group: ids}, deadline=_deadline(request)
             )
             outcome = await pulled
             await quiet(pulled, self._connection)
-            reason = _reason(outcome)
-            here = _landed(outcome, space, ids)
-            kept = np.zeros(ids.size, np.bool_)
+            reasons = outcome.missing.reasons
+            kept = here = _landed(outcome, space, ids)
             if here.any():
-                hashes = _hashes(request, here)
                 put = self._store.put(
-                    {space.group: hashes}, cache, {space.group: ids[here]}
+                    {space.group: _hashes(request)[here].tolist()},
+                    cache,
+                    {space.group: ids[here]},
                 )
                 stored = await put
                 await put.drained()
-                kept[here] = _landed(stored, space, ids[here])
-                reason = reason or _reason(stored)
-        self._written_bytes += int(here.sum()) * space.image_bytes
+                kept = here & _landed(stored, space, ids)
+                reasons += stored.missing.reasons
+        self._written_bytes += outcome.nbytes
         fates = np.where(kept, Fate.LANDED, Fate.FAILED).astype(np.uint8)
-        return Done.of(request.number, fates, reason)
+        return Done.of(request.number, fates, "; ".join(reasons))
 
     async def _get(self, request: Get) -> None:
-        """Get blocks into a berth, say which landed, and push those."""
+        """Get blocks into a berth, say which there are, and push those."""
         space = request.space.space()
-        reason = self._refusal(request, space)
-        if reason:
-            await self._send(_all(request, Fate.REFUSED, reason))
+        refusal = self._refusal(request, space)
+        if refusal:
+            await self._send(_all(request, Fate.REFUSED, refusal))
             return
         async with self._berths.one() as berth:
-            cache, ids = _cache_in(berth, request, space)
-            whole = np.ones(ids.size, np.bool_)
-            got = await self._store.get(
-                {space.group: _hashes(request, whole)}, cache, {space.group: ids}
-            )
+            images = _images(berth, request, space)
+            cache, ids = images.cache, images.ids
+            hashes = {space.group: _hashes(request).tolist()}
+            got = await self._store.get(hashes, cache, {space.group: ids})
             here = _landed(got, space, ids)
-            reason = _reason(got)
+            reason = "; ".join(got.missing.reasons)
             lost = Fate.MISSING if reason.startswith(NOT_THERE) else Fate.FAILED
             fates = np.where(here, Fate.LANDED, lost).astype(np.uint8)
             await self._send(Done.of(request.number, fates, reason))
@@ -219,7 +217,7 @@ class Serving:
                 request.transfer,
                 cache,
                 {space.group: ids[here]},
-                deadline=timedelta(milliseconds=request.timeout_ms),
+                deadline=_deadline(request),
             )
             pushed.ready()
             pushed.finish()
@@ -259,26 +257,24 @@ class Serving:
         return ""
 
 
-def _cache_in(
-    berth: Bytes, request: Moving, space: Space
-) -> tuple[PagedCache, Ids]:
-    images = images_in(berth, space.image_bytes, len(request.names))
-    return cache_of(space, request.order, images)
+def _images(berth: Bytes, request: Moving, space: Space) -> ImageCache:
+    """Room in a berth for the images of a request."""
+    room = images_in(berth, space.image_bytes, len(request.names))
+    return ImageCache(space, request.order, room)
 
 
-def _hashes(request: Moving, which: Bits) -> list[bytes]:
-    """The hashes of some of a request's blocks."""
-    keys = request.names.keys[which].tolist()
-    return [key[DIGEST_BYTES:] for key in keys]
+def _deadline(request: Moving) -> timedelta:
+    return timedelta(milliseconds=request.timeout_ms)
+
+
+def _hashes(request: Moving) -> Keys:
+    """The hashes of a request's blocks."""
+    return as_keys(key[DIGEST_BYTES:] for key in request.names.keys.tolist())
 
 
 def _landed(outcome: Outcome, space: Space, ids: Ids) -> Bits:
     """Which blocks landed, by their position in the list."""
     return np.isin(ids, outcome.landed.ids(space.group))
-
-
-def _reason(outcome: Outcome) -> str:
-    return "; ".join(outcome.missing.reasons)
 
 
 def _all(request: Moving, fate: Fate, reason: str) -> Done:
