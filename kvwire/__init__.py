@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from kvwire.region import Region
     from kvwire.request import Request
     from kvwire.store.request import StoreRequest
+    from kvwire.store.server import StoreServer
     from kvwire.store.store import BlockStore
 
 __version__ = "0.1.0"
@@ -111,6 +112,7 @@ __all__ = [
     "RequestError",
     "StaleRegion",
     "StoreRequest",
+    "StoreServer",
     "Timings",
     "TransportReport",
     "UnexpectedFrame",
@@ -145,6 +147,7 @@ _HOMES: Final = {
     "Region": "kvwire.region",
     "Request": "kvwire.request",
     "StoreRequest": "kvwire.store.request",
+    "StoreServer": "kvwire.store.server",
     "BlockStore": "kvwire.store.store",
 }
 

@@ -59,6 +59,22 @@ class Hierarchy:
             here[~here] = await tier.find(keys[~here]) != ABSENT
         return here
 
+    async def orders(self, keys: Keys) -> Orders:
+        """The order of each block's image in the first tier that has it, or ``ABSENT``.
+
+        Cancel safety: safe, it only looks.
+        """
+        slots = self.memory.index.find(keys)
+        here = slots >= 0
+        orders = np.full(keys.size, ABSENT, np.uint8)
+        orders[here] = self.memory.index.orders(slots[here])
+        for tier in self.below:
+            lacking = orders == ABSENT
+            if not lacking.any():
+                break
+            orders[lacking] = await tier.find(keys[lacking])
+        return orders
+
     def touch(self, keys: Keys) -> None:
         """The blocks of a chain were used, wherever they are; its head goes last."""
         slots = self.memory.index.find(keys)

@@ -32,7 +32,7 @@ from kvwire.store.slabs import Slabs
 from kvwire.store.space import Space, space_of
 from kvwire.store.threads import Threads
 from kvwire.store.tier import Tier, TierStats
-from kvwire.store.tiers import open_tier
+from kvwire.store.tiers import ELSEWHERE, PASSAGE, open_tier
 
 HashTokens = int | Mapping[str, int] | None
 Write = Literal["through", "back"]
@@ -211,6 +211,11 @@ class BlockStore:
         """For each tier why it takes no blocks, or what failed last; empty if well."""
         return {self._name: ""} | {t.name: t.trouble for t in self._tiers.below}
 
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """Its tiers together, for whoever serves the store to others."""
+        return self._tiers
+
     async def flush(self) -> None:
         """Return when the blocks of every put so far survive a power cut as well.
 
@@ -337,6 +342,8 @@ class OpeningStore:
         if isinstance(tiers, str) or not tiers:
             raise UsageError('tiers: a list, such as ["memory:8GiB"]')
         self._tiers = [TierAddress.parse(text) for text in tiers]
+        if self._tiers[0].scheme in ELSEWHERE:
+            self._tiers.insert(0, TierAddress.parse(PASSAGE))
         if self._tiers[0].scheme != "memory":
             raise UsageError(
                 f"tiers: {self._tiers[0].text!r} is first; every block passes through "

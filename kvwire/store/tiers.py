@@ -8,10 +8,17 @@ from typing import Final
 from kvwire.errors import UsageError
 from kvwire.store.address import TierAddress
 from kvwire.store.disk import DiskTier
+from kvwire.store.remote import RemoteTier
 from kvwire.store.tier import Tier
+
+ELSEWHERE: Final = frozenset({"kvwire", "object"})
+"""Kinds that may be the only tier: others have the blocks as well."""
+PASSAGE: Final = "memory:256MiB"
+"""What blocks pass through where there is no memory tier: a few batches each way."""
 
 _KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
     "disk": DiskTier.open,
+    "kvwire": RemoteTier.open,
 }
 
 
