@@ -62,6 +62,9 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         config: A Config, the path of a TOML file, or None for the environment alone.
         **arguments: Keys of Config that override it, such as ``name="decode-0"``.
 
+    Attributes:
+        config: What they come to.
+
     Raises:
         UsageError: The configuration cannot be used.
 
@@ -75,9 +78,9 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
     ) -> None:
         if isinstance(config, Config):
             # Checked here, since a Config that was made by hand has not been.
-            self._config = config.replace(**arguments)
+            self.config = config.replace(**arguments)
         else:
-            self._config = Config.load(config, **arguments)
+            self.config = Config.load(config, **arguments)
         self._communicator: Communicator | None = None
 
     def __await__(self) -> Generator[Any, Any, Communicator]:
@@ -96,7 +99,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         await self._communicator.close()
 
     async def _open(self) -> Communicator:
-        return Communicator(self._config)
+        return Communicator(self.config)
 
 
 class Communicator(Offering):

@@ -66,6 +66,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         quarantine_bytes: New transfers are refused while more memory than this waits
             for a transport to let go of it.
         connections_max: Inbound connections at once.
+        io_cpus: CPUs that the thread of a :class:`kvwire.Engine` may run on; if empty,
+            those of the thread that makes the engine.
     """
 
     name: Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)] = ""
@@ -109,6 +111,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     resume: bool = True
     quarantine_bytes: Annotated[int, Meta(ge=0)] = limits.QUARANTINE_BYTES
     connections_max: Annotated[int, Meta(ge=1, le=65_536)] = limits.CONNECTIONS_MAX
+    io_cpus: tuple[Annotated[int, Meta(ge=0, le=limits.CPU_MAX)], ...] = ()
 
     @classmethod
     def load(
@@ -204,7 +207,7 @@ def _from_environment(
 
 def _from_text(key: str, text: str) -> Any:
     """Environment values are text: lists are separated by commas, tables are a=b."""
-    if key in ("prefer", "require", "forbid", "psk_accept_files"):
+    if key in ("prefer", "require", "forbid", "psk_accept_files", "io_cpus"):
         return [part.strip() for part in text.split(",") if part.strip()]
     if key not in ("profile", "backends"):
         return text

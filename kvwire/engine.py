@@ -24,7 +24,7 @@ from kvwire.communicator import open as open_communicator
 from kvwire.config import Config
 from kvwire.connection import Connection
 from kvwire.incoming import Incoming
-from kvwire.io_thread import IOThread
+from kvwire.io_thread import IOThread, bind_thread
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
@@ -350,7 +350,9 @@ class EngineIncoming(_EngineTransfer):
 async def _opened(
     config: Config | str | os.PathLike[str] | None, arguments: dict[str, Any]
 ) -> Communicator:
-    return await open_communicator(config, **arguments)
+    opening = open_communicator(config, **arguments)
+    bind_thread(opening.config.io_cpus)
+    return await opening
 
 
 async def _accepted(communicator: Communicator, timeout: float | None) -> Connection:

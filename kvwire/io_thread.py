@@ -23,7 +23,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 from kvwire.errors import ClosedOK, UsageError
@@ -197,6 +197,27 @@ class IOThread:
             # cancelled when the loop is closed.
             if left := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(left, timeout=CLOSE_TIMEOUT_S)
+
+
+def bind_thread(cpus: Collection[int]) -> None:
+    """Let the calling thread, and those that it starts, run on these CPUs only.
+
+    Args:
+        cpus: Their numbers; none changes nothing.
+
+    Raises:
+        UsageError: None of them is there for this process, or the system cannot bind a
+            thread.
+    """
+    if not cpus:
+        return
+    if sys.platform != "linux":
+        raise UsageError("io_cpus: this system cannot bind a thread to CPUs")
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as exc:
+        listed = ", ".join(map(str, sorted(cpus)))
+        raise UsageError(f"io_cpus={listed}: {exc.strerror}") from None
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -101,6 +101,8 @@ CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
 CONNECTIONS_MAX: Final = 4096
 PENDING_HANDSHAKES_MAX: Final = 256
 BACKENDS_MAX: Final = 32
+# What CPU_SETSIZE of glibc has room for, and with it os.sched_setaffinity.
+CPU_MAX: Final = 1023
 PROFILE_FIELDS_MAX: Final = 256
 
 # --- KV caches ------------------------------------------------------------------------

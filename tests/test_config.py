@@ -90,6 +90,8 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
         ({}, {"ping_misses": 1}, "ping_misses=1: Expected `int` >= 2"),
         ({}, {"ping_misses": 11}, "ping_misses=11: Expected `int` <= 10"),
         ({}, {"trust": "hope"}, "trust='hope'"),
+        ({}, {"io_cpus": [-1]}, "io_cpus=.*`int` >= 0"),
+        ({"KVWIRE_IO_CPUS": "0-3"}, {}, "KVWIRE_IO_CPUS: io_cpus="),
         ({}, {"name": "x" * 200}, "`str` of length <= 128"),
         ({}, {"require": [""]}, "require=.*`str` of length >= 1"),
         ({}, {"profile": {"model": "x" * 200}}, "profile=.*`str` of length <= 128"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -386,3 +388,24 @@ def test_blocks_of_a_growing_transfer_are_named_from_any_thread() -> None:
         out.finish()
         assert inc.wait(PATIENCE_S).complete
         assert same(e.source, EVERY, e.target, EVERY)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads")
+def test_its_thread_runs_on_the_cpus_it_is_given() -> None:
+    async def allowed(_: kvwire.Communicator) -> set[int]:
+        return os.sched_getaffinity(0)
+
+    mine = os.sched_getaffinity(0)
+    with kvwire.Engine(io_cpus=[max(mine)]) as engine:
+        assert engine.start(allowed).result(PATIENCE_S) == {max(mine)}
+    with kvwire.Engine() as engine:
+        assert engine.start(allowed).result(PATIENCE_S) == mine
+    assert os.sched_getaffinity(0) == mine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads")
+def test_cpus_that_are_not_there_are_refused() -> None:
+    threads = threading.active_count()
+    with pytest.raises(kvwire.UsageError, match="io_cpus=1023: Invalid argument"):
+        kvwire.Engine(io_cpus=[1023])
+    assert threading.active_count() == threads
