@@ -1,7 +1,8 @@
-"""Communicators as Prometheus metrics.
+"""Communicators and stores as Prometheus metrics.
 
 >>> from prometheus_client import REGISTRY
 >>> REGISTRY.register(CommunicatorCollector(comm))
+>>> REGISTRY.register(StoreCollector(store))
 
 Numbers are read when Prometheus asks and nothing is counted twice, so a scrape costs
 what reading them costs. Names follow the conventions of Prometheus: a unit, ``_total``
@@ -17,7 +18,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvwire import Communicator
+from kvwire import BlockStore, Communicator
 
 # Name, what it counts, the field of Counters.
 _COUNTS: Final = (
@@ -81,3 +82,72 @@ class CommunicatorCollector(Collector):
         )
         waiting.add_metric([name], communicator.quarantined_bytes)
         yield waiting
+
+
+# Name, what it counts, the field of StoreCounters.
+_STORE_COUNTS: Final = (
+    ("kvwire_store_puts", "Puts that are over", "puts"),
+    ("kvwire_store_gets", "Gets that are over", "gets"),
+    ("kvwire_store_stored_blocks", "Blocks put that were new", "stored_blocks"),
+    ("kvwire_store_present_blocks", "Blocks put that were there", "present_blocks"),
+    ("kvwire_store_refused_blocks", "Blocks put and not kept", "refused_blocks"),
+    ("kvwire_store_hit_blocks", "Blocks got that landed", "hit_blocks"),
+    ("kvwire_store_missed_blocks", "Blocks got that did not", "missed_blocks"),
+    ("kvwire_store_put_bytes", "KV bytes put, new or not", "put_bytes"),
+    ("kvwire_store_got_bytes", "KV bytes that landed by gets", "got_bytes"),
+)
+# The same of a tier: fields of TierStats.
+_TIER_COUNTS: Final = (
+    ("kvwire_store_read_blocks", "Blocks that landed from a tier", "read_blocks"),
+    ("kvwire_store_written_blocks", "Blocks a tier has taken", "written_blocks"),
+    ("kvwire_store_evicted_blocks", "Blocks evicted for others", "evicted_blocks"),
+    ("kvwire_store_damaged_blocks", "Blocks that were damaged", "damaged_blocks"),
+    ("kvwire_store_failed_blocks", "Blocks not read or written", "failed_blocks"),
+)
+_TIER_GAUGES: Final = (
+    ("kvwire_store_blocks", "Blocks in a tier", "blocks"),
+    ("kvwire_store_used_bytes", "Bytes that blocks take in a tier", "used_bytes"),
+    ("kvwire_store_size_bytes", "Bytes that they may take", "size_bytes"),
+)
+
+
+class StoreCollector(Collector):
+    """One store, under the label ``store``; its tiers under ``tier``.
+
+    Args:
+        store: Which one.
+        name: The label's value.
+    """
+
+    def __init__(self, store: BlockStore, name: str = "") -> None:
+        self._store = store
+        self._name = name
+
+    def describe(self) -> list[Metric]:
+        """Nothing: names are known without asking a store for its numbers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The numbers of now. From any thread: each is read once."""
+        for metric, text, field in _STORE_COUNTS:
+            count = CounterMetricFamily(metric, text, labels=["store"])
+            count.add_metric([self._name], getattr(self._store.counters, field))
+            yield count
+        stats, report = self._store.stats(), self._store.report
+        labels = ["store", "tier"]
+        for metric, text, field in _TIER_COUNTS:
+            count = CounterMetricFamily(metric, text, labels=labels)
+            for tier, numbers in stats.items():
+                count.add_metric([self._name, tier], getattr(numbers, field))
+            yield count
+        for metric, text, field in _TIER_GAUGES:
+            gauge = GaugeMetricFamily(metric, text, labels=labels)
+            for tier, numbers in stats.items():
+                gauge.add_metric([self._name, tier], getattr(numbers, field))
+            yield gauge
+        trouble = GaugeMetricFamily(
+            "kvwire_store_trouble", "Whether a tier has reported trouble", labels=labels
+        )
+        for tier, said in report.items():
+            trouble.add_metric([self._name, tier], bool(said))
+        yield trouble

@@ -14,7 +14,6 @@ read, or is not what was written, is forgotten here and on the disk.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -62,9 +61,8 @@ class DiskTier(Tier):
         self._slabs = slabs
         self._index = Index(slabs)
         self._sums = np.zeros(slabs.slots, np.uint64)
-        # What the head of each slab on the disk says: bytes of a slot, and the life.
+        # What the head of each slab on the disk says: the bytes of its slots.
         self._heads = np.zeros(len(slabs), np.int64)
-        self._lives = np.zeros(len(slabs), np.uint64)
         self._serial = 0
         self._counts = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
         self._filling = Filling()
@@ -248,7 +246,6 @@ class DiskTier(Tier):
         slabs = slots // self._slabs.stride
         for one in found:
             self._heads[one.slab] = one.slot_bytes
-            self._lives[one.slab] = one.life
             mine = slots[slabs == one.slab]
             if mine.size:
                 self._slabs.restore(one.slab, one.slot_bytes, mine)
@@ -331,7 +328,6 @@ class DiskTier(Tier):
             batch.orders,
             space.image_bytes,
             sums,
-            self._lives[slabs],
             serials.astype(np.uint64),
         )
         self._write_entries(slots, entries)
@@ -341,12 +337,10 @@ class DiskTier(Tier):
         """The head of a slab, unless it is the one that is there."""
         if self._heads[slab] == slot_bytes:
             return
-        # By chance: the number of its last life may not be known any more.
-        life = secrets.randbits(32)
-        head = np.frombuffer(make_head(slot_bytes, life), np.uint8)
+        head = np.frombuffer(make_head(slot_bytes), np.uint8)
         begin = slab_offset(slab, self._slabs.slab_bytes)
         self._file.write(fragments_of(head), begin)
-        self._heads[slab], self._lives[slab] = slot_bytes, life
+        self._heads[slab] = slot_bytes
 
     def _write_entries(self, slots: Ids, entries: np.ndarray[tuple[int], Any]) -> None:
         breaks = np.flatnonzero(np.diff(slots) != 1) + 1

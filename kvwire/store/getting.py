@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.outcome import Outcome
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.share import Share
 from kvwire.store.space import ABSENT, DIGEST_BYTES, Space
@@ -28,6 +29,10 @@ class Get(Work):
         shares: Sequence[Share] = self._shares
         # The first tier below that has not been asked for each block.
         self._next = {share: np.zeros(len(share), np.int64) for share in shares}
+
+    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+        """See Work."""
+        self.tiers.counters.get_ended(outcome, there=there, blocks=blocks)
 
     def turns(self, share: Share) -> Iterable[Ids]:
         """What is in memory first, before what has to come there takes its room."""

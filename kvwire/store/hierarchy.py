@@ -9,6 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from kvwire.kv.blocks import Bits
+from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Keys, Named, Orders
 from kvwire.store.memory import Memory
 from kvwire.store.slabs import Slabs
@@ -29,6 +30,7 @@ class Hierarchy:
         threads: Where copies are made.
 
     Attributes:
+        counters: What has happened so far.
         memory: The first tier.
         below: The others.
         spaces: The spaces of blocks that are or were here, by digest.
@@ -39,6 +41,7 @@ class Hierarchy:
     def __init__(
         self, slabs: Slabs, below: Sequence[Tier], *, through: bool, threads: Threads
     ) -> None:
+        self.counters = StoreCounters()
         self.memory = Memory(slabs, self._demote if below else None)
         self.below = tuple(below)
         self.through = through and bool(below)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.outcome import Outcome
 from kvwire.store.tier import Batch, Fate
 from kvwire.store.work import Work, once
 
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 
 class Put(Work):
     """The blocks of one put on their way in."""
+
+    # Blocks that were there before.
+    _present = 0
+
+    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+        """See Work."""
+        self.tiers.counters.put_ended(
+            outcome, there=there, blocks=blocks, present=self._present
+        )
 
     async def step(self, share: Share, positions: Ids) -> Bits:
         """What is not in memory is copied there, and then written below.
@@ -29,6 +39,7 @@ class Put(Work):
         if not self.tiers.through:
             done = slots >= 0
         if done.any():
+            self._present += int(done.sum())
             self.settled(int(done.sum()))
             return done
         if not memory.fits(nbytes):

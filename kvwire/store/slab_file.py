@@ -6,9 +6,9 @@
     one page   | head, entry, entry, ... | slot | slot | ... |
 
 An *entry* of 128 bytes says what is in a slot: key, order, length and checksum of the
-image. A slab's *head* says how long its slots are, and has a number that its entries
-repeat: when a slab goes to another size it gets another number, and the entries of its
-former life mean nothing any more. Heads and entries have checksums of their own.
+image. A slab's *head* says how long its slots are; when a slab goes to another size,
+the entries of its former one do not fit it any more. Heads and entries have checksums
+of their own.
 
 What is on the disk is one fact for each slot, written in place. There is no log to be
 replayed or shortened, and a restart reads 128 bytes a slot, whatever has happened
@@ -51,7 +51,7 @@ SUPERBLOCK_BYTES: Final = GRAIN_BYTES
 Sums = npt.NDArray[np.uint64]
 
 _SUPERBLOCK: Final = struct.Struct("<8sIxxxxQ")
-_HEAD: Final = struct.Struct("<8sQI")
+_HEAD: Final = struct.Struct("<8sQ")
 _SUM: Final = struct.Struct("<Q")
 _KEY_BYTES_MAX: Final = DIGEST_BYTES + STORE_HASH_BYTES_MAX
 _ENTRY: Final = np.dtype(
@@ -60,11 +60,11 @@ _ENTRY: Final = np.dtype(
         ("key_bytes", "<u2"),
         ("order", "u1"),
         ("used", "u1"),
-        ("life", "<u4"),
+        ("spare", "<u4"),
         ("serial", "<u8"),
         ("nbytes", "<u8"),
         ("image_sum", "<u8"),
-        ("spare", "<u8"),
+        ("spares", "<u8"),
         ("sum", "<u8"),
     ]
 )
@@ -80,7 +80,6 @@ class Found(NamedTuple):
     Attributes:
         slab: Its number.
         slot_bytes: The size of its slots.
-        life: The number that its entries have.
         slots: The slots with a valid entry.
         keys, orders, sums: What is in each.
         serials: When it was written: larger is later.
@@ -88,7 +87,6 @@ class Found(NamedTuple):
 
     slab: int
     slot_bytes: int
-    life: int
     slots: Ids
     keys: Keys
     orders: Orders
@@ -130,13 +128,13 @@ def read_superblock(file: File) -> int:
     return int(slab_bytes)
 
 
-def make_head(slot_bytes: int, life: int) -> bytes:
+def make_head(slot_bytes: int) -> bytes:
     """The head of a slab that goes to a size."""
-    return _summed(_HEAD.pack(MAGIC, slot_bytes, life)).ljust(ENTRY_BYTES, b"\0")
+    return _summed(_HEAD.pack(MAGIC, slot_bytes)).ljust(ENTRY_BYTES, b"\0")
 
 
 def make_entries(
-    keys: Keys, orders: Orders, nbytes: int, sums: Sums, lives: Sums, serials: Sums
+    keys: Keys, orders: Orders, nbytes: int, sums: Sums, serials: Sums
 ) -> npt.NDArray[np.void]:
     """The entries of slots that hold images of one length; the keys have one length."""
     entries = np.zeros(keys.size, _ENTRY)
@@ -146,7 +144,6 @@ def make_entries(
     entries["key_bytes"] = width
     entries["order"] = orders
     entries["used"] = 1
-    entries["life"] = lives
     entries["serial"] = serials
     entries["nbytes"] = nbytes
     entries["image_sum"] = sums
@@ -170,7 +167,7 @@ def scan(file: File, slabs: Slabs) -> Iterator[Found]:
         begin = slab_offset(slab, slabs.slab_bytes)
         file.read(fragments_of(head), begin)
         text = head[: _HEAD.size].tobytes()
-        magic, slot_bytes, life = _HEAD.unpack(text)
+        magic, slot_bytes = _HEAD.unpack(text)
         if magic != MAGIC or head[: _HEAD.size + _SUM.size].tobytes() != _summed(text):
             continue
         if slot_bytes % GRAIN_BYTES or not 0 < slot_bytes <= slabs.slab_bytes:
@@ -179,7 +176,7 @@ def scan(file: File, slabs: Slabs) -> Iterator[Found]:
         if count:
             entries = np.zeros(count, _ENTRY)
             file.read(fragments_of(entries), begin + ENTRY_BYTES)
-            yield _valid(entries, slab, slot_bytes, life, slabs.stride)
+            yield _valid(entries, slab, slot_bytes, slabs.stride)
 
 
 def image_sums(images: Fragments) -> Sums:
@@ -196,15 +193,12 @@ def image_sums(images: Fragments) -> Sums:
     return sums
 
 
-def _valid(
-    entries: npt.NDArray[Any], slab: int, slot_bytes: int, life: int, stride: int
-) -> Found:
-    """Those entries of a slab that are of this life, and whole."""
+def _valid(entries: npt.NDArray[Any], slab: int, slot_bytes: int, stride: int) -> Found:
+    """Those entries of a slab that are whole, and of slots of its size."""
     key_bytes = entries["key_bytes"].astype(np.int64)
     sizes = entries["nbytes"]
     good = (
         (entries["used"] == 1)
-        & (entries["life"] == life)
         & (key_bytes > DIGEST_BYTES)
         & (key_bytes <= _KEY_BYTES_MAX)
         & (entries["order"] < len(ORDERS))
@@ -221,7 +215,6 @@ def _valid(
     return Found(
         slab,
         slot_bytes,
-        life,
         places + slab * stride,
         keys,
         entries["order"][places],

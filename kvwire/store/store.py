@@ -22,6 +22,7 @@ from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Side, TransferPlan
 from kvwire.store.address import TierAddress
+from kvwire.store.counters import StoreCounters
 from kvwire.store.getting import Get
 from kvwire.store.hierarchy import Hierarchy
 from kvwire.store.index import as_keys
@@ -77,9 +78,12 @@ class BlockStore:
         return OpeningStore(tiers, write)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._tiers.memory.index)} blocks"
-        names = [self._name, *(tier.name for tier in self._tiers.below)]
-        return f"<BlockStore {', '.join(names)}; {state} in memory>"
+        state = (
+            "closed"
+            if self._closed
+            else f"{len(self._tiers.memory.index)} blocks in memory"
+        )
+        return f"<BlockStore {self.name}; {state}>"
 
     # --- blocks -----------------------------------------------------------------------
 
@@ -200,6 +204,16 @@ class BlockStore:
         return self._begin(StoreRequest(Get(self._tiers, shares, plan)))
 
     # --- the store --------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Its tiers, as they were written."""
+        return ", ".join((self._name, *(tier.name for tier in self._tiers.below)))
+
+    @property
+    def counters(self) -> StoreCounters:
+        """What has happened so far."""
+        return self._tiers.counters
 
     def stats(self) -> dict[str, TierStats]:
         """What is in each tier and has happened to it, by the tier's name."""

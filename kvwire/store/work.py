@@ -79,6 +79,10 @@ class Work(ABC):
         Cancel safety: a copy that is under way is finished first.
         """
 
+    @abstractmethod
+    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+        """Count the end of it: so many of its blocks landed."""
+
     def turns(self, share: Share) -> Iterable[Ids]:
         """The positions of a share in the order of their turns, ascending in each."""
         return (np.arange(len(share)),)
@@ -159,9 +163,12 @@ class Work(ABC):
             for code, text in enumerate(self._reasons)
             if code != _LANDED
         ]
-        return outcome_of(
+        outcome = outcome_of(
             landed, otherwise="", reasons=reasons, timings=self._timings()
         )
+        there = sum(int((codes == _LANDED).sum()) for codes in self._codes.values())
+        self.count(outcome, there, sum(map(len, self._shares)))
+        return outcome
 
     def _timings(self) -> Timings:
         now = monotonic()

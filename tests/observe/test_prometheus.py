@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
 import kvwire
-from kvwire.observe.prometheus import CommunicatorCollector
+from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.testing.harness import loopback
 
 SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
@@ -59,3 +61,27 @@ async def test_the_text_is_what_prometheus_reads() -> None:
         text = generate_latest(registry).decode()
         assert "# TYPE kvwire_sent_bytes_total counter" in text
         assert 'kvwire_transfers_total{communicator="a",outcome="failed"} 0.0' in text
+
+
+async def test_a_scrape_shows_a_store_and_its_tiers(tmp_path: Path) -> None:
+    memory, disk = "memory:1MiB", f"disk:{tmp_path}?size=1MiB"
+    hashes = [bytes([i]) * 32 for i in range(3)]
+    async with kvwire.BlockStore.open([memory, disk]) as store:
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(store, "cache"))
+        await store.put(hashes[:2], cache(7), [0, 1])
+        await store.put(hashes[:2], cache(7), [0, 1])
+        await store.get(hashes, cache(0), [0, 1, 2])
+
+        def value(metric: str, **labels: str) -> float | None:
+            return registry.get_sample_value(metric, {"store": "cache", **labels})
+
+        assert value("kvwire_store_puts_total") == 2
+        assert value("kvwire_store_stored_blocks_total") == 2
+        assert value("kvwire_store_present_blocks_total") == 2
+        assert value("kvwire_store_hit_blocks_total") == 2
+        assert value("kvwire_store_missed_blocks_total") == 1
+        assert value("kvwire_store_got_bytes_total") == 2 * SPEC.block_bytes
+        assert value("kvwire_store_written_blocks_total", tier=disk) == 2
+        assert value("kvwire_store_blocks", tier=memory) == 2
+        assert value("kvwire_store_trouble", tier=disk) == 0

@@ -16,7 +16,7 @@ import pytest
 
 from kvwire import BlockStore, UsageError
 from kvwire.store.index import Keys, as_keys
-from kvwire.store.slab_file import SUPERBLOCK_BYTES
+from kvwire.store.slab_file import ENTRY_BYTES, SUPERBLOCK_BYTES
 from kvwire.store.slabs import GRAIN_BYTES
 from kvwire.store.space import ABSENT, space_of
 from tests.store.caches import Filled, chain
@@ -96,6 +96,27 @@ async def test_a_flipped_bit_is_never_returned(tmp_path: Path, seed: int) -> Non
         assert (await store.put(hashes, source.cache, IDS)).complete
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await landed(store, source, hashes) == IDS
+
+
+@pytest.mark.parametrize("first", range(0, ENTRY_BYTES, 16))
+async def test_an_entry_with_a_flipped_bit_is_none(tmp_path: Path, first: int) -> None:
+    """Key, order, length, checksum: each byte of an entry, one in each of 16 entries.
+
+    An order that is another one would be valid, and give a block in a wrong layout.
+    """
+    source, hashes = Filled(seed=1), chain(16)
+    one = "memory:128KiB", f"disk:{tmp_path}?size=260KiB&slab=256KiB"
+    async with BlockStore.open(one) as store:
+        await store.put(hashes, source.cache, IDS)
+    blocks = tmp_path / "blocks"
+    data = bytearray(blocks.read_bytes())
+    for place in range(16):
+        entry = SUPERBLOCK_BYTES + (1 + place) * ENTRY_BYTES
+        data[entry + first + place] ^= 1
+    blocks.write_bytes(data)
+    async with BlockStore.open(one) as store:
+        assert store.stats()[one[1]].blocks == 0
+        assert await landed(store, source, hashes) == []
 
 
 async def test_damage_is_a_reason(tmp_path: Path) -> None:

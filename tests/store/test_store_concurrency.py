@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, Outcome
+from kvwire.kv.fragments import Fragments
 from kvwire.store.request import StoreRequest
+from kvwire.store.threads import copy_in_turns
 from tests.store.caches import Filled, chain
 from tests.store.files import Faults, Scripted, disk, store_on
 
@@ -88,8 +91,6 @@ class Gate:
     """A hook that holds back writes until it is opened, from a thread's view."""
 
     def __init__(self) -> None:
-        import threading
-
         self.reached = threading.Event()
         self.open = threading.Event()
         self.open.set()
@@ -98,6 +99,35 @@ class Gate:
         if call == "pwritev" and not self.open.is_set():
             self.reached.set()
             self.open.wait()
+
+
+async def test_a_block_that_is_being_copied_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A get beside the put waits for its copy, and never has a part of it."""
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow_copy(source: Fragments, destination: Fragments) -> None:
+        copying.set()
+        assert go_on.wait(20)
+        copy_in_turns(source, destination)
+
+    monkeypatch.setattr("kvwire.store.work.copy_in_turns", slow_copy)
+    async with BlockStore.open(["memory:64KiB"]) as store:
+        put = asyncio.create_task(put_chain(store, 1))
+        await asyncio.to_thread(copying.wait)
+        assert await store.match(chain(BLOCKS, "1")) == 0
+        get = asyncio.create_task(get_chain(store, 1))
+        again = asyncio.create_task(put_chain(store, 1))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not get.done()
+        assert not again.done()
+        go_on.set()
+        assert await get == BLOCKS
+        assert (await put).complete
+        assert (await again).complete
+        assert store.counters.present_blocks == BLOCKS
 
 
 async def test_a_put_is_drained_before_it_is_complete(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ MEMORY = ["memory:512KiB"]
 
 def spec(**changed: object) -> KVSpec:
     fields = {name: getattr(SPEC, name) for name in SPEC.__slots__}
-    return KVSpec(**fields | changed)  # type: ignore[arg-type]
+    return KVSpec(**fields | changed)
 
 
 @pytest.mark.parametrize(

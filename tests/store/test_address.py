@@ -1,0 +1,50 @@
+"""Tiers as users write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvwire import UsageError
+from kvwire.limits import GIB, KIB, MIB
+from kvwire.store.address import TierAddress
+
+
+def test_the_parts_of_an_address() -> None:
+    address = TierAddress.parse("disk:var/kv cache?size=1.5GiB&slab=32MiB")
+    assert (address.scheme, address.place) == ("disk", "var/kv cache")
+    assert address.size(address.options["size"]) == 3 * GIB // 2
+    assert address.slab_bytes(GIB) == 32 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8192", 8192), ("4 KiB", 4 * KIB), ("2mib", 2 * MIB), ("10KB", 10_000)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert TierAddress.parse(f"memory:{text}").size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "8", "-8GiB", "1e9", "8GiBs", "nan", "9" * 17])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="tier 'memory:"):
+        TierAddress.parse(f"memory:{text}").size(text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "slab_bytes"),
+    [
+        (100 * GIB, 64 * MIB),
+        (256 * MIB, 16 * MIB),
+        (512 * KIB, 64 * KIB),
+        (32 * KIB, 32 * KIB),
+        (10_000, 8 * KIB),
+    ],
+)
+def test_slabs_by_the_size_of_the_tier(nbytes: int, slab_bytes: int) -> None:
+    assert TierAddress.parse("memory:1").slab_bytes(nbytes) == slab_bytes
+
+
+@pytest.mark.parametrize("text", [7, "memory", "disk:a?size=1&size=2"])
+def test_what_is_no_tier(text: object) -> None:
+    with pytest.raises(UsageError, match="tier "):
+        TierAddress.parse(text)
