@@ -39,6 +39,11 @@ app.command(
     name="doctor",
     help="Say what can run here, what cannot, and what to do about it.",
 )
+app.command(
+    "kvwire.cli.store:app",
+    name="store",
+    help="Serve a KV store to other processes, and look at one.",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

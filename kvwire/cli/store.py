@@ -1,0 +1,182 @@
+"""``kvwire store``: serve a store to other processes, and look at one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+import kvwire
+from kvwire import Config, KVWireError
+from kvwire.cli.doctor.findings import in_bytes
+from kvwire.limits import STORE_BERTH_BYTES
+from kvwire.store.address import TierAddress
+from kvwire.store.asking import ask_report
+from kvwire.store.requests import Report, TierRow
+
+app = App(name="store")
+
+
+@app.command
+def serve(
+    *,
+    listen: str,
+    tier: Annotated[list[str], Parameter(negative="")],
+    psk_file: Path | None = None,
+    config: Path | None = None,
+    read_only: bool = False,
+    berth: str = "",
+    write: Literal["through", "back"] = "through",
+) -> None:
+    """Serve a store to other processes, whose tier it is as kvwire://HOST:PORT.
+
+    Until Ctrl-C or SIGTERM; then what was begun is finished, and the tiers are closed.
+
+    Args:
+        listen: Where to listen, such as 0.0.0.0:7500. Other hosts need a key.
+        tier: A tier, fastest first: --tier memory:8GiB --tier
+            'disk:/var/kv?size=100GiB'.
+        psk_file: The key that clients have to prove; made by `kvwire keygen`.
+        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        read_only: Clients may get and not put.
+        berth: The most that one transfer moves, so the largest block; 16MiB.
+        write: When a put is complete: "through", when a disk has it, or "back", when
+            memory has it.
+    """
+    settings: dict[str, Any] = {"config": config, "read_only": read_only}
+    if psk_file is not None:
+        settings["psk_file"] = str(psk_file)
+    settings["berth_bytes"] = (
+        TierAddress.parse(f"memory:{berth}").size(berth, "--berth")
+        if berth
+        else STORE_BERTH_BYTES
+    )
+    _run(_serve(listen, tier, write, settings), listen)
+
+
+@app.command
+def stats(
+    address: str,
+    /,
+    *,
+    psk_file: Path | None = None,
+    config: Path | None = None,
+    json: bool = False,
+) -> None:
+    """What a served store has in its tiers, and who uses it.
+
+    Args:
+        address: Where it listens.
+        psk_file: The key that it asks for.
+        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        json: Print JSON instead.
+    """
+    key: dict[str, Any] = {}
+    if psk_file is not None:
+        key = {"trust": "psk", "psk_file": str(psk_file)}
+    wanted = Config.load(config, **key)
+    report = _run(ask_report(address.removeprefix("kvwire://"), wanted), address)
+    if json:
+        document = msgspec.json.encode(_plain(report))
+        sys.stdout.buffer.write(msgspec.json.format(document) + b"\n")
+        return
+    console = Console(highlight=False, markup=False)
+    console.print(_tiers(report))
+    for tier in report.tiers:
+        if tier.trouble:
+            console.print(f"{tier.name}: {tier.trouble}")
+    console.print(_clients(report))
+
+
+def _run(work: Any, address: str) -> Any:
+    try:
+        return asyncio.run(work)
+    except OSError as exc:
+        raise KVWireError(f"{address}: {exc.strerror or exc}") from None
+
+
+async def _serve(
+    listen: str,
+    tiers: list[str],
+    write: Literal["through", "back"],
+    settings: dict[str, Any],
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with (
+        kvwire.BlockStore.open(tiers, write=write) as store,
+        kvwire.StoreServer(store, listen, **settings) as server,
+    ):
+        # Not wrapped: scripts read the port from it.
+        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        console.print(f"serving {', '.join(tiers)} on {server.address}; Ctrl-C ends")
+        await stop.wait()
+
+
+def _tiers(report: Report) -> Table:
+    mode = ", read-only" if report.read_only else ""
+    table = Table(title=f"{report.name}{mode}", title_justify="left")
+    table.add_column("tier", overflow="fold")
+    for column in ("blocks", "used", "of", "read", "written", "evicted", "failed"):
+        table.add_column(column, justify="right")
+    for tier in report.tiers:
+        counts = tier.stats
+        table.add_row(
+            tier.name,
+            f"{counts.blocks:,}",
+            in_bytes(counts.used_bytes),
+            in_bytes(counts.size_bytes) if counts.size_bytes else "-",
+            f"{counts.read_blocks:,}",
+            f"{counts.written_blocks:,}",
+            f"{counts.evicted_blocks:,}",
+            f"{counts.damaged_blocks + counts.failed_blocks:,}",
+        )
+    return table
+
+
+def _clients(report: Report) -> Table:
+    dropped = f", {report.dropped} dropped" if report.dropped else ""
+    title = f"{len(report.clients)} clients{dropped}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("client", overflow="fold")
+    table.add_column("address", overflow="fold")
+    for column in ("open", "requests", "read", "written"):
+        table.add_column(column, justify="right")
+    for client in report.clients:
+        table.add_row(
+            client.name,
+            client.address,
+            f"{client.requests:,}",
+            f"{client.asked:,}",
+            in_bytes(client.read_bytes),
+            in_bytes(client.written_bytes),
+        )
+    return table
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    """The report with names for its fields, which on the wire are numbered."""
+    return _named(report) | {
+        "tiers": [_tier(row) for row in report.tiers],
+        "clients": [_named(row) for row in report.clients],
+    }
+
+
+def _tier(row: TierRow) -> dict[str, Any]:
+    named = _named(row)
+    return named | _named(named.pop("stats"))
+
+
+def _named(message: msgspec.Struct) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(message)
+    fields.pop("number", None)
+    return fields

@@ -1,0 +1,55 @@
+"""A store server in a process of its own, which a test can kill, stop and continue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+from tests.support.tree import ROOT
+
+
+class ServerProcess:
+    """The parent's side of it.
+
+    Attributes:
+        where: The tier that it is.
+        port: Where it listens.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.port = port
+        self.where = f"kvwire://127.0.0.1:{port}"
+        self._process = process
+
+    def signal(self, number: signal.Signals) -> None:
+        """Kill, stop or continue it."""
+        os.kill(self._process.pid, number)
+
+    async def wait(self) -> int:
+        """Its exit status."""
+        return await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(*arguments: str, port: int = 0) -> AsyncIterator[ServerProcess]:
+    """Run ``kvwire store serve`` with some arguments, and kill it at the end."""
+    command = ("-m", "kvwire", "store", "serve", "--listen", f"127.0.0.1:{port}")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *command, *arguments),
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stderr is not None
+        said = (await process.stderr.readline()).decode()
+        assert "serving" in said, said + (await process.stderr.read()).decode()
+        address = said.partition(" on ")[2].partition(";")[0]
+        yield ServerProcess(process, int(address.rpartition(":")[2]))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
