@@ -155,6 +155,19 @@ async def test_groups_of_several_sizes_share_the_room(tmp_path: Path) -> None:
                     )
 
 
+async def test_a_slab_that_has_changed_its_size(tmp_path: Path) -> None:
+    """What its entries said of the other size is not taken up at a restart."""
+    small, large = Filled(12, seed=1), Filled(1, spec(layers=16, head_dim=16), seed=2)
+    tiers = ["memory:16KiB", f"disk:{tmp_path}?size=68KiB&slab=64KiB"]
+    async with BlockStore.open(tiers) as store:
+        await store.put(chain(12), small.cache, list(range(12)))
+        assert (await store.put(chain(1, "large"), large.cache, [0])).complete
+    async with BlockStore.open(tiers) as store:
+        assert store.stats()[tiers[1]].blocks == 1
+        assert await store.match(chain(12), small.cache) == 0
+        assert await store.match(chain(1, "large"), large.cache) == 1
+
+
 async def test_outcomes_feed_the_prefill_plan() -> None:
     source, target, hashes = Filled(seed=1), Filled(), chain(4)
     async with BlockStore.open(MEMORY) as store:
