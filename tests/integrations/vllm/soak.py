@@ -50,6 +50,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--together", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--fresh", action="store_true", help="decode keeps no prompt and fetches each"
+    )
     options = parser.parse_args()
     chance = random.Random(options.seed)
     began = time.monotonic()
@@ -58,7 +61,8 @@ def main() -> int:
         model = make_model("gqa", folder)
         transfer = {"lease_s": 3.0}
         prefill = engine(model, folder, "prefill", 0, transfer)
-        decode = engine(model, folder, "decode", 1, transfer)
+        more = ["--no-enable-prefix-caching"] if options.fresh else []
+        decode = engine(model, folder, "decode", 1, transfer, *more)
         proxy = front(prefill, decode, folder)
         for process in (prefill, decode, proxy):
             stack.callback(process.kill)
