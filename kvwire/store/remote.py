@@ -119,8 +119,9 @@ class RemoteTier(Tier):
                 if found.size != which.size:
                     raise _lie(up, f"{found.size} orders of {which.size} blocks")
                 orders[which] = found
+            self.away = ""
         except KVWireError as exc:
-            self.trouble = str(exc)
+            self.trouble = self.away = str(exc)
         return orders
 
     def touch(self, keys: Keys) -> None:
@@ -185,7 +186,7 @@ class RemoteTier(Tier):
 
     def _changed(self) -> None:
         """The line has gone up or down."""
-        self.trouble = self._line.trouble
+        self.trouble = self.away = self._line.trouble
         if self._line.up is not None:
             welcome = self._line.up.welcome
             self.durable = welcome.durable
