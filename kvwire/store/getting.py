@@ -19,6 +19,7 @@ NOT_THERE: Final = "it is not in the store"
 
 # Other spaces that are looked into to say why nothing was found.
 _SPACES_TRIED: Final = 16
+_NO_KEYS: Final = as_keys(())
 
 
 class Get(Work):
@@ -62,16 +63,24 @@ class Get(Work):
 
         Cancel safety: safe, it only looks.
         """
+        below = self.tiers.below
         for share in self._shares:
             positions = self.lacking(share, NOT_THERE)
             spaces = [s for s in self.tiers.spaces.values() if s != share.space]
-            for other in spaces[:_SPACES_TRIED] if positions.size else ():
-                keys = _moved(share.keys[positions], other)
-                found = await self.tiers.find(keys)
+            spaces = spaces[:_SPACES_TRIED]
+            if not positions.size:
+                continue
+            if away := "; ".join(f"{t.name}: {t.away}" for t in below if t.away):
+                self.lost(share, positions, f"{NOT_THERE}, but for {away}")
+            # In one call: a tier may be a round trip away.
+            keys = [_moved(share.keys[positions], other) for other in spaces]
+            found = await self.tiers.find(np.concatenate((*keys, _NO_KEYS)))
+            table = found.reshape(-1, positions.size)
+            for other, there in zip(spaces, table, strict=True):
                 fields = ", ".join(share.space.differing(other))
                 why = f"{NOT_THERE} for this cache; it is for one with another {fields}"
-                if found.any():
-                    self.lost(share, positions[found], why)
+                if there.any():
+                    self.lost(share, positions[there], why)
 
     # --- inside -----------------------------------------------------------------------
 

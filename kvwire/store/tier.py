@@ -112,11 +112,13 @@ class Tier(ABC):
         name: How the caller named it, for reports and reasons.
         durable: Whether what it has taken is found again after a restart.
         trouble: Why it takes no blocks, or what failed last; empty if all is well.
+        away: Why ``find`` cannot say what is there; empty while it can.
     """
 
     name: str
     durable: bool
     trouble: str = ""
+    away: str = ""
 
     @property
     def taking(self) -> bool:
