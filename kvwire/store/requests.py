@@ -304,6 +304,9 @@ AnyRequest = Hello | Find | Touch | Put | Get | Flush | Stats
 AnyReply = Welcome | Found | Done | Report
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
+# msgspec reports a text that is no UTF-8 as Python does, and likewise what is deeper
+# than its stack among fields that this version does not know.
+_UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
     AnyRequest
@@ -324,7 +327,7 @@ def decode_request(body: bytes | bytearray) -> AnyRequest:
     """
     try:
         return _requests.decode(body)
-    except msgspec.MsgspecError as exc:
+    except _UNREADABLE as exc:
         raise UsageError(f"not a request: {shown(str(exc))}") from None
 
 
@@ -336,5 +339,5 @@ def decode_reply(body: bytes | bytearray) -> AnyReply:
     """
     try:
         return _replies.decode(body)
-    except msgspec.MsgspecError as exc:
+    except _UNREADABLE as exc:
         raise UsageError(f"not a reply: {shown(str(exc))}") from None
