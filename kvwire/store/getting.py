@@ -133,6 +133,7 @@ class Get(Work):
                 fates = await tier.read(share.space, batch)
                 self._note(share, positions, fates, tier)
                 landed = fates == Fate.LANDED
+                self.tiers.spaces[share.space.digest] = share.space
                 memory.index.mark(taken[landed], orders[landed])
                 memory.index.name(keys[landed], taken[landed])
         finally:

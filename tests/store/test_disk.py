@@ -306,6 +306,8 @@ async def test_spaces_that_cannot_be_read_are_only_words(tmp_path: Path) -> None
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await store.match(hashes, source.cache) == 4
         assert await landed(store, source, hashes) == IDS[:4]
+        # What was got is known again, also to whoever evicts it from memory.
+        assert await store.match(hashes) == 4
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import BlockStore, Outcome
+from kvwire import BlockStore, Outcome, PagedCache
 from kvwire.kv.fragments import Fragments
 from kvwire.store.request import StoreRequest
 from kvwire.store.threads import copy_in_turns
-from tests.store.caches import Filled, chain
+from tests.store.caches import SPEC, Filled, chain
 from tests.store.files import Faults, Scripted, disk, store_on
 
 CHAINS = 10
@@ -153,6 +153,41 @@ async def test_a_put_is_drained_before_it_is_complete(tmp_path: Path) -> None:
         again = Filled(BLOCKS)
         assert (await store.get(hashes, again.cache, IDS)).complete
         assert np.array_equal(again.tokens(IDS), expected)
+
+
+@pytest.mark.parametrize("into_cache", [False, True])
+async def test_what_is_not_copied_yet_is_not_drained(
+    monkeypatch: pytest.MonkeyPatch, into_cache: bool
+) -> None:
+    """Of two cache groups one is through, and the other is just being copied."""
+    second, go_on = threading.Event(), threading.Event()
+    copies: list[int] = []
+
+    def slow_copy(source: Fragments, destination: Fragments) -> None:
+        copies.append(source.nbytes)
+        if len(copies) == 2:
+            second.set()
+            assert go_on.wait(20)
+        copy_in_turns(source, destination)
+
+    ends = Filled(BLOCKS, seed=1), Filled(BLOCKS, seed=2)
+    cache = PagedCache.grouped(
+        {name: (SPEC, end.tensors) for name, end in zip("ab", ends, strict=True)}
+    )
+    hashes, ids = {"a": chain(4), "b": chain(4)}, {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
+    async with BlockStore.open(["memory:64KiB"]) as store:
+        if into_cache:
+            await store.put(hashes, cache, ids)
+        monkeypatch.setattr("kvwire.store.work.copy_in_turns", slow_copy)
+        request = (store.get if into_cache else store.put)(hashes, cache, ids)
+        await asyncio.to_thread(second.wait)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not request.is_drained
+        go_on.set()
+        await request.drained()
+        assert len(copies) == 2
+        assert (await request).complete
 
 
 async def test_a_cancelled_await_does_not_stop_the_put(tmp_path: Path) -> None:
