@@ -167,8 +167,8 @@ STORE_KEYS_MAX: Final = 4096
 STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
 # Requests of one client at once: they are small, and its transfers wait for a berth.
 STORE_REQUESTS_MAX: Final = 64
-# Memory of a server for one client's transfers, in berths of as much as a store moves at
-# once: one is copied while the other one is on the wire.
+# Memory of a server for one client's transfers, in berths of as much as a store moves
+# at once: one is copied while the other one is on the wire.
 STORE_BERTH_BYTES: Final = STORE_BATCH_BYTES
 STORE_BERTHS: Final = 2
 STORE_BERTHS_MAX: Final = 64
