@@ -107,6 +107,8 @@ class Up:
                 raise error from None
             finally:
                 self._answers.pop(number, None)
+                # Its exception holds this frame, and with it what moves, in a cycle.
+                del answer
         if not isinstance(found, kind):
             self.connection.abort(f"{type(found).__name__} is no answer to that")
             raise ConnectionLost("the server has answered something else")
@@ -150,7 +152,7 @@ class Up:
 
         Cancel safety: what waits is failed.
         """
-        error: KVWireError = ConnectionLost("the line was closed")
+        why = "the line was closed"
         try:
             while True:
                 reply = decode_reply(await self.connection.recv(TAG))
@@ -161,15 +163,20 @@ class Up:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
         except KVWireError as exc:
-            error = exc
+            why = str(exc)
             raise
         finally:
-            self.connection.abort(str(error))
-            for waiting in self._answers.values():
-                if not waiting.done():
-                    waiting.set_exception(error)
-            for transfer in self._transfers:
-                transfer.abort(str(error))
+            self._end(why)
+
+    def _end(self, why: str) -> None:
+        """Fail what waits, in a frame that no exception keeps."""
+        self.connection.abort(why)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                # One for each: it collects the frames of whom it is raised in.
+                waiting.set_exception(ConnectionLost(why))
+        for transfer in list(self._transfers):
+            transfer.abort(why)
 
 
 class Line:
