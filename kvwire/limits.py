@@ -188,6 +188,14 @@ STORE_GRACE_S: Final = 1.0
 # cold cache after its return are little beside the minutes of its restart.
 STORE_REDIAL_S: Final = 0.1
 STORE_REDIAL_S_MAX: Final = 10.0
+# Requests of one object tier at once: at 20 ms each, 32 of 2 MiB are 3 GB/s.
+STORE_OBJECT_REQUESTS: Final = 32
+STORE_OBJECT_REQUESTS_MAX: Final = 1024
+# Keys of which an object tier remembers whether they are there: 100 bytes each.
+STORE_OBJECTS_KNOWN: Final = 256 * 1024
+# For so long what others may have put meanwhile is not looked for again: a put asks three
+# times whether its blocks are there.
+STORE_OBJECT_ABSENT_S: Final = 2.0
 # Blocks that were used here, of which the server has not heard yet: the rest is lost.
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 

@@ -8,6 +8,7 @@ from typing import Final
 from kvwire.errors import UsageError
 from kvwire.store.address import TierAddress
 from kvwire.store.disk import DiskTier
+from kvwire.store.object import ObjectTier
 from kvwire.store.remote import RemoteTier
 from kvwire.store.tier import Tier
 
@@ -19,6 +20,7 @@ PASSAGE: Final = "memory:256MiB"
 _KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
     "disk": DiskTier.open,
     "kvwire": RemoteTier.open,
+    "object": ObjectTier.open,
 }
 
 
