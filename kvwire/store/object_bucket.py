@@ -1,0 +1,68 @@
+"""Where an object tier's address leads: a bucket, as obstore has it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+from kvwire.errors import UsageError, shown
+from kvwire.store.address import TierAddress
+
+OWN: Final = frozenset({"timeout", "requests"})
+"""Options of the tier; the others are obstore's."""
+# They would be in every report and log that names the tier.
+_SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
+
+
+def number_of(address: TierAddress, name: str, otherwise: float, most: float) -> float:
+    """A number among a tier's options.
+
+    Raises:
+        UsageError: It is none, or out of range.
+    """
+    text = address.options.get(name, str(otherwise))
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number <= most:
+        raise UsageError(
+            f"tier {address.text!r}: {name}={shown(text)}: a number up to {most:g}"
+        )
+    return number
+
+
+def bucket_of(address: TierAddress, timeout_s: float) -> Any:
+    """Where the objects of a tier are.
+
+    Raises:
+        UsageError: obstore is not installed, or does not take the address.
+    """
+    try:
+        from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
+        from obstore.store import from_url  # noqa: PLC0415
+    except ImportError:
+        raise UsageError(
+            f"tier {address.text!r} needs obstore: pip install 'kvwire[store-object]'"
+        ) from None
+    settings = {k: v for k, v in address.options.items() if k not in OWN}
+    for name in settings:
+        if any(word in name.lower() for word in _SECRETS):
+            raise UsageError(
+                f"tier: {name}= would be shown wherever the tier is named; pass "
+                f"credentials in the environment"
+            )
+    try:
+        if address.place.startswith("memory:"):
+            return from_url("memory:///")
+        if address.place.startswith("file:"):
+            return from_url(address.place, mkdir=True)
+        return from_url(
+            address.place,
+            config=settings,
+            client_options={"timeout": timedelta(seconds=timeout_s)},
+            retry_config={"retry_timeout": timedelta(seconds=timeout_s)},
+        )
+    except (BaseError, ValueError) as exc:
+        said = str(exc).partition("\n")[0]
+        raise UsageError(f"tier {address.text!r}: {said}") from None
