@@ -49,7 +49,7 @@ from kvwire.store.requests import (
     encode,
 )
 from kvwire.store.space import DIGEST_BYTES, ORDERS, Space
-from kvwire.store.tier import Fate
+from kvwire.store.tier import Fate, Fates
 
 if TYPE_CHECKING:
     from kvwire import Connection
@@ -207,9 +207,9 @@ class Serving:
             hashes = {space.group: _hashes(request).tolist()}
             got = await self._store.get(hashes, cache, {space.group: ids})
             here = _landed(got, space, ids)
+            fates = np.full(ids.size, Fate.LANDED, np.uint8)
+            fates[~here] = _lost(got, space)
             reason = "; ".join(got.missing.reasons)
-            lost = Fate.MISSING if reason.startswith(NOT_THERE) else Fate.FAILED
-            fates = np.where(here, Fate.LANDED, lost).astype(np.uint8)
             await self._send(Done.of(request.number, fates, reason))
             if not here.any():
                 return
@@ -275,6 +275,13 @@ def _hashes(request: Moving) -> Keys:
 def _landed(outcome: Outcome, space: Space, ids: Ids) -> Bits:
     """Which blocks landed, by their position in the list."""
     return np.isin(ids, outcome.landed.ids(space.group))
+
+
+def _lost(got: Outcome, space: Space) -> Fates:
+    """What became of each block of a get that did not land."""
+    absent = np.array([why.startswith(NOT_THERE) for why in got.missing.meanings])
+    codes = got.missing.groups[space.group].codes
+    return np.where(absent[codes], Fate.MISSING, Fate.FAILED).astype(np.uint8)
 
 
 def _all(request: Moving, fate: Fate, reason: str) -> Done:

@@ -34,6 +34,9 @@ from tests.support.pairs import until
 from tests.support.tree import ROOT
 
 BLOCKS = 256
+# So a batch of a store is sixteen transfers, and whoever is killed has some to go.
+BERTH = LARGE.block_bytes * BLOCKS // 16
+ARGUMENTS = ("--tier", "memory:64MiB", "--berth", f"{BERTH}B")
 
 
 def tier_of(store: BlockStore) -> RemoteTier:
@@ -66,7 +69,7 @@ async def test_blocks_of_one_process_are_got_by_another() -> None:
 async def test_a_server_killed_in_the_middle_of_a_put() -> None:
     source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
     async with (
-        serving("--tier", "memory:64MiB") as server,
+        serving(*ARGUMENTS) as server,
         BlockStore.open(["memory:64MiB", server.where]) as store,
     ):
         tier = tier_of(store)
@@ -93,13 +96,12 @@ async def test_a_server_killed_in_the_middle_of_a_put() -> None:
 async def test_a_server_killed_in_the_middle_of_a_get() -> None:
     source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
     target = Filled(BLOCKS, LARGE)
-    async with serving("--tier", "memory:64MiB") as server:
+    async with serving(*ARGUMENTS) as server:
         async with BlockStore.open(["memory:64MiB", server.where]) as store:
             assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
         async with BlockStore.open(["memory:64MiB", server.where]) as store:
-            tier = tier_of(store)
             get = store.get(hashes, target.cache, range(BLOCKS))
-            await until(lambda: tier._communicator.exchange.live)
+            await until(lambda: len(store.hierarchy.memory.filling))
             server.signal(signal.SIGSTOP)
             assert not get.done()
             server.signal(signal.SIGKILL)
@@ -172,18 +174,18 @@ async def test_a_client_killed_in_the_middle(verb: str) -> None:
     source, hashes = Filled(BLOCKS, LARGE, seed=7), chain(BLOCKS)
     async with (
         BlockStore.open(["memory:64MiB"]) as store,
-        StoreServer(store, "127.0.0.1:0") as server,
+        StoreServer(store, "127.0.0.1:0", berth_bytes=BERTH) as server,
     ):
         where = f"kvwire://127.0.0.1:{server.address.port}"
         if verb == "get":
             assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
-        live = server._communicator.exchange.live
         async with _child(where, verb) as process:
-            await until(lambda: live)
+            # It has looked up what is there, and is at one of the first transfers.
+            await until(lambda: any(row.asked >= 4 for row in server.clients()))
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
         await until(lambda: not server.clients())
-        assert not live
+        assert not server._communicator.exchange.live
         if verb == "put":
             assert len(store.hierarchy.memory.index) < BLOCKS
         target = Filled(BLOCKS, LARGE)

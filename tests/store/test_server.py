@@ -276,6 +276,27 @@ async def test_a_partly_marked_put_stores_what_was_marked() -> None:
         assert len(store.hierarchy.memory.index) == 2
 
 
+async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> None:
+    """Each block has its own fate, and what is whole comes nevertheless."""
+    source, hashes = Filled(seed=3), chain(3)
+    async with serving("memory:64KiB", f"disk:{tmp_path}?size=1MiB") as (store, server):
+        await store.put([hashes[0], hashes[2]], source.cache, [0, 2])
+        await store.hierarchy.memory.empty()
+        _damage(tmp_path / "blocks", source.tensors[0][2].tobytes())
+        async with client(server) as one:
+            done = await one.ask(moving(Get, hashes))
+            fates = [Fate.LANDED, Fate.MISSING, Fate.FAILED]
+            assert done.table.tolist() == fates
+            assert "damaged" in done.reason
+
+
+def _damage(path: Path, part: bytes) -> None:
+    """Change one byte where some bytes stand in a file."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(part)] ^= 1
+    path.write_bytes(raw)
+
+
 async def test_touches_of_what_is_not_there_do_nothing() -> None:
     async with serving() as (_, server), client(server) as one:
         await one.say(Touch(names(chain(STORE_KEYS_MAX))))
