@@ -193,8 +193,8 @@ STORE_OBJECT_REQUESTS: Final = 32
 STORE_OBJECT_REQUESTS_MAX: Final = 1024
 # Keys of which an object tier remembers whether they are there: 100 bytes each.
 STORE_OBJECTS_KNOWN: Final = 256 * 1024
-# For so long what others may have put meanwhile is not looked for again: a put asks three
-# times whether its blocks are there.
+# For so long what others may have put meanwhile is not looked for again: a put asks
+# three times whether its blocks are there.
 STORE_OBJECT_ABSENT_S: Final = 2.0
 # Blocks that were used here, of which the server has not heard yet: the rest is lost.
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX

@@ -43,7 +43,7 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
         from obstore.store import from_url  # noqa: PLC0415
     except ImportError:
         raise UsageError(
-            f"tier {address.text!r} needs obstore: pip install 'kvwire[store-object]'"
+            f"tier {address.text!r} needs obstore: pip install 'kvwire[store]'"
         ) from None
     settings = {k: v for k, v in address.options.items() if k not in OWN}
     for name in settings:

@@ -325,5 +325,5 @@ async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
 
 async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(UsageError, match=r"pip install 'kvwire\[store-object\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'kvwire\[store\]'"):
         await BlockStore.open(["object:memory:///"])

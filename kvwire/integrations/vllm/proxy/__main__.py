@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
     except ModuleNotFoundError as exc:
-        print(f"the proxy needs {exc.name}: pip install vllm", file=sys.stderr)
+        print(
+            f"the proxy needs {exc.name}: pip install 'kvwire[vllm]'", file=sys.stderr
+        )
         return 1
     app = make_app(prefill, decode, order=options.order, route=options.route)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
