@@ -30,6 +30,20 @@ async def quiet(transfer: Incoming | Outgoing, connection: Connection) -> None:
         await transfer.drained()
 
 
+def said(error: BaseException) -> str:
+    """What an error says; it lets go of the frames that it went through.
+
+    An error of a connection is kept by each of its requests, and its frames keep what
+    was to be moved: all the memory of a store.
+    """
+    text = str(error) or type(error).__name__
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+    return text
+
+
 async def finished(work: Coroutine[Any, Any, T]) -> T:
     """Run something to its end, whether its caller is cancelled meanwhile or not.
 

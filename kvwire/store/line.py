@@ -29,7 +29,7 @@ from kvwire.errors import (
     VersionMismatch,
 )
 from kvwire.limits import STORE_GRACE_S, STORE_REDIAL_S, STORE_REDIAL_S_MAX
-from kvwire.store.endings import quiet
+from kvwire.store.endings import quiet, said
 from kvwire.store.images import ImageCache
 from kvwire.store.requests import (
     TAG,
@@ -295,5 +295,5 @@ class Line:
         if self.up is not None:
             logger.warning("store server %s: %s", self._address, error)
         self.up = None
-        self.trouble = str(error) or type(error).__name__
+        self.trouble = said(error)
         self._changed()

@@ -27,7 +27,7 @@ from kvwire.limits import (
     STORE_TOUCHES_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.endings import finished
+from kvwire.store.endings import finished, said
 from kvwire.store.images import ImageCache, selected
 from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.line import Line, Up
@@ -121,7 +121,7 @@ class RemoteTier(Tier):
                 orders[which] = found
             self.away = ""
         except KVWireError as exc:
-            self.trouble = self.away = str(exc)
+            self.trouble = self.away = said(exc)
         return orders
 
     def touch(self, keys: Keys) -> None:
@@ -170,7 +170,7 @@ class RemoteTier(Tier):
             number = self._line.number()
             await up.call(number, Flush(number), Done)
         except KVWireError as exc:
-            self.trouble = str(exc)
+            self.trouble = said(exc)
 
     async def close(self) -> None:
         """End the connection. Never raises.
@@ -220,7 +220,7 @@ class RemoteTier(Tier):
                 async with up.berth():
                     fates[which] = await step(up, space, part)
         except KVWireError as exc:
-            self.trouble = str(exc)
+            self.trouble = said(exc)
         return fates
 
     async def _put(self, up: Up, space: Space, batch: Batch) -> Fates:

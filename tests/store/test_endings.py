@@ -1,0 +1,80 @@
+"""Ends that memory depends on: of calls, of errors, and of a store."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from concurrent.futures import thread as pools
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, ConnectionLost
+from kvwire.store.endings import finished, said
+from tests.store.caches import Filled, chain
+
+
+async def test_what_is_cancelled_is_finished_first() -> None:
+    go, done = asyncio.Event(), []
+
+    async def work() -> None:
+        await go.wait()
+        done.append(True)
+
+    waiting = asyncio.create_task(finished(work()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    assert not waiting.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert done
+
+
+async def test_what_fails_fails() -> None:
+    async def work() -> None:
+        raise ConnectionLost("gone")
+
+    with pytest.raises(ConnectionLost, match="gone"):
+        await finished(work())
+
+
+def test_an_error_lets_go_of_what_its_frames_have() -> None:
+    def held() -> None:
+        memory = np.zeros(8)
+        gone.append(weakref.ref(memory))
+        try:
+            raise KeyError(1)
+        except KeyError:
+            raise ConnectionLost("gone") from None
+
+    gone: list[weakref.ref[np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
+    kept: list[Exception] = []
+    try:
+        held()
+    except ConnectionLost as exc:
+        kept.append(exc)
+    assert gone[0]() is not None
+    assert said(kept[0]) == "gone"
+    assert gone[0]() is None
+    assert said(ConnectionLost()) == "ConnectionLost"
+
+
+async def test_a_store_waits_for_threads_that_still_have_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread is slow to drop what it has copied; the caller is told before."""
+    run = pools._WorkItem.run
+
+    def slow(item: pools._WorkItem[object]) -> None:
+        run(item)
+        threading.Event().wait(0.05)
+
+    async with BlockStore.open(["memory:64KiB"]) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(pools._WorkItem, "run", slow)
+            await store.put(chain(4), Filled(seed=1).cache, range(4))
+        await store.close()
+    assert "stay in use" not in caplog.text
