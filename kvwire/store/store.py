@@ -269,8 +269,9 @@ class BlockStore:
             await self._tiers.memory.empty()
         for tier in self._tiers.below:
             await tier.close()
-        self._tiers.memory.close()
+        # First: a thread has what it has copied until it is through with it.
         self._threads.close()
+        self._tiers.memory.close()
 
     def _plan(
         self,
