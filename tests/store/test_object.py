@@ -194,6 +194,18 @@ async def test_a_wrong_object_is_missing_until_it_is_put_again(
     assert np.array_equal(source.tokens([0, 1, 2]), target.tokens([0, 1, 2]))
 
 
+@pytest.mark.parametrize("damage", ["another block", "half a head", "order"])
+async def test_what_shows_in_a_head_is_not_even_found(
+    tmp_path: Path, damage: str
+) -> None:
+    source, hashes = Filled(seed=1), chain(3)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        await store.put(hashes, source.cache, [0, 1, 2])
+    DAMAGES[damage](file_of(tmp_path, hashes[1]), file_of(tmp_path, hashes[2]))
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        assert await store.match(hashes, source.cache) == 1
+
+
 async def test_an_object_that_was_deleted_is_missing(tmp_path: Path) -> None:
     """Such as by a rule for their life, after it was found."""
     source, hashes = Filled(seed=1), chain(2)

@@ -22,6 +22,7 @@ from kvwire.store.requests import (
     Done,
     Find,
     Found,
+    Get,
     Hello,
     Welcome,
     decode_request,
@@ -65,12 +66,15 @@ async def test_blocks_of_one_process_are_got_by_another() -> None:
 
 # --- a server that dies ---------------------------------------------------------------
 
+# Longer than a test may take: what ends does not end by its deadline.
+PATIENT = "?timeout=600"
+
 
 async def test_a_server_killed_in_the_middle_of_a_put() -> None:
     source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
     async with (
         serving(*ARGUMENTS) as server,
-        BlockStore.open(["memory:64MiB", server.where]) as store,
+        BlockStore.open(["memory:64MiB", server.where + PATIENT]) as store,
     ):
         tier = tier_of(store)
         put = store.put(hashes, source.cache, range(BLOCKS))
@@ -85,7 +89,7 @@ async def test_a_server_killed_in_the_middle_of_a_put() -> None:
         assert all("it is in memory only" in why for why in outcome.missing.reasons)
         await until(lambda: tier.away)
         assert not tier.taking
-        assert tier.trouble in store.report[server.where]
+        assert tier.trouble in store.report[tier.name]
         # What is in memory is still there; what is not, is said to be unknown.
         target = Filled(BLOCKS, LARGE)
         assert (await store.get(hashes, target.cache, range(BLOCKS))).complete
@@ -99,7 +103,8 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
     async with serving(*ARGUMENTS) as server:
         async with BlockStore.open(["memory:64MiB", server.where]) as store:
             assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
-        async with BlockStore.open(["memory:64MiB", server.where]) as store:
+        tier = server.where + PATIENT
+        async with BlockStore.open(["memory:64MiB", tier]) as store:
             get = store.get(hashes, target.cache, range(BLOCKS))
             await until(lambda: len(store.hierarchy.memory.filling))
             server.signal(signal.SIGSTOP)
@@ -248,6 +253,42 @@ async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
     body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
     await connection.send(TAG, body)
     await asyncio.Event().wait()
+
+
+async def test_a_server_that_pushes_less_than_it_has_said() -> None:
+    """What did not come is missing, whatever was said of it."""
+    source, hashes, group = Filled(seed=1), chain(3), "kv"
+    async with kvwire.open() as liar:
+        address = await liar.listen("127.0.0.1:0")
+
+        async def serve() -> None:
+            connection = await liar.accept()
+            await connection.recv(TAG)
+            await connection.send(TAG, encode(Welcome(1, berth_bytes=BERTH)))
+            while True:
+                asked = decode_request(await connection.recv(TAG))
+                if isinstance(asked, Find):
+                    orders = bytes(len(asked.names))
+                    await connection.send(TAG, encode(Found(asked.number, orders)))
+                if not isinstance(asked, Get):
+                    continue
+                await connection.send(TAG, encode(Done(asked.number, bytes(3))))
+                out = connection.push(asked.transfer, source.cache, [0, 1, 2])
+                out.ready(blocks=slice(0, 2))
+                out.ready(layers=0, blocks=2)
+                out.finish(partial=True)
+
+        serving = asyncio.create_task(serve())
+        target = Filled()
+        async with BlockStore.open([f"kvwire://{address.host}:{address.port}"]) as s:
+            outcome = await s.get(hashes, target.cache, [5, 6, 7])
+            assert outcome.landed.ids().tolist() == [5, 6]
+            assert "not marked" in outcome.missing[group, 7]
+            assert len(s.hierarchy.memory.index) == 2
+        assert np.array_equal(source.tokens([0, 1]), target.tokens([5, 6]))
+        assert not target.tokens([7]).any()
+        await asyncio.wait((serving,))
+        assert isinstance(serving.exception(), kvwire.ConnectionClosed)
 
 
 async def test_a_server_of_another_version_is_refused() -> None:
