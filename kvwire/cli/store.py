@@ -145,7 +145,7 @@ def _tiers(report: Report) -> Table:
 
 def _clients(report: Report) -> Table:
     dropped = f", {report.dropped} dropped" if report.dropped else ""
-    title = f"{len(report.clients)} clients{dropped}"
+    title = f"clients: {len(report.clients)}{dropped}"
     table = Table(title=title, title_justify="left")
     table.add_column("client", overflow="fold")
     table.add_column("address", overflow="fold")
