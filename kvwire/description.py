@@ -25,6 +25,7 @@ from kvwire.limits import (
     LANDED_BOXES_MAX,
     NAME_CHARS_MAX,
 )
+from kvwire.unreadable import UNREADABLE
 
 GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -100,7 +101,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """
         try:
             return _DECODER.decode(data)
-        except (msgspec.MsgspecError, RecursionError) as exc:
+        except UNREADABLE as exc:
             raise ProfileMismatch(f"the peer's description: {exc}") from None
 
     def read_geometry(self) -> Geometry:

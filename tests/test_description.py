@@ -104,6 +104,13 @@ def test_bytes_that_are_none(data: bytes) -> None:
         Description.decode(data)
 
 
+def test_a_name_that_is_no_text() -> None:
+    """msgspec reports it as Python does, and not as its own error."""
+    data = Fields().made().encode().replace(b"kv", b"k\xff", 1)
+    with pytest.raises(ProfileMismatch, match="the peer's description.*utf-8"):
+        Description.decode(data)
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:

@@ -18,6 +18,7 @@ from kvwire.limits import MIB, NAME_CHARS_MAX, STORE_SPACES_MAX
 from kvwire.store.file import File, fragments_of
 from kvwire.store.slab_file import SUPERBLOCK_BYTES, make_superblock, read_superblock
 from kvwire.store.space import Space
+from kvwire.unreadable import UNREADABLE
 
 _LOCK: Final = "lock"
 _BLOCKS: Final = "blocks"
@@ -169,7 +170,7 @@ def _sync_directory(path: Path) -> None:
 def _read_spaces(path: Path) -> dict[bytes, Space]:
     """The spaces that are described, as far as that can be read."""
     spaces: dict[bytes, Space] = {}
-    with contextlib.suppress(OSError, msgspec.MsgspecError, UsageError):
+    with contextlib.suppress(OSError, UsageError, *UNREADABLE):
         if path.stat().st_size > _SPACES_BYTES_MAX:
             return {}
         described = msgspec.json.decode(path.read_bytes(), type=list[_Described])

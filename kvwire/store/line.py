@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING
@@ -246,8 +245,8 @@ class Line:
         """
         if self._keeping is not None:
             self._keeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeping
+            # Not awaited itself: its cancellation and the caller's would look alike.
+            await asyncio.wait((self._keeping,))
 
     # --- inside -----------------------------------------------------------------------
 

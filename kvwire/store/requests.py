@@ -48,6 +48,7 @@ from kvwire.limits import (
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.space import ABSENT, DIGEST_BYTES, ORDERS, Space
 from kvwire.store.tier import Fate, Fates, TierStats
+from kvwire.unreadable import UNREADABLE
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""
@@ -304,9 +305,6 @@ AnyRequest = Hello | Find | Touch | Put | Get | Flush | Stats
 AnyReply = Welcome | Found | Done | Report
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
-# msgspec reports a text that is no UTF-8 as Python does, and likewise what is deeper
-# than its stack among fields that this version does not know.
-_UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
     AnyRequest
@@ -327,7 +325,7 @@ def decode_request(body: bytes | bytearray) -> AnyRequest:
     """
     try:
         return _requests.decode(body)
-    except _UNREADABLE as exc:
+    except UNREADABLE as exc:
         raise UsageError(f"not a request: {shown(str(exc))}") from None
 
 
@@ -339,5 +337,5 @@ def decode_reply(body: bytes | bytearray) -> AnyReply:
     """
     try:
         return _replies.decode(body)
-    except _UNREADABLE as exc:
+    except UNREADABLE as exc:
         raise UsageError(f"not a reply: {shown(str(exc))}") from None

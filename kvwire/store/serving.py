@@ -95,7 +95,7 @@ class Serving:
         Cancel safety: not to be cancelled; the end of the connection ends it.
         """
         try:
-            hello = await self._received()
+            hello = await self._received(_PATIENCE)
             if not isinstance(hello, Hello):
                 raise UsageError(f"it began with {type(hello).__name__}")
             version = min(VERSION, hello.version)
@@ -106,14 +106,19 @@ class Serving:
             pass
         except KVWireError as exc:
             self._drop(str(exc))
+        except Exception:
+            # A bug of ours ends this client's connection, and nobody else's.
+            logger.exception("store server: %s cannot be served", self._connection.peer)
+            self._drop("it cannot be served here")
         finally:
             while self._open:
                 await asyncio.wait(self._open)
 
     # --- requests ---------------------------------------------------------------------
 
-    async def _received(self) -> AnyRequest:
-        return decode_request(await self._connection.recv(TAG))
+    async def _received(self, within: timedelta | None = None) -> AnyRequest:
+        """Its next request, for which a client may take any time once it is known."""
+        return decode_request(await self._connection.recv(TAG, deadline=within))
 
     def _begin(self, request: AnyRequest) -> None:
         self._asked += 1
@@ -147,7 +152,6 @@ class Serving:
         except KVWireError as exc:
             self._drop(str(exc))
         except Exception:
-            # A bug of ours ends this client's connection, and nobody else's.
             logger.exception(
                 "store server: a request of %s failed", self._connection.peer
             )

@@ -298,11 +298,16 @@ async def test_a_smaller_and_a_larger_size(tmp_path: Path) -> None:
         await BlockStore.open(tiers(tmp_path, "32KiB"))
 
 
-async def test_spaces_that_cannot_be_read_are_only_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [b'[{"group": 1}]', b"", b'[{"group": "\xff"}]', b"\x00" * 100]
+)
+async def test_spaces_that_cannot_be_read_are_only_words(
+    tmp_path: Path, damage: bytes
+) -> None:
     source, hashes = Filled(seed=1), chain(4)
     async with BlockStore.open(tiers(tmp_path)) as store:
         await store.put(hashes, source.cache, IDS[:4])
-    (tmp_path / "spaces.json").write_text('[{"group": 1}]')
+    (tmp_path / "spaces.json").write_bytes(damage)
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await store.match(hashes, source.cache) == 4
         assert await landed(store, source, hashes) == IDS[:4]

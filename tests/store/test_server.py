@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvwire
+import kvwire.store.serving
 from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError
 from kvwire.limits import STORE_KEYS_MAX, STORE_REQUEST_BYTES_MAX, STORE_REQUESTS_MAX
 from kvwire.store.images import ImageCache, images_in
@@ -143,6 +145,31 @@ async def test_who_does_not_begin_with_hello_is_dropped(message: bytes) -> None:
         assert await liar.dropped()
         await until(lambda: not server.clients())
         assert server.dropped == 1
+        assert await works(server)
+
+
+async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvwire.store.serving, "_PATIENCE", timedelta(seconds=0.05))
+    async with serving() as (_, server), client(server, hello=False) as silent:
+        assert await silent.dropped()
+        await until(lambda: not server.clients())
+        assert server.dropped == 1
+
+
+async def test_a_bug_of_ours_costs_one_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with serving() as (store, server), client(server) as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.hierarchy, "touch", broken)
+            await one.say(Touch(names(chain(1))))
+            assert await one.dropped()
+        await until(lambda: not server.clients())
+        assert server.dropped == 1
+        assert "RuntimeError: a bug" in caplog.text
         assert await works(server)
 
 

@@ -46,11 +46,10 @@ def _nothing_left() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
-    left = [
-        *(f"descriptor {fd}: {what}" for fd, what in _opened_since(descriptors)),
-        *(f"thread {thread.name!r}" for thread in _started_since(threads)),
-        *_errors,
-    ]
+    # Threads first: one that is on its way out has yet to close what it opened.
+    left = [f"thread {thread.name!r}" for thread in _started_since(threads)]
+    left += [f"descriptor {fd}: {what}" for fd, what in _opened_since(descriptors)]
+    left += _errors
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
 
