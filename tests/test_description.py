@@ -107,7 +107,7 @@ def test_bytes_that_are_none(data: bytes) -> None:
 def test_a_name_that_is_no_text() -> None:
     """msgspec reports it as Python does, and not as its own error."""
     data = Fields().made().encode().replace(b"kv", b"k\xff", 1)
-    with pytest.raises(ProfileMismatch, match="the peer's description.*utf-8"):
+    with pytest.raises(ProfileMismatch, match=r"the peer's description.*utf-8"):
         Description.decode(data)
 
 
