@@ -20,7 +20,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test check format cover fuzz wheel clean demo test-demo test-vllm
+.PHONY: test check format cover fuzz reference wheel clean demo test-demo test-vllm
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
@@ -43,6 +43,10 @@ SECONDS ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
+# The pages of docs/reference that are written from the code; a test compares them.
+reference: $(STAMP)
+	$(BIN)/python -m tests.support.reference
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel

@@ -38,7 +38,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             prove that they hold the key in ``psk_file``.
         psk_file: A file made by ``kvwire keygen``, readable by its owner alone.
         psk_accept_files: More keys that are accepted from peers, while keys are
-        rotated.
+            rotated.
         prefer: Transports in the order they are tried; those not named come last.
         require: If not empty, only these transports may be used.
         forbid: Transports that are never used.

@@ -56,8 +56,14 @@ TABLE = (
         stdlib=_DATA_MODULES,
     ),
     Layer(
+        covers=("kvwire.unreadable",),
+        kvwire=set(),
+        others={"msgspec"},
+        stdlib=_DATA_MODULES,
+    ),
+    Layer(
         covers=("kvwire.wire",),
-        kvwire=_BASE,
+        kvwire={*_BASE, "kvwire.unreadable"},
         others={"msgspec"},
         stdlib=_DATA_MODULES,
     ),
@@ -106,8 +112,9 @@ TABLE = (
     ),
     Layer(
         covers=("kvwire.store", "kvwire.observe"),
-        # A store server that is gone is dialled again.
-        kvwire={*_PUBLIC, "kvwire.backoff"},
+        # A store server that is gone is dialled again; a damaged file is read as bytes
+        # of a stranger.
+        kvwire={*_PUBLIC, "kvwire.backoff", "kvwire.unreadable"},
         others={"msgspec", "numpy", "obstore", "prometheus_client", "xxhash"},
     ),
     Layer(

@@ -1,0 +1,37 @@
+"""docs/reference/errors.md: the tree of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvwire import KVWireError
+from tests.support.reference.words import purpose, table
+
+_INTRODUCTION: Final = """\
+# Errors
+
+Written from the code by `make reference`. Everything kvwire raises on purpose is below
+`kvwire.KVWireError`. Retry on `RequestError`, reconnect on `ConnectionClosed`, change
+the call on `UsageError`, look for a bug (or an attacker) on `ProtocolError`. A transfer
+of KV blocks that breaks is no error but an `Outcome`, with the reason for each block.
+
+What a peer is told is the number, and one line of text that is never interpreted.
+"""
+
+
+def page() -> str:
+    """The page."""
+    return "\n".join(
+        (_INTRODUCTION, table(("error", "", "to the peer"), _rows(KVWireError, 0)), "")
+    )
+
+
+def _rows(cls: type[KVWireError], depth: int) -> Iterator[tuple[str, str, str]]:
+    own = "code" in cls.__dict__
+    code = f"{cls.code.name} ({int(cls.code)})" if own else ""
+    indent = "&emsp;" * depth
+    yield f"{indent}`{cls.__name__}`", purpose(cls), code
+    for below in cls.__subclasses__():
+        if below.__module__ == cls.__module__:
+            yield from _rows(below, depth + 1)

@@ -1,0 +1,69 @@
+"""docs/reference/metrics.md: what Prometheus can ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client.registry import Collector
+
+import kvwire
+from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from tests.support.reference.words import table
+
+_INTRODUCTION: Final = """\
+# Metrics
+
+Written from the code by `make reference`. `pip install 'kvwire[metrics]'`, then
+
+```python
+from prometheus_client import REGISTRY
+
+from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+
+REGISTRY.register(CommunicatorCollector(communicator))
+REGISTRY.register(StoreCollector(store, "prefix-cache"))
+```
+
+Numbers are read when Prometheus asks: between two scrapes metrics cost nothing. What
+ends in `_total` only grows.
+"""
+
+
+def page() -> str:
+    """The page."""
+    return asyncio.run(_page())
+
+
+async def _page() -> str:
+    async with (
+        kvwire.open() as communicator,
+        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+    ):
+        return "\n".join(
+            (
+                _INTRODUCTION,
+                "## Of a communicator\n",
+                _table(CommunicatorCollector(communicator)),
+                "\n## Of a store\n",
+                _table(StoreCollector(store)),
+                "",
+            )
+        )
+
+
+def _table(collector: Collector) -> str:
+    return table(("name", "labels", ""), _rows(collector))
+
+
+def _rows(collector: Collector) -> Iterator[tuple[str, str, str]]:
+    for metric in collector.collect():
+        suffix = "_total" if metric.type == "counter" else ""
+        # A family without samples tells its labels nowhere else.
+        labels: tuple[str, ...] = metric._labelnames  # type: ignore[attr-defined]
+        yield (
+            f"`{metric.name}{suffix}`",
+            ", ".join(f"`{label}`" for label in labels),
+            metric.documentation,
+        )

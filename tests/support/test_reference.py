@@ -1,0 +1,61 @@
+"""docs/reference says what the code says, and the code says it of every public name."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import kvwire
+from tests.support.reference import FOLDER, PAGES
+from tests.support.reference.api import GROUPS, OFFERED
+from tests.support.reference.words import attributes, markdown, table
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_what_the_code_says(name: str) -> None:
+    assert (FOLDER / name).read_text() == PAGES[name](), "run `make reference`"
+
+
+def test_every_public_name_has_its_place() -> None:
+    """Errors and the configuration have pages of their own."""
+    placed = {thing.__name__ for group in GROUPS.values() for thing in group}  # type: ignore[attr-defined] # classes and functions
+    elsewhere = {
+        name
+        for name in kvwire.__all__
+        if inspect.isclass(cls := getattr(kvwire, name))
+        and issubclass(cls, kvwire.KVWireError)
+    } | {"Config", "__version__"}
+    assert set(kvwire.__all__) - elsewhere <= placed
+
+
+@pytest.mark.parametrize("cls", OFFERED, ids=lambda cls: cls.__name__)
+def test_what_is_offered_is_there(cls: type) -> None:
+    known = {*dir(cls), *attributes(cls)}
+    assert set(OFFERED[cls].split()) <= known
+
+
+def test_a_section_of_attributes() -> None:
+    class Described:
+        """Something.
+
+        Attributes:
+            first: One line.
+            second: Two lines, of which :class:`~kvwire.Engine` and ``code``
+                stand in the second.
+
+        Raises:
+            third: No attribute.
+        """
+
+    assert attributes(Described) == {
+        "first": "One line.",
+        "second": "Two lines, of which `kvwire.Engine` and `code` stand in the second.",
+    }
+
+
+def test_words() -> None:
+    assert markdown("See\n    :meth:`pull`.") == "See `pull`."
+    assert (
+        table(("a", "b"), [("x|y", "z")]) == "| a | b |\n| --- | --- |\n| x\\|y | z |"
+    )
