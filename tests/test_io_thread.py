@@ -7,9 +7,11 @@ import asyncio
 import gc
 import inspect
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,12 @@ async def _three() -> int:
 
 async def _for_ever() -> None:
     await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are read from /proc")
+def test_the_kernel_knows_its_name(thread: IOThread) -> None:
+    tid = thread.run(threading.get_native_id)
+    assert Path(f"/proc/self/task/{tid}/comm").read_text() == "test-io\n"
 
 
 def test_a_call_gives_its_result(thread: IOThread) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from tests.bench.vllm_wire import HERE, Host
@@ -39,6 +40,25 @@ _BYTES_A_NUMBER: Final = 2
 # Four prompts of 4,000 tokens of the larger shape fit, and more wait for their turn.
 # NixlConnector has the same once more in host memory.
 _CACHE_GIB: Final = "1"
+Connector = Callable[[str, str], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which processes and cores an engine has.
+
+    Attributes:
+        bound: The server's processes run on one core. If not, only what computes in
+            parallel does, and only if vLLM binds it.
+        environment: Of its server; ``{core}`` is the number of its core.
+        arguments: For vLLM.
+    """
+
+    bound: bool
+    environment: dict[str, str]
+    arguments: tuple[str, ...] = ()
+
+
 # On CPUs vLLM puts a worker into a process beside its engine's unless it is told this,
 # and each waits actively for the other: on two cores, for what another engine computes.
 # On GPUs one rank is one process by itself. OpenMP cannot be told how to bind then, so
@@ -48,8 +68,12 @@ _ONE_PROCESS: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-
-Connector = Callable[[str, str], dict[str, Any]]
+_ONE_RANK: Final = ("--distributed-executor-backend", "uni")
+PLACEMENTS: Final = {
+    "bound": Placement(True, _ONE_PROCESS, _ONE_RANK),
+    "free": Placement(False, _ONE_PROCESS, _ONE_RANK),
+    "two-processes": Placement(False, {"VLLM_CPU_OMP_THREADS_BIND": "{core}"}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +147,8 @@ def server(
     model: Path,
     folder: Path,
     host: Host = HERE,
+    placement: Placement = PLACEMENTS["bound"],
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Engine:
     """A server of a model, not started.
 
@@ -133,20 +159,25 @@ def server(
         model: Its folder.
         folder: Where its output goes.
         host: Where it runs.
+        placement: Which processes and cores it has.
+        extra: More of ``kv_connector_extra_config``, for kvwire.
     """
     port, kv = free_port(), free_port()
+    core %= os.cpu_count() or 1
     command = [
-        *("taskset", "-c", str(core % (os.cpu_count() or 1)), *host.prefix),
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *(("taskset", "-c", str(core)) if placement.bound else ()),
+        *(*host.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
         *("--host", host.http, "--enforce-eager", "--max-model-len", "4352"),
         *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
         *("--dtype", "bfloat16", "--load-format", "dummy"),
-        *("--no-enable-prefix-caching", "--distributed-executor-backend", "uni"),
+        *("--no-enable-prefix-caching", *placement.arguments),
     ]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB,
-        **_ONE_PROCESS,
+        **{
+            key: value.format(core=core) for key, value in placement.environment.items()
+        },
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host.kv,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv),
         "VLLM_HOST_IP": "127.0.0.1",
@@ -158,11 +189,11 @@ def server(
     if contender is not None:
         name = f"{contender.servers}-{role}"
         connector = contender.connector(role, f"{host.kv}:{kv}")
-        extra = connector.setdefault("kv_connector_extra_config", {})
+        own = connector.setdefault("kv_connector_extra_config", {})
         if connector["kv_connector"] == "KvwireConnector":
-            extra |= host.trust
+            own |= {**host.trust, **extra}
         elif connector["kv_connector"] == "ExampleConnector":
-            extra["shared_storage_path"] = str(folder / "kv")
+            own["shared_storage_path"] = str(folder / "kv")
         transfer = {"kv_role": role, **connector}
         command += ["--kv-transfer-config", json.dumps(transfer), *contender.arguments]
         environment |= contender.environment
@@ -193,8 +224,6 @@ def _files(role: str, listen: str) -> dict[str, Any]:
 _TCP: Final = _kvwire(require=["tcp"])
 _LOCAL: Final = _kvwire(require=["local"])
 _PUSH: Final = _kvwire(require=["tcp"], mode="push")
-# NixlConnector is bound to a core as the others are. With its threads on both, which
-# wait actively, its handover took twice as long.
 _UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
 _UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
 # It keeps the last chunk of a prompt only, and breaks when it reads it.

@@ -1,0 +1,96 @@
+"""What the kernel's counters are read as, without vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx", reason="the bench asks servers")
+
+from tests.bench.vllm_requests import Sample
+from tests.bench.vllm_threads import (
+    Seen,
+    Thread,
+    Usage,
+    descendants,
+    spent,
+    table,
+    usage_of,
+    usages,
+)
+
+MAIN = ("engine", "main")
+ENGINE = Thread("prefill", *MAIN)
+
+
+def _task(proc: Path, pid: int, tid: int, name: str, children: str = "") -> Path:
+    """A thread as the kernel shows it; the tenth field of stat is its page faults."""
+    task = proc / str(pid) / "task" / str(tid)
+    task.mkdir(parents=True)
+    (proc / str(pid) / "comm").write_text("engine\n")
+    (task / "comm").write_text(f"{name}\n")
+    (task / "children").write_text(children)
+    (task / "schedstat").write_text("2500000 500000 9\n")
+    (task / "stat").write_text(f"{tid} (a) b) S 1 2 3 4 5 6 7 8 9\n")
+    (task / "status").write_text(
+        f"Name:\t{name}\nvoluntary_ctxt_switches:\t7\nnonvoluntary_ctxt_switches:\t3\n"
+    )
+    return task
+
+
+def test_a_threads_counters_are_read(tmp_path: Path) -> None:
+    task = _task(tmp_path, 5, 6, "io")
+    assert usage_of(task) == Usage(2.5, 0.5, sleeps=7, taken_away=3, faults=7)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counters are read from /proc")
+def test_our_own_threads_are_found() -> None:
+    found = usages([os.getpid()])
+    mine = found[os.getpid(), threading.get_native_id()]
+    assert mine[0][1] == "main"
+    assert mine[1].run_ms > 0
+    assert mine[1].faults > 0
+
+
+def test_descendants_are_those_of_every_thread(tmp_path: Path) -> None:
+    _task(tmp_path, 1, 1, "main", "2 ")
+    _task(tmp_path, 1, 9, "other", "3 4 ")
+    _task(tmp_path, 3, 3, "main", "5 ")
+    assert sorted(descendants(1, tmp_path)) == [1, 2, 3, 4, 5]
+
+
+def test_threads_of_a_name_are_added_up(tmp_path: Path) -> None:
+    for tid in (1, 2, 3):
+        _task(tmp_path, 1, tid, "io")
+    before = usages([1], tmp_path)
+    (tmp_path / "1/task/2/schedstat").write_text("7500000 500000 9\n")
+    after = usages([1], tmp_path)
+    del before[1, 3]
+    used = spent(before, after)
+    assert used[MAIN] == Usage()
+    # One was there before; the other is new, so all of it counts.
+    assert used["engine", "io"] == Usage(5.0 + 2.5, 0.5, 7, 3, 7)
+
+
+def test_a_thread_that_ends_meanwhile_is_left_out(tmp_path: Path) -> None:
+    (_task(tmp_path, 1, 2, "io") / "schedstat").unlink()
+    _task(tmp_path, 1, 1, "main")
+    assert list(usages([1, 77], tmp_path)) == [(1, 1)]
+
+
+def test_the_table_has_medians_of_busy_threads() -> None:
+    idle = Thread("decode", *MAIN)
+    used = [
+        {ENGINE: Usage(run_ms, 2.0, 5, 1, 0), idle: Usage(0.5)}
+        for run_ms in (30.0, 10.0, 20.0)
+    ]
+    samples = [Sample(prefill_s, 0.008) for prefill_s in (0.09, 0.07, 0.08)]
+    lines = table({"kvwire tcp": Seen(samples, used)}).splitlines()
+    assert lines[2:] == [
+        "| kvwire tcp: prefill 80 ms, handover 8 ms | | | | | | |",
+        "| prefill | engine: main | 20.0 | 2.0 | 5 | 1 | 0 |",
+    ]

@@ -1,0 +1,114 @@
+"""Servers of a group of contenders while they run, and how each contender is asked."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from tests.bench.vllm_requests import Sample, ask_alone, ask_at_once, ask_in_sequence
+from tests.bench.vllm_servers import (
+    GROUPS,
+    PLACEMENTS,
+    Contender,
+    Placement,
+    server,
+    write_model,
+)
+from tests.bench.vllm_wire import HERE, Host, two_hosts
+from tests.integrations.vllm.serving import Engine
+
+# And beside which servers, whose threads take their share of the cores.
+OFF: Final = "no connector, beside "
+# Before anything is measured: the first request of a pair connects it, and the others
+# write to every page of the caches for the first time.
+FIRST: Final = (50, *[4000] * 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Somebody who is asked in turns with others.
+
+    Attributes:
+        name: Of the contender, or ``no connector, beside ...``.
+        ask: Sends it a prompt, and waits.
+        engines: Those that take part: prefill and decode, or one alone.
+    """
+
+    name: str
+    ask: Callable[[list[int]], Sample]
+    engines: tuple[Engine, ...]
+
+
+def chosen(only: Sequence[str] | None) -> list[list[Contender]]:
+    """The groups, of contenders whose names have one of these parts; all for None."""
+    groups = [
+        [one for one in group if any(part in one.name for part in only or [""])]
+        for group in GROUPS
+    ]
+    return [group for group in groups if group]
+
+
+@contextmanager
+def running(
+    group: Sequence[Contender],
+    shape: str,
+    *,
+    wire: str = "",
+    placement: Placement = PLACEMENTS["bound"],
+    extra: Mapping[str, Any] | None = None,
+) -> Iterator[list[Turn]]:
+    """Run a group's servers, and one without a connector, until the end of the block.
+
+    Args:
+        group: Contenders that run at the same time.
+        shape: Of the model.
+        wire: A rate between two hosts; "" for none.
+        placement: Which processes and cores an engine has.
+        extra: More of ``kv_connector_extra_config``, for kvwire.
+
+    Yields:
+        The contenders and the server without a connector, in the order of their turns.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = write_model(folder, shape)
+        hosts: tuple[Host, Host] = (HERE, HERE)
+        if wire:
+            hosts = stack.enter_context(two_hosts(wire, folder))
+        make = partial(
+            server, model=model, folder=folder, placement=placement, extra=extra or {}
+        )
+        alone = make(None, "", 0)
+        pairs = {
+            one.servers: (
+                make(one, "kv_producer", 0, host=hosts[0]),
+                make(one, "kv_consumer", 1, host=hosts[1]),
+            )
+            for one in group
+        }
+        engines = [alone, *itertools.chain.from_iterable(pairs.values())]
+        for engine in engines:
+            stack.callback(engine.kill)
+            engine.start()
+        for engine in engines:
+            engine.wait()
+        turns = [
+            Turn(one.name, _ask(one, *pairs[one.servers]), pairs[one.servers])
+            for one in group
+        ]
+        off = OFF + group[0].servers
+        yield [*turns, Turn(off, partial(ask_alone, alone), (alone,))]
+
+
+def _ask(
+    contender: Contender, prefill: Engine, decode: Engine
+) -> Callable[[list[int]], Sample]:
+    if contender.at_once:
+        return partial(ask_at_once, prefill, decode, pushes=contender.pushes)
+    return partial(ask_in_sequence, prefill, decode)
