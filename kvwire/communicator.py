@@ -49,6 +49,7 @@ from kvwire.selection import control_refusal, local_refusal, wishes
 from kvwire.transfer_verbs import Offering
 from kvwire.trust import crosses_hosts, load_keys, resolve
 from kvwire.types import Access, Address
+from kvwire.watchers import Watchers
 from kvwire.wire.control import BackendOffer, Offer
 from kvwire.wire.hello import NONCE_BYTES, Terms
 
@@ -110,6 +111,7 @@ class Communicator(Offering):
         buffers: The memory its users have lent it.
         counters: What has happened so far.
         devices: The devices that some of that memory belongs to.
+        watchers: Who is told when KV transfers begin and end.
     """
 
     def __init__(self, config: Config) -> None:
@@ -119,6 +121,7 @@ class Communicator(Offering):
         self.config = config
         self.buffers = BufferTable()
         self.counters = Counters()
+        self.watchers = Watchers()
         self.loop = asyncio.get_running_loop()
         self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
         self.exchange = Exchange()

@@ -195,6 +195,7 @@ class KVTransfer:
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
         self.phases = Phases()
         self.end = secrets.token_bytes(END_BYTES)
+        self._begun = False
         self._outcome: Outcome | None = None
         self._done: asyncio.Future[Outcome] = self.loop.create_future()
         self._drained = asyncio.Event()
@@ -258,8 +259,12 @@ class KVTransfer:
             )
 
     def begin(self) -> None:
-        """It is taken on: from here on its deadline counts."""
-        if self.deadline is not None and self._outcome is None:
+        """It is taken on: from here on its deadline counts, and watchers know it."""
+        self._begun = True
+        self.communicator.watchers.begun(self)
+        if self._outcome is not None:  # to ask was enough to end it
+            self.communicator.watchers.ended(self, self._outcome, ())
+        elif self.deadline is not None:
             self._expiry = self.loop.call_at(self.deadline, self._expired)
 
     # --- for the two ends -------------------------------------------------------------
@@ -323,9 +328,13 @@ class KVTransfer:
         if self._expiry is not None:
             self._expiry.cancel()
         self._busy += 1
+        ran_on = []
         for attempt in attempts:
+            ran_on.append(attempt.connection)
             self.release(attempt)
         self._one_free()
+        if self._begun:
+            self.communicator.watchers.ended(self, outcome, ran_on)
 
     def release(self, attempt: Attempt) -> None:
         """Wait for the memory of one attempt, and forget it once it is over."""

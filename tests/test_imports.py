@@ -115,7 +115,14 @@ TABLE = (
         # A store server that is gone is dialled again; a damaged file is read as bytes
         # of a stranger.
         kvwire={*_PUBLIC, "kvwire.backoff", "kvwire.unreadable"},
-        others={"msgspec", "numpy", "obstore", "prometheus_client", "xxhash"},
+        others={
+            "msgspec",
+            "numpy",
+            "obstore",
+            "opentelemetry",
+            "prometheus_client",
+            "xxhash",
+        },
     ),
     Layer(
         covers=("kvwire.integrations",),

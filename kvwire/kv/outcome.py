@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import numpy as np
 
@@ -67,6 +68,13 @@ class Outcome:
     timings: Timings = field(default_factory=Timings)
     layers_grouped: int = 1
     nbytes: int = 0
+
+    @property
+    def state(self) -> Literal["complete", "partial", "failed"]:
+        """In a word: all that was asked has landed, some of it, or nothing."""
+        if self.complete:
+            return "complete"
+        return "partial" if self.nbytes else "failed"
 
 
 def outcome_of(

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import kvwire
 import kvwire.engine
+import kvwire.observe.opentelemetry
 import kvwire.observe.prometheus
 import kvwire.testing
 from tests.support.reference.words import attributes, purpose, table
@@ -53,7 +54,8 @@ GROUPS: Final[dict[str, tuple[object, ...]]] = {
     "Tests of your own (`kvwire.testing`)": tuple(
         getattr(kvwire.testing, name) for name in sorted(kvwire.testing.__all__)
     ),
-    "Metrics (`kvwire.observe.prometheus`)": (
+    "Metrics and traces (`kvwire.observe`)": (
+        kvwire.observe.opentelemetry.TransferTracer,
         kvwire.observe.prometheus.CommunicatorCollector,
         kvwire.observe.prometheus.StoreCollector,
     ),
@@ -64,7 +66,8 @@ OFFERED: Final[dict[object, str]] = {
     kvwire.open: "",
     kvwire.Communicator: (
         "name config closed incarnation counters live_connections quarantined_bytes "
-        "listen connect accept connections register publish expect fired abort close"
+        "watchers listen connect accept connections register publish expect fired "
+        "abort close"
     ),
     kvwire.Connection: (
         "peer transport transport_report closed send recv put get pull push "
@@ -78,6 +81,7 @@ OFFERED: Final[dict[object, str]] = {
     kvwire.StoreRequest: "outcome is_drained done drained",
     kvwire.StoreServer: "address dropped clients close closed",
     kvwire.BlockStore: "name counters report open match put get flush stats close",
+    kvwire.observe.opentelemetry.TransferTracer: "close",
     kvwire.observe.prometheus.CommunicatorCollector: "",
     kvwire.observe.prometheus.StoreCollector: "",
 }

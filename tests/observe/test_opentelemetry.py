@@ -1,0 +1,143 @@
+"""What a trace shows of KV transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+import kvwire
+from kvwire.observe.opentelemetry import TransferTracer
+from kvwire.testing.harness import loopback
+
+SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
+
+
+class Traces:
+    """A provider, and the spans that it was given."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self._exporter.get_finished_spans()}
+
+
+def said(span: ReadableSpan) -> Mapping[str, object]:
+    assert span.attributes is not None
+    return span.attributes
+
+
+def cache(value: int) -> kvwire.PagedCache:
+    tensors = [np.full((4, 2, 4, 1, 8), value, np.float16) for _ in range(2)]
+    return kvwire.PagedCache(SPEC, tensors, layout="NHD")
+
+
+async def test_both_ends_of_a_transfer() -> None:
+    traces = Traces()
+    async with loopback() as pair:
+        with (
+            TransferTracer(pair.a, traces.provider),
+            TransferTracer(pair.b, traces.provider),
+        ):
+            out = pair.b.publish("request-7", cache(7), [0, 1])
+            out.ready()
+            out.finish()
+            inc = pair.ab.pull("request-7", cache(0), [2, 3])
+            outcome = await inc
+            await out
+    spans = traces.spans()
+    send, receive = spans["kvwire send"], spans["kvwire receive"]
+    assert (send.kind, receive.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
+    for span, name, peer in ((send, "b", "a"), (receive, "a", "b")):
+        known = said(span)
+        assert known["kvwire.transfer.id"] == "request-7"
+        assert known["kvwire.communicator"] == name
+        assert known["kvwire.peers"] == (peer,)
+        assert known["kvwire.transports"] == ("inproc",)
+        assert known["kvwire.outcome"] == "complete"
+        assert known["kvwire.blocks"] == known["kvwire.landed_blocks"] == 2
+        assert known["kvwire.bytes"] == outcome.nbytes
+        assert known["kvwire.layers_grouped"] == outcome.layers_grouped
+        assert span.status.status_code is StatusCode.UNSET
+    assert said(receive)["kvwire.wire_s"] == outcome.timings.wire_s
+
+
+async def test_a_span_lies_below_the_request_that_it_is_of() -> None:
+    traces = Traces()
+    async with loopback() as pair:
+        with TransferTracer(pair.a, traces.provider):
+            tracer = traces.provider.get_tracer("server")
+            with tracer.start_as_current_span("request") as request:
+                inc = pair.ab.pull("never", cache(0), [0])
+            inc.abort()
+            await inc
+    parent = traces.spans()["kvwire receive"].parent
+    assert parent is not None
+    assert parent.span_id == request.get_span_context().span_id
+
+
+async def test_the_context_of_another_thread_comes_along() -> None:
+    traces = Traces()
+    with kvwire.Engine() as engine:
+
+        async def traced(communicator: kvwire.Communicator) -> TransferTracer:
+            return TransferTracer(communicator, traces.provider)
+
+        engine.start(traced).result(10)
+        with traces.provider.get_tracer("server").start_as_current_span("r") as request:
+            out = engine.publish(b"\x00\xff", cache(1), [0])
+        out.abort("not wanted")
+        out.wait(10)
+    span = traces.spans()["kvwire send"]
+    assert said(span)["kvwire.transfer.id"] == "00ff"
+    assert span.parent is not None
+    assert span.parent.span_id == request.get_span_context().span_id
+
+
+async def test_why_blocks_are_missing() -> None:
+    traces = Traces()
+    async with loopback() as pair:
+        with TransferTracer(pair.b, traces.provider):
+            out = pair.b.publish(9, cache(0), [0])
+            out.abort("evicted")
+            await out
+    span = traces.spans()["kvwire send"]
+    assert said(span)["kvwire.outcome"] == "failed"
+    assert said(span)["kvwire.peers"] == ()
+    assert span.status.status_code is StatusCode.ERROR
+    assert "evicted" in (span.status.description or "")
+
+
+async def test_what_is_under_way_when_it_is_closed() -> None:
+    traces = Traces()
+    async with loopback() as pair:
+        before = pair.b.publish("before", cache(0), [0])
+        tracer = TransferTracer(pair.b, traces.provider)
+        out = pair.b.publish("x", cache(0), [0])
+        before.abort()
+        await before
+        tracer.close()
+        out.abort()
+        await out
+        tracer.close()
+    (span,) = traces.spans().values()
+    assert said(span)["kvwire.transfer.id"] == "x"
+    assert span.status.description == "not traced to its end"
+
+
+@pytest.mark.parametrize("id", ["x", 7, b"\x01"])
+async def test_an_id_is_a_text(id: str | int | bytes) -> None:
+    traces = Traces()
+    async with loopback() as pair:
+        with TransferTracer(pair.b, traces.provider):
+            pair.b.publish(id, cache(0), [0]).abort()
+    span = traces.spans()["kvwire send"]
+    assert said(span)["kvwire.transfer.id"] in ("x", "7", "01")

@@ -1,0 +1,126 @@
+"""Who is told of transfers: of each begin and each end, once, and of nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import Connection, Incoming, Outcome, Outgoing
+from kvwire.testing.harness import loopback
+
+SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
+
+
+def cache() -> kvwire.PagedCache:
+    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 4, 1, 8), np.float16)])
+
+
+class Notes:
+    """A watcher that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[object, ...]] = []
+
+    def begun(self, transfer: Incoming | Outgoing) -> None:
+        self.lines.append(("begun", transfer.id))
+
+    def ended(
+        self,
+        transfer: Incoming | Outgoing,
+        outcome: Outcome,
+        connections: tuple[Connection, ...],
+    ) -> None:
+        names = [one.peer.name for one in connections]
+        self.lines.append(("ended", transfer.id, outcome.state, names))
+
+
+class Broken(Notes):
+    """One that raises, at first and at last."""
+
+    def begun(self, transfer: Incoming | Outgoing) -> None:
+        raise RuntimeError("at the beginning")
+
+    def ended(
+        self,
+        transfer: Incoming | Outgoing,
+        outcome: Outcome,
+        connections: tuple[Connection, ...],
+    ) -> None:
+        raise RuntimeError("at the end")
+
+
+async def test_a_begin_and_an_end() -> None:
+    notes = Notes()
+    async with loopback() as pair:
+        pair.a.watchers.add(notes)
+        inc = pair.ab.pull("x", cache(), [0])
+        assert notes.lines == [("begun", "x")]
+        out = pair.b.publish("x", cache(), [0])
+        out.ready()
+        out.finish()
+        await inc
+        await inc.drained()
+    assert notes.lines == [("begun", "x"), ("ended", "x", "complete", ["b"])]
+
+
+async def test_one_that_nobody_came_for() -> None:
+    notes = Notes()
+    async with loopback() as pair:
+        pair.b.watchers.add(notes)
+        pair.b.publish("x", cache(), [0]).abort()
+    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
+
+
+async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a link does that turns out to be lost when it is used."""
+    notes, ask = Notes(), Incoming.ask
+
+    def ask_and_end(self: Incoming, connection: Connection) -> None:
+        ask(self, connection)
+        self.abort()
+
+    async with loopback() as pair:
+        pair.a.watchers.add(notes)
+        monkeypatch.setattr(Incoming, "ask", ask_and_end)
+        assert not (await pair.ab.pull("x", cache(), [0])).complete
+    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
+
+
+async def test_what_was_never_taken_on_is_not_told() -> None:
+    notes = Notes()
+    async with loopback() as pair:
+        pair.b.watchers.add(notes)
+        out = pair.b.publish("x", cache(), [0])
+        with pytest.raises(kvwire.UsageError, match="published already"):
+            pair.b.publish("x", cache(), [1])
+        pair.ab.abort()
+        await pair.ba.wait_closed()
+        with pytest.raises(kvwire.ConnectionClosed):
+            pair.ba.pull("y", cache(), [2])
+        out.abort()
+    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
+
+
+async def test_one_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    notes = Notes()
+    async with loopback() as pair:
+        for watcher in (Broken(), notes):
+            pair.b.watchers.add(watcher)
+        out = pair.b.publish("x", cache(), [0])
+        out.abort()
+        assert not (await out).complete
+        await out.drained()
+    assert [line[0] for line in notes.lines] == ["begun", "ended"]
+    assert "at the beginning" in caplog.text
+    assert "at the end" in caplog.text
+
+
+async def test_one_that_was_removed_is_told_nothing() -> None:
+    notes = Notes()
+    async with loopback() as pair:
+        pair.b.watchers.add(notes)
+        pair.b.watchers.remove(notes)
+        pair.b.watchers.remove(notes)
+        pair.b.publish("x", cache(), [0]).abort()
+    assert not notes.lines
