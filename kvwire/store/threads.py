@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
+from kvwire.store.endings import finished
 
 T = TypeVar("T")
 
@@ -33,21 +34,8 @@ class Threads:
         Cancel safety: the function is finished first, since a thread that copies cannot
         be stopped; then the cancellation is raised.
         """
-        future = asyncio.get_running_loop().run_in_executor(self._pool, function)
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait((future,))
-            except asyncio.CancelledError as exc:
-                cancelled = exc
-        if cancelled is not None:
-            future.exception()  # seen: nobody is left to be told
-            raise cancelled
-        try:
-            return future.result()
-        finally:
-            # Its exception holds this frame, and with it what was copied, in a cycle.
-            del future
+        loop = asyncio.get_running_loop()
+        return await finished(loop.run_in_executor(self._pool, function))
 
     def close(self) -> None:
         """End the threads, of which none has anything to do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import weakref
 from concurrent.futures import thread as pools
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, ConnectionLost
-from kvwire.store.endings import finished, said
+from kvwire.store.endings import finished, said, together
 from tests.store.caches import Filled, chain
 
 
@@ -39,6 +40,88 @@ async def test_what_fails_fails() -> None:
 
     with pytest.raises(ConnectionLost, match="gone"):
         await finished(work())
+
+
+async def test_what_is_cancelled_itself_says_so() -> None:
+    inner = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(finished(inner))
+    await asyncio.sleep(0)
+    inner.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_an_error_is_in_no_cycle() -> None:
+    """It would keep what was to be moved until the garbage collector comes by."""
+
+    async def work() -> None:
+        memory = np.zeros(8)
+        held.append(weakref.ref(memory))
+        raise ConnectionLost("gone")
+
+    held: list[weakref.ref[np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
+    gc.disable()
+    try:
+        for call in (finished, together):
+            with pytest.raises(ConnectionLost):
+                await call(work())
+            await asyncio.sleep(0)  # the loop still has what woke this task
+            assert held.pop()() is None
+    finally:
+        gc.enable()
+
+
+async def test_all_have_ended_before_one_raises() -> None:
+    go, ended = asyncio.Event(), []
+
+    async def fails(name: str) -> None:
+        raise ConnectionLost(name)
+
+    async def waits() -> None:
+        await go.wait()
+        ended.append(True)
+
+    both = asyncio.create_task(together(waits(), fails("first"), fails("second")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not both.done()
+    go.set()
+    with pytest.raises(ConnectionLost, match="first"):
+        await both
+    assert ended
+
+
+async def test_all_have_ended_before_a_cancellation_is_raised() -> None:
+    go, ended = asyncio.Event(), []
+
+    async def holds() -> None:
+        await finished(go.wait())
+        ended.append(True)
+
+    async def lets_go() -> None:
+        await asyncio.Event().wait()
+
+    both = asyncio.create_task(together(lets_go(), holds()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    both.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not both.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await both
+    assert not ended
+
+
+async def test_results_come_in_the_order_of_the_calls() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert await together(after(3), after(1), after(2)) == [3, 1, 2]
+    assert await together() == []
 
 
 def test_an_error_lets_go_of_what_its_frames_have() -> None:
