@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from kvwire.kv.blocks import Bits
 from kvwire.store.counters import StoreCounters
+from kvwire.store.endings import together
 from kvwire.store.index import Keys, Named, Orders
 from kvwire.store.memory import Memory
 from kvwire.store.slabs import Slabs
@@ -126,8 +126,8 @@ class Hierarchy:
 
         Cancel safety: the writes are finished first.
         """
-        writes = [self._write(tier, space, batch) for tier in self.below]
-        done = await asyncio.gather(*writes)
+        writes = (self._write(tier, space, batch) for tier in self.below)
+        done = await together(*writes)
         keepers = self.keepers
         counted = [
             (fates, tier)

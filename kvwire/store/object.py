@@ -37,7 +37,7 @@ from kvwire.limits import (
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.endings import finished
+from kvwire.store.endings import finished, together
 from kvwire.store.images import selected
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.object_bucket import bucket_of, number_of
@@ -295,7 +295,7 @@ class ObjectTier(Tier):
             for position in left:
                 await work(position)
 
-        await asyncio.gather(*(lane() for _ in range(self._requests)))
+        await together(*(lane() for _ in range(self._requests)))
 
     def _resting(self) -> bool:
         return asyncio.get_running_loop().time() < self._away_until

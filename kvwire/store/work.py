@@ -17,6 +17,7 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
+from kvwire.store.endings import together
 from kvwire.store.hierarchy import Hierarchy
 from kvwire.store.index import Keys
 from kvwire.store.share import Share
@@ -59,10 +60,7 @@ class Work(ABC):
         """
         batches = self._batches()
         try:
-            lanes = [self._lane(batches) for _ in range(_LANES)]
-            for done in await asyncio.gather(*lanes, return_exceptions=True):
-                if done is not None:
-                    raise done
+            await together(*(self._lane(batches) for _ in range(_LANES)))
         finally:
             self.drained.set()
         for share in self._shares:

@@ -319,6 +319,31 @@ async def test_a_cancelled_write_is_finished_first(tmp_path: Path) -> None:
         assert (await put).complete
 
 
+async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:
+    """What no object store should raise; the others still have the images."""
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests, go = Requests(tier_of(store)), asyncio.Event()
+
+        async def fail_first(name: str) -> None:
+            if name == "put_async":
+                if requests.made.count(name) == 1:
+                    raise ValueError("a bug")
+                await go.wait()
+
+        requests.before = fail_first
+        put = store.put(chain(4), Filled(seed=1).cache, range(4))
+        await until(lambda: requests.made.count("put_async") == 4)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert requests.open == 3
+        assert not put.done()
+        go.set()
+        with pytest.raises(ValueError, match="a bug"):
+            await put
+        assert not requests.open
+        del put  # its error has the images
+
+
 @pytest.mark.parametrize(
     ("tier", "said"),
     [

@@ -1,0 +1,83 @@
+"""A tier that does what its test says, for what stands on top of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from kvwire.kv.fragments import Fragments
+from kvwire.store.endings import finished
+from kvwire.store.index import Keys, Orders
+from kvwire.store.space import ABSENT, Space
+from kvwire.store.tier import Batch, Fate, Fates, Tier, TierStats
+
+
+class FakeTier(Tier):
+    """Keeps keys and no bytes.
+
+    Args:
+        name: Its name.
+        durable: Whether a put is complete only here.
+
+    Attributes:
+        orders: The order of each block that is there.
+        written: The keys of each write, in their order.
+        touched: The keys of each touch that named any.
+        moving: The images that are being written.
+        before: Awaited at the beginning of each write, to its end.
+        refusing: Whether it takes no blocks.
+    """
+
+    def __init__(self, name: str = "fake", *, durable: bool = True) -> None:
+        self.name = name
+        self.durable = durable
+        self.orders: dict[bytes, int] = {}
+        self.written: list[list[bytes]] = []
+        self.touched: list[list[bytes]] = []
+        self.moving: list[Fragments] = []
+        self.before: Callable[[], Awaitable[object]] | None = None
+        self.refusing = False
+        self.closes = 0
+
+    @property
+    def taking(self) -> bool:
+        """See Tier."""
+        return not self.refusing
+
+    async def find(self, keys: Keys) -> Orders:
+        """See Tier."""
+        found = [self.orders.get(key, ABSENT) for key in keys.tolist()]
+        return np.array(found, np.uint8)
+
+    async def write(self, space: Space, batch: Batch) -> Fates:
+        """See Tier."""
+        self.moving.append(batch.images)
+        try:
+            if self.before is not None:
+                await finished(self.before())
+        finally:
+            self.moving.remove(batch.images)
+        self.written.append(batch.keys.tolist())
+        self.orders |= zip(batch.keys.tolist(), batch.orders.tolist(), strict=True)
+        return np.full(batch.keys.size, Fate.LANDED, np.uint8)
+
+    async def read(self, space: Space, batch: Batch) -> Fates:
+        """See Tier; it has no bytes to give."""
+        return np.full(batch.keys.size, Fate.MISSING, np.uint8)
+
+    def touch(self, keys: Keys) -> None:
+        """See Tier."""
+        if keys.size:
+            self.touched.append(keys.tolist())
+
+    def stats(self) -> TierStats:
+        """See Tier."""
+        return TierStats(blocks=len(self.orders))
+
+    async def flush(self) -> None:
+        """See Tier."""
+
+    async def close(self) -> None:
+        """See Tier."""
+        self.closes += 1
