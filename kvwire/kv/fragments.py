@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.types import Device
 
 UINT64: Final = np.dtype(np.uint64)
@@ -112,6 +113,10 @@ class Fragments:
         """The same fragments ``distance`` bytes further on; lengths are shared."""
         addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
         return self._with(addresses, self.lengths, self.starts, self.nbytes)
+
+    def selected(self, which: Ids | Bits) -> Fragments:
+        """Some of the fragments, by position or by a mask, as a stream of their own."""
+        return self._part(self.addresses[which], self.lengths[which])
 
     def merged(self) -> Fragments:
         """The same stream with fragments joined where they touch in memory."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
 from kvwire.store.directory import Directory
@@ -161,7 +161,7 @@ class DiskTier(Tier):
             self.trouble = "every slot is being read or written"
         mine = lacking[: slots.size]
         if mine.size:
-            fates[mine] = await self._write(space, _part(batch, mine), slots)
+            fates[mine] = await self._write(space, batch.selected(mine), slots)
         self._counts.count(fates[mine], written=True)
         return fates
 
@@ -175,7 +175,7 @@ class DiskTier(Tier):
         here = np.flatnonzero(slots >= 0)
         if not here.size:
             return fates
-        part, slots = _part(batch, here), slots[here]
+        part, slots = batch.selected(here), slots[here]
         self._index.pin(part.keys, slots)
         bad = np.zeros(here.size, np.bool_)
         try:
@@ -318,7 +318,7 @@ class DiskTier(Tier):
             self._write_head(slab, rounded(space.image_bytes))
         sums = image_sums(batch.images)
         for run, offset in self._runs(slots):
-            self._file.write(_padded(_some(batch.images, run)), offset)
+            self._file.write(_padded(batch.images.selected(run)), offset)
         count = slots.size
         # The head of a chain is younger than what follows it; see Index.unpin.
         serials = self._serial + np.arange(count, 0, -1)
@@ -362,7 +362,7 @@ class DiskTier(Tier):
         for run, offset in self._runs(slots[order]):
             part = order[run]
             try:
-                self._file.read(_padded(_some(images, part)), offset)
+                self._file.read(_padded(images.selected(part)), offset)
             except OSError as exc:
                 fates[part] = Fate.FAILED
                 self.trouble = f"reading failed: {exc.strerror or exc}"
@@ -377,20 +377,6 @@ class DiskTier(Tier):
         breaks = np.flatnonzero(np.diff(offsets) != size) + 1
         for run in np.split(np.arange(slots.size), breaks):
             yield run, int(offsets[run[0]])
-
-
-def _part(batch: Batch, which: Ids) -> Batch:
-    return Batch(batch.keys[which], batch.orders[which], _some(batch.images, which))
-
-
-def _some(images: Fragments, which: Ids | Bits) -> Fragments:
-    """Some of a list of images."""
-    return Fragments(
-        images.addresses[which],
-        images.lengths[which],
-        owner=images.owner,
-        writable=images.writable,
-    )
 
 
 # Read and written where a slot is longer than its image; nobody looks at it.

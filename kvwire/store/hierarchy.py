@@ -148,7 +148,7 @@ class Hierarchy:
         if not tier.taking:
             fates[lacking] = Fate.REFUSED
             return fates
-        fates[lacking] = await tier.write(space, _part(batch, lacking))
+        fates[lacking] = await tier.write(space, batch.selected(lacking))
         return fates
 
     async def _demote(self, named: Named) -> None:
@@ -166,18 +166,3 @@ class Hierarchy:
             orders = self.memory.index.orders(slots[mine])
             images = self.memory.images(slots[mine], space.image_bytes)
             await taker.write(space, Batch(keys[mine], orders, images))
-
-
-def _part(batch: Batch, which: Bits) -> Batch:
-    """Some blocks of a batch."""
-    images = batch.images
-    return Batch(
-        batch.keys[which],
-        batch.orders[which],
-        type(images)(
-            images.addresses[which],
-            images.lengths[which],
-            owner=images.owner,
-            writable=images.writable,
-        ),
-    )

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
@@ -73,16 +73,6 @@ def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragmen
         np.full(count, nbytes, np.uint64),
         owner=memory,
         writable=True,
-    )
-
-
-def selected(images: Fragments, which: Ids | Bits) -> Fragments:
-    """Some of a list of images."""
-    return Fragments(
-        images.addresses[which],
-        images.lengths[which],
-        owner=images.owner,
-        writable=images.writable,
     )
 
 

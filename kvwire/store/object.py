@@ -38,7 +38,6 @@ from kvwire.limits import (
 )
 from kvwire.store.address import TierAddress
 from kvwire.store.endings import finished, together
-from kvwire.store.images import selected
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.object_bucket import bucket_of, number_of
 from kvwire.store.object_format import HEAD_BYTES, Head, packed, path_of, unpacked
@@ -232,10 +231,7 @@ class ObjectTier(Tier):
         await self._each(get, range(batch.keys.size))
         came = np.flatnonzero(fates == Fate.LANDED)
         if came.size:
-            part = Batch(
-                batch.keys[came], batch.orders[came], selected(batch.images, came)
-            )
-            job = partial(unpacked, part, [raws[at] for at in came])
+            job = partial(unpacked, batch.selected(came), [raws[at] for at in came])
             fates[came] = await self._threads.run(job)
         for key, fate in zip(batch.keys.tolist(), fates.tolist(), strict=True):
             if fate == Fate.DAMAGED:

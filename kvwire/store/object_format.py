@@ -17,7 +17,6 @@ import xxhash
 
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_HASH_BYTES_MAX
-from kvwire.store.images import selected
 from kvwire.store.index import Key
 from kvwire.store.slab_file import image_sums
 from kvwire.store.space import DIGEST_BYTES, ORDERS
@@ -105,7 +104,7 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> Fates:
         fates[at], sums[at] = (Fate.LANDED if ours else Fate.MISSING), head.image_sum
     whole = np.flatnonzero(fates == Fate.LANDED)
     if whole.size:
-        images = selected(batch.images, whole)
+        images = batch.images.selected(whole)
         copy_in_turns(_behind_heads([raws[at] for at in whole], nbytes), images)
         fates[whole[image_sums(images) != sums[whole]]] = Fate.DAMAGED
     return fates

@@ -28,7 +28,7 @@ from kvwire.limits import (
 )
 from kvwire.store.address import TierAddress
 from kvwire.store.endings import finished, said
-from kvwire.store.images import ImageCache, selected
+from kvwire.store.images import ImageCache
 from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.line import Line, Up
 from kvwire.store.requests import (
@@ -212,13 +212,8 @@ class RemoteTier(Tier):
                 return np.full(batch.keys.size, Fate.REFUSED, np.uint8)
             await self._tell_touches(up)
             for which in _parts(batch, min(most, STORE_KEYS_MAX)):
-                part = Batch(
-                    batch.keys[which],
-                    batch.orders[which],
-                    selected(batch.images, which),
-                )
                 async with up.berth():
-                    fates[which] = await step(up, space, part)
+                    fates[which] = await step(up, space, batch.selected(which))
         except KVWireError as exc:
             self.trouble = said(exc)
         return fates
@@ -247,7 +242,7 @@ class RemoteTier(Tier):
         coming = np.flatnonzero(fates == Fate.LANDED)
         if not coming.size:
             return fates
-        wanted = selected(batch.images, coming)
+        wanted = batch.images.selected(coming)
         images = ImageCache(space, int(batch.orders[0]), wanted)
         incoming = self._communicator.expect(
             number,

@@ -35,6 +35,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.index import Keys, Orders
 from kvwire.store.space import Space
@@ -69,6 +70,10 @@ class Batch(NamedTuple):
     keys: Keys
     orders: Orders
     images: Fragments
+
+    def selected(self, which: Ids | Bits) -> Batch:
+        """Some of the blocks, by position or by a mask."""
+        return Batch(self.keys[which], self.orders[which], self.images.selected(which))
 
 
 class TierStats(msgspec.Struct, kw_only=True):

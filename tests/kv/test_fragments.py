@@ -54,6 +54,24 @@ def test_slices_merges_and_shifts_are_those_of_the_bytes(
         assert made.writable
 
 
+@given(pieces, st.data())
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_a_selection_is_of_whole_fragments(
+    pairs: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    whole = make(pairs)
+    chosen = data.draw(
+        st.lists(st.integers(0, len(pairs) - 1)) if pairs else st.just([])
+    )
+    part = whole.selected(np.array(chosen, np.int64))
+    assert stream(part) == stream(make([pairs[at] for at in chosen]))
+    assert (part.owner, part.writable) == (whole.owner, whole.writable)
+    assert part.nbytes == len(stream(part))
+    bits = np.isin(np.arange(len(pairs)), chosen)
+    ascending = [pair for pair, bit in zip(pairs, bits, strict=True) if bit]
+    assert stream(whole.selected(bits)) == stream(make(ascending))
+
+
 def test_merging_what_does_not_touch_is_free() -> None:
     fragments = make([(0, 2), (5, 2)])
     assert fragments.merged() is fragments
@@ -90,4 +108,5 @@ def test_every_part_is_of_the_same_device() -> None:
         device=device,
     )
     parts = [whole.slice(4, 8), whole.slice(0, 0), whole.shifted(8), whole.merged()]
-    assert [part.device for part in parts] == [device] * 4
+    parts.append(whole.selected(np.array([2])))
+    assert [part.device for part in parts] == [device] * 5

@@ -13,7 +13,7 @@ from kvwire import KVSpec
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.mapping import GroupMap
-from kvwire.store.images import ImageCache, images_in, selected
+from kvwire.store.images import ImageCache, images_in
 from kvwire.store.space import ORDERS, Space
 from tests.store.caches import SPEC
 
@@ -84,7 +84,7 @@ def test_the_owner_is_held_until_it_is_released() -> None:
     memory = np.empty(4 * NBYTES, np.uint8)
     gone = weakref.ref(memory)
     room = images_in(memory, NBYTES, 4)
-    images = ImageCache(Space("kv", SPEC), 0, selected(room, np.array([1, 3])))
+    images = ImageCache(Space("kv", SPEC), 0, room.selected(np.array([1, 3])))
     del memory, room
     assert gone() is not None
     images.release()
