@@ -79,7 +79,8 @@ class Delivery(Attempt):
 
         Raises:
             ProfileMismatch: The two halves do not fit; names the fields.
-            UsageError: The consumer says what it has of blocks that there are not.
+            UsageError: The consumer says what it has of blocks that there are not, or
+                in a way that would take too long.
             BackendUnavailable: This connection cannot move memory of the device.
         """
         self._phases.note("met")
@@ -101,8 +102,7 @@ class Delivery(Attempt):
         if not self.planned:
             self.plan, self.landed, self.planned = plan, Landed(plan), True
         before = self.landed.left
-        for box in description.landed:
-            self.landed.mark(Segment(*box))
+        self.landed.mark_boxes([Segment(*box) for box in description.landed])
         if self.landed.left < before:
             out.renew_lease()
         self._settled = description.settled

@@ -121,6 +121,14 @@ KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
 SEGMENTS_MAX: Final = 65_536
 # A longer mark is cut: what a lost link makes us send again is at most one segment.
 SEGMENT_BYTES: Final = 16 * MIB
+# What a producer may mark at once, unless it is a single granule: cutting into equal
+# pieces makes them less than twice as long. The consumer lays out all of it in one go.
+SEGMENT_BYTES_MAX: Final = 2 * SEGMENT_BYTES
+# Pieces of this side's memory in one cache group of a transfer, each at 24 bytes of
+# tables. A peer's layout decides how many they are: as many as this, or of so many
+# bytes on average. The smallest heads of real models have 64 elements of one byte.
+KV_PIECES_MAX: Final = 1024 * 1024
+KV_PIECE_BYTES: Final = 64
 # Layers smaller than this together travel together: below it a layer costs more to
 # announce than its transfer hides.
 GROUP_BYTES: Final = 256 * KIB

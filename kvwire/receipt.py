@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvwire.description import Description
 from kvwire.errors import (
     KVWireError,
@@ -13,6 +15,7 @@ from kvwire.errors import (
 )
 from kvwire.kv.landed import Landed
 from kvwire.kv.plan import Segment
+from kvwire.limits import SEGMENT_BYTES_MAX
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -95,7 +98,8 @@ class Receipt(Attempt):
         """What of the plan a marked segment is.
 
         Raises:
-            ProtocolError: None of it, another length, or some of it has come before.
+            ProtocolError: None of it, another length, too much at once, or some of it
+                has come before.
         """
         plan, segment = self.incoming.plan, Segment(*core.box)
         try:
@@ -107,6 +111,12 @@ class Receipt(Attempt):
                 "KVW-TR-09",
                 f"segment {core.number} of {core.nbytes} bytes, the plan has "
                 f"{plan.nbytes_of(segment)}",
+            )
+        if segment.granules > 1 and core.nbytes > SEGMENT_BYTES_MAX:
+            raise ProtocolError(
+                "KVW-TR-12",
+                f"segment {core.number}: {core.nbytes} bytes of {segment.granules} "
+                f"granules; {SEGMENT_BYTES_MAX} are the most of more than one",
             )
         if self._promised.touches(segment):
             raise ProtocolError(
@@ -131,10 +141,12 @@ class Receipt(Attempt):
 
 
 def missing_chunks(core: CoreSegment, chunk_bytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the chunks of a segment that have not landed intact."""
-    states = core.arrived or bytes(-(-core.nbytes // chunk_bytes))
+    """(offset, bytes) of each run of chunks of a segment that have not landed."""
+    count = -(-core.nbytes // chunk_bytes)
+    landed = np.ones(count + 2, np.bool_)
+    landed[1:-1] = np.frombuffer(core.arrived or bytes(count), np.uint8) == CHUNK_LANDED
+    edges = np.flatnonzero(landed[1:] != landed[:-1]) * chunk_bytes
+    ends = np.minimum(edges, core.nbytes).tolist()
     return [
-        (index * chunk_bytes, min(chunk_bytes, core.nbytes - index * chunk_bytes))
-        for index, state in enumerate(states)
-        if state != CHUNK_LANDED
+        (first, end - first) for first, end in zip(ends[::2], ends[1::2], strict=True)
     ]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import kvwire
 from kvwire import delivery as delivery_module
 from kvwire.kv.plan import Segment
-from kvwire.limits import CHUNK_BYTES, MIB, SEGMENT_BYTES
+from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MAX
 from kvwire.proto.flows import Chunk
 from kvwire.proto.segments import Segment as CoreSegment
 from tests.scenarios.world import BLOCKS, LARGE, LAYERS, Memory, World, play, same
@@ -226,6 +229,33 @@ def test_a_cross_layer_cache_is_cut_into_blocks() -> None:
         assert (caches[1][0] == 1.0).all()
 
     play(scenario, "inproc")
+
+
+@given(
+    unit=st.integers(1, 40 * MIB),
+    layers=st.integers(1, 130),
+    granules=st.integers(1, 70_000),
+    by_block=st.booleans(),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_no_piece_is_longer_than_a_consumer_takes(
+    unit: int, layers: int, granules: int, by_block: bool
+) -> None:
+    """Whatever the cache is; a granule cannot be cut."""
+    assume(unit * layers * granules <= 64 * GIB)
+
+    def nbytes_of(segment: Segment) -> int:
+        return segment.layers * segment.granules * unit
+
+    order = ("block", "layer") if by_block else ("layer", "block")
+    walk = SimpleNamespace(order=order)
+    delivery: Any = delivery_module.Delivery.__new__(delivery_module.Delivery)
+    delivery.plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
+    whole = Segment(0, 3, layers, 0, granules)
+    pieces = delivery._cut(whole)
+    assert sum(map(nbytes_of, pieces)) == nbytes_of(whole)
+    for piece in pieces:
+        assert piece.granules == 1 or nbytes_of(piece) <= SEGMENT_BYTES_MAX
 
 
 @BOTH

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import kvwire
+from kvwire import receipt as receipt_module
 from kvwire.kv.plan import Segment
 from kvwire.proto.segments import Segment as CoreSegment
 from kvwire.proto.segments import Transfer
@@ -109,6 +110,38 @@ def test_a_mark_outside_the_plan(box: Any, nbytes: int) -> None:
         hostile.say(FrameType.MARK, Mark(1, box, nbytes))
 
     check_hostile(act, "KVW-TR-09", consumer=True)
+
+
+@pytest.mark.rule("KVW-TR-12", "breaks")
+def test_a_mark_of_too_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer would lay out all of it in one turn of its loop."""
+    nbytes = LAYERS * LAYER_BYTES
+    monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", nbytes - 1)
+
+    def act(hostile: Hostile) -> None:
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, LAYERS, 0, 5), nbytes))
+
+    check_hostile(act, "KVW-TR-12", consumer=True)
+
+
+@pytest.mark.rule("KVW-TR-12", "keeps")
+def test_one_granule_may_be_marked_however_long_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody can cut it: it is one block of both sides, or a part of one."""
+    monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", 1)
+
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 4, 2, 1), SPEC.block_bytes))
+        receipt = hostile.inc.receipt
+        assert receipt is not None
+        await w.until(lambda: bool(receipt._segments))
+        assert not w.pull_side.closed
+        hostile.inc.abort()
+        hostile.out.abort()
+
+    play(scenario, "inproc")
 
 
 @pytest.mark.rule("KVW-TR-11", "breaks")
@@ -245,8 +278,12 @@ def test_chunks_that_have_not_landed() -> None:
         nbytes=25,
     )
     # Marked, and never given memory: nothing of it can have come.
-    assert missing_chunks(segment, 10) == [(0, 10), (10, 10), (20, 5)]
+    assert missing_chunks(segment, 10) == [(0, 25)]
     segment.arrived = bytearray([2, 1, 0])
-    assert missing_chunks(segment, 10) == [(10, 10), (20, 5)]
+    assert missing_chunks(segment, 10) == [(10, 15)]
+    segment.arrived = bytearray([0, 2, 1])
+    assert missing_chunks(segment, 10) == [(0, 10), (20, 5)]
+    segment.arrived = bytearray([1, 0, 2])
+    assert missing_chunks(segment, 10) == [(0, 20)]
     segment.arrived = bytearray([2, 2, 2])
     assert missing_chunks(segment, 10) == []

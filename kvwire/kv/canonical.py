@@ -118,6 +118,12 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
     return tuple(_negotiate_group(p, c) for p, c in pairs)
 
 
+def pieces(walk: Canonical, side: GroupGeometry) -> int:
+    """How many pieces of one side's memory a walk visits, if that has no gaps."""
+    extents = walk.extents(len(walk.layers), walk.granules)
+    return math.prod(extents.values()) // _run(walk.order, extents, side)
+
+
 def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canonical:
     where = f"group {producer.name!r}"
     here, there = producer.spec, consumer.spec

@@ -8,12 +8,13 @@ after a reconnect changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits
 from kvwire.kv.plan import Segment, TransferPlan
 
@@ -66,6 +67,29 @@ class Landed:
         for offset, nbytes in missing:
             whole &= ~self.plan.touched(segment, offset, nbytes)
         self._set(segment, whole)
+
+    def mark_boxes(self, boxes: Sequence[Segment]) -> None:
+        """What a peer says has landed, as :meth:`boxes` of its own would.
+
+        Raises:
+            UsageError: A box is not inside the transfer, they overlap, or what they
+                leave out comes in more pieces than boxes of whole rows would leave.
+        """
+        told = [np.zeros_like(cells) for cells in self._cells]
+        room = sum(cells.size for cells in told)
+        for box in boxes:
+            self.plan.check(box)
+            room -= box.layers * box.granules
+            if room < 0:
+                break
+            told[box.group][self._rows(box), box.granule_slice] = True
+        by_rows = chain.from_iterable(map(_boxes, told))
+        if room < 0 or len(list(islice(by_rows, len(boxes) + 1))) > len(boxes):
+            raise UsageError(
+                f"landed: {len(boxes)} boxes that overlap, or are not cut by rows"
+            )
+        for box in boxes:
+            self.mark(box)
 
     def has(self, segment: Segment) -> bool:
         """Whether every byte of a segment has landed."""

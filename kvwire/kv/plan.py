@@ -31,11 +31,11 @@ from typing import Final
 import numpy as np
 
 from kvwire import limits
-from kvwire.errors import UsageError
+from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Bits, Blocks, Ids
-from kvwire.kv.canonical import Canonical, negotiate
+from kvwire.kv.canonical import Canonical, negotiate, pieces
 from kvwire.kv.fragments import Fragments
-from kvwire.kv.geometry import Geometry, Tokens, describe
+from kvwire.kv.geometry import Geometry, GroupGeometry, Tokens, describe
 from kvwire.kv.mapping import GroupMap
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
@@ -136,6 +136,8 @@ class TransferPlan:
         self.local = describe(cache, self.lists, tokens)
         ends = (self.local, peer) if side is Side.PRODUCER else (peer, self.local)
         self.groups = negotiate(*ends)
+        for walk, group in zip(self.groups, self.local.groups, strict=True):
+            _check_pieces(walk, group)
         wanted = _wanted(self.groups, ends[1], have or {})
         self._maps = tuple(
             GroupMap(walk, cache.groups[walk.group], self.lists[walk.group], granules)
@@ -363,6 +365,27 @@ def _describe_group(group_map: GroupMap) -> list[str]:
             f"{median}, merged over {together}: {way}"
         )
     return lines
+
+
+def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
+    """Refuse an order in which the local memory would lie in crumbs.
+
+    Its tables would be larger than what they describe, and the peer chooses its layout.
+
+    Raises:
+        ProfileMismatch: It would.
+    """
+    count = pieces(walk, local)
+    nbytes = len(walk.layers) * walk.granules * walk.granule_bytes
+    most = max(limits.KV_PIECES_MAX, nbytes // limits.KV_PIECE_BYTES)
+    if count > most:
+        raise ProfileMismatch(
+            f"group {walk.group!r}: {nbytes} bytes in the order "
+            f"{' '.join(walk.order)} lie in {count} pieces here, where the memory "
+            f"order is {' '.join(local.order)}, and {most} are allowed; use one layout "
+            f"on both sides, or list fewer blocks",
+            fields=("order",),
+        )
 
 
 def _wanted(

@@ -141,14 +141,16 @@ def test_boxes_cover_what_landed_and_the_lacking_what_did_not(
         if data.draw(st.booleans()):
             landed.mark(segment)
     told, before = Landed(plan), landed.cells(0).copy()
-    for box in landed.boxes(10_000):
-        told.mark(box)
+    told.mark_boxes(landed.boxes(10_000))
     np.testing.assert_array_equal(told.cells(0), before)
+    # So many as fit are told, and taken.
+    Landed(plan).mark_boxes(landed.boxes(data.draw(st.integers(0, 9))))
     for segment in parts:
-        assert landed.touches(segment) == bool(
-            plan.nbytes_of(segment) and not landed.lacking(segment)
-        )
-        for part in landed.lacking(segment):
+        lacking = landed.lacking(segment)
+        # What was here before moves nothing, and may be a part by itself.
+        moving = sum(map(plan.nbytes_of, lacking))
+        assert landed.touches(segment) == bool(plan.nbytes_of(segment) and not moving)
+        for part in lacking:
             assert not landed.touches(part)
             landed.mark(part)
     (whole,) = plan.segments()
@@ -169,6 +171,39 @@ def test_whole_layers_are_one_box() -> None:
     assert landed.boxes(1) == [Segment(0, 0, 2, 0, 2)]
     (whole,) = landed.plan.segments(group="a")
     assert landed.lacking(whole) == [Segment(0, 2, 1, 0, 2)]
+
+
+WIDE = KVSpec(layers=4, kv_heads=1, head_dim=1, block_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        pytest.param([Segment(0, 0, 4, 0, 9)] * 2, id="all of it, twice"),
+        pytest.param([Segment(0, 0, 4, 0, 2), Segment(0, 1, 1, 1, 2)], id="an overlap"),
+        pytest.param(
+            [
+                *(Segment(0, 0, 4, granule, 1) for granule in (0, 2, 4)),
+                *(Segment(0, layer, 1, 6 + layer % 2, 1) for layer in range(4)),
+            ],
+            id="columns and rows, whose gaps are many more",
+        ),
+    ],
+)
+def test_boxes_that_nobody_would_tell(boxes: list[Segment]) -> None:
+    """A thousand that each are everything, or leave out 70,000 pieces, cost seconds."""
+    landed = Landed(plan_of({"kv": (WIDE, list(range(9)))}))
+    before = landed.left
+    with pytest.raises(UsageError, match="overlap, or are not cut by rows"):
+        landed.mark_boxes(boxes)
+    assert landed.left == before
+
+
+def test_boxes_outside_the_transfer() -> None:
+    landed = Landed(plan_of({"kv": (WIDE, [0, 1])}))
+    with pytest.raises(UsageError, match="granules 1 to 2 of 2"):
+        landed.mark_boxes([Segment(0, 0, 1, 0, 1), Segment(0, 0, 1, 1, 2)])
+    assert landed.left == 8
 
 
 def test_granules_land_in_every_layer() -> None:

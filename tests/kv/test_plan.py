@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire import limits
-from kvwire.errors import UsageError
+from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Bits, Blocks
-from kvwire.kv.geometry import describe
+from kvwire.kv.geometry import Geometry, GroupGeometry, describe
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import KVSpec
@@ -336,6 +336,38 @@ def test_a_transfer_larger_than_a_request_is_refused(
     monkeypatch.setattr(limits, "REQUEST_BYTES_MAX", 6 * BLOCK_BYTES - 1)
     with pytest.raises(UsageError, match="list fewer blocks"):
         plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
+
+
+@pytest.mark.parametrize("side", Side)
+@pytest.mark.parametrize("blocks", [15, 17])
+def test_a_peer_whose_order_would_make_crumbs_of_our_memory(
+    side: Side, blocks: int
+) -> None:
+    """Tables of single elements are a dozen times as large as what they describe."""
+    spec = KVSpec(layers=8, kv_heads=8, head_dim=128, block_tokens=4)
+    shape = (blocks, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
+    cache = PagedCache(spec, [np.zeros(shape, np.uint16) for _ in range(spec.layers)])
+    # One block of all tokens, of which no two elements lie as they do here.
+    peer = Geometry(
+        (
+            GroupGeometry(
+                name="kv",
+                spec=replace(spec, block_tokens=blocks * spec.block_tokens),
+                order=("block", "kv", "token", "layer", "dim", "head"),
+                blocks=1,
+            ),
+        )
+    )
+    elements = blocks * spec.block_bytes // spec.item_bytes
+    assert (elements > limits.KV_PIECES_MAX) == (blocks == 17)
+    if blocks == 15:
+        plan = TransferPlan(cache, range(blocks), peer, side)
+        (segment,) = plan.segments()
+        assert len(plan.fragments(segment)) == elements
+        return
+    with pytest.raises(ProfileMismatch, match=f"in {elements} pieces here") as caught:
+        TransferPlan(cache, range(blocks), peer, side)
+    assert caught.value.fields == ("order",)
 
 
 def test_have_names_groups_and_fits_the_list() -> None:
