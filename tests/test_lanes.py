@@ -22,18 +22,15 @@ from tests.support.lanes import (
     ONLY,
     expect_moves,
     is_over,
-    raise_again_after,
+    lane_pause,
     reasons,
     use,
 )
 from tests.support.logs import warned
 from tests.support.pairs import connected, until
 
-
-@pytest.fixture(autouse=True)
-def _stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks is raised again when its test is over."""
-    raise_again_after(monkeypatch, NEVER_S)
+# What breaks is raised again when its test is over.
+_stays_down = lane_pause(NEVER_S, autouse=True)
 
 
 def breaking(after: int) -> dict[str, dict[str, str]]:

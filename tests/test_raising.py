@@ -29,6 +29,7 @@ from tests.support.lanes import (
     ONLY,
     expect_moves,
     is_over,
+    lane_pause,
     raise_again_after,
     reasons,
     use,
@@ -36,17 +37,10 @@ from tests.support.lanes import (
 from tests.support.logs import warned
 from tests.support.pairs import Pair, connected, until
 
-
-@pytest.fixture(autouse=True)
-def _stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks is raised again when its test is over."""
-    raise_again_after(monkeypatch, NEVER_S)
-
-
-@pytest.fixture
-def comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks is raised again at once."""
-    raise_again_after(monkeypatch, 0.0)
+# What breaks is raised again when its test is over.
+_stays_down = lane_pause(NEVER_S, autouse=True)
+# What breaks is raised again at once, in tests that ask for it.
+comes_back = lane_pause(0.0)
 
 
 def on_lanes(pair: Pair) -> int:

@@ -14,7 +14,7 @@ from kvwire.integrations.vllm.config import Settings
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.gpu.devices import Gpu
 from tests.integrations.vllm.fakes import BLOCK_TOKENS, BLOCKS, DIM, FREE, HEADS, NAMES
-from tests.integrations.vllm.test_worker import FROM, INTO, fetching, sending
+from tests.integrations.vllm.steps import FROM, INTO, fetching, sending
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.gpu

@@ -66,3 +66,13 @@ def use(monkeypatch: pytest.MonkeyPatch, lane: type[Lane], role: str) -> None:
 def raise_again_after(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
     """How long a lane that broke stays down."""
     monkeypatch.setattr(Backoff, "pause_s", lambda _: pause_s)
+
+
+def lane_pause(pause_s: float, *, autouse: bool = False) -> Any:
+    """A fixture of tests in which a lane that broke stays down for so long."""
+
+    @pytest.fixture(autouse=autouse)
+    def pause(monkeypatch: pytest.MonkeyPatch) -> None:
+        raise_again_after(monkeypatch, pause_s)
+
+    return pause

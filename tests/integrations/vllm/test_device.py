@@ -19,7 +19,7 @@ from kvwire.integrations.vllm.metadata import Step
 from kvwire.limits import MIB
 from kvwire.memory.device.simulated import SimulatedDevice
 from tests.integrations.vllm.fakes import FREE, NAMES, Worker
-from tests.integrations.vllm.test_worker import (
+from tests.integrations.vllm.steps import (
     FROM,
     INTO,
     addresses,
@@ -28,6 +28,7 @@ from tests.integrations.vllm.test_worker import (
     freed,
     received,
     sending,
+    write_layers,
     written,
 )
 from tests.support.waiting import eventually
@@ -285,13 +286,10 @@ def test_kernels_may_read_what_a_gated_layer_waited_for(gpus: Gpus) -> None:
     p, d = gpus.worker(), gpus.worker(gate_layers=1)
     fetch(d, fetching(addresses([p])))
     p.side.begin_step(sending(FROM, 10))
-    for name in NAMES[:-1]:
-        p.write(name, FROM)
-        p.side.layer_written(name)
+    write_layers(p, FROM, NAMES[:-1])
     assert eventually(lambda: received(d))
     gate = gpus.blocked(p)
-    p.write(NAMES[-1], FROM)
-    p.side.layer_written(NAMES[-1])
+    write_layers(p, FROM, NAMES[-1:])
     waiting = threading.Thread(target=d.side.wait_layer, args=(NAMES[-1],))
     waiting.start()
     let_run(p, d)

@@ -9,21 +9,28 @@ from typing import Any
 import pytest
 
 from kvwire import UsageError
-from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
-from kvwire.kv.hashing import HashScheme
+from kvwire.integrations.vllm.metadata import Step
 from tests.integrations.vllm.fakes import (
-    BLOCK_TOKENS,
     BLOCKS,
     FREE,
     NAMES,
     ORDERS,
     Worker,
 )
+from tests.integrations.vllm.steps import (
+    FROM,
+    HASHES,
+    INTO,
+    addresses,
+    fetch,
+    fetching,
+    freed,
+    received,
+    sending,
+    write_layers,
+    written,
+)
 from tests.support.waiting import eventually
-
-TOKENS = list(range(100, 110))  # two blocks and a half
-HASHES = HashScheme(BLOCK_TOKENS).block_hashes(TOKENS)
-FROM, INTO = [3, 1, 4], [9, 2, 6]
 
 
 @contextmanager
@@ -39,55 +46,6 @@ def workers(
                 stack.callback(worker.side.close)
             sides.append(group)
         yield sides[0], sides[1]
-
-
-def addresses(group: list[Worker]) -> tuple[str, ...]:
-    return tuple(worker.side.address for worker in group)
-
-
-def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Step:
-    send = Send(
-        request_id="p",
-        transfer_id="t",
-        tokens=len(TOKENS),
-        blocks=blocks,
-        hashes=HASHES,
-        remote=remote,
-    )
-    return Step(sends=[send], written=[written([], stop)])
-
-
-def written(blocks: list[int], stop: int) -> Written:
-    return Written(request_id="p", blocks=blocks, stop=stop)
-
-
-def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> Step:
-    load = Load(
-        request_id="d",
-        transfer_id="t",
-        tokens=len(TOKENS),
-        blocks=INTO,
-        cached=cached,
-        hashes=HASHES,
-        remote=remote,
-        **more,
-    )
-    return Step(loads=[load])
-
-
-def fetch(worker: Worker, step: Step) -> None:
-    worker.side.begin_step(step)
-    worker.side.start_loads()
-
-
-def received(worker: Worker) -> bool:
-    return worker.side.finished(()) == (set(), {"d"})
-
-
-def freed(worker: Worker) -> bool:
-    """Whether the scheduler has heard that the prompt's blocks are free."""
-    worker.side.finished(())
-    return not worker.side._departures
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -183,14 +141,11 @@ def test_decode_begins_while_the_last_layer_is_on_its_way() -> None:
     with workers(gate_layers=1) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
         p.side.begin_step(sending(FROM, 10))
-        for name in NAMES[:-1]:
-            p.write(name, FROM)
-            p.side.layer_written(name)
+        write_layers(p, FROM, NAMES[:-1])
         assert eventually(lambda: received(d))
         for name in NAMES[:-1]:
             d.side.wait_layer(name)
-        p.write(NAMES[-1], FROM)
-        p.side.layer_written(NAMES[-1])
+        write_layers(p, FROM, NAMES[-1:])
         p.side.step_written()
         d.side.wait_layer(NAMES[-1])
         assert d.holds(INTO[:2])
@@ -202,9 +157,7 @@ def test_a_gated_layer_that_does_not_come_is_an_error() -> None:
     with workers(gate_layers=1) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
         p.side.begin_step(sending(FROM, 10))
-        for name in NAMES[:-1]:
-            p.write(name, FROM)
-            p.side.layer_written(name)
+        write_layers(p, FROM, NAMES[:-1])
         assert eventually(lambda: received(d))
         p.side.finished(("p",))
         d.side.wait_layer(NAMES[-1])
@@ -216,13 +169,10 @@ def test_a_gated_request_that_ends_leaves_its_blocks_alone() -> None:
     with workers(gate_layers=1) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
         p.side.begin_step(sending(FROM, 10))
-        for name in NAMES[:-1]:
-            p.write(name, FROM)
-            p.side.layer_written(name)
+        write_layers(p, FROM, NAMES[:-1])
         assert eventually(lambda: received(d))
         d.side.fence({"d"})
-        p.write(NAMES[-1], FROM)
-        p.side.layer_written(NAMES[-1])
+        write_layers(p, FROM, NAMES[-1:])
         p.side.finished(("p",))
         assert eventually(lambda: freed(p))
         assert (d.tensors[NAMES[-1]] == FREE).all()
@@ -268,9 +218,7 @@ def test_a_fetch_that_was_aborted_is_not_gated() -> None:
     with workers(gate_layers=1) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
         p.side.begin_step(sending(FROM, 10))
-        for name in NAMES[:-1]:
-            p.write(name, FROM)
-            p.side.layer_written(name)
+        write_layers(p, FROM, NAMES[:-1])
         (arrival,) = d.side._arrivals.values()
         assert eventually(lambda: arrival.landed(len(NAMES) - 2))
         d.side.finished(("d",))

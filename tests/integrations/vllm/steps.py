@@ -1,0 +1,76 @@
+"""One prompt of two engines: the steps that name it, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
+from kvwire.kv.hashing import HashScheme
+from tests.integrations.vllm.fakes import BLOCK_TOKENS, Worker
+
+TOKENS = list(range(100, 110))  # two blocks and a half
+HASHES = HashScheme(BLOCK_TOKENS).block_hashes(TOKENS)
+FROM, INTO = [3, 1, 4], [9, 2, 6]
+
+
+def addresses(group: list[Worker]) -> tuple[str, ...]:
+    """Where the ranks of an engine listen."""
+    return tuple(worker.side.address for worker in group)
+
+
+def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Step:
+    """A step that prefills the prompt up to a token, and sends it."""
+    send = Send(
+        request_id="p",
+        transfer_id="t",
+        tokens=len(TOKENS),
+        blocks=blocks,
+        hashes=HASHES,
+        remote=remote,
+    )
+    return Step(sends=[send], written=[written([], stop)])
+
+
+def written(blocks: list[int], stop: int) -> Written:
+    """A step's part of the prompt: more blocks, and tokens up to one."""
+    return Written(request_id="p", blocks=blocks, stop=stop)
+
+
+def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> Step:
+    """A step that fetches the prompt for decode."""
+    load = Load(
+        request_id="d",
+        transfer_id="t",
+        tokens=len(TOKENS),
+        blocks=INTO,
+        cached=cached,
+        hashes=HASHES,
+        remote=remote,
+        **more,
+    )
+    return Step(loads=[load])
+
+
+def fetch(worker: Worker, step: Step) -> None:
+    """Begin a step that fetches."""
+    worker.side.begin_step(step)
+    worker.side.start_loads()
+
+
+def received(worker: Worker) -> bool:
+    """Whether the scheduler has just heard that the prompt is there."""
+    return worker.side.finished(()) == (set(), {"d"})
+
+
+def freed(worker: Worker) -> bool:
+    """Whether the scheduler has heard that the prompt's blocks are free."""
+    worker.side.finished(())
+    return not worker.side._departures
+
+
+def write_layers(worker: Worker, blocks: list[int], names: Sequence[str]) -> None:
+    """Some layers of a step, with the hook behind each."""
+    for name in names:
+        worker.write(name, blocks)
+        worker.side.layer_written(name)
