@@ -71,28 +71,30 @@ class Directory:
             OSError: It cannot be made or opened, or the disk has no room.
         """
         path.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path / _LOCK)
-        file: File | None = None
         try:
-            blocks = path / _BLOCKS
-            if blocks.exists():
-                file = file_type(blocks)
-                slab_bytes = read_superblock(file)
-            else:
-                file = _made(path, slab_bytes, file_type)
-            slabs = (nbytes - SUPERBLOCK_BYTES) // slab_bytes
-            if slabs < 1:
-                raise UsageError(
-                    f"{path}: its slabs have {slab_bytes} bytes, so size={nbytes} is "
-                    f"too little; give it a larger size, or an empty directory"
-                )
-            file.resize(SUPERBLOCK_BYTES + slabs * slab_bytes)
-            return cls(path, lock, file, slab_bytes)
-        except BaseException as exc:
-            if file is not None:
-                file.close()
-            os.close(lock)
-            if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+            with contextlib.ExitStack() as opened:
+                lock = _locked(path / _LOCK)
+                opened.callback(os.close, lock)
+                blocks = path / _BLOCKS
+                if blocks.exists():
+                    file = file_type(blocks)
+                    opened.callback(file.close)
+                    slab_bytes = read_superblock(file)
+                else:
+                    file = _made(path, slab_bytes, file_type)
+                    opened.callback(file.close)
+                slabs = (nbytes - SUPERBLOCK_BYTES) // slab_bytes
+                if slabs < 1:
+                    raise UsageError(
+                        f"{path}: its slabs have {slab_bytes} bytes, so size={nbytes} "
+                        f"is too little; give it a larger size, or an empty directory"
+                    )
+                file.resize(SUPERBLOCK_BYTES + slabs * slab_bytes)
+                directory = cls(path, lock, file, slab_bytes)
+                opened.pop_all()  # they are the directory's now
+                return directory
+        except OSError as exc:
+            if exc.errno == errno.ENOSPC:
                 raise UsageError(
                     f"{path}: the disk has no room for {nbytes} bytes; give it less "
                     f"with ?size="
@@ -117,9 +119,15 @@ class Directory:
         fresh.replace(self.path / _SPACES)
 
     def close(self) -> None:
-        """Close the file, and let other processes have the directory."""
-        self.file.close()
-        os.close(self._lock)
+        """Close the file, and let other processes have the directory.
+
+        Raises:
+            OSError: The file system fails; both are closed nevertheless.
+        """
+        try:
+            self.file.close()
+        finally:
+            os.close(self._lock)
 
 
 def _locked(path: Path) -> int:
@@ -127,6 +135,8 @@ def _locked(path: Path) -> int:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
     except BlockingIOError:
         owner = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
         os.close(lock)
@@ -137,8 +147,6 @@ def _locked(path: Path) -> int:
     except BaseException:
         os.close(lock)
         raise
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, b"%d\n" % os.getpid(), 0)
     return lock
 
 
