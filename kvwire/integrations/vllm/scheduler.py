@@ -16,6 +16,7 @@ that was preempted comes back and must compute what it had fetched before.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,4 +268,5 @@ def _identity(request: Any) -> bytes:
         getattr(feature, "identifier", None)
         for feature in getattr(request, "mm_features", None) or ()
     ]
-    return "\0".join(name or "" for name in names).encode()
+    # Written so that no name can look like two others: clients choose some of them.
+    return json.dumps(names).encode()

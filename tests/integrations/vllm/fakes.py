@@ -35,6 +35,13 @@ ORDERS = {
 
 
 @dataclass
+class Feature:
+    """A picture or a sound of a request, by the name that vLLM gives to its content."""
+
+    identifier: str
+
+
+@dataclass
 class Request:
     """A request of vLLM."""
 
@@ -42,6 +49,7 @@ class Request:
     prompt_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
+    mm_features: list[Feature] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -7,7 +7,14 @@ from typing import Any
 from kvwire.integrations.vllm.config import Settings
 from kvwire.integrations.vllm.metadata import Load, Send, Written
 from kvwire.integrations.vllm.scheduler import SchedulerSide
-from tests.integrations.vllm.fakes import BLOCK_TOKENS, New, Output, Request, chunk
+from tests.integrations.vllm.fakes import (
+    BLOCK_TOKENS,
+    Feature,
+    New,
+    Output,
+    Request,
+    chunk,
+)
 
 TOKENS = list(range(100, 110))  # ten: two blocks and a half
 SENDS = {"do_remote_decode": True, "transfer_id": "t"}
@@ -140,6 +147,17 @@ def test_both_engines_name_blocks_alike() -> None:
     salted = Request("s", TOKENS, loads(), cache_salt="tenant")
     consumer.allocated(salted, [1, 2, 3], 10)
     assert consumer.step(Output({})).loads[0].hashes != load.hashes
+
+
+def test_no_salt_looks_like_a_salt_and_a_picture() -> None:
+    """A client chooses the one, and vLLM the other from what is in the picture."""
+    scheduler = side()
+    shown = Request("r", TOKENS, loads(), "tenant", [Feature("picture")])
+    salted = Request("q", TOKENS, loads(), "tenant\0picture")
+    for request in (shown, salted):
+        scheduler.allocated(request, [1, 2, 3], 10)
+    first, second = scheduler.step(Output({})).loads
+    assert first.hashes != second.hashes
 
 
 def test_short_prompts_have_names_as_well() -> None:
