@@ -109,7 +109,7 @@ class TierAddress:
         """Bytes of a slab of a tier of ``nbytes``: as the user says, or by its size.
 
         Raises:
-            UsageError: A slab is not a size, or larger than the tier.
+            UsageError: A slab is not a size, larger than the tier, or none fits in it.
         """
         text = self.options.get("slab")
         if text is None:
@@ -118,9 +118,10 @@ class TierAddress:
         else:
             slab = self.size(text, "slab")
         slab -= slab % GRAIN_BYTES
-        if slab > min(nbytes, STORE_SLAB_BYTES_MAX):
+        if not GRAIN_BYTES <= slab <= min(nbytes, STORE_SLAB_BYTES_MAX):
             raise UsageError(
-                f"tier {self.text!r}: a slab of {slab} bytes; at most the tier's "
-                f"{nbytes}, and {STORE_SLAB_BYTES_MAX}"
+                f"tier {self.text!r}: a slab of {slab} bytes; at least {GRAIN_BYTES}, "
+                f"at most the {nbytes} that the tier has for slabs, and "
+                f"{STORE_SLAB_BYTES_MAX}"
             )
         return slab

@@ -51,9 +51,8 @@ class DiskTier(Tier):
 
     durable = True
 
-    def __init__(
-        self, name: str, directory: Directory, slabs: Slabs, threads: Threads
-    ) -> None:
+    def __init__(self, name: str, directory: Directory, threads: Threads) -> None:
+        slabs = Slabs(directory.slabs, directory.slab_bytes, entry_bytes=ENTRY_BYTES)
         self.name = name
         self.trouble = ""
         self._directory = directory
@@ -92,22 +91,20 @@ class DiskTier(Tier):
         nbytes = address.size(address.options["size"])
         slab_bytes = address.slab_bytes(nbytes - SUPERBLOCK_BYTES)
         threads = Threads()
-        opening = partial(
-            Directory.open, Path(address.place), nbytes, slab_bytes, file_type
-        )
+        opened: list[Directory] = []
+
+        def open_it() -> None:
+            path = Path(address.place)
+            opened.append(Directory.open(path, nbytes, slab_bytes, file_type))
+
         try:
-            directory = await threads.run(opening)
+            await threads.run(open_it)
+            tier = cls(address.text, opened[0], threads)
+            tier._restore(await threads.run(tier._scan))
         except BaseException as exc:
-            threads.close()
-            if isinstance(exc, OSError):
-                raise UsageError(f"tier {address.text!r}: {exc}") from exc
-            raise
-        slabs = Slabs(directory.slabs, directory.slab_bytes, entry_bytes=ENTRY_BYTES)
-        tier = cls(address.text, directory, slabs, threads)
-        try:
-            tier._restore(await threads.run(lambda: list(scan(tier._file, slabs))))
-        except BaseException as exc:
-            directory.close()
+            # Also when this was cancelled while the thread was opening it.
+            for directory in opened:
+                directory.close()
             threads.close()
             if isinstance(exc, OSError):
                 raise UsageError(f"tier {address.text!r}: {exc}") from exc
@@ -221,8 +218,11 @@ class DiskTier(Tier):
         try:
             await self.flush()
         finally:
-            self._directory.close()
             self._threads.close()
+            try:
+                self._directory.close()
+            except OSError as exc:
+                self._failed("closing", exc)
 
     # --- on the loop ------------------------------------------------------------------
 
@@ -309,6 +309,10 @@ class DiskTier(Tier):
         self._taking = False
 
     # --- on a thread ------------------------------------------------------------------
+
+    def _scan(self) -> list[Found]:
+        """What the file has."""
+        return list(scan(self._file, self._slabs))
 
     def _write_slots(self, space: Space, batch: Batch, slots: Ids) -> Sums:
         """Heads, images, entries: in this order. Returns the images' checksums."""

@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, UsageError
+from kvwire.store.address import TierAddress
+from kvwire.store.disk import DiskTier
+from kvwire.store.file import File
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.slab_file import ENTRY_BYTES, SUPERBLOCK_BYTES
 from kvwire.store.slabs import GRAIN_BYTES
@@ -250,6 +254,44 @@ async def test_a_disk_without_room_is_said_at_once(tmp_path: Path) -> None:
         await disk(tmp_path, hook=faults)
 
 
+@pytest.mark.parametrize("call", ["allocate", "sync", "preadv"])
+async def test_a_cancelled_open_lets_go_of_the_directory(
+    tmp_path: Path, call: str
+) -> None:
+    """The thread that opens it is finished first, and has it by then."""
+    await (await disk(tmp_path / "old")).close()
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(name: str, *_: object) -> None:
+        if name == call:
+            begun.set()
+            go.wait(10)
+
+    path = tmp_path / ("old" if call == "preadv" else "new")
+    opening = asyncio.create_task(disk(path, hook=wait))
+    await asyncio.to_thread(begun.wait, 10)
+    opening.cancel()
+    await asyncio.sleep(0)
+    assert not opening.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await (await disk(path)).close()
+
+
+async def test_a_file_that_cannot_be_closed_is_a_reason(tmp_path: Path) -> None:
+    class Stuck(File):
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    address = TierAddress.parse(f"disk:{tmp_path}?size=1MiB")
+    tier = await DiskTier.open(address, file_type=Stuck)
+    await tier.close()
+    assert "Input/output error" in tier.trouble
+    await (await disk(tmp_path)).close()
+
+
 async def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
     async with BlockStore.open(tiers(tmp_path)):
         program = (
@@ -322,6 +364,8 @@ async def test_spaces_that_cannot_be_read_are_only_words(
         ("disk:?size=1GiB", "write disk:DIRECTORY"),
         ("disk:a?size=1GiB&sync=1", "no option 'sync'"),
         ("disk:a?size=1GiB&slab=2GiB", "a slab of 2147483648 bytes"),
+        ("disk:a?size=4KiB", "a slab of 0 bytes"),
+        ("disk:a?size=8191", "a slab of 0 bytes"),
     ],
 )
 async def test_a_wrong_address_is_refused(text: str, said: str) -> None:
