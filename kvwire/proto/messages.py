@@ -14,7 +14,7 @@ is lost by a buffer that is too small.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 
 import msgspec
 
@@ -77,7 +77,8 @@ class Messages:
         self._eager_bytes = min(mine.eager_bytes, theirs.eager_bytes)
         self._send_credit = SendCredit(theirs.window_messages, theirs.window_bytes)
         self._credit = ReceiveCredit(mine.window_messages, mine.window_bytes)
-        self._waiting: dict[int, deque[Waiting]] = {}
+        # By tag, oldest first. A peer may take back any of them as often as it likes.
+        self._waiting: dict[int, OrderedDict[Waiting, None]] = {}
         self._posted: dict[int, deque[Request]] = {}
         self._announced: dict[int, tuple[int, Waiting]] = {}
         self._arriving: dict[Arrival, Waiting] = {}
@@ -226,7 +227,7 @@ class Messages:
         found = self._announced.pop(wire_id, None)
         if found is not None:
             tag, waiting = found
-            self._waiting[tag].remove(waiting)
+            del self._waiting[tag][waiting]
             self._trim(tag)
 
     def turn_away(self) -> None:
@@ -253,7 +254,7 @@ class Messages:
         """Forget messages that will never be whole; those that are stay."""
         for arrival, waiting in self._arriving.items():
             tag = arrival.header.offset
-            self._waiting[tag].remove(waiting)
+            del self._waiting[tag][waiting]
             self._trim(tag)
             self._let_go(waiting)
         self._arriving.clear()
@@ -261,14 +262,14 @@ class Messages:
     def waits(self, tag: int, *, whole: bool) -> bool:
         """Whether a message of this tag waits to be taken; ``whole``: is all here."""
         queue = self._waiting.get(tag)
-        return queue is not None and (queue[0].whole or not whole)
+        return queue is not None and (next(iter(queue)).whole or not whole)
 
     # --- matching ---------------------------------------------------------------------
 
     def _meet(self, tag: int) -> None:
         """Bring the messages and the receives of one tag together, oldest first."""
         while tag in self._posted and (queue := self._waiting.get(tag)):
-            waiting = queue[0]
+            waiting = next(iter(queue))
             if not waiting.whole:
                 return
             request = self._unpost(tag)
@@ -282,7 +283,7 @@ class Messages:
                     tell=None,
                 )
                 continue
-            queue.popleft()
+            del queue[waiting]
             self._trim(tag)
             self._hand_over(waiting, request)
 
@@ -341,7 +342,7 @@ class Messages:
 
     def _queue(self, tag: int, waiting: Waiting) -> None:
         # bounded: EAGER_WINDOW_MESSAGES held and REQUESTS_MAX announced
-        self._waiting.setdefault(tag, deque()).append(waiting)
+        self._waiting.setdefault(tag, OrderedDict())[waiting] = None
 
     def _unpost(self, tag: int) -> Request:
         queue = self._posted[tag]

@@ -113,6 +113,8 @@ class Turns:
     def _queue(self, mover: Mover, priority: int) -> None:
         if self.count >= self._count_max:
             self._drop_dead()
+            # Not again before as many have come as are left: all may be alive.
+            self._count_max = max(REQUESTS_MAX, 2 * self.count)
         self.count += 1
         _request(mover).turn_bytes = self.turn_bytes
         self._level(priority).new.append(mover)  # bounded: REQUESTS_MAX

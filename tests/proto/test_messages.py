@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -402,6 +403,37 @@ def test_a_receive_that_was_withdrawn(place: int) -> None:
         pair.client.send(TAG, data)
     expect_fine(pair)
     assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
+
+
+class Compared(module.Waiting, eq=False, kw_only=True):
+    """Counts how often one is compared with another."""
+
+    times: ClassVar[int] = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def test_messages_that_are_taken_back_are_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer may announce and take back a message behind 4,000 others, for ever."""
+    monkeypatch.setattr(module, "Waiting", Compared)
+    pair = ConnectionPair()
+    use_up_credit(pair)
+    sent = [pair.client.send(99, LARGE) for _ in range(50)]
+    pair.run()
+    for request in sent[::-1]:
+        assert request is not None
+        pair.client.cancel(request)
+    pair.run()
+    assert not pair.server.core._messages._announced
+    assert Compared.times == 0
+    for _ in range(8):
+        assert pair.server.received(pair.server.recv(99)) == b""
 
 
 def test_a_receive_that_has_met_its_message_is_not_withdrawn() -> None:

@@ -222,6 +222,27 @@ def test_asking_and_cancelling_without_end(side: Side) -> None:
     assert [send(side), send(side)] == kept[::-1]
 
 
+def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
+    monkeypatch: pytest.MonkeyPatch, side: Side
+) -> None:
+    """A peer may have more open than are looked through at once."""
+    looked: list[int] = []
+    drop_dead = Turns._drop_dead
+
+    def counted(turns: Turns) -> None:
+        looked.append(turns.count)
+        drop_dead(turns)
+
+    monkeypatch.setattr(Turns, "_drop_dead", counted)
+    for _ in range(REQUESTS_MAX):
+        side.put(5)
+    for _ in range(2 * REQUESTS_MAX):
+        request = side.put(5)
+        side.requests.fail(request, ConnectionLost("x"), tell=None)
+        side.done()
+    assert sum(looked) <= 4 * REQUESTS_MAX
+
+
 @pytest.mark.parametrize("count_max", [1, 8])
 def test_the_count_is_right(count_max: int, side: Side) -> None:
     """After any mixture of sending, ending and asking."""
