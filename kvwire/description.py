@@ -24,10 +24,14 @@ from kvwire.limits import (
     LANDED_BOX_BYTES,
     LANDED_BOXES_MAX,
     NAME_CHARS_MAX,
+    PROFILE_FIELDS_MAX,
 )
 from kvwire.unreadable import UNREADABLE
 
 GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Pairs = Annotated[
+    tuple[tuple[GroupName, GroupName], ...], Meta(max_length=PROFILE_FIELDS_MAX)
+]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 END_BYTES = 8
 # Arrays shorter than this have their count in their first byte.
@@ -50,15 +54,9 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
             word may be missing. Nothing is sent again.
     """
 
-    geometry: tuple[
-        tuple[
-            GroupName,
-            tuple[tuple[GroupName, GroupName], ...],
-            GroupName,
-            U32,
-            U32 | None,
-        ],
-        ...,
+    geometry: Annotated[
+        tuple[tuple[GroupName, Pairs, GroupName, U32, U32 | None], ...],
+        Meta(max_length=KV_GROUPS_MAX),
     ]
     end: Annotated[bytes, Meta(min_length=END_BYTES, max_length=END_BYTES)]
     met: Annotated[bytes, Meta(max_length=END_BYTES)] = b""

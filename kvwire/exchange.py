@@ -217,7 +217,9 @@ class Exchange:
         for end in list(self.live):
             end.lost(connection)
         # A peer may have asked on its new link before we knew that the old one is gone.
-        for key in list(self._asked):
+        # What nobody here has named gets no other answer, however much of it there is.
+        said = {(word.incoming.key, False) for word in self._last_words.values()}
+        for key in [key for key in self._asked if key in self._waiting or key in said]:
             self._ask_again(key)
 
     def interrupted(self, incarnation: bytes) -> bool:

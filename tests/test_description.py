@@ -16,7 +16,9 @@ from kvwire.description import END_BYTES, Description, pack_have
 from kvwire.kv.geometry import Geometry, describe
 from kvwire.limits import (
     DESCRIPTION_BYTES_MAX,
+    KV_GROUPS_MAX,
     LANDED_BOXES_MAX,
+    PROFILE_FIELDS_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
 
@@ -193,3 +195,15 @@ def test_the_answer_s_plan_must_be_ours() -> None:
     with pytest.raises(ProfileMismatch, match="in different orders") as caught:
         answer.require_same_plan(b"another")
     assert caught.value.fields == ("plan",)
+
+
+@pytest.mark.parametrize("where", ["groups", "fields of a group"])
+def test_lists_that_are_longer_than_any_cache_needs(where: str) -> None:
+    """They would be read each time that the question is asked again."""
+    group: Any = ["kv", [["name", "value"]], "order", 1, None]
+    geometry = [group] * (KV_GROUPS_MAX + 1)
+    if where != "groups":
+        group[1] *= PROFILE_FIELDS_MAX + 1
+        geometry = [group]
+    with pytest.raises(ProfileMismatch, match="of length <="):
+        Description.decode(msgspec.msgpack.encode([geometry, END]))

@@ -9,6 +9,7 @@ import pytest
 
 import kvwire
 from kvwire import exchange as module
+from kvwire.description import Description
 from kvwire.testing import virtual_time
 from tests.scenarios.world import World, play, same
 
@@ -199,5 +200,35 @@ def test_reasons_of_the_peer_are_quoted_whole() -> None:
                 "fingerprint",
             ):
                 assert name in reason
+
+    play(scenario, "inproc")
+
+
+def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer may leave a thousand questions, and drop other links as often as it likes."""
+
+    async def scenario(w: World) -> None:
+        for number in range(5):
+            w.pull_side.pull(f"unknown {number}", w.target.cache, DEST)
+        await w.until(lambda: len(w.p.exchange._stashed) == 5)
+        read = Description.decode
+        said: list[bytes] = []
+
+        def counted(data: bytes) -> Description:
+            said.append(data)
+            return read(data)
+
+        monkeypatch.setattr(Description, "decode", counted)
+        other = await w.d.connect(w.address)
+        theirs = await w.p.accept()
+        other.abort()
+        await theirs.wait_closed()
+        await w.until(lambda: theirs not in w.p.live_connections)
+        await virtual_time.pass_time(1.0)
+        assert said == []
+        assert len(w.p.exchange._stashed) == 5
+        assert await w.moves("named", [6, 7], [20, 21])
 
     play(scenario, "inproc")
