@@ -46,7 +46,7 @@ from __future__ import annotations
 import enum
 from typing import ClassVar
 
-from kvwire.limits import LOG_CHARS_MAX
+from kvwire.limits import LOG_CHARS_MAX, REASON_CHARS_MAX
 
 
 class WireCode(enum.IntEnum):
@@ -247,6 +247,13 @@ def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:
     if len(quoted) <= chars_max:
         return quoted
     return quoted[: chars_max - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """A peer's words as they are, if short and of no effect on a terminal."""
+    if text.isprintable() and len(text) <= REASON_CHARS_MAX:
+        return text
+    return shown(text, REASON_CHARS_MAX)
 
 
 def error_from_code(code: int, text: str) -> KVWireError:

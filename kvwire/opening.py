@@ -19,7 +19,7 @@ from kvwire.errors import (
     KVWireError,
     ProtocolError,
     WireCode,
-    shown,
+    printable,
 )
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.agreement import Agreement
@@ -176,12 +176,7 @@ def report_of(choice: Choice) -> TransportReport:
     """The server's verdicts as the report that both sides show."""
     return TransportReport(
         tuple(
-            Candidate(_printable(v.name), v.taken, _printable(v.reason), v.possible)
+            Candidate(printable(v.name), v.taken, printable(v.reason), v.possible)
             for v in choice.verdicts
         )
     )
-
-
-def _printable(text: str) -> str:
-    """A peer's words as they are, unless they could do something to a terminal."""
-    return text if text.isprintable() else shown(text)

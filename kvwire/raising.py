@@ -306,7 +306,8 @@ class Raising:
                 self._run()
             else:
                 reason = str(self._given_up(half, exc))
-            self.carrier.failed[name] = reason
+            if name in self._possible:  # and not whatever the peer has made up
+                self.carrier.failed[name] = reason
             if not isinstance(exc, Exception):
                 raise
             return
@@ -335,9 +336,9 @@ class Raising:
             self._refusals += 1
             answer.set_exception(BackendUnavailable(f"the peer: {event.reason}"))
         elif not self._settled.done():
-            self.carrier.failed.setdefault(
-                self._core.lanes.backend(event.lane), f"the peer: {event.reason}"
-            )
+            name = self._core.lanes.backend(event.lane)
+            if name in self._possible:
+                self.carrier.failed.setdefault(name, f"the peer: {event.reason}")
         self._lanes.lowered(event)
 
     def cancel(self) -> None:

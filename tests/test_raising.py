@@ -348,6 +348,22 @@ async def test_a_required_transport_comes_back_while_some_of_it_is_left() -> Non
         assert len(pair.left._pump.lanes.up) == 2
 
 
+async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
+    """It may ask for another one each time, for as long as the connection lives."""
+    async with connected(**BESIDE) as pair:
+        lanes = pair.left.core.lanes
+        for turn in range(2 * LANES_MAX):
+            number = lanes.next_number()
+            assert number is not None
+            lanes.ask(number, f"made up {turn}", b"")
+            pair.left.run()
+            await until(lambda: lanes._lanes[number].lowered)  # noqa: B023
+            pair.left.core.lane_gone(number, "neither do I")
+            pair.left.run()
+        assert not pair.right.raising.carrier.failed
+        await expect_moves(pair)
+
+
 @pytest.mark.usefixtures("comes_back")
 async def test_a_peer_that_refuses_is_not_asked_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

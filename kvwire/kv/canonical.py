@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from kvwire.errors import ProfileMismatch
+from kvwire.errors import ProfileMismatch, printable
 from kvwire.kv.geometry import Geometry, GroupGeometry
 
 
@@ -109,9 +109,10 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
     names = [group.name for group in producer.groups]
     others = [group.name for group in consumer.groups]
     if names != others:
+        listed = [printable(", ".join(side)) for side in (names, others)]
         raise ProfileMismatch(
-            f"cache groups: the producer has {', '.join(names)}, the consumer "
-            f"{', '.join(others)}; both need the same, in the same order",
+            f"cache groups: the producer has {listed[0]}, the consumer {listed[1]}; "
+            f"both need the same, in the same order",
             fields=("groups",),
         )
     pairs = zip(producer.groups, consumer.groups, strict=True)

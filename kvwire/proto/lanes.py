@@ -39,7 +39,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvwire.errors import FlowControlViolation, MalformedFrame, UnexpectedFrame
+from kvwire.errors import (
+    FlowControlViolation,
+    MalformedFrame,
+    UnexpectedFrame,
+    printable,
+)
 from kvwire.limits import (
     LANE_NUMBER_MAX,
     LANE_PAYLOADS_MAX,
@@ -429,7 +434,8 @@ class Lanes:
             self._learn(lane, index, taken=index not in missed)
         if lane.stage not in (Stage.ENDING, Stage.DOWN):
             lane.stage = Stage.ENDING
-            self._outbox.report(LaneLowered(lane=body.lane, reason=body.reason))
+            reason = printable(body.reason)
+            self._outbox.report(LaneLowered(lane=body.lane, reason=reason))
 
     def link_gone(self) -> None:
         """The control link has ended: what lanes that are down held is free."""

@@ -110,6 +110,18 @@ def test_one_side_may_know_the_tokens() -> None:
     [
         (side(name="a"), side(name="b"), "groups", "producer has a, the consumer b"),
         (
+            side(name="a"),
+            side(name="\x1b[2J"),
+            "groups",
+            r"the consumer '\\x1b\[2J'; both",
+        ),
+        (
+            Geometry(side(name="a" * 128).groups * 64),
+            side(),
+            "groups",
+            "'a{128}, a{65,66}\\.\\.\\., the",
+        ),
+        (
             side(),
             side(dtype="float16"),
             "dtype",
