@@ -207,7 +207,7 @@ def test_reasons_of_the_peer_are_quoted_whole() -> None:
 def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A peer may leave a thousand questions, and drop other links as often as it likes."""
+    """A peer may leave a thousand questions and drop other links at any rate."""
 
     async def scenario(w: World) -> None:
         for number in range(5):
