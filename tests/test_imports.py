@@ -126,10 +126,10 @@ TABLE = (
     ),
     Layer(
         covers=("kvwire.integrations",),
-        kvwire=_PUBLIC,
+        kvwire={*_PUBLIC, "kvwire.unreadable"},
         others={
-            *("httpx", "numpy", "starlette", "torch", "transformers", "uvicorn"),
-            *("prometheus_client", "vllm"),
+            *("httpx", "msgspec", "numpy", "starlette", "uvicorn"),
+            *("prometheus_client", "torch", "transformers", "vllm"),
         },
     ),
     # Programs for interpreters that need not have kvwire.

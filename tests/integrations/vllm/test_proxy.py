@@ -426,6 +426,30 @@ async def test_what_is_no_request(body: Any) -> None:
     assert (await post(app(Engines()), body)).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\udc00"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": 1e999}',
+        b"[" * 100_000,
+    ],
+    ids=lambda content: content[:20].hex(),
+)
+async def test_what_engines_could_not_be_sent(content: bytes) -> None:
+    engines = Engines()
+    transport = httpx.ASGITransport(app(engines))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://proxy"
+    ) as client:
+        said = await client.post("/v1/completions", content=content)
+    assert said.status_code == 400
+    assert "not JSON" in said.json()["error"]["message"]
+    assert not engines.asked
+
+
 async def test_other_pages() -> None:
     engines = Engines(d2=refused)
     transport = httpx.ASGITransport(app(engines))
@@ -517,6 +541,12 @@ def test_equal_beginnings_go_to_one_engine() -> None:
     assert len({pool.pick({"prompt": [*system, i]}, ()) for i in range(9)}) == 1
     assert len({pool.pick({"prompt": f"{i}"}, ()) for i in range(50)}) == 2
     assert pool.pick({"messages": [{"role": "user"}]}, ()) in (P1, P2)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, {"a": 1}, True])
+def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
+    """Which says what is wrong with it, as it does to everybody."""
+    assert Pool([P1, P2], lambda: 0.0, BY_PREFIX).pick({"prompt": prompt}, ())
 
 
 @pytest.mark.parametrize("text", ["http://a", "a=b:1", "http://a=", "http://a=b"])

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import httpx
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,6 +24,7 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     EngineFailed,
 )
 from kvwire.integrations.vllm.proxy.engines import Engine
+from kvwire.unreadable import UNREADABLE
 
 logger = logging.getLogger("kvwire")
 
@@ -86,8 +88,10 @@ class _Front:
 
     async def generate(self, request: Request) -> Response:
         try:
-            body = await request.json()
-        except ValueError as exc:
+            # Takes no NaN and no half of a surrogate pair, which Python's own would
+            # read and the engines' requests could not be written with.
+            body = msgspec.json.decode(await request.body())
+        except UNREADABLE as exc:
             return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {exc}")
         if not isinstance(body, dict):
             return _error(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")

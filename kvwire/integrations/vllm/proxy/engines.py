@@ -107,7 +107,9 @@ def _prefix(body: dict[str, Any]) -> str:
     prompt = body.get("prompt", body.get("messages", ""))
     if isinstance(prompt, str):
         return prompt[:_PREFIX_CHARS]
-    return repr(prompt[:_PREFIX_TOKENS])[:_PREFIX_CHARS]
+    if isinstance(prompt, list):
+        prompt = prompt[:_PREFIX_TOKENS]
+    return repr(prompt)[:_PREFIX_CHARS]  # what is no prompt an engine will refuse
 
 
 def _weight(engine: Engine, prefix: str) -> bytes:
