@@ -86,7 +86,7 @@ class Memory:
         Returns:
             1 to ``count`` slots, ascending, each pinned.
 
-        Cancel safety: safe, nothing stays taken.
+        Cancel safety: safe, nothing stays taken, and what was to go stays.
         """
         while True:
             slots = self.index.take(nbytes, count)
@@ -162,13 +162,16 @@ class Memory:
         named = self.index.victims(nbytes, count)
         if not named.slots.size:
             return False
-        try:
-            if self._demote is not None:
+        if self._demote is not None:
+            try:
                 await self._demote(named)
-        finally:
-            gone = self.index.drop(*named)
-            self.index.evicted += int(np.count_nonzero(gone))
-            self._notify()
+            except BaseException:
+                # They may be nowhere else, so they stay.
+                self.unpin(named.keys[::-1], named.slots[::-1])
+                raise
+        gone = self.index.drop(*named)
+        self.index.evicted += int(np.count_nonzero(gone))
+        self._notify()
         return True
 
     def _keep_headroom(self, nbytes: int) -> None:

@@ -13,6 +13,7 @@ whatever its layout and block size.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, Self, overload
 
@@ -61,6 +62,9 @@ class BlockStore:
         )
         self._live: set[StoreRequest] = set()
         self._closed = False
+        self._closing = asyncio.Lock()
+        # The tiers below that are not closed yet.
+        self._open = list(below)
 
     @staticmethod
     def open(tiers: Sequence[str], *, write: Write = "through") -> OpeningStore:
@@ -243,12 +247,19 @@ class BlockStore:
     async def close(self) -> None:
         """End the store, once what was begun is over. Any number of times.
 
-        Cancel safety: safe, it may be called again.
+        Cancel safety: safe, it may be called again, and goes on where it was.
         """
-        if self._closed:
-            return
-        await self._settled()
-        await self._end()
+        async with self._closing:
+            await self._settled()
+            self._closed = True
+            if self._open:
+                await self._tiers.memory.empty()
+            while self._open:
+                # A tier lets go of what it holds also if its close is cancelled.
+                await self._open.pop(0).close()
+            # First: a thread has what it has copied until it is through with it.
+            self._threads.close()
+            self._tiers.memory.close()
 
     async def __aenter__(self) -> Self:
         """The store itself."""
@@ -259,19 +270,6 @@ class BlockStore:
         await self.close()
 
     # --- inside -----------------------------------------------------------------------
-
-    async def _end(self) -> None:
-        """Close the tiers, unless another call of close has come to it before."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._tiers.below:
-            await self._tiers.memory.empty()
-        for tier in self._tiers.below:
-            await tier.close()
-        # First: a thread has what it has copied until it is through with it.
-        self._threads.close()
-        self._tiers.memory.close()
 
     def _plan(
         self,

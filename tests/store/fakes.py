@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -27,6 +28,8 @@ class FakeTier(Tier):
         moving: The images that are being written.
         before: Awaited at the beginning of each write, to its end.
         refusing: Whether it takes no blocks.
+        closing: Awaited at the end of a close.
+        closes: How often it was closed.
     """
 
     def __init__(self, name: str = "fake", *, durable: bool = True) -> None:
@@ -38,6 +41,7 @@ class FakeTier(Tier):
         self.moving: list[Fragments] = []
         self.before: Callable[[], Awaitable[object]] | None = None
         self.refusing = False
+        self.closing: asyncio.Event | None = None
         self.closes = 0
 
     @property
@@ -81,3 +85,5 @@ class FakeTier(Tier):
     async def close(self) -> None:
         """See Tier."""
         self.closes += 1
+        if self.closing is not None:
+            await self.closing.wait()

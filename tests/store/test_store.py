@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, UsageError
 from tests.store.caches import SPEC, Filled, chain
+from tests.store.fakes import FakeTier
+from tests.store.files import store_on
+from tests.support.pairs import until
 
 MEMORY = ["memory:256KiB"]
 
@@ -72,6 +77,45 @@ async def test_a_closed_store_says_so() -> None:
         store.put(chain(1), Filled().cache, [0])
     with pytest.raises(ClosedOK):
         await store.match(chain(1))
+
+
+async def test_a_close_that_was_cancelled_is_gone_on_with() -> None:
+    """Whether it was writing blocks down or closing a tier."""
+    tiers = [FakeTier("first"), FakeTier("second")]
+    store = store_on(*tiers, write="back")
+    hashes = chain(4)
+    await store.put(hashes, Filled(seed=1).cache, range(4))
+    go = asyncio.Event()
+    tiers[0].before, tiers[1].closing = go.wait, asyncio.Event()
+    closing = asyncio.create_task(store.close())
+    await until(lambda: tiers[0].moving)
+    closing.cancel()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert [tier.closes for tier in tiers] == [0, 0]
+    closing = asyncio.create_task(store.close())
+    await until(lambda: tiers[1].closes)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await asyncio.gather(store.close(), store.close())
+    assert sum(map(len, tiers[0].written)) == 4
+    assert [tier.closes for tier in tiers] == [1, 1]
+
+
+async def test_every_close_waits_for_the_end() -> None:
+    tier = FakeTier()
+    tier.closing = asyncio.Event()
+    store = store_on(tier)
+    both = [asyncio.create_task(store.close()) for _ in range(2)]
+    await until(lambda: tier.closes)
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in both)
+    tier.closing.set()
+    await asyncio.gather(*both)
+    assert tier.closes == 1
 
 
 @pytest.mark.parametrize(
