@@ -92,6 +92,8 @@ class StoreServer:
         self._where = Address.parse(address)
         self._config = _config(config, arguments)
         self._clients: dict[Serving, asyncio.Task[None]] = {}
+        self._entered = False
+        self._accepting: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -99,14 +101,18 @@ class StoreServer:
         return f"<StoreServer {getattr(self, 'address', self._where)}, {state}>"
 
     async def __aenter__(self) -> Self:
-        """The server, listening.
+        """The server, listening. It is entered once.
 
         Raises:
-            UsageError: The address cannot be used, or needs a key.
+            UsageError: The address cannot be used, or needs a key; or it was entered
+                or closed before.
             OSError: It cannot be bound.
 
         Cancel safety: nothing stays bound.
         """
+        if self._entered or self._stopped.is_set():
+            raise UsageError("a StoreServer is entered once; make another one")
+        self._entered = True
         self._communicator = await kvwire.open(self._config)
         try:
             self.address = await self._communicator.listen(self._where)
@@ -123,12 +129,14 @@ class StoreServer:
     async def close(self) -> None:
         """End every connection, and return when nothing of it touches the store.
 
-        What was begun has ``close_timeout_s``. Any number of times.
+        What was begun has ``close_timeout_s``. Any number of times, and also of one
+        that does not listen yet.
 
         Cancel safety: safe, it may be called again.
         """
-        await self._communicator.close()
-        await asyncio.wait((self._accepting,))
+        if self._accepting is not None:
+            await self._communicator.close()
+            await asyncio.wait((self._accepting,))
         if self._clients:
             await asyncio.wait(tuple(self._clients.values()))
         self._stopped.set()

@@ -23,6 +23,7 @@ from kvwire.store.requests import (
     Answer,
     Done,
     Find,
+    Flush,
     Found,
     Get,
     Hello,
@@ -461,3 +462,66 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(argument: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=next(iter(argument))):
         StoreServer(object(), "127.0.0.1:0", **argument)  # type: ignore[arg-type]
+
+
+# --- begin and end --------------------------------------------------------------------
+
+
+async def test_a_server_that_was_never_entered_can_be_closed() -> None:
+    async with BlockStore.open(["memory:64KiB"]) as store:
+        server = StoreServer(store, "127.0.0.1:0")
+        await server.close()
+        await server.close()
+        await server.closed()
+        with pytest.raises(UsageError, match="entered once"):
+            await server.__aenter__()
+
+
+async def test_a_server_that_could_not_listen_can_be_closed() -> None:
+    async with serving() as (store, first):
+        second = StoreServer(store, first.address)
+        with pytest.raises(OSError, match="in use"):
+            await second.__aenter__()
+        await second.close()
+        assert await works(first)
+
+
+async def test_a_server_is_entered_once() -> None:
+    async with serving() as (_, server):
+        with pytest.raises(UsageError, match="entered once"):
+            await server.__aenter__()
+        assert await works(server)
+    with pytest.raises(UsageError, match="entered once"):
+        await server.__aenter__()
+
+
+async def test_a_cancelled_close_of_a_server_is_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It returns when nothing touches the store any more, and not before."""
+    reached, go = asyncio.Event(), asyncio.Event()
+    flush = BlockStore.flush
+
+    async def slow(store: BlockStore) -> None:
+        reached.set()
+        await go.wait()
+        await flush(store)
+
+    monkeypatch.setattr(BlockStore, "flush", slow)
+    async with serving() as (_, server), client(server) as one:
+        await one.say(Flush(1))
+        await reached.wait()
+        closing = asyncio.create_task(server.close())
+        assert await one.dropped()
+        closing.cancel()
+        await asyncio.wait((closing,))
+        assert closing.cancelled()
+        again = asyncio.create_task(server.close())
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert not again.done()
+        assert "1 clients" in repr(server)
+        go.set()
+        await again
+        assert "closed" in repr(server)
+        assert server.clients() == ()
