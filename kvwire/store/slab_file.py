@@ -48,6 +48,9 @@ VERSION: Final = 1
 ENTRY_BYTES: Final = 128
 SUPERBLOCK_BYTES: Final = GRAIN_BYTES
 
+SERIAL_MAX: Final = 2**62
+"""Of an entry: a serial goes on from the largest of them, and has to fit as well."""
+
 Sums = npt.NDArray[np.uint64]
 
 _SUPERBLOCK: Final = struct.Struct("<8sIxxxxQ")
@@ -202,6 +205,7 @@ def _valid(entries: npt.NDArray[Any], slab: int, slot_bytes: int, stride: int) -
         & (key_bytes > DIGEST_BYTES)
         & (key_bytes <= _KEY_BYTES_MAX)
         & (entries["order"] < len(ORDERS))
+        & (entries["serial"] <= SERIAL_MAX)
         & (sizes <= slot_bytes)
         & (sizes > slot_bytes - GRAIN_BYTES)
         & (entries["sum"] == _entry_sums(entries))
