@@ -102,7 +102,7 @@ class Reception:
             return
         resumes = connection.core.agreement.offer.resumes
         if resumes:
-            await communicator.recovery.taken_over(connection, resumes)
+            communicator.recovery.taken_over(connection, resumes)
         else:
             communicator.exchange.reattach(connection)
             self.inbound.put(connection)

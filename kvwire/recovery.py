@@ -39,11 +39,21 @@ class Recovery:
         """A connection has ended without having been closed."""
         self._run(self._recover(connection))
 
-    async def taken_over(self, connection: Connection, resumes: bytes) -> None:
-        """A peer has come back, and says which connection it has lost.
+    def taken_over(self, connection: Connection, resumes: bytes) -> None:
+        """A peer has come back, and says which connection it has lost."""
+        if not self._communicator.closed:
+            self._run(self._take_over(connection, resumes))
 
-        Cancel safety: safe, nothing is lost: the old connection ends by itself.
+    async def close(self) -> None:
+        """Stop redialling, and waiting for what was lost.
+
+        Cancel safety: safe, call it again.
         """
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _take_over(self, connection: Connection, resumes: bytes) -> None:
         for old in self._communicator.live_connections:
             same_peer = old.peer.incarnation == connection.peer.incarnation
             if old.digest == resumes and same_peer:
@@ -51,15 +61,6 @@ class Recovery:
                 await old.wait_closed()
                 self._communicator.exchange.connection_lost(old)
         self._communicator.exchange.reattach(connection)
-
-    async def close(self) -> None:
-        """Stop redialling.
-
-        Cancel safety: safe, call it again.
-        """
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _recover(self, connection: Connection) -> None:
         communicator, exchange = self._communicator, self._communicator.exchange

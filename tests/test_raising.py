@@ -253,6 +253,32 @@ async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
         await until(lambda: not pair.near._pumps and not pair.far._pumps)
 
 
+async def test_nor_does_a_client_that_has_come_back_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its transfers wait until the lane that it has lost is quiet, which it never is."""
+    monkeypatch.setattr("kvwire.communicator.CLOSE_SLACK_S", 0.05)
+    abort = InprocLane.abort
+    stuck: dict[InprocLane, None] = {}
+
+    def nothing_ends(lane: InprocLane) -> None:
+        stuck[lane] = None
+
+    async with connected(**BESIDE, close_timeout_s=0.1) as pair:
+        await expect_moves(pair)
+        monkeypatch.setattr(InprocLane, "close", nothing_ends)
+        monkeypatch.setattr(InprocLane, "abort", nothing_ends)
+        await pair.near.redial(pair.left)
+        await until(lambda: pair.right.closed)
+        async with asyncio.timeout(5.0):
+            await pair.near.close()
+            await pair.far.close()
+        monkeypatch.undo()
+        for lane in stuck:
+            abort(lane)
+        await until(lambda: not pair.near._pumps and not pair.far._pumps)
+
+
 # --- what comes back ------------------------------------------------------------------
 
 
