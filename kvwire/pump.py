@@ -265,15 +265,24 @@ class Pump(LinkHandler):
                         continue
                     break
                 events, outbox.events = outbox.events, []
-                for event in events:
-                    if isinstance(event, AsideReceived):
-                        self._receive_aside(event)
-                        continue
-                    if isinstance(event, Ended):
-                        self._end_link(graceful=event.graceful)
-                    self._on_event(event)
+                rest = iter(events)
+                try:
+                    for event in rest:
+                        self._deal_with(event)
+                finally:
+                    # After a bug: each is the only word on a request, or on memory. The
+                    # end of the link follows, and with it another run.
+                    outbox.events[:0] = rest
         finally:
             self._running = False
+
+    def _deal_with(self, event: Event) -> None:
+        if isinstance(event, AsideReceived):
+            self._receive_aside(event)
+            return
+        if isinstance(event, Ended):
+            self._end_link(graceful=event.graceful)
+        self._on_event(event)
 
     def _send(self, core: Core) -> None:
         """Hand over frames and chunks until the link is full or nothing is left."""

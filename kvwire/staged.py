@@ -228,12 +228,17 @@ class Staged:
 
         def done(error: Exception | None) -> None:
             self._copying -= 1
-            if error is None:
-                holds.drop(buffer)
-                then()
-            else:
-                self._failed(desk, error)
-            self._run()
+            try:
+                if error is None:
+                    holds.drop(buffer)
+                    then()
+                else:
+                    self._failed(desk, error)
+                self._run()
+            except Exception:
+                # Nobody called: the reaper has others to tell.
+                logger.exception("a bug of kvwire; its connection is aborted")
+                self._link.abort()
             self._check_ended()
 
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvwire import ConnectionLost
+from kvwire import Connection, ConnectionLost
 from kvwire.limits import (
     CHUNK_BYTES,
     CHUNK_BYTES_MAX,
@@ -16,6 +16,7 @@ from kvwire.limits import (
     LINK_QUEUE_BYTES,
     WAKEUP_BYTES,
 )
+from kvwire.proto.events import RequestDone
 from tests.support.pairs import Pair, connected, until
 
 LARGE = bytes(16 << 20)
@@ -158,3 +159,29 @@ async def test_a_bug_ends_its_own_connection_only(
         await other.send(1, b"alive")
         other_end = await anext(pair.far.connections())
         assert await other_end.recv(1) == b"alive"
+
+
+async def test_a_bug_in_one_event_loses_none_of_those_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them is the only word on a request, or on memory."""
+    async with connected() as pair:
+        first, second = (pair.left.recv(tag) for tag in (1, 2))
+        done = Connection._request_done
+        seen: list[RequestDone] = []
+
+        def one_fails(connection: Connection, event: RequestDone) -> None:
+            seen.append(event)
+            if len(seen) == 1:
+                raise ZeroDivisionError
+            done(connection, event)
+
+        monkeypatch.setattr(Connection, "_request_done", one_fails)
+        with pytest.raises(ZeroDivisionError):
+            pair.left.abort("on purpose")
+        with pytest.raises(ConnectionLost, match="on purpose"):
+            await second
+        assert len(seen) == 2
+        assert not first.done()
+        await pair.left.wait_closed()
+        assert pair.left not in pair.near.live_connections

@@ -343,6 +343,36 @@ async def test_a_failed_device_keeps_its_memory(
     assert pair.near.quarantined_bytes > 0
 
 
+async def test_a_bug_behind_a_copy_ends_its_own_connection_only(
+    pair: Pair,
+    near: SimulatedDevice,
+    far: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All connections of a communicator share the streams of a device."""
+    other = await pair.near.connect(pair.address)
+    there = await pair.far.accept()
+    out, inc = begin(pair, Cache(near), Cache(far, seed=None))
+    monkeypatch.setattr(pair.right._pump, "_in_place", _bug)
+    await pair.right.wait_closed()
+    for end in (out, inc):
+        end.abort()
+    await drained(out, inc)
+    assert not there.closed
+    source, target = Cache(near, seed=5), Cache(far, seed=None)
+    again = there.pull("u", target.paged, TARGET)
+    async with pair.near.publish("u", source.paged, SOURCE) as more:
+        more.ready()
+    assert (await again).complete
+    await drained(again)
+    np.testing.assert_array_equal(source.blocks(SOURCE), target.blocks(TARGET))
+    await other.close()
+
+
+def _bug(*_: Any) -> None:
+    raise ZeroDivisionError("planted")
+
+
 async def test_a_lane_that_breaks_gives_its_slots_back(near: SimulatedDevice) -> None:
     source, target = Cache(near), Cache(None, seed=None)
     async with connected("tcp", chunk_bytes=64 * KIB, lanes=3) as pair:

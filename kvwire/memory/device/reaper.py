@@ -8,12 +8,15 @@ got the GIL.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
 from kvwire.memory.device.ops import Event
+
+logger = logging.getLogger("kvwire")
 
 Done: TypeAlias = Callable[[Exception | None], None]
 """Told on the loop that an event has fired, or how the device failed."""
@@ -98,7 +101,11 @@ class Reaper:
             fired, self._fired = self._fired, []
             self.watched -= len(fired)
         for done, error in fired:
-            done(error)
+            try:
+                done(error)
+            except Exception:
+                # The others may be of other connections, whose memory would stay held.
+                logger.exception("a bug of kvwire")
 
 
 def _has_fired(event: Event) -> bool:

@@ -112,6 +112,28 @@ def test_a_failure_is_reported_and_not_the_end(loop: Loop, reaper: Reaper) -> No
     assert told == [error, None]
 
 
+def test_who_raises_takes_nothing_from_the_others(
+    loop: Loop, reaper: Reaper, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may be of other connections, whose memory would be held for ever."""
+    told: list[Exception | None] = []
+
+    def bug(_: Exception | None) -> None:
+        raise ZeroDivisionError("planted")
+
+    gates = [Gate() for _ in range(3)]
+    reaper.watch(gates[0], told.append)
+    gates[0].asleep.wait()
+    reaper.watch(gates[1], bug)
+    reaper.watch(gates[2], told.append)
+    for gate in reversed(gates):
+        gate.fire()
+    while len(told) < 2:
+        loop.turn()
+    assert told == [None, None]
+    assert "planted" in caplog.text
+
+
 def test_events_that_failed_while_others_were_reported(
     loop: Loop, reaper: Reaper
 ) -> None:
