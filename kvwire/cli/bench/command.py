@@ -14,6 +14,7 @@ from kvwire.cli.bench import (
     many_command,
     overlap_command,
     setup_command,
+    store_command,
 )
 from kvwire.cli.bench.document import document
 from kvwire.cli.bench.messages import messages as benchmark_messages
@@ -41,6 +42,7 @@ app.command(
 app.command(many_command.command, name="many")
 app.command(cost_command.command, name="cost")
 app.command(setup_command.command, name="setup")
+app.command(store_command.command, name="store")
 
 
 @app.command

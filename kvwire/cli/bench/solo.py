@@ -31,19 +31,24 @@ class SoloContender(Contender):
         name: As it is shown.
         role: What it plays.
         options: For that role.
+
+    Attributes:
+        options: For that role.
+        environment: Variables that its process gets besides those of this one.
     """
 
     _side: Side
 
     def __init__(self, name: str, role: str, options: Sequence[str] = ()) -> None:
         self.name = name
+        self.options = options
+        self.environment: Mapping[str, str] = {}
         self._role = role
-        self._options = options
         self._facts: dict[str, Any] = {}
 
     def start(self) -> None:
         """See Contender."""
-        self._side = Side(self._role, self._options)
+        self._side = Side(self._role, self.options, environment=self.environment)
         self._facts = self._side.call("start")
 
     def check(self, work: Work) -> None:
@@ -57,11 +62,20 @@ class SoloContender(Contender):
 
     def round(self, work: Work) -> Sample:
         """See Contender."""
-        self._side.call("prepare", work=asdict(work))
-        before_s = self._side.call("cpu")["cpu_s"]
+        self.prepare(work)
+        before_s = self.cpu_s()
         values = self._side.call("drive", work=asdict(work))["values"]
-        after_s = self._side.call("cpu")["cpu_s"]
+        after_s = self.cpu_s()
+        self._side.call("verify", work=asdict(work))
         return Sample(values, work.nbytes * work.count, after_s - before_s)
+
+    def prepare(self, work: Work) -> None:
+        """Have it get ready; neither its time nor its CPU counts."""
+        self._side.call("prepare", work=asdict(work))
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far."""
+        return float(self._side.call("cpu")["cpu_s"])
 
     def stop(self) -> None:
         """See Contender."""

@@ -26,7 +26,7 @@ def render(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Renderabl
         Text(),
         _everybody(findings),
         Text(),
-        *(Text(line) for line in _lines(benchmark, findings)),
+        *(Text(line) for line in lines_below(benchmark, findings)),
     )
 
 
@@ -107,7 +107,10 @@ def _shown(case: Case, value: float) -> str:
     return f"{value * case.unit.scale:.{1 if case.unit.less_is_better else 2}f}"
 
 
-def _lines(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Iterator[str]:
+def lines_below(
+    benchmark: Benchmark, findings: Sequence[Finding[Case]]
+) -> Iterator[str]:
+    """Notes, who failed and why, and who was not there."""
     yield from benchmark.notes
     for finding in findings:
         for name, reason in finding.failures.items():

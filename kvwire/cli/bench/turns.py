@@ -122,7 +122,7 @@ class _Team:
         except BenchError as exc:
             self._stop(contender)
             if contender in finding.case.required:
-                raise
+                raise BenchError(f"{finding.case.name}: {exc}") from exc
             del finding.samples[contender.name]
             finding.failures[contender.name] = str(exc)
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvwire.cli.bench.fragment_work import ARENA
 from kvwire.cli.bench.sides.cost_half import CostHalf
@@ -21,9 +21,20 @@ from kvwire.cli.bench.sides.overlap_half import OverlapHalf
 from kvwire.cli.bench.sides.setup_half import SetupHalf, StreamsSetupHalf
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
 from kvwire.cli.bench.sides.solo import SOLO_CALLS, InprocSolo, MemcpySolo, Solo
+from kvwire.cli.bench.sides.store_halves import BlockSocketsHalf, TransferHalf
+from kvwire.cli.bench.sides.store_peers import (
+    CopySolo,
+    DictSolo,
+    FileSolo,
+    ObjectSolo,
+)
+from kvwire.cli.bench.sides.store_server import SERVER_CALLS, StoreServerSide
+from kvwire.cli.bench.sides.store_solo import StoreSolo
 from kvwire.cli.bench.sides.streams_half import StreamsHalf
 
-HALVES: Final[dict[str, Callable[[dict[str, str]], Half | Solo]]] = {
+Role: TypeAlias = Half | Solo | StoreServerSide
+
+HALVES: Final[dict[str, Callable[[dict[str, str]], Role]]] = {
     "kvwire": lambda options: KvwireHalf(options["transport"]),
     "cost": lambda options: CostHalf(options["transport"], int(options["pool_bytes"])),
     "fragments": lambda options: FragmentsHalf(
@@ -39,17 +50,27 @@ HALVES: Final[dict[str, Callable[[dict[str, str]], Half | Solo]]] = {
     "memcpy": lambda options: MemcpySolo(int(options["pool_bytes"])),
     "setup": lambda options: SetupHalf(options["transport"]),
     "setup-streams": lambda _: StreamsSetupHalf(),
+    "store": lambda options: StoreSolo(options["tier"], options.get("place", "")),
+    "store-dict": lambda _: DictSolo(),
+    "store-file": lambda options: FileSolo(options["place"]),
+    "store-memcpy": lambda _: CopySolo(),
+    "store-obstore": lambda options: ObjectSolo(options["place"]),
+    "store-server": lambda _: StoreServerSide(),
+    "store-sockets": lambda _: BlockSocketsHalf(),
+    "store-transfer": lambda options: TransferHalf(
+        options["transport"], int(options["pool_bytes"])
+    ),
     "streams": lambda _: StreamsHalf(),
     "sockets": lambda _: SocketsHalf(),
 }
 
 
-async def answer(half: Half | Solo, line: bytes) -> dict[str, Any]:
+async def answer(half: Role, line: bytes) -> dict[str, Any]:
     """Do what one line says; an exception becomes an answer too."""
     asked = json.loads(line)
     name, arguments = asked["call"], asked["arguments"]
     try:
-        if name not in (SOLO_CALLS if isinstance(half, Solo) else CALLS):
+        if name not in _calls(half):
             raise ValueError(f"there is no call {name!r}")
         if "work" in arguments:
             arguments["work"] = half.work_type(**arguments["work"])
@@ -59,7 +80,13 @@ async def answer(half: Half | Solo, line: bytes) -> dict[str, Any]:
     return found
 
 
-async def obey(half: Half | Solo) -> None:
+def _calls(half: Role) -> frozenset[str]:
+    if isinstance(half, StoreServerSide):
+        return SERVER_CALLS
+    return SOLO_CALLS if isinstance(half, Solo) else CALLS
+
+
+async def obey(half: Role) -> None:
     """Answer line after line until there are no more."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(

@@ -128,7 +128,8 @@ class CostHalf(FragmentsHalf):
             return {"bytes": taken()[1]}
 
     async def _move(self, work: Work, pool: Pool, side: int) -> None:
-        await (self._ask if side == LEFT else self._offer)(work, pool)
+        move = self._ask if side == LEFT else self._offer
+        await move(work, pool.cache, pool.blocks)
 
     async def _meet(self) -> None:
         """Both sides are here."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import platform
 import time
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,11 @@ class Pool:
 
     def digest(self) -> str:
         """Of the bytes that travel, in their order."""
-        return digest(self.memory.reshape(self._shape)[self._fragments].data)
+        return digest(self.fragments().data)
+
+    def fragments(self) -> npt.NDArray[np.uint8]:
+        """A copy of the fragments that travel, layer after layer."""
+        return self.memory.reshape(self._shape)[self._fragments]
 
 
 class FragmentsHalf(Half):
@@ -87,7 +91,7 @@ class FragmentsHalf(Half):
         memory: Where the pools of all works lie.
     """
 
-    work_type = FragmentWork
+    work_type: ClassVar[type[Work]] = FragmentWork
 
     _communicator: kvwire.Communicator
     _connection: kvwire.Connection
@@ -145,24 +149,26 @@ class FragmentsHalf(Half):
         """See Half."""
         pool = self._have(work, LEFT)
         sent = await asyncio.to_thread(pool.fill) if work.verb == "push" else ""
-        await self._ask(work, pool)
+        await self._ask(work, pool.cache, pool.blocks)
         return {"digest": sent or await asyncio.to_thread(pool.digest)}
 
     async def check_right(self, work: Work) -> dict[str, Any]:
         """See Half."""
         pool = self._have(work, RIGHT)
         sent = await asyncio.to_thread(pool.fill) if work.verb == "pull" else ""
-        await self._offer(work, pool)
+        await self._offer(work, pool.cache, pool.blocks)
         return {"digest": sent or await asyncio.to_thread(pool.digest)}
 
     async def drive(self, work: Work) -> dict[str, Any]:
         """See Half."""
-        elapsed_s = await self._ask(work, self._have(work, LEFT))
+        pool = self._have(work, LEFT)
+        elapsed_s = await self._ask(work, pool.cache, pool.blocks)
         return {"values": [work.count * work.nbytes / elapsed_s]}
 
     async def serve(self, work: Work) -> dict[str, Any]:
         """See Half."""
-        await self._offer(work, self._have(work, RIGHT))
+        pool = self._have(work, RIGHT)
+        await self._offer(work, pool.cache, pool.blocks)
         return {}
 
     async def close(self) -> None:
@@ -186,7 +192,9 @@ class FragmentsHalf(Half):
             self._work = work
         return self._pool
 
-    async def _ask(self, work: Work, pool: Pool) -> float:
+    async def _ask(
+        self, work: Work, cache: kvwire.PagedCache, blocks: list[int]
+    ) -> float:
         """Left: one transfer; seconds from the first call to its outcome."""
         self._number += 1
         connection = self._connection
@@ -194,9 +202,9 @@ class FragmentsHalf(Half):
         began = time.perf_counter()
         end: kvwire.Incoming | kvwire.Outgoing
         if work.verb == "pull":
-            end = connection.pull(self._number, pool.cache, pool.blocks)
+            end = connection.pull(self._number, cache, blocks)
         else:
-            end = connection.push(self._number, pool.cache, pool.blocks)
+            end = connection.push(self._number, cache, blocks)
             _mark_all(end)
         outcome = await end
         elapsed_s = time.perf_counter() - began
@@ -204,15 +212,17 @@ class FragmentsHalf(Half):
         await end.drained()
         return elapsed_s
 
-    async def _offer(self, work: Work, pool: Pool) -> None:
+    async def _offer(
+        self, work: Work, cache: kvwire.PagedCache, blocks: list[int]
+    ) -> None:
         """Right: the other end of it, ready before the left one begins."""
         self._number += 1
         end: kvwire.Incoming | kvwire.Outgoing
         if work.verb == "pull":
-            end = self._communicator.publish(self._number, pool.cache, pool.blocks)
+            end = self._communicator.publish(self._number, cache, blocks)
             _mark_all(end)
         else:
-            end = self._communicator.expect(self._number, pool.cache, pool.blocks)
+            end = self._communicator.expect(self._number, cache, blocks)
         await self._connection.send(GO, b"")
         _check(await end)
         await end.drained()

@@ -17,7 +17,7 @@ from kvwire.cli.bench.sides.half import cpu_s, digest
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-SOLO_CALLS: Final = frozenset({"start", "prepare", "check", "drive", "cpu"})
+SOLO_CALLS: Final = frozenset({"start", "prepare", "check", "drive", "verify", "cpu"})
 
 
 class Solo(ABC):
@@ -45,6 +45,15 @@ class Solo(ABC):
     @abstractmethod
     async def drive(self, work: Work) -> dict[str, Any]:
         """One round; ``values`` are its samples."""
+
+    async def verify(self, work: Work) -> dict[str, Any]:
+        """Look at what the last round has moved; neither time nor CPU counts.
+
+        Raises:
+            RuntimeError: It is not what it should be.
+        """
+        del work
+        return {}
 
     async def cpu(self) -> dict[str, Any]:
         """CPU seconds of this process."""

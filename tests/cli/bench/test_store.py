@@ -1,0 +1,153 @@
+"""``kvwire bench store``, from the command line to what it writes, on few blocks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from kvwire.cli.bench import store as plan
+from kvwire.cli.bench import store_command
+from kvwire.cli.bench.sides.page_cache import can_drop
+from kvwire.cli.bench.store import Choice, store
+from kvwire.cli.bench.store_work import TIERS
+from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.limits import MIB
+
+# Starts processes, on a machine that may be busy with others.
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_everything_is_measured_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One round; every row has a sample of everybody, and nothing is left behind."""
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'kvwire[dev]'")
+    monkeypatch.setattr(store_command, "QUICK_ROUNDS", 1)
+    monkeypatch.setattr(store_command, "QUICK_MIB", 4)
+    monkeypatch.setenv("COLUMNS", "80")
+    out, plot, place = (tmp_path / name for name in ("json", "svg", "place"))
+    place.mkdir()
+    arguments = ["--quick", "--transport", "tcp", "--blocks", "small"]
+    arguments += ["--directory", str(place), "--json", str(out), "--plot", str(plot)]
+    assert main(["bench", "store", *arguments]) == 0
+
+    printed = capsys.readouterr().out
+    for tier in ("memory", "disk", "server over tcp", "object"):
+        assert f"{tier}: GB/s and CPU s/GiB; us, and 99 of 100" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    found = json.loads(out.read_text())
+    rows = {row["name"]: set(row["contenders"]) for row in found["cases"]}
+    assert rows == expected(cold=can_drop(place))
+    for row in found["cases"]:
+        assert not row["failures"]
+        for samples in row["contenders"].values():
+            assert samples["median"] > 0
+    assert found["settings"]["filesystem"]
+    assert found["contenders"]["kvwire server tcp"]["KVWIRE_REQUIRE"] == "tcp"
+    assert list(place.iterdir()) == []
+    assert ET.parse(plot).getroot().tag.endswith("svg")
+
+
+def expected(*, cold: bool) -> dict[str, set[str]]:
+    """Rows, and who is in them."""
+    ours, file = "kvwire disk", "file"
+    rows = {
+        "memory, 64 KiB, put": {"kvwire memory", "memcpy"},
+        "memory, 64 KiB, put, new memory": {"kvwire memory", "memcpy"},
+        "memory, 64 KiB, get": {"kvwire memory", "memcpy"},
+        "memory, 64 KiB, get of one": {"kvwire memory", "memcpy"},
+        "memory, 4 KiB, match": {"kvwire memory", "dict"},
+        "disk, 64 KiB, put": {ours, file, "memcpy"},
+        "disk, 64 KiB, put, flushed": {ours, file},
+        "disk, 64 KiB, get": {ours, file, "memcpy"},
+        "disk, 64 KiB, get, cold": {ours, file},
+        "disk, 64 KiB, get of one": {ours, file, "memcpy"},
+        "disk, 4 KiB, match": {ours},
+    }
+    if not cold:
+        del rows["disk, 64 KiB, get, cold"]
+    for verb in ("put", "get", "get of one"):
+        rows[f"server over tcp, 64 KiB, {verb}"] = {
+            *("kvwire server tcp", "transfer tcp", "sockets"),
+        }
+        rows[f"object, 64 KiB, {verb}"] = {"kvwire object", "obstore"}
+    rows["server over tcp, 4 KiB, match"] = {"kvwire server tcp", "sockets"}
+    return rows
+
+
+def test_both_transports_to_a_server_stand_beside_one_pair_of_sockets(
+    tmp_path: Path,
+) -> None:
+    found = store(choice(tmp_path, tiers=["server"], transports=["tcp", "local"]))
+    names = [contender.name for contender in found.contenders]
+    assert names.count("sockets") == 1
+    assert {"transfer tcp", "transfer local"} < set(names)
+
+
+def test_the_file_system_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "filesystem", lambda _: "zfs on tank")
+    monkeypatch.setattr(plan, "can_drop", lambda _: False)
+    notes = "\n".join(store(choice(tmp_path, tiers=["disk"])).notes)
+    assert "zfs on tank" in notes
+    assert "No cold get" in notes
+
+
+def test_without_obstore_the_object_tier_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "find_spec", lambda _: None)
+    (missing,) = store(choice(tmp_path)).missing
+    assert (missing.name, missing.remedy) == (
+        *("the object tier", "pip install 'kvwire[store]'"),
+    )
+    assert main(["bench", "store", "--tiers", "object"]) == CALLED_WRONG
+    assert "needs obstore: pip install 'kvwire[store]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--tiers", "memory,tape"], "--tiers tape: there are memory, disk"),
+        (["--transport", "pigeons"], "--transport pigeons: a transport that joins"),
+        (["--transport", "inproc"], "--transport inproc: a transport that joins two"),
+        (["--directory", "/no/such"], "--directory /no/such: there is no such"),
+        (["--round-mib", "1"], "Must be >= 4"),
+        (["--blocks", "huge"], '"huge"'),
+    ],
+)
+def test_options_that_make_no_sense(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "store", *wrong]) == CALLED_WRONG
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_disk_without_room_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=MIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    arguments = ["--tiers", "disk", "--directory", str(tmp_path)]
+    assert main(["bench", "store", *arguments]) == CALLED_WRONG
+    assert f"{MIB} bytes are free, and" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def choice(directory: Path, **changed: Any) -> Choice:
+    options: dict[str, Any] = {
+        "tiers": TIERS,
+        "transports": ["tcp"],
+        "shapes": ["small"],
+        "directory": directory,
+        "round_bytes": 4 * MIB,
+        "loop": "asyncio",
+        **changed,
+    }
+    return Choice(**options)
