@@ -256,7 +256,7 @@ async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
 async def test_nor_does_a_client_that_has_come_back_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its transfers wait until the lane that it has lost is quiet, which it never is."""
+    """Its transfers wait until the lane that it has lost is quiet: never, here."""
     monkeypatch.setattr("kvwire.communicator.CLOSE_SLACK_S", 0.05)
     abort = InprocLane.abort
     stuck: dict[InprocLane, None] = {}
