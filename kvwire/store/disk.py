@@ -28,7 +28,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.directory import Directory
 from kvwire.store.file import File, fragments_of
 from kvwire.store.filling import Filling
-from kvwire.store.index import Index, Keys, Orders, as_keys
+from kvwire.store.index import Index, Keys, Orders, once
 from kvwire.store.slab_file import (
     ENTRY_BYTES,
     SUPERBLOCK_BYTES,
@@ -236,13 +236,11 @@ class DiskTier(Tier):
         self._sums[slots] = np.concatenate([one.sums for one in found])
         orders = np.zeros(self._slabs.slots, np.uint8)
         orders[slots] = np.concatenate([one.orders for one in found])
-        oldest_first = np.argsort(serials, kind="stable")
-        latest = dict(
-            zip(keys[oldest_first].tolist(), slots[oldest_first].tolist(), strict=True)
-        )
-        slots = np.fromiter(latest.values(), np.int64, len(latest))
-        keys = as_keys(latest)
         self._serial = int(serials.max(initial=0))
+        newest_first = np.argsort(serials, kind="stable")[::-1]
+        keys, slots = keys[newest_first], slots[newest_first]
+        latest = once(keys)
+        keys, slots = keys[latest], slots[latest]
         slabs = slots // self._slabs.stride
         for one in found:
             self._heads[one.slab] = one.slot_bytes
@@ -251,9 +249,8 @@ class DiskTier(Tier):
                 self._slabs.restore(one.slab, one.slot_bytes, mine)
         sizes = self._slabs.slot_bytes[slabs]
         # A size that was written to last is the one that was used last.
-        last = {size: at for at, size in enumerate(sizes.tolist())}
-        for size in sorted(last, key=lambda size: last[size]):
-            mine = np.flatnonzero(sizes == size)[::-1]
+        for size in reversed(dict.fromkeys(sizes.tolist())):
+            mine = sizes == size
             self._index.adopt(keys[mine], slots[mine], orders[slots[mine]])
 
     def _room(self, nbytes: int, count: int) -> Ids:
@@ -321,7 +318,7 @@ class DiskTier(Tier):
         for slab in sorted(set(slabs.tolist())):
             self._write_head(slab, rounded(space.image_bytes))
         sums = image_sums(batch.images)
-        for run, offset in self._runs(slots):
+        for run, offset in self._runs(slots, space.image_bytes):
             self._file.write(_padded(batch.images.selected(run)), offset)
         count = slots.size
         # The head of a chain is younger than what follows it; see Index.unpin.
@@ -363,7 +360,7 @@ class DiskTier(Tier):
         """Read images, and say of each whether it is what was written."""
         order = np.argsort(slots)
         fates = np.full(slots.size, Fate.LANDED, np.uint8)
-        for run, offset in self._runs(slots[order]):
+        for run, offset in self._runs(slots[order], nbytes):
             part = order[run]
             try:
                 self._file.read(_padded(images.selected(part)), offset)
@@ -374,11 +371,10 @@ class DiskTier(Tier):
         fates[(fates == Fate.LANDED) & ~whole] = Fate.DAMAGED
         return fates
 
-    def _runs(self, slots: Ids) -> Iterable[tuple[Ids, int]]:
-        """Slots that lie side by side in the file, and where they begin."""
+    def _runs(self, slots: Ids, nbytes: int) -> Iterable[tuple[Ids, int]]:
+        """Slots whose images lie side by side in the file, and where they begin."""
         offsets = self._slabs.offsets(slots) + SUPERBLOCK_BYTES
-        size = int(self._slabs.slot_bytes[int(slots[0]) // self._slabs.stride])
-        breaks = np.flatnonzero(np.diff(offsets) != size) + 1
+        breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes)) + 1
         for run in np.split(np.arange(slots.size), breaks):
             yield run, int(offsets[run[0]])
 

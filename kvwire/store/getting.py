@@ -9,11 +9,11 @@ import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.outcome import Outcome
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.index import Keys, as_keys, once
 from kvwire.store.share import Share
 from kvwire.store.space import ABSENT, DIGEST_BYTES, Space
 from kvwire.store.tier import Batch, Fate, Fates, Tier
-from kvwire.store.work import Work, once
+from kvwire.store.work import Work
 
 NOT_THERE: Final = "it is not in the store"
 

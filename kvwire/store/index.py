@@ -24,7 +24,7 @@ into a ``deque`` of length 0. Each is O(1) a block, whatever the tier holds.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
@@ -48,6 +48,15 @@ def as_keys(keys: Iterable[Key]) -> Keys:
     array = np.empty(len(listed), np.object_)
     array[:] = listed
     return array
+
+
+def once(keys: Keys) -> Bits:
+    """Which of some keys are not there before, among them."""
+    listed = keys.tolist()
+    places = dict(zip(reversed(listed), range(keys.size)[::-1], strict=True))
+    first: npt.NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
+    first[list(places.values())] = True
+    return first
 
 
 class Named(NamedTuple):
@@ -136,32 +145,28 @@ class Index:
 
     def pin(self, keys: Keys, slots: Ids) -> None:
         """Hold named slots; one that is there twice is held twice."""
-        if not slots.size:
-            return
         np.add.at(self._pins, slots, 1)
-        _each(map(self._list_of(slots).pop, keys.tolist(), repeat(None)))
+        for listed, which in self._lists_of(slots):
+            _each(map(listed.pop, keys[which].tolist(), repeat(None)))
 
     def unpin(self, keys: Keys, slots: Ids) -> None:
         """Let go of named slots; they are now the ones used last, the head last."""
-        if not slots.size:
-            return
         assert self._pins[slots].all(), "somebody has let go twice"
         np.subtract.at(self._pins, slots, 1)
         left = self._pins[slots] == 0
         names, numbers = keys[left][::-1], slots[left][::-1]
-        self._list_of(slots).update(zip(names.tolist(), numbers.tolist(), strict=True))
+        for listed, which in self._lists_of(numbers):
+            pairs = zip(names[which].tolist(), numbers[which].tolist(), strict=True)
+            listed.update(pairs)
         # The head of a chain is a moment younger than what follows it.
         self._clock += numbers.size
         self._used_at[numbers] = self._clock - np.arange(numbers.size)[::-1]
         self._newest[numbers // self.slabs.stride] = self._clock
 
     def touch(self, keys: Keys, slots: Ids) -> None:
-        """Named slots are now the ones used last; of any size, each once or more."""
-        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
-        for size in set(sizes.tolist()):
-            which = sizes == size
-            self.pin(keys[which], slots[which])
-            self.unpin(keys[which], slots[which])
+        """Named slots are now the ones used last; each is there once or more."""
+        self.pin(keys, slots)
+        self.unpin(keys, slots)
 
     def victims(self, nbytes: int, count: int) -> Named:
         """The blocks to go first where room for ``nbytes`` is needed; pins them.
@@ -212,10 +217,15 @@ class Index:
         self.evicted += named.slots.size
         return named
 
-    def _list_of(self, slots: Ids) -> OrderedDict[Key, int]:
-        """The list that these slots, which are of one size, belong to."""
-        size = int(self.slabs.slot_bytes[int(slots[0]) // self.slabs.stride])
-        return self._lists.setdefault(size, OrderedDict())
+    def _lists_of(
+        self, slots: Ids
+    ) -> Iterator[tuple[OrderedDict[Key, int], Bits | slice]]:
+        """The lists that slots belong to, by their sizes, and which to each."""
+        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
+        several = bool(sizes.size and (sizes != sizes[0]).any())
+        for size in set(sizes.tolist()) if several else sizes[:1].tolist():
+            listed = self._lists.setdefault(size, OrderedDict())
+            yield listed, sizes == size if several else slice(None)
 
     def _older_slab(self, slot: int, own: OrderedDict[Key, int]) -> int | None:
         """A slab of another size that is older than all there is of this one."""

@@ -8,8 +8,9 @@ import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.outcome import Outcome
+from kvwire.store.index import once
 from kvwire.store.tier import Batch, Fate
-from kvwire.store.work import Work, once
+from kvwire.store.work import Work
 
 if TYPE_CHECKING:
     from kvwire.store.share import Share

@@ -10,7 +10,6 @@ from time import monotonic
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.landed import Landed
@@ -19,7 +18,6 @@ from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
 from kvwire.store.endings import together
 from kvwire.store.hierarchy import Hierarchy
-from kvwire.store.index import Keys
 from kvwire.store.share import Share
 from kvwire.store.threads import copy_in_turns
 
@@ -174,12 +172,3 @@ class Work(ABC):
         return Timings(
             queue_s=first - self._created, wire_s=last - first, commit_s=now - last
         )
-
-
-def once(keys: Keys) -> Bits:
-    """Which of some keys are not there before, among them."""
-    listed = keys.tolist()
-    places = dict(zip(reversed(listed), range(keys.size)[::-1], strict=True))
-    first: npt.NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
-    first[list(places.values())] = True
-    return first

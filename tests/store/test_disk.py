@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +17,17 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, UsageError
+from kvwire.limits import KIB
 from kvwire.store.address import TierAddress
 from kvwire.store.disk import DiskTier
 from kvwire.store.file import File
+from kvwire.store.images import images_in
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.slab_file import ENTRY_BYTES, SUPERBLOCK_BYTES
 from kvwire.store.slabs import GRAIN_BYTES
-from kvwire.store.space import ABSENT, space_of
-from tests.store.caches import Filled, chain
+from kvwire.store.space import ABSENT, Space, space_of
+from kvwire.store.tier import Batch, Fate
+from tests.store.caches import SPEC, Filled, chain
 from tests.store.files import Faults, disk, store_on
 
 IDS = list(range(16))
@@ -206,6 +210,58 @@ async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
 def store_keys(hashes: list[bytes], source: Filled) -> Keys:
     space = space_of(source.cache.groups["kv"], None)
     return as_keys(space.digest + one for one in hashes)
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_slot_of_another_size_is_damaged(tmp_path: Path, first: bool) -> None:
+    """No store writes such an entry, and its checksum is right."""
+    small, large = Space("kv", SPEC), Space("kv", replace(SPEC, layers=40))
+    keys = as_keys(small.digest + one for one in chain(2))
+    wrong, right = keys[:1], keys[1:]
+    memory = np.random.default_rng(1).integers(0, 256, 64 * KIB, np.uint8)
+    tier = await disk(tmp_path)
+    for space, key in ((large, wrong), (small, right)):
+        images = images_in(memory, space.image_bytes, 1)
+        written = await tier.write(space, Batch(key, np.zeros(1, np.uint8), images))
+        assert written.tolist() == [Fate.LANDED]
+    await tier.close()
+    tier = await disk(tmp_path)
+    both = keys if first else keys[::-1]
+    target = np.zeros(2 * small.image_bytes, np.uint8)
+    images = images_in(target, small.image_bytes, 2)
+    batch = Batch(both, np.zeros(2, np.uint8), images)
+    fates = dict(zip(both, await tier.read(small, batch), strict=True))
+    assert fates == {wrong[0]: Fate.DAMAGED, right[0]: Fate.LANDED}
+    image = target.reshape(2, -1)[1 if first else 0]
+    assert np.array_equal(image, memory[: small.image_bytes])
+    # It is forgotten, and nothing is held: every slot can be had again.
+    assert (await tier.find(both) == ABSENT).tolist() == [first, not first]
+    assert not tier._index._pins.any()
+    for space in (large, small):
+        tier._index.evict(space.image_bytes, 4)
+    assert tier.stats().used_bytes == 0
+    await tier.close()
+
+
+async def test_the_block_that_was_written_last_goes_last(tmp_path: Path) -> None:
+    """After a restart as well, and where an older slot has the same block."""
+    space = Space("kv", SPEC)
+    keys = as_keys(space.digest + one for one in chain(3))
+    memory = np.zeros(space.image_bytes, np.uint8)
+    images = images_in(memory, space.image_bytes, 1)
+    tier = await disk(tmp_path)
+    for one in keys[:1], keys[1:2], keys[2:], keys[:1]:
+        if (slot := tier._index.find(one)) >= 0:
+            # Forgotten, and its entry is not written over.
+            tier._index.pin(one, slot)
+            tier._index.forget(one, slot)
+        await tier.write(space, Batch(one, np.zeros(1, np.uint8), images))
+    await tier.close()
+    tier = await disk(tmp_path)
+    named = tier._index.victims(space.image_bytes, 3)
+    assert named.keys.tolist() == [keys[1], keys[2], keys[0]]
+    tier._index.unpin(*named)
+    await tier.close()
 
 
 async def test_a_disk_that_is_full_degrades_its_tier(tmp_path: Path) -> None:
