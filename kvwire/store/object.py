@@ -277,8 +277,9 @@ class ObjectTier(Tier):
             except (OSError, self._obstore.exceptions.BaseError) as exc:
                 self._went_away(exc)
                 return Fate.FAILED
-        self._backoff.reset()
-        self.away = ""
+        if not self._resting():  # it may be an answer from before a failure
+            self._backoff.reset()
+            self.away = ""
         return found
 
     async def _each(

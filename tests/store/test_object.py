@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -274,6 +275,30 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
         await until(lambda: tier.taking)
         assert (await store.put(hashes, source.cache, range(8))).complete
         assert not tier.away
+
+
+async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> None:
+    """While the store is left alone, what is not there is not known not to be there."""
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        await store.put(chain(2), Filled(seed=1).cache, [0, 1])
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store)
+        requests, go = Requests(tier), asyncio.Event()
+
+        async def fail_last(name: str) -> None:
+            if requests.made.count(name) == 1:
+                await go.wait()
+            else:
+                raise OSError(errno.ECONNRESET, "reset by peer")
+
+        requests.before = fail_last
+        keys = as_keys(SPACE.digest + one for one in chain(2))
+        finding = asyncio.create_task(tier.find(keys))
+        await until(lambda: tier.away)
+        go.set()
+        await finding
+        assert not tier.taking
+        assert "reset by peer" in tier.away
 
 
 async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
