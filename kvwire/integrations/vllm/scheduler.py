@@ -95,6 +95,10 @@ class SchedulerSide:
         """How many tokens beyond the computed ones another engine has, or will have."""
         if not self._wanted(request).loads:
             return 0, False
+        # Something is asked of the prompt's own tokens, so all of it is computed here;
+        # releases before 0.31 do not look at that themselves.
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
         count = len(request.prompt_token_ids or ()) - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 

@@ -50,6 +50,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
     mm_features: list[Feature] = field(default_factory=list)
+    skip_reading_prefix_cache: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,27 @@ def test_in_sequence(pair: Pair) -> None:
     params = first["kv_transfer_params"]
     answer = pair.decode.generate(ids, kv_transfer_params=params)
     assert tokens_of(answer) == pair.local(ids)
+
+
+def test_probabilities_of_the_prompt_itself(pair: Pair) -> None:
+    """Whoever is asked for them computes the prompt; nobody waits for what it drops."""
+    ids = prompt(700, seed=13)
+    here = pair.prefill.generate(ids, cache_salt="here", prompt_logprobs=1)
+    first = pair.prefill.generate(ids, 1, kv_transfer_params={"do_remote_decode": True})
+    there = pair.decode.generate(
+        ids, kv_transfer_params=first["kv_transfer_params"], prompt_logprobs=1
+    )
+    shared = complete(pair.proxy.url, ids, prompt_logprobs=1)
+    for answer in (there, shared):
+        assert tokens_of(answer) == tokens_of(here)
+        assert _of_prompt(answer) == pytest.approx(_of_prompt(here), abs=1e-4)
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+
+
+def _of_prompt(answer: Any) -> list[float]:
+    """The logarithm of each token's probability, but the first one's."""
+    positions = answer["choices"][0]["prompt_logprobs"][1:]
+    return [next(iter(position.values()))["logprob"] for position in positions]
 
 
 def test_a_batch(pair: Pair) -> None:

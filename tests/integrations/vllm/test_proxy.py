@@ -28,7 +28,7 @@ from kvwire.integrations.vllm.proxy.requests import (
     AT_ONCE,
     IN_SEQUENCE,
     for_prefill,
-    is_single,
+    is_for_two,
 )
 from kvwire.testing import virtual_time
 
@@ -503,7 +503,7 @@ def test_an_engine_that_never_answers_a_get() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "single"),
+    ("body", "shared"),
     [
         ({"prompt": "text"}, True),
         ({"prompt": [1, 2]}, True),
@@ -513,10 +513,15 @@ def test_an_engine_that_never_answers_a_get() -> None:
         ({"messages": [], "n": 2}, False),
         ({"prompt": "text", "best_of": 3}, False),
         ({"prompt": "text", "n": 1}, True),
+        ({"prompt": "text", "prompt_logprobs": 0}, False),
+        ({"prompt": "text", "prompt_logprobs": None}, True),
+        ({"prompt": "text", "echo": True, "logprobs": 0}, False),
+        ({"prompt": "text", "echo": True}, True),
+        ({"prompt": "text", "logprobs": 2}, True),
     ],
 )
-def test_one_transfer_serves_one_sequence(body: dict[str, Any], single: bool) -> None:
-    assert is_single(body) is single
+def test_what_two_engines_can_share(body: dict[str, Any], shared: bool) -> None:
+    assert is_for_two(body) is shared
 
 
 def test_prefill_is_not_asked_for_what_decoding_does() -> None:

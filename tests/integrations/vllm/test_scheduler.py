@@ -170,6 +170,16 @@ def test_short_prompts_have_names_as_well() -> None:
     assert first.hashes != second.hashes
 
 
+def test_a_prompt_that_has_to_be_computed_here_is_declined() -> None:
+    """Such as one whose own probabilities are asked for; vLLM allocates nothing."""
+    scheduler = side()
+    request = Request("r", TOKENS, loads(), skip_reading_prefix_cache=True)
+    assert scheduler.matched(request, 0) == (0, False)
+    scheduler.allocated(request, [1, 2, 3], 0)
+    (load,) = scheduler.step(Output({})).loads
+    assert load.declined
+
+
 def test_what_is_not_wanted_any_more_is_declined() -> None:
     scheduler = side()
     gone, chosen_elsewhere = (

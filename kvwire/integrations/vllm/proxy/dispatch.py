@@ -32,7 +32,7 @@ from kvwire.integrations.vllm.proxy.requests import (
     IN_SEQUENCE,
     for_decode,
     for_prefill,
-    is_single,
+    is_for_two,
     new_transfer_id,
 )
 
@@ -137,7 +137,7 @@ class Dispatcher:
         dead: set[Engine] = set()
         decode = self._decode.pick(body, dead)
         while decode is not None:
-            prefill = self._prefill.pick(body, failed) if is_single(body) else None
+            prefill = self._prefill.pick(body, failed) if is_for_two(body) else None
             try:
                 async with AsyncExitStack() as attempt:
                     if prefill is None:

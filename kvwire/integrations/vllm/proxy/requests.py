@@ -14,9 +14,17 @@ IN_SEQUENCE: Final = "in-sequence"
 _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 
 
-def is_single(body: dict[str, Any]) -> bool:
-    """Whether a request is one sequence, so that one transfer serves it."""
+def is_for_two(body: dict[str, Any]) -> bool:
+    """Whether two engines can share a request.
+
+    One transfer serves one sequence. And whoever is asked for the prompt's own
+    probabilities has to compute all of it: KV from elsewhere would be of no use.
+    """
     if any(type(body.get(key, 1)) is int and body.get(key, 1) > 1 for key in _COPIES):
+        return False
+    if body.get("prompt_logprobs") is not None:
+        return False
+    if body.get("echo") and body.get("logprobs") is not None:
         return False
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt:
