@@ -17,6 +17,7 @@ pytest.importorskip("obstore", reason="needs obstore: pip install 'kvwire[dev]'"
 import obstore.store
 
 from kvwire import BlockStore, UsageError
+from kvwire.backoff import Backoff
 from kvwire.store.index import as_keys
 from kvwire.store.object import ObjectTier
 from kvwire.store.object_format import HEAD_BYTES, path_of
@@ -249,6 +250,13 @@ async def test_as_many_requests_as_allowed_at_once(tmp_path: Path) -> None:
         assert requests.most == 3
 
 
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails is left alone until the test says otherwise."""
+    monkeypatch.setattr(Backoff, "pause_s", lambda _: 1e6)
+
+
+@pytest.mark.usefixtures("long_pauses")
 async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> None:
     source, target, hashes = Filled(seed=1), Filled(), chain(8)
     name = f"object:file://{tmp_path}?requests=2"
@@ -272,11 +280,12 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
         assert "no route to it" in got.missing["kv", 0]
         assert len(requests.made) == 2
         requests.before = None
-        await until(lambda: tier.taking)
+        tier._away_until = 0.0
         assert (await store.put(hashes, source.cache, range(8))).complete
         assert not tier.away
 
 
+@pytest.mark.usefixtures("long_pauses")
 async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> None:
     """While the store is left alone, what is not there is not known not to be there."""
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
