@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, overload
 
 from kvwire.errors import ClosedOK, UsageError
@@ -380,11 +381,10 @@ class OpeningStore:
 
     async def _open(self) -> BlockStore:
         below: list[Tier] = []
-        try:
+        async with AsyncExitStack() as opened:
             for address in self._tiers[1:]:
-                below.append(await open_tier(address))  # noqa: PERF401 - see except
-            return BlockStore(self._tiers[0], below, self._write)
-        except BaseException:
-            for tier in below:
-                await tier.close()
-            raise
+                below.append(await open_tier(address))
+                opened.push_async_callback(below[-1].close)
+            store = BlockStore(self._tiers[0], below, self._write)
+            opened.pop_all()  # they are the store's now
+        return store

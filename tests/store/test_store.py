@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, UsageError
+from kvwire.store import store as store_module
+from kvwire.store.address import TierAddress
+from kvwire.store.tier import Tier
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
@@ -101,6 +104,33 @@ async def test_a_close_that_was_cancelled_is_gone_on_with() -> None:
         await closing
     await asyncio.gather(store.close(), store.close())
     assert sum(map(len, tiers[0].written)) == 4
+    assert [tier.closes for tier in tiers] == [1, 1]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+async def test_an_open_that_fails_closes_every_tier_that_is_open(
+    monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
+    """Also when it is cancelled while one of them takes its time."""
+    tiers = [FakeTier("first"), FakeTier("second")]
+    tiers[slow].closing = asyncio.Event()
+    left = iter(tiers)
+
+    async def open_next(address: TierAddress) -> Tier:
+        for tier in left:
+            return tier
+        raise UsageError(f"{address.text} cannot be opened")
+
+    monkeypatch.setattr(store_module, "open_tier", open_next)
+
+    async def open_store() -> BlockStore:
+        return await BlockStore.open(["memory:64KiB", "a:", "b:", "c:"])
+
+    opening = asyncio.create_task(open_store())
+    await until(lambda: tiers[slow].closes)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
     assert [tier.closes for tier in tiers] == [1, 1]
 
 
