@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("httpx", reason="the bench asks servers")
 
 from tests.bench.vllm_requests import Sample
+from tests.bench.vllm_running import chosen
+from tests.bench.vllm_servers import varied
 from tests.bench.vllm_threads import (
     Seen,
     Thread,
@@ -94,3 +96,14 @@ def test_the_table_has_medians_of_busy_threads() -> None:
         "| kvwire tcp: prefill 80 ms, handover 8 ms | | | | | | |",
         "| prefill | engine: main | 20.0 | 2.0 | 5 | 1 | 0 |",
     ]
+
+
+def test_a_varied_contender_has_servers_and_configuration_of_its_own() -> None:
+    ((one,),) = chosen(["tcp, push"])
+    other = varied(one, 3, {"group_bytes": 7})
+    assert other.servers != one.servers
+    assert other.name != one.name
+    assert other.pushes
+    said = one.connector("kv_producer", "h:1")["kv_connector_extra_config"]
+    more = other.connector("kv_producer", "h:1")["kv_connector_extra_config"]
+    assert more == {**said, "group_bytes": 7}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tests.bench.vllm_requests import Sample, ask_alone, ask_at_once, ask_in_sequence
 from tests.bench.vllm_servers import (
@@ -61,7 +61,6 @@ def running(
     *,
     wire: str = "",
     placement: Placement = PLACEMENTS["bound"],
-    extra: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Turn]]:
     """Run a group's servers, and one without a connector, until the end of the block.
 
@@ -70,7 +69,6 @@ def running(
         shape: Of the model.
         wire: A rate between two hosts; "" for none.
         placement: Which processes and cores an engine has.
-        extra: More of ``kv_connector_extra_config``, for kvwire.
 
     Yields:
         The contenders and the server without a connector, in the order of their turns.
@@ -81,9 +79,7 @@ def running(
         hosts: tuple[Host, Host] = (HERE, HERE)
         if wire:
             hosts = stack.enter_context(two_hosts(wire, folder))
-        make = partial(
-            server, model=model, folder=folder, placement=placement, extra=extra or {}
-        )
+        make = partial(server, model=model, folder=folder, placement=placement)
         alone = make(None, "", 0)
         pairs = {
             one.servers: (

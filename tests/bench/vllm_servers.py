@@ -6,9 +6,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from tests.bench.vllm_wire import HERE, Host
@@ -148,7 +147,6 @@ def server(
     folder: Path,
     host: Host = HERE,
     placement: Placement = PLACEMENTS["bound"],
-    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Engine:
     """A server of a model, not started.
 
@@ -160,7 +158,6 @@ def server(
         folder: Where its output goes.
         host: Where it runs.
         placement: Which processes and cores it has.
-        extra: More of ``kv_connector_extra_config``, for kvwire.
     """
     port, kv = free_port(), free_port()
     core %= os.cpu_count() or 1
@@ -191,7 +188,7 @@ def server(
         connector = contender.connector(role, f"{host.kv}:{kv}")
         own = connector.setdefault("kv_connector_extra_config", {})
         if connector["kv_connector"] == "KvwireConnector":
-            own |= {**host.trust, **extra}
+            own |= host.trust
         elif connector["kv_connector"] == "ExampleConnector":
             own["shared_storage_path"] = str(folder / "kv")
         transfer = {"kv_role": role, **connector}
@@ -200,6 +197,22 @@ def server(
     url = f"http://{host.http}:{port}"
     log = folder / f"{model.name}-{name}.log"
     return Engine(command, log, url, environment, kv=f"{host.kv}:{kv}")
+
+
+def varied(contender: Contender, number: int, extra: Mapping[str, Any]) -> Contender:
+    """A contender with servers of its own and more ``kv_connector_extra_config``."""
+
+    def connector(role: str, listen: str) -> dict[str, Any]:
+        made = contender.connector(role, listen)
+        said = made.get("kv_connector_extra_config", {})
+        return {**made, "kv_connector_extra_config": {**said, **extra}}
+
+    return replace(
+        contender,
+        name=f"{contender.name}, {json.dumps(extra)}",
+        servers=f"{contender.servers}-{number}",
+        connector=connector,
+    )
 
 
 def _kvwire(**more: Any) -> Connector:

@@ -4,8 +4,9 @@
 servers of :mod:`tests.bench.vllm_handover` and reads ``/proc`` around each request.
 kvwire's thread is called ``kvwire-engine``; the ``main`` thread of the process that has
 it computes the forward pass. A request ends with decode's last token: what an engine
-does later is not counted. ``--extra '{"group_bytes": 0}'`` is more configuration, to
-compare two runs. Medians of all requests of a length; Linux only.
+does later is not counted. With ``--extra '{}' --extra '{"group_bytes": 0}'`` each
+contender is there once for each ``kv_connector_extra_config``, and they take turns.
+Medians of all requests of a length; Linux only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Final, NamedTuple
 from tests.bench.vllm_handover import SETTLES_WITHIN_S, counts
 from tests.bench.vllm_requests import Sample
 from tests.bench.vllm_running import FIRST, Turn, chosen, running
-from tests.bench.vllm_servers import PLACEMENTS, SHAPES
+from tests.bench.vllm_servers import PLACEMENTS, SHAPES, Contender, varied
 from tests.integrations.vllm.serving import prompt
 
 _PROC: Final = Path("/proc")
@@ -91,11 +92,10 @@ def main() -> int:
     seeds = itertools.count(1)
     for group in chosen(options.only):
         with running(
-            group,
+            _varied(group, options.extra),
             options.shape,
             wire=options.wire,
             placement=PLACEMENTS[options.placement],
-            extra=json.loads(options.extra),
         ) as turns:
             for turn, length in itertools.product(turns, FIRST):
                 turn.ask(prompt(length, next(seeds)))
@@ -106,7 +106,7 @@ def main() -> int:
                         prompt(length, next(seeds)) for _ in range(options.together)
                     ]
                     _watch(turn, prompts, seen[turn.name])
-                print(f"\n{length} tokens x {options.together}, {options.extra}\n")
+                print(f"\n{length} tokens x {options.together}\n")
                 print(table(seen))
     return 0
 
@@ -119,8 +119,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="contenders, by parts of names")
     parser.add_argument("--wire", default="", help="a rate between two hosts: 1gbit")
     parser.add_argument("--placement", choices=PLACEMENTS, default="bound")
-    parser.add_argument("--extra", default="{}", help="kv_connector_extra_config")
+    parser.add_argument(
+        "--extra", action="append", help="kv_connector_extra_config, each in its turn"
+    )
     return parser.parse_args()
+
+
+def _varied(
+    group: Sequence[Contender], extras: Sequence[str] | None
+) -> Sequence[Contender]:
+    """The contenders once for each text of configuration; as they are for None."""
+    if extras is None:
+        return group
+    return [
+        varied(one, number, json.loads(extra))
+        for number, extra in enumerate(extras)
+        for one in group
+    ]
 
 
 def _watch(turn: Turn, prompts: Sequence[list[int]], seen: Seen) -> None:
