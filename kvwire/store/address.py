@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import parse_qsl
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, shown
 from kvwire.limits import (
     GIB,
     KIB,
@@ -104,6 +104,23 @@ class TierAddress:
                 f"{STORE_TIER_BYTES_MAX} are allowed"
             )
         return nbytes
+
+    def number(self, name: str, otherwise: float, most: float) -> float:
+        """A number among the options.
+
+        Raises:
+            UsageError: It is none, or out of range.
+        """
+        text = self.options.get(name, str(otherwise))
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not 0 < number <= most:
+            raise UsageError(
+                f"tier {self.text!r}: {name}={shown(text)}: a number up to {most:g}"
+            )
+        return number
 
     def slab_bytes(self, nbytes: int) -> int:
         """Bytes of a slab of a tier of ``nbytes``: as the user says, or by its size.

@@ -39,7 +39,7 @@ from kvwire.limits import (
 from kvwire.store.address import TierAddress
 from kvwire.store.endings import finished, together
 from kvwire.store.index import Key, Keys, Orders
-from kvwire.store.object_bucket import bucket_of, number_of
+from kvwire.store.object_bucket import bucket_of
 from kvwire.store.object_format import HEAD_BYTES, Head, packed, path_of, unpacked
 from kvwire.store.space import ABSENT, Space
 from kvwire.store.threads import Threads
@@ -103,10 +103,10 @@ class ObjectTier(Tier):
 
         Cancel safety: safe, nothing is opened yet.
         """
-        requests = number_of(
-            address, "requests", STORE_OBJECT_REQUESTS, STORE_OBJECT_REQUESTS_MAX
+        requests = address.number(
+            "requests", STORE_OBJECT_REQUESTS, STORE_OBJECT_REQUESTS_MAX
         )
-        timeout_s = number_of(address, "timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
+        timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
         return cls(
             address.text,
             bucket_of(address, timeout_s),

@@ -5,31 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Final
 
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError
 from kvwire.store.address import TierAddress
 
 OWN: Final = frozenset({"timeout", "requests"})
 """Options of the tier; the others are obstore's."""
 # They would be in every report and log that names the tier.
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
-
-
-def number_of(address: TierAddress, name: str, otherwise: float, most: float) -> float:
-    """A number among a tier's options.
-
-    Raises:
-        UsageError: It is none, or out of range.
-    """
-    text = address.options.get(name, str(otherwise))
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number <= most:
-        raise UsageError(
-            f"tier {address.text!r}: {name}={shown(text)}: a number up to {most:g}"
-        )
-    return number
 
 
 def bucket_of(address: TierAddress, timeout_s: float) -> Any:

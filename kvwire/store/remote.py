@@ -84,7 +84,7 @@ class RemoteTier(Tier):
         address.require("psk_file", "timeout")
         if not address.place.startswith("//"):
             raise UsageError(f"tier {address.text!r}: write kvwire://HOST:PORT")
-        timeout_s = _timeout(address)
+        timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
         communicator = await kvwire.open(_config(address))
         where = address.place.removeprefix("//")
         tier = cls(address.text, communicator, where, timeout_s)
@@ -276,20 +276,6 @@ class RemoteTier(Tier):
 
 _Step = Callable[[Up, Space, Batch], Awaitable[Fates]]
 _Asked = tuple[int, int, SpaceText, int, Names, int]
-
-
-def _timeout(address: TierAddress) -> float:
-    text = address.options.get("timeout", str(STORE_TIMEOUT_S))
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = -1.0
-    if not 0 < timeout_s <= STORE_TIMEOUT_S_MAX:
-        raise UsageError(
-            f"tier {address.text!r}: timeout={text!r}: seconds, up to "
-            f"{STORE_TIMEOUT_S_MAX:g}"
-        )
-    return timeout_s
 
 
 def _config(address: TierAddress) -> Config:

@@ -48,3 +48,15 @@ def test_slabs_by_the_size_of_the_tier(nbytes: int, slab_bytes: int) -> None:
 def test_what_is_no_tier(text: object) -> None:
     with pytest.raises(UsageError, match="tier "):
         TierAddress.parse(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "61", "nan", "inf", "", "soon", "9" * 400])
+def test_a_number_out_of_range(text: str) -> None:
+    with pytest.raises(UsageError, match=r"timeout=.* a number up to 60"):
+        TierAddress.parse(f"kvwire://a:1?timeout={text}").number("timeout", 10, 60)
+
+
+def test_a_number_that_is_not_there_is_the_usual_one() -> None:
+    address = TierAddress.parse("kvwire://a:1?timeout=0.5")
+    assert address.number("timeout", 10, 60) == 0.5
+    assert address.number("requests", 10, 60) == 10
