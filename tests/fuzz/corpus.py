@@ -11,16 +11,46 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import msgspec
+import numpy as np
+
+from kvwire.description import Description
 from kvwire.grant import Grant
+from kvwire.kv.fragments import Fragments
+from kvwire.kv.layout import AXES
+from kvwire.kv.spec import KVSpec
 from kvwire.limits import HEADER_BYTES
+from kvwire.store import requests
+from kvwire.store.requests import (
+    Done,
+    Find,
+    Found,
+    Get,
+    Hello,
+    Names,
+    Put,
+    SpaceText,
+    Stats,
+    Welcome,
+)
 from kvwire.testing.transcripts import Transcript
 from kvwire.types import Access, Role
+from kvwire_local.host import Host
+from kvwire_local.ticket import Kind, encode, encode_piece
+from kvwire_nccl.bootstrap import Bootstrap as NcclBootstrap
+from kvwire_tcp.preamble import make_preamble
+from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.library import Version
+from kvwire_ucx.pieces import ticket
 from tests.fuzz.guard import Run
 from tests.support.tree import ROOT
 
-TARGETS: Final = ("header", "decoder", "handshake", "connection", "grants")
+TARGETS: Final = (
+    *("header", "decoder", "handshake", "connection", "grants"),
+    *("plans", "backends", "store"),
+)
 FOLDER: Final = Path(__file__).with_name("inputs")
 _GOLDEN: Final = ROOT / "tests" / "testing" / "golden"
 # The choice of tests/fuzz/targets/connection.py that feeds raw bytes to the server.
@@ -59,6 +89,12 @@ def seeds(name: str) -> Iterator[bytes]:
             yield from _handshakes()
         case "connection":
             yield from _connections(transcripts)
+        case "plans":
+            yield from _plans()
+        case "backends":
+            yield from _backends()
+        case "store":
+            yield from _store()
         case _:
             yield from _grants()
 
@@ -108,6 +144,59 @@ def _grants() -> Iterator[bytes]:
         yield bytes(
             [0, 2, 100, 1, 0, 0, 10, 50, 2, step, 0, 0, 5, 5, 0, 3, 0, 4, 0, 0, 5]
         )
+
+
+def _plans() -> Iterator[bytes]:
+    """Descriptions as they come, and ones that are nearly right; then some boxes."""
+    spec = KVSpec(layers=2, kv_heads=2, head_dim=2, block_tokens=4)
+    geometry: Any = (("kv", spec.to_pairs(), " ".join(AXES), 3, None),)
+    for more in (
+        {},
+        {"have": (("kv", b"\x05"),), "hashes": bytes(32)},
+        {"landed": ((0, 0, 1, 0, 2), (0, 1, 1, 2, 1)), "met": bytes(8)},
+    ):
+        described = Description(geometry=geometry, end=bytes(8), **more)  # type: ignore[arg-type]
+        for options in (2, 3):
+            yield bytes([options]) + msgspec.msgpack.encode(described)
+    boxes = bytes([0, 0, 2, 0, 2, 1, 2, 0, 0, 0, 1, 2, 1])
+    for options in (0, 1):
+        for changes in range(0, 64, 9):
+            yield bytes([options, changes, 1, 0, 0, 3]) + bytes([3, 1, 2, 2]) + boxes
+
+
+def _backends() -> Iterator[bytes]:
+    number = np.array([64, 16, 128], np.uint64)
+    for lengths in ([8, 8, 8], [8, 4, 12]):
+        array = np.array(lengths, np.uint64)
+        pieces = Fragments(number, array, owner=None, writable=False)
+        said = encode(Kind.MEMORY, 0, pieces)
+        assert said is not None
+        yield bytes([1, 23]) + said
+    yield bytes([0]) + Host(bytes(16), 1).encode()
+    yield bytes([1, 7]) + encode_piece(Kind.ARENA, 3, 4096, 8)
+    yield bytes([2]) + bytes([2, 0, 0, 0, 1, 0, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0])
+    yield bytes([3]) + make_preamble(bytes(32), 1, bytes(32))
+    yield (
+        bytes([4])
+        + Bootstrap(lane=5, version=Version(1, 18, 0), address=b"address").to_bytes()
+    )
+    yield bytes([5, 23]) + ticket(2, [8, 16])
+    yield bytes([6]) + NcclBootstrap("NCCL 2.27", b"there", b"back").encode()
+
+
+def _store() -> Iterator[bytes]:
+    spec = KVSpec(layers=1, kv_heads=1, head_dim=1, block_tokens=1)
+    space = SpaceText("kv", spec.to_pairs())
+    names = Names(32, bytes(64))
+    fields = (7, 1, space, 0, names, 500)
+    for request in (Hello(1), Find(1, names), Put(*fields), Get(*fields), Stats(2)):
+        yield b"\0" + requests.encode(request)
+    for reply in (
+        Welcome(1, spaces=(space,)),
+        Found(1, b"\x00\x01"),
+        Done(1, b"\x00\x01", "why"),
+    ):
+        yield b"\xff" + requests.encode(reply)
 
 
 if __name__ == "__main__":

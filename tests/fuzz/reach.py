@@ -15,7 +15,10 @@ from tests.fuzz.guard import Run
 Edge = tuple[str, int, int]
 """A file, and two lines of it that were run one after the other."""
 
-_CORE: Final = ("kvwire/wire/", "kvwire/proto/", "kvwire/grant.py")
+_CORE: Final = (
+    *("kvwire/wire/", "kvwire/proto/", "kvwire/grant.py", "kvwire/description.py"),
+    *("kvwire/kv/", "kvwire/receipt.py", "kvwire/store/requests.py", "backends/"),
+)
 
 
 def edges(run: Run, data: bytes) -> set[Edge]:

@@ -17,7 +17,13 @@ from tests.fuzz.guard import (
 )
 from tests.fuzz.mutate import INPUT_BYTES_MAX, mutations
 
-MUTATIONS = {"header": 4000, "decoder": 2000, "handshake": 1000, "connection": 400}
+MUTATIONS = {
+    "header": 4000,
+    "decoder": 2000,
+    "handshake": 1000,
+    "connection": 400,
+    "plans": 500,
+}
 FILES_MAX = 150
 
 every_target = pytest.mark.parametrize("name", TARGETS)

@@ -7,7 +7,11 @@ import sys
 
 import atheris
 
-_INSTRUMENTED = ["kvwire.wire", "kvwire.proto", "kvwire.grant"]
+_INSTRUMENTED = [
+    *("kvwire.wire", "kvwire.proto", "kvwire.grant", "kvwire.description", "kvwire.kv"),
+    *("kvwire.receipt", "kvwire.store.requests", "kvwire.memory"),
+    *("kvwire_local", "kvwire_tcp", "kvwire_ucx", "kvwire_nccl"),
+]
 
 
 def main() -> None:
