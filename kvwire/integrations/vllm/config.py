@@ -18,8 +18,8 @@ LAYER: Final = "layer"
 CHUNK: Final = "chunk"
 REQUEST: Final = "request"
 
-# A mark costs the sending thread about 0.4 ms beside its bytes, and 4 MiB cost it 1.2.
-# 300 tokens of 64 KiB in 16 layers take 16 ms of it layer by layer, and 11 in fives.
+# A mark costs the sending thread about 1 ms beside its bytes, as much as the bytes of
+# 4 MiB (docs/topics/vllm.md).
 GROUP_BYTES: Final = 4 * MIB
 
 _CHOICES: Final = {"mode": (PULL, PUSH), "stream": (LAYER, CHUNK, REQUEST)}
@@ -37,8 +37,8 @@ class Settings:
         stream: When prefill sends: each ``"layer"`` when it is written, each
             ``"chunk"`` of a prompt after its forward pass (for engines that run full
             CUDA graphs, where no layer hook is called), or the whole ``"request"``.
-        group_bytes: With ``"layer"``, layers of a forward pass go out together while
-            they have less than this; the last one goes alone.
+        group_bytes: With ``"layer"``, layers of a forward pass that have less than this
+            go out together, up to four times as much; the last one goes alone.
         gate_layers: So many last layers may still be on their way when decode begins;
             its forward pass waits for each in turn. 0: it begins when all are here.
         fingerprint: Names the weights, where model configs alone cannot tell them.

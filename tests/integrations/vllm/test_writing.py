@@ -43,23 +43,38 @@ def passing(
 
 
 def test_small_layers_go_together_and_the_last_one_alone() -> None:
+    """A layer has 200 bytes, less than 250; so they go up to four times 250."""
     heard = Heard()
-    writing = passing(heard, layers=range(8), group_bytes=600)
+    writing = passing(heard, layers=range(8), group_bytes=250)
     for layer in range(8):
         writing.layer(layer)
-    assert heard.layers == [[0, 1, 2], [3, 4, 5], [6], [7]]
+    assert heard.layers == [[0, 1, 2, 3, 4], [5, 6], [7]]
     assert heard.over == 1
+
+
+def test_layers_that_are_not_small_go_one_by_one() -> None:
+    heard = Heard()
+    writing = passing(heard, layers=range(3), group_bytes=200)
+    for layer in range(3):
+        writing.layer(layer)
+    assert heard.layers == [[0], [1], [2]]
 
 
 def test_all_prompts_of_a_pass_count() -> None:
     one, two = Heard(), Heard()
-    writing = passing(one, two, layers=range(5), group_bytes=600)
-    for layer in range(5):
+    writing = passing(one, two, layers=range(6), group_bytes=500)
+    for layer in range(6):
         writing.layer(layer)
-    assert one.layers == two.layers == [[0, 1], [2, 3], [4]]
+    # Both together have 400 bytes in a layer; one alone would wait for all.
+    assert one.layers == two.layers == [[0, 1, 2, 3, 4], [5]]
     # One event orders the kernels of all that a mark names.
-    assert one.events == [0, 1, 2]
+    assert one.events == [0, 1]
     assert two.events == one.events
+    one, two = Heard(), Heard()
+    writing = passing(one, two, layers=range(3), group_bytes=400)
+    for layer in range(3):
+        writing.layer(layer)
+    assert one.layers == two.layers == [[0], [1], [2]]
 
 
 def test_a_pass_that_completes_no_block_says_nothing() -> None:
