@@ -59,6 +59,7 @@ async def test_what_nobody_fills_is_not_waited_for() -> None:
     filling.begin(as_keys([b"a"]))
     filling.end(as_keys([b"a"]))
     await filling.ended(b"a")
+    assert len(filling) == 0
 
 
 async def test_a_key_that_is_filled_again_is_another_wait() -> None:
