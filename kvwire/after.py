@@ -7,6 +7,7 @@ a thread sleeps behind that, so whoever marks never waits, and neither does the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,8 @@ async def fired(after: Any, devices: Devices) -> None:
             over.set_result(failure)
 
     def tell(failure: Failure) -> None:
-        loop.call_soon_threadsafe(settle, failure)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, failure)
 
     Afters(devices).prepare(after)(tell)
     failure = await over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -109,6 +109,38 @@ async def test_waiting_for_a_future_of_another_thread(devices: Devices) -> None:
     await fired(after, devices)
     with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
         await fired(7, devices)
+
+
+def test_what_comes_true_when_the_loop_is_closed() -> None:
+    """Whoever says so need not know, and has others to tell."""
+    after = Waited()
+
+    async def given_up() -> None:
+        devices = Devices(asyncio.get_running_loop(), MIB)
+        waiting = asyncio.ensure_future(fired(after, devices))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        devices.close()
+
+    asyncio.run(given_up())
+    (call,) = after.calls
+    call(after)
+    assert after.asked
+
+
+class Waited:
+    """A future that tells no sooner than the test says."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[Any], object]] = []
+        self.asked = False
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        self.calls.append(call)
+
+    def result(self) -> None:
+        self.asked = True
 
 
 def void(_: object) -> None:

@@ -31,6 +31,7 @@ thread looks at the word at a bounded rate. Passes are replayed in the order of 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -39,6 +40,8 @@ import numpy as np
 
 from kvwire.errors import RequestCancelled, UsageError
 from kvwire.limits import KV_LAYERS_MAX
+
+logger = logging.getLogger("kvwire")
 
 WORD_BYTES: Final = 8
 _LAYER_BITS: Final = 16
@@ -214,4 +217,8 @@ class Tick:
             self._settled, self._error = True, error
             calls, self._calls = self._calls, []
         for call in calls:
-            call(self)
+            try:
+                call(self)
+            except Exception:
+                # As futures do: the thread that looks has others to tell.
+                logger.exception("a callback of a layer counter")

@@ -120,6 +120,30 @@ def test_what_is_done_is_told_at_once(stream: SimulatedStream) -> None:
     assert threading.active_count() == before, "nobody had to look"
 
 
+def test_who_raises_takes_nothing_from_the_others(
+    stream: SimulatedStream, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One counter is for all transfers of a pass, and of the passes behind it."""
+    counter, told = LayerCounter(LAYERS, pinned_word()), threading.Semaphore(0)
+    graph = Graph(stream, counter)
+
+    def bug(_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    first, second = counter.begin(), counter.begin()
+    tick = first.layer(0)
+    for call in (bug, lambda _: told.release()):
+        tick.add_done_callback(call)
+    first.layer(1).add_done_callback(lambda _: told.release())
+    graph.replay(first)
+    for _ in range(2):
+        assert told.acquire(timeout=10)
+    second.layer(0).add_done_callback(lambda _: told.release())
+    graph.replay(second)
+    assert told.acquire(timeout=10)
+    assert "planted" in caplog.text
+
+
 def test_a_closed_counter_tells_those_who_wait() -> None:
     counter = LayerCounter(LAYERS, pinned_word())
     told: list[Any] = []
