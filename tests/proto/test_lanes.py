@@ -107,16 +107,6 @@ def test_a_client_that_has_given_up_hears_of_it_late(late: str) -> None:
     assert scene.stage(CLIENT) is scene.stage(SERVER) is Stage.DOWN
 
 
-def test_what_a_peer_says_of_its_end_cannot_be_taken_for_the_log_s_own() -> None:
-    scene = Scene()
-    scene.up()
-    reason = "gone\n2026-01-01 ERROR all is lost\x1b[2J"
-    scene.server.forge(FrameType.LOWER, Lower(lane=1, reason=reason, seen=0, missed=()))
-    scene.pair.deliver(scene.server)
-    (event,) = (e for e in scene.client.events if isinstance(e, LaneLowered))
-    assert event.reason == repr(reason)
-
-
 def test_what_is_too_late_to_say_is_not_said() -> None:
     """The peer's half has gone while ours was being made."""
     scene = Scene()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvwire.limits import LANES_MAX
+from kvwire.proto.events import LaneLowered
 from kvwire.proto.lanes import Stage
 from kvwire.types import Role
+from kvwire.wire.control import Lower
+from kvwire.wire.header import FrameType
 from tests.proto.lanes import Scene, expect_whole
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
@@ -83,3 +86,13 @@ def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
 def is_over(scene: Scene) -> bool:
     """Whether lane 1 is, as the client sees it."""
     return scene.client.core.lanes._lanes[1].over
+
+
+def test_what_a_peer_says_of_its_end_cannot_be_taken_for_the_log_s_own() -> None:
+    scene = Scene()
+    scene.up()
+    reason = "gone\n2026-01-01 ERROR all is lost\x1b[2J"
+    scene.server.forge(FrameType.LOWER, Lower(lane=1, reason=reason, seen=0, missed=()))
+    scene.pair.deliver(scene.server)
+    (event,) = (e for e in scene.client.events if isinstance(e, LaneLowered))
+    assert event.reason == repr(reason)
