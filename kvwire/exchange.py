@@ -69,6 +69,8 @@ class Exchange:
         self._asked: dict[Key, dict[CoreRequest, Question]] = {}
         # Under which name each of these questions waits.
         self._stashed: dict[CoreRequest, Key] = {}
+        # Settled here on links that we take for alive; by key and end.
+        self._settling: dict[tuple[bytes, bytes], None] = {}
         self._last_words: dict[tuple[bytes, bytes], LastWord] = {}
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
 
@@ -117,6 +119,8 @@ class Exchange:
     def over(self, end: End, reason: str) -> None:
         """A transfer has ended."""
         self.live.pop(end, None)
+        if isinstance(end, Incoming) and end.settling:
+            self._settling[end.key, end.end] = None
         key = _key(end)
         if self._waiting.get(key) is not end:
             return
@@ -141,7 +145,8 @@ class Exchange:
         if word is not None:
             word.meet(connection, request)
             return
-        reason = self._ended(key, description)
+        settling = not key[1] and (event.id, description.met) in self._settling
+        reason = "" if settling else self._ended(key, description)
         if reason:
             error = PeerError(f"it has ended: {reason}")
             _refuse(connection, request, error, WireCode.OTHER)
@@ -241,6 +246,12 @@ class Exchange:
         for end in list(self.live):
             if end.key == key:
                 end.abort(reason)
+
+    def settled(self, end: Incoming) -> None:
+        """The producer of a settled transfer knows that, or its link is lost."""
+        if (end.key, end.end) in self._settling:
+            del self._settling[end.key, end.end]
+            self._ask_again(_key(end))
 
     def unconfirmed(self, last_word: LastWord) -> None:
         """A transfer is settled here, and its producer may not know.

@@ -140,6 +140,12 @@ class Incoming(KVTransfer):
         return Answer.YES if receipt.waits else Answer.LATER
 
     @property
+    def settling(self) -> bool:
+        """Whether its link has not said yet that the producer knows of the end."""
+        core = None if self.receipt is None else self.receipt.core
+        return core is not None and not core.over
+
+    @property
     def unheard(self) -> Unheard:
         """The producer, if it may still ask once it is over."""
         receipt = self.receipt
@@ -278,6 +284,7 @@ class Incoming(KVTransfer):
                 self.communicator.exchange.unconfirmed(
                     LastWord(self, receipt, asks=receipt.asked)
                 )
+            self.communicator.exchange.settled(self)
         elif recoverable(error) and self.communicator.config.resume:
             receipt.suspended = True
             self.start_lease()

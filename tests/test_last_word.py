@@ -206,3 +206,57 @@ def test_going_on_with_an_end_that_is_over_is_refused() -> None:
         assert not w.p.exchange.live
 
     play(scenario, "inproc")
+
+
+def deafen(connection: kvwire.Connection) -> None:
+    """Its link hears nothing any more, not even its own end."""
+    link: Any = connection.link
+    link._turn = link.wake = lambda *_: None
+
+
+@pytest.mark.parametrize("ends", ["is lost", "is closed"])
+def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
+    ends: str,
+) -> None:
+    """It is answered once that is known: what is settled here is not unknown."""
+
+    async def main() -> None:
+        async with (
+            kvwire.open(name="decode") as d,
+            kvwire.open(name="prefill") as p,
+        ):
+            address = await d.listen("inproc://")
+            push_side = await p.connect(address)
+            pull_side = await d.accept()
+            w = World(p, d, pull_side, push_side, address)
+            inc = d.expect("t", w.target.cache, DEST)
+            out = push_side.push("t", w.source.cache, LIST)
+            await w.until(lambda: inc.planned and out.deliveries[0].planned)
+            w.freeze(push_side)
+            out.ready()
+            out.finish()
+            assert (await inc).complete
+            deafen(pull_side)
+            push_side.dialled = None
+            push_side.abort("a broken cable")
+            await push_side.wait_closed()
+            await p.connect(address)
+            await w.until(lambda: d.exchange._stashed)
+            assert not out.done()
+            if ends == "is lost":
+                pull_side.core.fail(kvwire.ConnectionLost("silence"))
+            else:
+                pull_side.core.fail(kvwire.ClosedOK("this side has closed"))
+            pull_side.run()
+            produced = await out
+            if ends == "is lost":
+                assert produced.complete
+            else:
+                (reason,) = produced.missing.reasons
+                assert "nothing is known of it" in reason
+            assert not d.exchange._settling
+            assert not d.exchange._asked
+            del pull_side.link._turn, pull_side.link.wake  # type: ignore[attr-defined]
+            pull_side.link.wake()  # type: ignore[attr-defined]
+
+    virtual_time.run(main())
