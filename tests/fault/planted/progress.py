@@ -52,8 +52,8 @@ BUGS: Final = (
     Planted(
         name="the newest message is received first",
         module="kvwire.proto.messages",
-        before="            queue.popleft()\n            self._trim(tag)\n",
-        after="            waiting = queue.pop()\n            self._trim(tag)\n",
+        before="            del queue[waiting]\n            self._trim(tag)\n",
+        after="            waiting, _ = queue.popitem()\n            self._trim(tag)\n",
         rules=frozenset({"order", "content", "completion", "limit"}),
     ),
     Planted(
@@ -62,7 +62,7 @@ BUGS: Final = (
         before="                    tell=None,\n                )\n"
         "                continue\n",
         after="                    tell=None,\n                )\n"
-        "                queue.popleft()\n                self._trim(tag)\n"
+        "                del queue[waiting]\n                self._trim(tag)\n"
         "                continue\n",
         rules=frozenset({"KeyError", "ValueError", "credit", "completion"}),
     ),
