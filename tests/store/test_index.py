@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvwire.kv.blocks import Ids
-from kvwire.store.index import NO_SLOT, Index, Keys, as_keys
+from kvwire.store.index import NO_SLOT, Index, Keys, as_keys, once
 from kvwire.store.slabs import GRAIN_BYTES, Slabs
 
 SIZES = (1, 2, 5)
@@ -213,6 +213,29 @@ def test_a_block_held_twice_at_once_is_held_twice() -> None:
     assert index.evict(GRAIN_BYTES, 1).keys.size == 0
     index.unpin(twice[:1], slots[:1])
     assert index.evict(GRAIN_BYTES, 1).keys.tolist() == [b"a"]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=1)))
+def test_a_key_is_taken_where_it_is_first(keys: list[bytes]) -> None:
+    seen = [key in keys[:at] for at, key in enumerate(keys)]
+    assert once(as_keys(keys)).tolist() == [not before for before in seen]
+
+
+def test_slots_of_several_sizes_are_held_and_used_as_one() -> None:
+    """A file that was written to may have a block in a slot of another size."""
+    index = index_of(2)
+    keys = as_keys([b"small", b"large"])
+    slots = np.concatenate([index.take(n * GRAIN_BYTES, 1) for n in (1, 2)])
+    index.name(keys, slots)
+    index.unpin(keys, slots)
+    index.pin(keys, slots)
+    for size in (1, 2):
+        assert not index.victims(size * GRAIN_BYTES, 1).slots.size
+    index.unpin(keys, slots)
+    index.touch(keys, slots)
+    for size, key in ((1, b"small"), (2, b"large")):
+        assert index.evict(size * GRAIN_BYTES, 1).keys.tolist() == [key]
+    assert not index.slabs.used.any()
 
 
 def test_no_call_has_bytecode_for_each_block() -> None:
