@@ -62,6 +62,12 @@ async def full(memory: Memory) -> Keys:
     return keys
 
 
+async def some_turns() -> None:
+    """As many as whatever can go on needs to go on."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
 # --- slots ----------------------------------------------------------------------------
 
 
@@ -88,8 +94,7 @@ async def test_who_waits_is_woken_by_a_slot(memory: Memory) -> None:
     keys = as_keys(chain(SLOTS))
     taken = await memory.take(BYTES, SLOTS)
     waiting = [asyncio.create_task(memory.take(BYTES, 1)) for _ in range(2)]
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await some_turns()
     assert not any(task.done() for task in waiting)
     memory.give_back(taken[:1])
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -122,8 +127,7 @@ async def test_what_leaves_is_given_below_first(memory: Memory, below: Below) ->
     gate = asyncio.Event()
     below.before = gate.wait
     taking = asyncio.create_task(memory.take(BYTES, 4))
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await some_turns()
     # It is found until it is somewhere else.
     assert (memory.index.find(keys) >= 0).all()
     assert not taking.done()
@@ -140,8 +144,7 @@ async def test_what_is_used_meanwhile_stays(memory: Memory, below: Below) -> Non
     gate = asyncio.Event()
     below.before = gate.wait
     taking = asyncio.create_task(memory.take(BYTES, 1))
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await some_turns()
     # The tail goes first; somebody reads it while it is on its way down.
     tail, slot = keys[-1:], memory.index.find(keys[-1:])
     memory.index.pin(tail, slot)
@@ -161,8 +164,7 @@ async def test_a_cancelled_take_has_nothing_and_loses_nothing(
     keys = await full(memory)
     below.before = asyncio.Event().wait
     taking = asyncio.create_task(memory.take(BYTES, 4))
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await some_turns()
     taking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await taking
@@ -187,8 +189,7 @@ async def test_a_cancelled_take_gives_back_what_it_had(
     free = memory.index.slabs.free(BYTES)
     below.before = asyncio.Event().wait
     taking = asyncio.create_task(memory.take(BYTES, SLOTS))
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await some_turns()
     assert memory.index.slabs.free(BYTES) == 0
     taking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -200,8 +201,7 @@ async def test_a_cancelled_take_gives_back_what_it_had(
 async def test_a_cancelled_wait_has_nothing(memory: Memory) -> None:
     taken = await memory.take(BYTES, SLOTS)
     waiting = asyncio.create_task(memory.take(BYTES, 1))
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await some_turns()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

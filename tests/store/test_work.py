@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from kvwire.store.request import StoreRequest
 from kvwire.store.space import Space
 from kvwire.store.store import BlockStore
 from kvwire.store.tier import Batch, Fates
@@ -50,18 +51,23 @@ def nothing_held(store: BlockStore) -> bool:
     )
 
 
+async def begun(store: BlockStore, verb: Literal["put", "get"]) -> StoreRequest:
+    """A request whose blocks the tier below is asked for, or given."""
+    (tier,) = store.hierarchy.below
+    assert isinstance(tier, Broken)
+    call, name = (store.put, "new") if verb == "put" else (store.get, "there")
+    request = call(chain(COUNT, name), Filled(COUNT, seed=1).cache, range(COUNT))
+    await until(lambda: tier.asked)
+    return request
+
+
 @pytest.mark.parametrize("verb", ["put", "get"])
 async def test_a_bug_of_a_tier_ends_one_request_and_holds_nothing(
     verb: Literal["put", "get"],
 ) -> None:
     tier = Broken()
     store = store_on(tier)
-    target = Filled(COUNT, seed=1)
-    call = store.put if verb == "put" else store.get
-    request = call(
-        chain(COUNT, verb.replace("get", "there")), target.cache, range(COUNT)
-    )
-    await until(lambda: tier.asked)
+    request = await begun(store, verb)
     # A put has copied its blocks by then; a get may still write to its own.
     assert request.is_drained == (verb == "put")
     tier.go.set()
@@ -71,7 +77,7 @@ async def test_a_bug_of_a_tier_ends_one_request_and_holds_nothing(
     assert nothing_held(store)
     del request  # its error has the images
     # And the store goes on with what does not need this tier.
-    outcome = await store.get(chain(2, "nowhere"), target.cache, [0, 1])
+    outcome = await store.get(chain(2, "nowhere"), Filled(2).cache, [0, 1])
     assert len(outcome.missing) == 2
     tier.refusing = True
     await store.close()
@@ -84,12 +90,7 @@ async def test_a_request_that_is_torn_down_holds_nothing(
     """As at the end of ``asyncio.run``, which cancels every task."""
     tier = Broken()
     store = store_on(tier)
-    target = Filled(COUNT, seed=1)
-    call = store.put if verb == "put" else store.get
-    request = call(
-        chain(COUNT, verb.replace("get", "there")), target.cache, range(COUNT)
-    )
-    await until(lambda: tier.asked)
+    request = await begun(store, verb)
     request._task.cancel()
     await request.ended()
     assert request.is_drained
