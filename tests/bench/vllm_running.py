@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,6 +75,8 @@ def running(
     Yields:
         The contenders and the server without a connector, in the order of their turns.
     """
+    # Servers are process groups of their own: they would outlive a bench that is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = write_model(folder, shape)
