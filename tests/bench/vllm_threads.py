@@ -16,6 +16,7 @@ import itertools
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,7 +141,7 @@ def _varied(
 
 def _watch(turn: Turn, prompts: Sequence[list[int]], seen: Seen) -> None:
     """Ask once, and note what each thread did meanwhile."""
-    time.sleep(SETTLES_WITHIN_S)
+    threading.Event().wait(SETTLES_WITHIN_S)  # what the last one left to do is done
     sides = dict(zip(_SIDES[len(turn.engines)], turn.engines, strict=True))
     pids = {
         side: list(descendants(engine.running.pid))
