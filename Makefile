@@ -70,8 +70,9 @@ test-vllm: $(VLLM_STAMP)
 clean:
 	rm -rf $(VENV) $(DEMO_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# The stamp is newer than what it was made from, so nothing is installed twice.
-$(STAMP): pyproject.toml $(THIRD_PARTY) | $(BIN)/python
+# The stamp is newer than what it was made from, so nothing is installed twice. README.md
+# is the description of what is installed.
+$(STAMP): pyproject.toml README.md $(THIRD_PARTY) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' \
 	  $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
 	touch $@
