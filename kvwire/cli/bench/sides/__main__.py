@@ -18,6 +18,7 @@ from kvwire.cli.bench.sides.half import CALLS, Half
 from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
 from kvwire.cli.bench.sides.many_half import ManyHalf
 from kvwire.cli.bench.sides.overlap_half import OverlapHalf
+from kvwire.cli.bench.sides.redis_solo import RedisSolo
 from kvwire.cli.bench.sides.setup_half import SetupHalf, StreamsSetupHalf
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
 from kvwire.cli.bench.sides.solo import SOLO_CALLS, InprocSolo, MemcpySolo, Solo
@@ -55,6 +56,7 @@ HALVES: Final[dict[str, Callable[[dict[str, str]], Role]]] = {
     "store-file": lambda options: FileSolo(options["place"]),
     "store-memcpy": lambda _: CopySolo(),
     "store-obstore": lambda options: ObjectSolo(options["place"]),
+    "store-redis": lambda options: RedisSolo(int(options["port"])),
     "store-server": lambda _: StoreServerSide(),
     "store-sockets": lambda _: BlockSocketsHalf(),
     "store-transfer": lambda options: TransferHalf(

@@ -25,6 +25,7 @@ from kvwire.cli.bench.store_work import (
     FLUSHED_PUT,
     HASH_BYTES,
     LOOKUPS,
+    MATCH,
     ONE,
     PUTS,
     SETS,
@@ -94,7 +95,7 @@ class PeerSolo(Solo):
         """See Solo."""
         assert isinstance(work, StoreWork)
         flat = self.flat(work)
-        for begin in [] if work.verb in PUTS else flat.blocks(work):
+        for begin in [] if work.verb in (*PUTS, MATCH) else flat.blocks(work):
             part = slice(begin, begin + work.nbytes)
             if not np.array_equal(flat.have[part], flat.want[part]):
                 raise RuntimeError("what was got are not the bytes that were put")

@@ -1,0 +1,141 @@
+"""Blocks in redis: a value for each, over one connection, by requests in a row.
+
+It speaks to the server itself. A client library makes objects of what it reads, and
+copies them into the caller's memory; here a value is received where it is wanted, which
+is as fast as any client can be.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any, Final
+
+from kvwire.cli.bench.case import Work
+from kvwire.cli.bench.sides.half import HOST
+from kvwire.cli.bench.sides.store_peers import FlatSet, PeerSolo
+from kvwire.cli.bench.store_work import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
+from kvwire.store.space import DIGEST_BYTES
+
+_TIMEOUT_S: Final = 60.0
+_END: Final = b"\r\n"
+_STORED: Final = b"+OK\r\n"
+# As long as a key of a store.
+_KEY_BYTES: Final = DIGEST_BYTES + HASH_BYTES
+_CPU: Final = ("used_cpu_sys", "used_cpu_user")
+
+
+class RedisSolo(PeerSolo):
+    """One connection to a server.
+
+    Args:
+        port: Where it listens.
+    """
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._socket = socket.create_connection((HOST, port), _TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def start(self) -> dict[str, Any]:
+        """See Solo."""
+        return {"redis": self._info("server")["redis_version"]}
+
+    async def cpu(self) -> dict[str, Any]:
+        """See Solo: of the server too, by its own word."""
+        own = await super().cpu()
+        info = self._info("cpu")
+        return {"cpu_s": own["cpu_s"] + sum(float(info[name]) for name in _CPU)}
+
+    async def drive(self, work: Work) -> dict[str, Any]:
+        """See Solo."""
+        assert isinstance(work, StoreWork)
+        if work.verb != MATCH:
+            return await super().drive(work)
+        clock, values = time.perf_counter, []
+        number = self.flat(work).sets.next()
+        keys = [_key(work, number, begin) for begin in _begins(work)]
+        for _ in range(LOOKUPS):
+            began = clock()
+            self._socket.sendall(_request(b"EXISTS", *keys))
+            self._expect(b":%d\r\n" % work.count)
+            values.append(clock() - began)
+        return {"values": values}
+
+    async def put(self, work: StoreWork, flat: FlatSet) -> None:
+        """See PeerSolo."""
+        number = flat.number
+        flat.number = (number + 1) % SETS
+        for begin in _begins(work):
+            key = _key(work, number, begin)
+            head = _request(b"SET", key, None) + b"$%d\r\n" % work.nbytes
+            self._socket.sendall(head)
+            self._socket.sendall(flat.have[begin : begin + work.nbytes].data)
+            self._socket.sendall(_END)
+        for _ in range(work.set_blocks):
+            self._expect(_STORED)
+        flat.sets.add(number)
+
+    async def get(self, work: StoreWork, flat: FlatSet) -> None:
+        """See PeerSolo."""
+        number = flat.sets.next()
+        begins = _begins(work)
+        asked = [_request(b"GET", _key(work, number, begin)) for begin in begins]
+        self._socket.sendall(b"".join(asked))
+        for begin in begins:
+            self._value(flat.want[begin : begin + work.nbytes].data)
+
+    async def get_one(self, work: StoreWork, flat: FlatSet, begin: int) -> None:
+        """See PeerSolo."""
+        self._socket.sendall(_request(b"GET", _key(work, 0, begin)))
+        self._value(flat.want[begin : begin + work.nbytes].data)
+
+    async def close(self) -> None:
+        """See Solo."""
+        self._socket.close()
+
+    def _info(self, section: str) -> dict[str, str]:
+        self._socket.sendall(_request(b"INFO", section.encode()))
+        head = bytearray()
+        while not head.endswith(_END):
+            head += self._read(1)
+        text = self._read(int(head[1:]) + len(_END)).decode()
+        lines = (line.partition(":") for line in text.splitlines())
+        return {name: value for name, _, value in lines}
+
+    def _value(self, into: memoryview) -> None:
+        self._expect(b"$%d\r\n" % into.nbytes)
+        self._fill(into)
+        self._expect(_END)
+
+    def _expect(self, wanted: bytes) -> None:
+        found = self._read(len(wanted))
+        if found != wanted:
+            raise RuntimeError(f"redis answers {found!r} instead of {wanted!r}")
+
+    def _read(self, count: int) -> bytes:
+        found = bytearray(count)
+        self._fill(memoryview(found))
+        return bytes(found)
+
+    def _fill(self, part: memoryview) -> None:
+        have = 0
+        while have < len(part):
+            count = self._socket.recv_into(part[have:])
+            if not count:
+                raise ConnectionError("redis has ended the connection")
+            have += count
+
+
+def _begins(work: StoreWork) -> range:
+    return range(0, work.set_bytes, work.nbytes)
+
+
+def _key(work: StoreWork, number: int, begin: int) -> bytes:
+    return (b"%d/%d/%d" % (work.nbytes, number, begin)).rjust(_KEY_BYTES, b"0")
+
+
+def _request(*words: bytes | None) -> bytes:
+    """A request; a word that is None follows by itself."""
+    texts = (b"$%d\r\n%s\r\n" % (len(word), word) for word in words if word is not None)
+    return b"*%d\r\n" % len(words) + b"".join(texts)

@@ -1,0 +1,116 @@
+"""redis beside a store server: the real one where it is, and one that lies."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvwire.cli.bench import redis
+from kvwire.cli.bench.errors import BenchError
+from kvwire.cli.bench.redis import PROGRAM, RedisContender
+from kvwire.cli.bench.sides.half import HOST
+from kvwire.cli.bench.sides.redis_solo import RedisSolo
+from kvwire.cli.bench.store import store
+from kvwire.cli.bench.store_work import (
+    GET,
+    LOOKUPS,
+    MATCH,
+    ONE,
+    PUT,
+    SHAPES,
+    StoreWork,
+    work_of,
+)
+from kvwire.limits import MIB
+from tests.cli.bench.test_store import choice
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def work(verb: str) -> StoreWork:
+    return work_of("any", verb, SHAPES["small"], 4 * MIB)
+
+
+def test_it_does_every_work_and_ends() -> None:
+    absent = redis.missing()
+    if absent is not None:
+        pytest.skip(f"{absent.name} is not installed: {absent.remedy}")
+    contender = RedisContender()
+    try:
+        contender.start()
+        assert contender._server is not None
+        process = contender._server
+        assert contender.facts()["redis"]
+        for verb in (PUT, GET, ONE, MATCH, PUT):
+            contender.check(work(verb))
+            sample = contender.round(work(verb))
+            assert min(sample.values) > 0
+            assert sample.cpu_s > 0
+            expected = {ONE: work(ONE).count, MATCH: LOOKUPS}.get(verb, 1)
+            assert len(sample.values) == expected
+    finally:
+        contender.stop()
+    assert process.poll() is not None
+
+
+def test_a_server_that_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / PROGRAM
+    program.write_text("#!/bin/sh\necho no room\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    contender = RedisContender()
+    with pytest.raises(BenchError, match="redis-server ended: no room"):
+        contender.start()
+    contender.stop()
+
+
+def test_where_it_is_not_installed_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = store(choice(tmp_path, tiers=["server"]))
+    assert [(m.name, m.remedy) for m in found.missing] == [(PROGRAM, redis.INSTALL)]
+    assert "redis" not in {contender.name for contender in found.contenders}
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[int]:
+    """A server of one connection that answers this to whatever it is asked."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1024)
+            connection.sendall(answer)
+
+    with socket.create_server((HOST, 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"$-1\r\n-ERR\r\n", r"redis answers b'\$-1.* instead of b'\$65536"),
+        (b"$65", "redis has ended the connection"),
+    ],
+)
+async def test_a_block_that_is_not_there_is_an_error(answer: bytes, said: str) -> None:
+    with answering(answer) as port:
+        peer = RedisSolo(port)
+        try:
+            done = work(ONE)
+            with pytest.raises((RuntimeError, ConnectionError), match=said):
+                await peer.get_one(done, peer.flat(done), 0)
+        finally:
+            await peer.close()
