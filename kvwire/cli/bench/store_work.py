@@ -175,3 +175,7 @@ class LastTwo(Generic[T]):
         """The one that was used longer ago, which is now the one that was used last."""
         self._things.reverse()
         return self._things[-1]
+
+    def older(self) -> T:
+        """The one that was used longer ago, which it stays."""
+        return self._things[0]

@@ -26,7 +26,9 @@ from kvwire.cli.bench.store_work import (
     StoreWork,
     work_of,
 )
+from kvwire.kv.blocks import Ids
 from kvwire.limits import MIB
+from kvwire.store.index import Index, Keys
 
 
 def work(verb: str, tier: str = DISK) -> StoreWork:
@@ -87,6 +89,27 @@ async def test_a_server_is_a_tier_too() -> None:
     finally:
         await solo.close()
         await server.close()
+
+
+async def test_what_is_matched_is_never_in_the_memory_in_front(solo: StoreSolo) -> None:
+    done = work(MATCH)
+    await solo.prepare(done)
+    await solo.check(done)
+    memory = solo._stocks[done.nbytes]._store.hierarchy.memory
+    find, found = Index.find, set()
+
+    def watched(index: Index, keys: Keys) -> Ids:
+        slots = find(index, keys)
+        if index is memory.index:
+            found.add(int((slots >= 0).sum()))
+        return slots
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Index, "find", watched)
+        for _ in range(3):
+            await solo.prepare(done)
+            await solo.drive(done)
+    assert found == {0}
 
 
 async def test_bytes_that_differ_are_found(solo: StoreSolo) -> None:

@@ -90,3 +90,4 @@ def test_the_last_two_take_turns() -> None:
     sets.add("c")
     assert len(sets) == 2
     assert [sets.next() for _ in range(3)] == ["a", "c", "a"]
+    assert [sets.older() for _ in range(3)] == ["c"] * 3

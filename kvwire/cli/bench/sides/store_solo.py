@@ -219,12 +219,8 @@ class Stock:
 
     async def match(self) -> list[float]:
         """Match a set that is not in the memory in front of a tier; seconds of each."""
-        names, store, clock, values = (
-            self._sets.next(),
-            self._store,
-            time.perf_counter,
-            [],
-        )
+        names, store = self._sets.older(), self._store
+        clock, values = time.perf_counter, []
         for _ in range(LOOKUPS):
             began = clock()
             found = await store.match(names)
