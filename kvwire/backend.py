@@ -41,6 +41,7 @@ from kvwire.types import Address, MemoryKind
 
 if TYPE_CHECKING:
     from kvwire.lane import Lane, LaneContext
+    from kvwire.tls import CredentialFiles, Proven
 
 API_VERSION: Final = 1
 """Raised when a backend written for the previous contract would misbehave."""
@@ -59,7 +60,7 @@ class Capabilities:
         same_process: Both ends live in one process.
         same_host: Works only between processes of one host.
         memory_kinds: Kinds of memory a payload may lie in.
-        confidential: Nobody on the path can read payload bytes.
+        tls: It can put what it moves inside TLS; see :meth:`Backend.use_tls`.
     """
 
     links: bool = True
@@ -69,7 +70,7 @@ class Capabilities:
     memory_kinds: frozenset[MemoryKind] = field(
         default_factory=lambda: frozenset({MemoryKind.HOST})
     )
-    confidential: bool = False
+    tls: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +186,16 @@ class Link(ABC):
     def abort(self) -> None:
         """End the link now and drop what is queued. Never raises."""
 
+    def proven(self) -> Proven | None:
+        """Who the peer has proved to be inside TLS, from the first header on.
+
+        None on a link that proves nothing.
+
+        Raises:
+            AuthenticationFailed: Nobody whom this side accepts.
+        """
+        return None
+
     def pause(self) -> None:
         """Hand over no further header until ``resume``; a payload under way goes on."""
         raise NotImplementedError
@@ -275,6 +286,14 @@ class Backend(ABC):
 
         Cancel safety: safe, a half-made link is closed.
         """
+
+    def use_tls(self, files: CredentialFiles) -> None:
+        """Put every link and every lane inside TLS; called before the first of them.
+
+        Both sides show certificates. A link that came in gives its handler no byte
+        before that is done. Only with the capability ``tls``.
+        """
+        raise NotImplementedError
 
     def open_lane(self, context: LaneContext) -> Lane:
         """Prepare a data path beside a control link; see :mod:`kvwire.lane`.

@@ -13,8 +13,8 @@ from typing import Final
 
 from kvwire.counters import Counters
 from kvwire.lanes import Half, Lanes
-from kvwire.selection import tried
-from kvwire.types import PeerInfo, TransportReport
+from kvwire.selection import protection, tried
+from kvwire.types import PeerInfo, TransportReport, TrustMode
 
 logger = logging.getLogger("kvwire")
 
@@ -51,7 +51,6 @@ class Carrier:
         counters: Counters,
     ) -> None:
         self.taken = report.taken
-        self.report = report
         self.failed: dict[str, str] = {}  # bounded: BACKENDS_MAX
         self._lanes = lanes
         self._scheme = scheme
@@ -59,6 +58,8 @@ class Carrier:
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._words: list[asyncio.TimerHandle] = []
+        reason = next((c.reason for c in report if c.taken), "")
+        self.report = tried(report, report.taken, self._guarded(self.taken, reason), {})
 
     @property
     def untold(self) -> int:
@@ -104,8 +105,14 @@ class Carrier:
 
     def _carried_by(self, name: str, why: str) -> None:
         self.taken = name
-        self.report = tried(self.report, name, why, self.failed)
+        self.report = tried(self.report, name, self._guarded(name, why), self.failed)
         self._lanes.shared = name == self._scheme
+
+    def _guarded(self, name: str, why: str) -> str:
+        """Why a transport carries the data and, in ``mtls`` mode, who can read it."""
+        if self._peer.trust is not TrustMode.MTLS:
+            return why
+        return f"{why}; {protection(name) or 'NOT ENCRYPTED'}"
 
     # --- the log ----------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from kvwire.reception import Reception
 from kvwire.recovery import Recovery
 from kvwire.region import Region
 from kvwire.selection import control_refusal, local_refusal, wishes
+from kvwire.tls import CredentialFiles
 from kvwire.transfer_verbs import Offering
 from kvwire.trust import crosses_hosts, load_keys, resolve
 from kvwire.types import Access, Address
@@ -116,6 +117,7 @@ class Communicator(Offering):
 
     def __init__(self, config: Config) -> None:
         trust, psk, keys = load_keys(config)
+        self._tls = CredentialFiles(config) if config.trust == "mtls" else None
         if not config.name:
             config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
         self.config = config
@@ -465,8 +467,10 @@ class Communicator(Offering):
             BackendUnavailable: It is not installed.
         """
         if name not in self._backends:
-            # bounded: BACKENDS_MAX
-            self._backends[name] = registry.load(name)()
+            backend = registry.load(name)()
+            if self._tls is not None and backend.capabilities.tls:
+                backend.use_tls(self._tls)
+            self._backends[name] = backend  # bounded: BACKENDS_MAX
         return self._backends[name]
 
     def open_link(self, link: Link, opening: Opening) -> Pump:
@@ -502,7 +506,11 @@ class Communicator(Offering):
             self,
             pump,
             core,
-            peer=replace(agreement.peer, address=pump.link.remote_address),
+            peer=replace(
+                agreement.peer,
+                address=pump.link.remote_address,
+                identity=opening.identity,
+            ),
             report=report_of(agreement.choice),
             scheme=opening.scheme,
         )

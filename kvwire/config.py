@@ -22,6 +22,8 @@ from kvwire import limits
 from kvwire.errors import UsageError
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
+# In `tls_peers`: everybody whom a CA of `tls_ca_file` has signed.
+ANYBODY = "*"
 _ARGUMENTS = "arguments"
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -35,10 +37,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         name: Shown to peers and in logs.
         trust: ``"loopback"``: this host only, nothing is proved. ``"psk"``: both sides
-            prove that they hold the key in ``psk_file``.
+            prove that they hold the key in ``psk_file``. ``"mtls"``: both sides prove
+            with certificates who they are, and what goes over tcp is encrypted.
         psk_file: A file made by ``kvwire keygen``, readable by its owner alone.
         psk_accept_files: More keys that are accepted from peers, while keys are
             rotated.
+        tls_cert_file: This side's certificate, in PEM.
+        tls_key_file: Its private key, in PEM, readable by its owner alone.
+        tls_ca_file: The CAs whose certificates are believed, in PEM; no others are.
+        tls_peers: Who may be at the other end: URIs and DNS names of certificates. A
+            single ``"*"`` means everybody whom a CA of ``tls_ca_file`` has signed.
         prefer: Transports in the order they are tried; those not named come last.
         require: If not empty, only these transports may be used.
         forbid: Transports that are never used.
@@ -71,9 +79,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     name: Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)] = ""
-    trust: Literal["loopback", "psk"] = "loopback"
+    trust: Literal["loopback", "psk", "mtls"] = "loopback"
     psk_file: str = ""
     psk_accept_files: tuple[str, ...] = ()
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    tls_ca_file: str = ""
+    tls_peers: tuple[Annotated[str, Meta(min_length=1, max_length=2048)], ...] = ()
     prefer: Names = ()
     require: Names = ()
     forbid: Names = ()
@@ -156,6 +168,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if self.trust != "psk" and (self.psk_file or self.psk_accept_files):
             raise UsageError('a psk_file is given, so trust must be "psk"')
+        self._check_tls()
         both = set(self.require) & set(self.forbid)
         if both:
             raise UsageError(f"{sorted(both)} are both in require and in forbid")
@@ -167,7 +180,29 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"{limits.CONTROL_BODY_BYTES_MAX // 2} are allowed"
             )
 
+    def _check_tls(self) -> None:
+        given = {key for key in _TLS_KEYS if getattr(self, key)}
+        if self.trust != "mtls" and given:
+            raise UsageError(f'{min(given)} is given, so trust must be "mtls"')
+        missing = [key for key in _TLS_KEYS if key not in given]
+        if self.trust != "mtls":
+            return
+        if ANYBODY in self.tls_peers and len(self.tls_peers) > 1:
+            raise UsageError(
+                f'tls_peers names "{ANYBODY}", which is everybody, and others; leave '
+                f"out either"
+            )
+        if missing == ["tls_peers"]:
+            raise UsageError(
+                'trust="mtls" needs tls_peers, the names of those who may connect and '
+                f'be connected to; ("{ANYBODY}",) means everybody whom the CA has '
+                "signed"
+            )
+        if missing:
+            raise UsageError(f'trust="mtls" needs {", ".join(missing)}')
 
+
+_TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
 # How msgspec says which value it does not like.
 _PLACE = re.compile(r" - at `\$\.(\w+).*`$")
@@ -205,9 +240,12 @@ def _from_environment(
         yield origin, _checked_keys({key: _from_text(key, text)}, origin)
 
 
+_LISTS = ("prefer", "require", "forbid", "psk_accept_files", "tls_peers", "io_cpus")
+
+
 def _from_text(key: str, text: str) -> Any:
     """Environment values are text: lists are separated by commas, tables are a=b."""
-    if key in ("prefer", "require", "forbid", "psk_accept_files", "io_cpus"):
+    if key in _LISTS:
         return [part.strip() for part in text.split(",") if part.strip()]
     if key not in ("profile", "backends"):
         return text

@@ -31,7 +31,7 @@ class Delivery(Attempt):
     Attributes:
         asked: This side asked, so it asks again after a lost link.
         suspended: Its link was lost, and it waits for another.
-        incarnation: The consumer's.
+        origin: The consumer's.
         planned: The consumer was met, and this is its plan.
     """
 
@@ -41,7 +41,7 @@ class Delivery(Attempt):
     def __init__(self, outgoing: Outgoing, connection: Connection) -> None:
         super().__init__(connection)
         self.outgoing = outgoing
-        self.incarnation = connection.peer.incarnation
+        self.origin = connection.peer.origin
         self.asked = False
         self.suspended = False
         self.planned = False

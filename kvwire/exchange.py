@@ -227,17 +227,17 @@ class Exchange:
         for key in [key for key in self._asked if key in self._waiting or key in said]:
             self._ask_again(key)
 
-    def interrupted(self, incarnation: bytes) -> bool:
+    def interrupted(self, origin: bytes) -> bool:
         """Whether some transfer with a peer waits for another link."""
-        return any(end.interrupted(incarnation) for end in self.live) or any(
-            word.incarnation == incarnation for word in self._last_words.values()
+        return any(end.interrupted(origin) for end in self.live) or any(
+            word.origin == origin for word in self._last_words.values()
         )
 
-    def peer_restarted(self, incarnation: bytes) -> None:
+    def peer_restarted(self, origin: bytes) -> None:
         """The start of the peer that had our transfers is gone for good."""
         error = ConnectionLost("the peer has restarted; its side of it is gone")
         for end in list(self.live):
-            if end.interrupted(incarnation):
+            if end.interrupted(origin):
                 end.stop(error, WireCode.GOING_AWAY)
 
     def end(self, id: str | bytes | int, reason: str) -> None:
@@ -288,13 +288,13 @@ class Exchange:
 
         If this link is gone again, or full, the next one is the same to them.
         """
-        incarnation = connection.peer.incarnation
+        origin = connection.peer.origin
         for end in list(self.live):
-            if end.asks(incarnation):
+            if end.asks(origin):
                 with suppress(ConnectionClosed, UsageError):
                     end.ask(connection)
         for word in list(self._last_words.values()):
-            if word.asks and word.incarnation == incarnation and word.core is None:
+            if word.asks and word.origin == origin and word.core is None:
                 with suppress(ConnectionClosed, UsageError):
                     word.ask(connection)
 

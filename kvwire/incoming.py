@@ -134,7 +134,7 @@ class Incoming(KVTransfer):
         receipt = self.receipt
         if receipt is None:
             return Answer.YES
-        same_peer = receipt.incarnation == connection.peer.incarnation
+        same_peer = receipt.origin == connection.peer.origin
         if not same_peer or self.met != description.end:
             return Answer.NO
         return Answer.YES if receipt.waits else Answer.LATER
@@ -154,19 +154,15 @@ class Incoming(KVTransfer):
         lost = receipt.suspended or receipt.refused
         return Unheard(0, frozenset([receipt.peer_end] if lost else ()))
 
-    def interrupted(self, incarnation: bytes) -> bool:
+    def interrupted(self, origin: bytes) -> bool:
         """Whether it waits for another link to a peer."""
         receipt = self.receipt
-        return (
-            receipt is not None
-            and receipt.suspended
-            and receipt.incarnation == incarnation
-        )
+        return receipt is not None and receipt.suspended and receipt.origin == origin
 
-    def asks(self, incarnation: bytes) -> bool:
+    def asks(self, origin: bytes) -> bool:
         """Whether it is this side that asks again on another link."""
         return (
-            self.interrupted(incarnation)
+            self.interrupted(origin)
             and self.receipt is not None
             and self.receipt.asked
             and self.receipt.waits

@@ -27,7 +27,7 @@ class LastWord(Attempt):
         self.incoming = incoming
         self.peer_end = incoming.met
         self.key = (incoming.key, incoming.end)
-        self.incarnation = receipt.incarnation
+        self.origin = receipt.origin
         self.asks = asks
 
     def ask(self, connection: Connection) -> None:

@@ -210,6 +210,8 @@ STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16
+# SHA-256 of two certificates, the client's and the server's.
+BINDING_BYTES: Final = 64
 PSK_BYTES_MIN: Final = 32
 PSK_BYTES_MAX: Final = 1024
 REASON_CHARS_MAX: Final = 200

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvwire.backend import Landing, Link
 from kvwire.config import Config
 from kvwire.errors import (
+    AuthenticationFailed,
     ConnectionLost,
     HandshakeError,
     HandshakeTimeout,
@@ -23,14 +24,18 @@ from kvwire.errors import (
 )
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.agreement import Agreement
-from kvwire.proto.handshake import Handshake, ServerHandshake
+from kvwire.proto.handshake import Handshake, HandshakeState, ServerHandshake
 from kvwire.selection import judge
-from kvwire.types import Candidate, TransportReport
+from kvwire.types import Candidate, TransportReport, TrustMode
 from kvwire.wire.control import Choice, Verdict
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
     from kvwire.pump import Pump
+
+
+# How a ClientHello begins (RFC 8446 5.1); no frame of ours has this type.
+_TLS_HANDSHAKE, _TLS_MAJOR = 0x16, 0x03
 
 
 class Opening:
@@ -40,6 +45,7 @@ class Opening:
         handshake: The protocol's side of it.
         scheme: The transport of the link.
         done: The connection it led to, or the error that ended it.
+        identity: Who the peer has proved to be, in ``mtls`` mode.
     """
 
     _agreed: Callable[[Agreement], Connection]
@@ -67,6 +73,7 @@ class Opening:
         self._config = config
         self.scheme = scheme
         self._busy = busy
+        self.identity = ""
 
     def begin(self, link: Link, agreed: Callable[[Agreement], Connection]) -> None:
         """Send what the handshake starts with; ``agreed`` makes the connection."""
@@ -78,8 +85,10 @@ class Opening:
         if self.done.done():
             return Landing(0, None)
         try:
+            if self.handshake.state is HandshakeState.HELLO:
+                _check_plain(header)
             length = self.handshake.header_received(header)
-        except ProtocolError as exc:
+        except (AuthenticationFailed, ProtocolError) as exc:
             self._failed(link, exc)
             return Landing(0, None)
         return Landing(length, memoryview(bytearray(length)))
@@ -94,6 +103,8 @@ class Opening:
             if self._busy:
                 self.handshake.refuse(WireCode.BUSY)
                 raise HandshakeError(self._busy)
+            if self.handshake.state in (HandshakeState.HELLO, HandshakeState.ACCEPT):
+                self._know_peer(link)
             self.handshake.body_received(bytes(body))
             self._decide()
         except (HandshakeError, ProtocolError) as exc:
@@ -105,6 +116,8 @@ class Opening:
 
     def link_closed(self, error: Exception | None) -> None:
         """The link has ended before the handshake has."""
+        if not self.done.done() and isinstance(error, HandshakeError):
+            self.done.set_exception(error)
         if not self.done.done():
             lost = ConnectionLost(
                 f"the connection ended while the handshake waited for "
@@ -120,6 +133,26 @@ class Opening:
             f"no handshake within {timeout_s:g} s; it waited for "
             f"{self.handshake.state.name} from the peer"
         )
+
+    def _know_peer(self, link: Link) -> None:
+        """In ``mtls`` mode, bind the handshake to what TLS has proved.
+
+        Raises:
+            AuthenticationFailed: The peer is nobody whom this side accepts; it is told
+                so. Or there is no TLS.
+        """
+        handshake = self.handshake
+        if handshake.identity.trust is not TrustMode.MTLS:
+            return
+        try:
+            proven = link.proven()
+            if proven is None:
+                raise AuthenticationFailed('trust is "mtls", and this link has no TLS')
+        except AuthenticationFailed:
+            handshake.refuse(WireCode.AUTHENTICATION)
+            raise
+        handshake.bind(proven.binding)
+        self.identity = proven.identity
 
     def _decide(self) -> None:
         handshake = self.handshake
@@ -170,6 +203,20 @@ async def hands_shaken(pump: Pump, opening: Opening) -> Connection:
         pump.link.abort()
         opening.done.cancel()
         raise
+
+
+def _check_plain(header: memoryview) -> None:
+    """See whether the first bytes of a stranger are the beginning of TLS.
+
+    Raises:
+        AuthenticationFailed: They are.
+    """
+    if header[0] == _TLS_HANDSHAKE and header[1] == _TLS_MAJOR:
+        raise AuthenticationFailed(
+            'the peer speaks TLS, as trust "mtls" does, and this side does not: set '
+            "the same `trust` on both",
+            fields=("trust",),
+        )
 
 
 def report_of(choice: Choice) -> TransportReport:

@@ -180,18 +180,13 @@ class Outgoing(KVTransfer):
             frozenset(d.peer_end for d in self.deliveries if d.suspended or d.refused),
         )
 
-    def interrupted(self, incarnation: bytes) -> bool:
+    def interrupted(self, origin: bytes) -> bool:
         """Whether it waits for another link to a peer."""
-        return any(
-            d.suspended and d.incarnation == incarnation for d in self.deliveries
-        )
+        return any(d.suspended and d.origin == origin for d in self.deliveries)
 
-    def asks(self, incarnation: bytes) -> bool:
+    def asks(self, origin: bytes) -> bool:
         """Whether it is this side that asks again on another link."""
-        return any(
-            d.waits and d.asked and d.incarnation == incarnation
-            for d in self.deliveries
-        )
+        return any(d.waits and d.asked and d.origin == origin for d in self.deliveries)
 
     def description(self, met: bytes = b"", plan: bytes = b"") -> Description:
         """This side's half.
@@ -313,7 +308,7 @@ class Outgoing(KVTransfer):
     ) -> Delivery | None:
         """The delivery that a peer's question belongs to, if it is not a new one."""
         for delivery in self.deliveries:
-            same_peer = delivery.incarnation == connection.peer.incarnation
+            same_peer = delivery.origin == connection.peer.origin
             if same_peer and delivery.peer_end == description.end:
                 return delivery
         return None

@@ -37,7 +37,7 @@ class Receipt(Attempt):
     def __init__(self, incoming: Incoming, connection: Connection) -> None:
         super().__init__(connection)
         self.incoming = incoming
-        self.incarnation = connection.peer.incarnation
+        self.origin = connection.peer.origin
         self.asked = False
         self.suspended = False
         self._segments: dict[int, Segment] = {}

@@ -2,7 +2,7 @@
 
 Only the side that had connected can connect again; the other one waits for it. Either
 way an interrupted transfer asks again only when the lost link has touched memory for
-the last time, and only the same start of the peer (its incarnation) can go on with it.
+the last time, and only the same start of the peer (its origin) can go on with it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Recovery:
 
     async def _take_over(self, connection: Connection, resumes: bytes) -> None:
         for old in self._communicator.live_connections:
-            same_peer = old.peer.incarnation == connection.peer.incarnation
+            same_peer = old.peer.origin == connection.peer.origin
             if old.digest == resumes and same_peer:
                 old.abort("the peer has lost this connection and has come back")
                 await old.wait_closed()
@@ -64,47 +64,47 @@ class Recovery:
 
     async def _recover(self, connection: Connection) -> None:
         communicator, exchange = self._communicator, self._communicator.exchange
-        incarnation = connection.peer.incarnation
+        origin = connection.peer.origin
         await connection.wait_closed()
         exchange.connection_lost(connection)
         for other in communicator.live_connections:
-            same_peer = other.peer.incarnation == incarnation
+            same_peer = other.peer.origin == origin
             if same_peer and other.core.phase is Phase.OPEN:
                 exchange.reattach(other)
                 return
-        if connection.dialled and incarnation not in self._redialling:
-            self._redialling.add(incarnation)
+        if connection.dialled and origin not in self._redialling:
+            self._redialling.add(origin)
             try:
                 await self._redial(connection)
             finally:
-                self._redialling.discard(incarnation)
+                self._redialling.discard(origin)
 
     async def _redial(self, lost: Connection) -> None:
         """Try again until it works or nothing waits for it; leases end the waiting."""
-        exchange, incarnation = self._communicator.exchange, lost.peer.incarnation
+        exchange, origin = self._communicator.exchange, lost.peer.origin
         backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
-        if incarnation in self._redialled:
+        if origin in self._redialled:
             # What breaks as soon as it is up is not to be dialled without a pause.
             await asyncio.sleep(REDIAL_S_MAX)
-        while exchange.interrupted(incarnation):
+        while exchange.interrupted(origin):
             try:
                 new = await self._communicator.redial(lost)
             except (OSError, KVWireError) as exc:
                 logger.info("redialling %s: %s", lost.peer, exc)
             else:
-                if new.peer.incarnation == incarnation:
-                    self._note_redial(incarnation)
+                if new.peer.origin == origin:
+                    self._note_redial(origin)
                     self._run(self._close_when_idle(new))
                 else:
-                    exchange.peer_restarted(incarnation)
+                    exchange.peer_restarted(origin)
                     await new.close()
                 return
             await asyncio.sleep(backoff.pause_s())
 
-    def _note_redial(self, incarnation: bytes) -> None:
-        self._redialled.add(incarnation)
+    def _note_redial(self, origin: bytes) -> None:
+        self._redialled.add(origin)
         self._communicator.loop.call_later(
-            REDIAL_S_MAX, self._redialled.discard, incarnation
+            REDIAL_S_MAX, self._redialled.discard, origin
         )
 
     async def _close_when_idle(self, connection: Connection) -> None:
@@ -112,10 +112,10 @@ class Recovery:
 
         Within a lease everything that waited for it has come, or has given up.
         """
-        exchange, incarnation = self._communicator.exchange, connection.peer.incarnation
+        exchange, origin = self._communicator.exchange, connection.peer.origin
         while not connection.closed:
             await asyncio.sleep(self._communicator.config.lease_s)
-            if connection.core.idle and not exchange.interrupted(incarnation):
+            if connection.core.idle and not exchange.interrupted(origin):
                 await connection.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -62,6 +62,8 @@ def control_refusal(config: Config, scheme: str) -> str:
             "has no addresses of its own; connect to a tcp:// address, and the data "
             "goes over it"
         )
+    if config.trust == "mtls" and not registry.load(scheme).capabilities.tls:
+        return 'it cannot be inside TLS, and trust is "mtls"; use a tcp:// address'
     if all(local_refusal(config, name, scheme) for name in config.require):
         return refusal(config, scheme)
     return ""
@@ -85,7 +87,21 @@ def local_refusal(config: Config, name: str, scheme: str) -> str:
         return "only within one process; name it in `prefer` to try it"
     if _stays_inside(scheme) and name not in config.require:
         return f"nothing is nearer than {scheme}"
+    if config.trust == "mtls" and not (named or protection(name)):
+        return (
+            'its payload is not encrypted, and trust is "mtls"; name it in `prefer` or '
+            "`require` to take it all the same"
+        )
     return ""
+
+
+def protection(name: str) -> str:
+    """What keeps others from payload in ``mtls`` mode; "" if nothing does."""
+    capabilities = registry.load(name).capabilities
+    if capabilities.tls:
+        return "inside TLS"
+    near = capabilities.same_process or capabilities.same_host
+    return "it never leaves this host" if near else ""
 
 
 def _stays_inside(name: str) -> bool:

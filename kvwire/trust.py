@@ -79,6 +79,8 @@ def load_keys(config: Config) -> tuple[TrustMode, bytes, dict[bytes, bytes]]:
     """
     if config.trust == "loopback":
         return TrustMode.LOOPBACK, b"", {}
+    if config.trust == "mtls":
+        return TrustMode.MTLS, b"", {}
     mine = read_key_file(config.psk_file)
     accepted = [mine, *map(read_key_file, config.psk_accept_files)]
     return TrustMode.PSK, mine, {key_id(key): key for key in accepted}
@@ -104,7 +106,7 @@ async def resolve(address: Address, trust: TrustMode) -> Address:
         raise UsageError(
             f"{str(address)!r} means {reachable[0]}, which is not this host alone, and "
             f'trust is "loopback": use 127.0.0.1, or set trust="psk" and a psk_file '
-            f"(`kvwire keygen FILE`) on both sides"
+            f'(`kvwire keygen FILE`), or trust="mtls", on both sides'
         )
     return Address(address.scheme, numeric[0], address.port)
 

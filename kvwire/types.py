@@ -41,6 +41,7 @@ class TrustMode(enum.IntEnum):
 
     LOOPBACK = 0
     PSK = 1
+    MTLS = 2
 
 
 class Access(enum.Flag):
@@ -148,7 +149,18 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """Who is at the other end, as it said and, in ``psk`` mode, proved."""
+    """Who is at the other end, as it said and, outside ``loopback`` mode, proved.
+
+    Attributes:
+        name: As it calls itself.
+        incarnation: 16 random bytes, new for each start of its process.
+        address: Where it is, as far as the transport knows.
+        trust: How it was known.
+        version: Of the protocol.
+        profile: What it says of itself.
+        identity: In ``mtls`` mode, the name in its certificate that `tls_peers` lists;
+            else "". This alone of all names is proved.
+    """
 
     name: str
     incarnation: bytes
@@ -156,10 +168,20 @@ class PeerInfo:
     trust: TrustMode
     version: int
     profile: tuple[tuple[str, str], ...] = ()
+    identity: str = ""
+
+    @property
+    def origin(self) -> bytes:
+        """What tells this start of this peer from all others, by what is proved of it.
+
+        Whoever has heard an incarnation can claim it; in ``mtls`` mode not for another.
+        """
+        return self.identity.encode() + self.incarnation
 
     def __str__(self) -> str:
         where = f" at {self.address}" if self.address else ""
-        return f"{self.name!r} ({self.incarnation.hex()[:8]}){where}"
+        proved = f", {self.identity}" if self.identity else ""
+        return f"{self.name!r} ({self.incarnation.hex()[:8]}{proved}){where}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,8 @@ TABLE = (
         kvwire={
             *(*_BASE, "kvwire.config", "kvwire.memory", "kvwire.kv.fragments"),
             *("kvwire.backend", "kvwire.lane", "kvwire.registry", "kvwire.selection"),
+            # What a link proves is part of the contract.
+            "kvwire.tls",
         },
         others=set(),
     ),
@@ -173,6 +175,7 @@ TABLE = (
             covers=(backend,),
             kvwire={
                 *(*_BASE, "kvwire.backend", "kvwire.lane"),
+                *("kvwire.tls", "kvwire.tls_errors"),
                 *("kvwire.memory", "kvwire.kv.fragments"),
             },
             others={"numpy", *own},

@@ -32,7 +32,7 @@ class InprocBackend(Backend):
 
     scheme: ClassVar[str] = "inproc"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        lanes=True, same_process=True, same_host=True, confidential=True
+        lanes=True, same_process=True, same_host=True
     )
 
     def __init__(self, faults: FaultPlan | None = None) -> None:

@@ -20,13 +20,17 @@ from kvwire.backend import (
 )
 from kvwire.errors import BackendUnavailable
 from kvwire.lane import Lane, LaneContext
-from kvwire.types import Address
+from kvwire.tls import CredentialFiles
+from kvwire.types import Address, Role
 from kvwire_tcp import buffers
 from kvwire_tcp.door import Door
 from kvwire_tcp.lane import TcpLane
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.listener import TcpListener
 from kvwire_tcp.options import address_from, tune
+from kvwire_tcp.tls_wire import Buffers, TlsWire
+from kvwire_tcp.waiting import hands_shaken
+from kvwire_tcp.wire import PlainWire, Wire
 
 # As many as the kernel allows; a full backlog looks like packet loss to a client.
 _BACKLOG: Final = socket.SOMAXCONN
@@ -40,10 +44,17 @@ class TcpBackend(Backend):
     """Transport over TCP, IPv4 and IPv6."""
 
     scheme: ClassVar[str] = "tcp"
-    capabilities: ClassVar[Capabilities] = Capabilities(lanes=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(lanes=True, tls=True)
 
     def __init__(self) -> None:
         self._door = Door()
+        self._files: CredentialFiles | None = None
+        self._buffers: Buffers | None = None
+
+    def use_tls(self, files: CredentialFiles) -> None:
+        """See :class:`~kvwire.backend.Backend`."""
+        self._files = files
+        self._buffers = Buffers()
 
     @classmethod
     def rank(cls) -> int:
@@ -79,6 +90,10 @@ class TcpBackend(Backend):
         """
         loop = asyncio.get_running_loop()
         family, sockaddr = await _resolve(loop, address)
+
+        def accepted(sock: socket.socket) -> Wire:
+            return self._wire(sock, Role.SERVER)
+
         with contextlib.ExitStack() as undo:
             sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sock.setblocking(False)
@@ -89,7 +104,7 @@ class TcpBackend(Backend):
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind(sockaddr)
             sock.listen(_BACKLOG)
-            listener = TcpListener(sock, accept, self._door, loop)
+            listener = TcpListener(sock, accept, accepted, self._door, loop)
             undo.pop_all()
         return listener
 
@@ -101,8 +116,9 @@ class TcpBackend(Backend):
 
         Cancel safety: safe, a half-made connection is closed.
         """
-        loop = asyncio.get_running_loop()
-        return TcpLink(*await _dial(address), loop)
+        sock, remote = await _connected(address)
+        wire = self._wire(sock, Role.CLIENT)
+        return TcpLink(wire, remote, asyncio.get_running_loop())
 
     def open_lane(self, context: LaneContext) -> Lane:
         """See :class:`~kvwire.backend.Backend`.
@@ -116,10 +132,31 @@ class TcpBackend(Backend):
                 "a lane over tcp goes where the control link goes, and that does not "
                 "run over tcp"
             )
-        return TcpLane(context, self._door, _dial, asyncio.get_running_loop())
+        return TcpLane(context, self._door, self._dial, asyncio.get_running_loop())
+
+    async def _dial(self, address: Address) -> tuple[Wire, Address]:
+        """A wire that is ready for use, and where it leads.
+
+        Raises:
+            OSError: Nobody listens there, or it cannot be resolved or reached.
+            AuthenticationFailed: There is no TLS with whoever listens there.
+        """
+        sock, remote = await _connected(address)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(sock)
+            wire = self._wire(sock, Role.CLIENT)
+            await hands_shaken(wire, asyncio.get_running_loop())
+            undo.pop_all()
+        return wire, remote
+
+    def _wire(self, sock: socket.socket, role: Role) -> Wire:
+        if self._files is None:
+            return PlainWire(sock)
+        assert self._buffers is not None
+        return TlsWire(sock, self._files.current(), role, self._buffers)
 
 
-async def _dial(address: Address) -> tuple[socket.socket, Address]:
+async def _connected(address: Address) -> tuple[socket.socket, Address]:
     """A connected socket, tuned, and where it leads.
 
     Raises:

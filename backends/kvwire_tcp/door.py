@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from abc import ABC, abstractmethod
 
 from kvwire.errors import BackendUnavailable
@@ -17,6 +16,7 @@ from kvwire.limits import CONNECTIONS_MAX
 from kvwire.types import Address
 from kvwire_tcp.options import reset_on_close
 from kvwire_tcp.preamble import token_in
+from kvwire_tcp.wire import Wire
 
 _log = logging.getLogger("kvwire.tcp")
 
@@ -25,11 +25,11 @@ class Guest(ABC):
     """A lane that waits for its socket."""
 
     @abstractmethod
-    def admits(self, preamble: bytes) -> bool:
-        """Whether a preamble proves to be this lane's."""
+    def admits(self, wire: Wire, preamble: bytes) -> bool:
+        """Whether a preamble proves that this socket is this lane's."""
 
     @abstractmethod
-    def arrived(self, sock: socket.socket, remote: Address, preamble: bytes) -> None:
+    def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
         """Take the socket, which is tuned and has received nothing else."""
 
 
@@ -56,15 +56,15 @@ class Door:
         """A lane waits no more."""
         self._guests.pop(token, None)
 
-    def admit(self, sock: socket.socket, remote: Address, preamble: bytes) -> None:
+    def admit(self, wire: Wire, remote: Address, preamble: bytes) -> None:
         """Give a socket to its lane, once; any other is reset."""
         token = token_in(preamble)
         guest = self._guests.get(token)
-        if guest is not None and guest.admits(preamble):
+        if guest is not None and guest.admits(wire, preamble):
             del self._guests[token]
-            guest.arrived(sock, remote, preamble)
+            guest.arrived(wire, remote, preamble)
             return
         _log.info("%s: a lane that nobody waits for", remote)
         with contextlib.suppress(OSError):
-            reset_on_close(sock)
-        sock.close()
+            reset_on_close(wire.sock)
+        wire.sock.close()

@@ -15,10 +15,16 @@ of the socket must be asked for each time, since loops differ there.
 *Sending* happens in ``flush``, at once. Only what the kernel did not take waits for a
 wake-up; until then further flushes leave the socket alone, since it is full.
 
+A wire inside TLS (:mod:`kvwire_tcp.tls_wire`) holds bytes on both ways: what it has
+received and nobody has read, of which the socket will not tell us, so we wake
+ourselves; and what it has encrypted and the kernel has not taken, which counts as
+queued. Until its handshake is over it sends nothing of ours.
+
 *Ending.* The end of the stream between two frames is a clean end; within a frame, or by
 an error of the socket, it is :exc:`~kvwire.errors.ConnectionLost`. A process that is
 killed between two frames ends its links cleanly, as far as TCP can tell: whether that
-was meant, the protocol above must say. When sending fails, what the peer sent before is
+was meant, the protocol above must say. Inside TLS the end is said, and a stream that
+ends otherwise is lost. When sending fails, what the peer sent before is
 received first, since it may say why.
 
 Whoever closed goes on receiving until the peer's stream ends as well, and whoever sees
@@ -37,10 +43,11 @@ import socket
 from abc import ABC, abstractmethod
 from typing import Final, Protocol
 
-from kvwire.errors import ConnectionLost
+from kvwire.errors import AuthenticationFailed, ConnectionLost
 from kvwire.limits import CLOSE_TIMEOUT_S, WAKEUP_BYTES
 from kvwire.types import Address
 from kvwire_tcp.options import reset_on_close
+from kvwire_tcp.wire import Wire
 from kvwire_tcp.writer import SendQueue
 
 # Bytes alone do not bound a wake-up: 4 MiB of 64-byte messages are 40,000 callbacks.
@@ -58,7 +65,7 @@ class Reader(Protocol):
 
     Attributes:
         received_bytes: Bytes received since the beginning.
-        drained: Whether the last call got less than it asked for: nothing is left.
+        drained: Whether the last call got all there was.
         stopped: Set by :meth:`stop`, often from within a callback.
     """
 
@@ -70,11 +77,12 @@ class Reader(Protocol):
     def position(self) -> str:
         """In the middle of what the bytes stand; "" if nothing is missing."""
 
-    def receive(self, sock: socket.socket) -> int:
+    def receive(self, wire: Wire) -> int:
         """Receive once; bytes received, 0 at the end of the stream.
 
         Raises:
-            OSError: As the system call says; BlockingIOError if nothing is there.
+            OSError, AuthenticationFailed: As the wire says; BlockingIOError if nothing
+                is there.
         """
 
     def deliver(self, count: int) -> None:
@@ -88,7 +96,7 @@ class Duplex(ABC):
     """A connected socket, which it owns.
 
     Args:
-        sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.
+        wire: Of the socket.
         remote: The peer's address.
         loop: The running loop.
         queue: What is to be sent already.
@@ -98,12 +106,13 @@ class Duplex(ABC):
 
     def __init__(
         self,
-        sock: socket.socket,
+        wire: Wire,
         remote: Address,
         loop: asyncio.AbstractEventLoop,
         queue: SendQueue | None = None,
     ) -> None:
-        self._sock = sock
+        self._wire = wire
+        self._sock = wire.sock
         self._remote = remote
         self._loop = loop
         self._queue = SendQueue() if queue is None else queue
@@ -121,10 +130,12 @@ class Duplex(ABC):
         # The socket has failed, and only what it still holds is received.
         self._failure: OSError | None = None
         self._linger: asyncio.TimerHandle | None = None
+        # The wire holds something to be received, of which the socket knows nothing.
+        self._again: asyncio.Handle | None = None
 
     @abstractmethod
     def _sent(self, token: object) -> None:
-        """What was queued with a token has been taken by the kernel."""
+        """What was queued with a token is not needed any more."""
 
     @abstractmethod
     def _writable(self) -> None:
@@ -137,7 +148,7 @@ class Duplex(ABC):
     @property
     def queued_bytes(self) -> int:
         """Bytes queued and not yet taken by the kernel."""
-        return self._queue.nbytes
+        return self._queue.nbytes + self._wire.unsent
 
     @property
     def received_bytes(self) -> int:
@@ -161,9 +172,7 @@ class Duplex(ABC):
             self._sock.close()
             return
         self._queue.own()
-        self._linger = self._loop.call_later(
-            LINGER_S, self._on_linger, self._queue.sent_bytes
-        )
+        self._linger = self._loop.call_later(LINGER_S, self._on_linger, self._gone)
         self._loop.call_soon(self._finish)
 
     def abort(self) -> None:
@@ -175,31 +184,61 @@ class Duplex(ABC):
         self._started = True
         self._reader = reader
         self._loop.add_reader(self._sock, self._on_readable)
+        if not self._wire.opened:
+            # Whoever dialled has the first word.
+            self._again = self._loop.call_soon(self._on_more)
 
-    def _detach(self, reason: Exception) -> socket.socket:
+    def _detach(self, reason: Exception) -> Wire:
         """Give the socket away; this has ended, for the reason given."""
         self._quieten(reason)
-        return self._sock
+        return self._wire
 
     # --- receiving --------------------------------------------------------------------
 
     def _on_readable(self) -> None:
+        opened = self._wire.opened
         self._receive()
-        if not self._ended and self._failure is None and (error := self._error()):
+        if self._ended or self._failure is not None:
+            return
+        if error := self._error():
             self._socket_failed(error)
+            return
+        if self._wire.opened and not opened and self._queue.nbytes:
+            self._wait_for_room()
+        elif self._wire.unsent and not self._waiting:
+            self._transmit()  # what TLS has answered by itself
+        self._receive_more()
+
+    def _receive_more(self) -> None:
+        """See to it that what the wire holds is received, in a turn of its own."""
+        if self._wire.more and self._again is None and self._listens:
+            self._again = self._loop.call_soon(self._on_more)
+
+    def _on_more(self) -> None:
+        self._again = None
+        if self._listens:
+            self._on_readable()
+
+    @property
+    def _listens(self) -> bool:
+        """Whether there is anything that may still be received."""
+        return not (self._ended or self._end_of_stream or self._failure)
 
     def _receive(self) -> bool:
-        """Receive until the kernel has no more (False) or a wake-up is spent (True)."""
-        reader, sock = self._reader, self._sock
+        """Receive until there is no more (False) or a wake-up is spent (True)."""
+        reader, wire = self._reader, self._wire
         budget = WAKEUP_BYTES
         try:
             for _ in range(CALLS_PER_WAKEUP):
                 try:
-                    count = reader.receive(sock)
+                    count = reader.receive(wire)
                 except (BlockingIOError, InterruptedError):
                     return False
                 except OSError as exc:
                     self._end(self._broken(exc))
+                    return False
+                except AuthenticationFailed as exc:
+                    self._end(exc)
                     return False
                 if count == 0:
                     self._on_end_of_stream()
@@ -225,12 +264,19 @@ class Duplex(ABC):
                     f"{position}"
                 )
             )
-        elif self._shut or not (self._closing or self._queue.nbytes):
+        elif self._shut or not (self._closing or self._queue.nbytes or self._owes()):
             self._end(None)
         else:
             self._end_of_stream = True
             self._loop.remove_reader(self._sock)
             self.close()
+
+    def _owes(self) -> bool:
+        """Whether the peer has yet to hear, inside TLS, that we end as well."""
+        self._wire.say_end()
+        with contextlib.suppress(OSError):
+            self._wire.flush()
+        return self._wire.unsent > 0
 
     def _error(self) -> OSError | None:
         """The socket's error, if it has one.
@@ -248,20 +294,15 @@ class Duplex(ABC):
 
     def _transmit(self) -> None:
         """Send until the queue is empty, the kernel is full, or a wake-up is spent."""
-        queue, sock = self._queue, self._sock
-        budget = WAKEUP_BYTES
+        queue, budget = self._queue, WAKEUP_BYTES
         self._transmitting = True
         try:
             for _ in range(CALLS_PER_WAKEUP):
-                if budget <= 0 or queue.nbytes == 0:
+                if budget <= 0 or not self._due:
                     break
-                try:
-                    count = queue.transmit(sock)
-                except (BlockingIOError, InterruptedError):
+                count = self._transmit_once()
+                if count is None:
                     break
-                except OSError as exc:
-                    self._socket_failed(exc)
-                    return
                 budget -= count
                 for token in queue.taken(count):
                     self._sent(token)
@@ -273,11 +314,32 @@ class Duplex(ABC):
             self._transmitting = False
         if queue.nbytes:
             queue.own()
+        if self._due and self._failure is None and not self._ended:
             self._wait_for_room()
+
+    @property
+    def _due(self) -> bool:
+        """Whether there is something to send that the wire would take."""
+        wire = self._wire
+        return (self._queue.nbytes > 0 and wire.opened) or wire.unsent > 0
+
+    def _transmit_once(self) -> int | None:
+        """Send once; bytes of the queue that were taken, None if there is no room."""
+        queue, wire = self._queue, self._wire
+        try:
+            if queue.nbytes and wire.opened:
+                return queue.transmit(wire)
+            wire.flush()
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as exc:
+            self._socket_failed(exc)
+            return None
+        return 0
 
     def _on_writable(self) -> None:
         self._transmit()
-        if self._queue.nbytes or not self._waiting:
+        if self.queued_bytes or not self._waiting:
             return
         self._stop_waiting()
         if self._closing:
@@ -319,11 +381,16 @@ class Duplex(ABC):
         """First step of a close: send the queue, if nobody does."""
         if not self._waiting and not self._ended:
             self._transmit()
-            if not self._queue.nbytes and self._failure is None:
+            if not self.queued_bytes and self._failure is None:
                 self._shut_down()
 
     def _shut_down(self) -> None:
         """Tell the peer that nothing follows, and wait for it to end as well."""
+        self._wire.say_end()
+        if self._wire.unsent:
+            self._transmit()
+        if self._wire.unsent or self._failure is not None:
+            return  # we come back when there is room
         self._shut = True
         try:
             self._sock.shutdown(socket.SHUT_WR)
@@ -332,15 +399,20 @@ class Duplex(ABC):
             return
         if self._end_of_stream:
             self._end(None)
+        else:
+            self._receive_more()
+
+    @property
+    def _gone(self) -> int:
+        """Bytes that the kernel has taken; it grows as long as the peer takes some."""
+        return self._queue.sent_bytes - self._wire.unsent
 
     def _on_linger(self, sent_before: int) -> None:
-        sent = self._queue.sent_bytes
+        sent = self._gone
         if sent > sent_before:
             self._linger = self._loop.call_later(LINGER_S, self._on_linger, sent)
             return
-        what = (
-            f"{self._queue.nbytes} bytes unsent" if not self._shut else "all was sent"
-        )
+        what = f"{self.queued_bytes} bytes unsent" if not self._shut else "all was sent"
         self._end(
             ConnectionLost(
                 f"{self._remote} did not end the connection within {LINGER_S:g} s of "
@@ -368,7 +440,8 @@ class Duplex(ABC):
             return
         self._quieten(error)
         # The socket may already know that the peer is gone; there is nothing to add.
-        if error is not None:
+        # Whoever is refused inside TLS is to read why, which a reset may overtake.
+        if error is not None and not isinstance(error, AuthenticationFailed):
             with contextlib.suppress(OSError):
                 reset_on_close(self._sock)
         with contextlib.suppress(OSError):
@@ -383,6 +456,8 @@ class Duplex(ABC):
         self._reader.stop()
         if self._linger is not None:
             self._linger.cancel()
+        if self._again is not None:
+            self._again.cancel()
         if not self._loop.is_closed():
             self._stop_waiting()
             self._loop.remove_reader(self._sock)

@@ -9,7 +9,7 @@ direction in the order of ``send`` and of ``receive``, and so a ticket is empty:
                    (listener's side only;
                     what is sent is queued)
 
-A lane of this kind is as confidential as the link beside it: neither is encrypted.
+A lane is inside TLS if the link beside it is, in a TLS connection of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kvwire.backend import Landing, Payload
-from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
+from kvwire.errors import (
+    AuthenticationFailed,
+    BackendUnavailable,
+    ConnectionLost,
+    ProtocolError,
+)
 from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.types import Address, Role
 from kvwire_tcp.door import Door, Guest
@@ -36,13 +40,15 @@ from kvwire_tcp.preamble import (
     make_preamble,
     token_of,
 )
+from kvwire_tcp.waiting import heard, said
+from kvwire_tcp.wire import Wire
 from kvwire_tcp.writer import SendQueue
 
 # The client knows the address already. The number is that of the preamble's layout.
 BOOTSTRAP: Final = b"tcp lane 1"
 
-Dial = Callable[[Address], Awaitable[tuple[socket.socket, Address]]]
-"""A socket connected to an address and tuned, and where it leads."""
+Dial = Callable[[Address], Awaitable[tuple[Wire, Address]]]
+"""A wire to an address, ready for use, and where it leads."""
 
 
 class TcpLane(Lane, Guest):
@@ -92,7 +98,7 @@ class TcpLane(Lane, Guest):
     @property
     def queued_bytes(self) -> int:
         """See Lane."""
-        return self._queue.nbytes
+        return self._queue.nbytes if self._socket is None else self._socket.queued_bytes
 
     @property
     def received_bytes(self) -> int:
@@ -119,9 +125,9 @@ class TcpLane(Lane, Guest):
             self._door.expect(token_of(self._context.secret), self)
             self._joined = True
             return
-        sock, remote = await self._knock()
+        wire, remote = await self._knock()
         self._joined = True
-        self._socket = LaneSocket(sock, remote, self._loop, self._queue, self)
+        self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
 
     def send(self, payload: Payload, token: object) -> bytes:
         """See Lane.
@@ -177,18 +183,23 @@ class TcpLane(Lane, Guest):
 
     # --- coming up --------------------------------------------------------------------
 
-    def admits(self, preamble: bytes) -> bool:
+    def admits(self, wire: Wire, preamble: bytes) -> bool:
         """See Guest."""
-        return is_proof(preamble, self._context.secret, self._context.number)
+        try:
+            binding = _binding(wire)
+        except AuthenticationFailed:
+            return False
+        secret, number = self._context.secret, self._context.number
+        return is_proof(preamble, secret, number, binding)
 
-    def arrived(self, sock: socket.socket, remote: Address, preamble: bytes) -> None:
+    def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
         """See Guest."""
         # Its send buffer is empty. If the peer is gone already, we hear of that next.
         with contextlib.suppress(OSError):
-            sock.send(answer_to(preamble, self._context.secret))
-        self._socket = LaneSocket(sock, remote, self._loop, self._queue, self)
+            wire.send(answer_to(preamble, self._context.secret, _binding(wire)))
+        self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
 
-    async def _knock(self) -> tuple[socket.socket, Address]:
+    async def _knock(self) -> tuple[Wire, Address]:
         """Dial, prove who we are and see the peer's proof.
 
         Raises:
@@ -197,36 +208,28 @@ class TcpLane(Lane, Guest):
         context = self._context
         assert context.remote_address is not None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        preamble = make_preamble(context.secret, context.number, nonce)
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_up)
             try:
-                sock, remote = await self._dial(context.remote_address)
-                undo.enter_context(sock)
-                await self._loop.sock_sendall(sock, preamble)
-                answer = await self._answer(sock)
-            except OSError as exc:
+                wire, remote = await self._dial(context.remote_address)
+                undo.enter_context(wire.sock)
+                binding = _binding(wire)
+                preamble = make_preamble(context.secret, context.number, nonce, binding)
+                await said(wire, preamble, self._loop)
+                answer = await heard(wire, ANSWER_BYTES, self._loop)
+            except (OSError, AuthenticationFailed) as exc:
                 raise BackendUnavailable(
                     f"{context.remote_address} cannot be reached: {exc}"
                 ) from exc
-            if not secrets.compare_digest(answer, answer_to(preamble, context.secret)):
+            expected = answer_to(preamble, context.secret, binding)
+            if not secrets.compare_digest(answer, expected):
                 raise BackendUnavailable(
                     f"{remote} admits no lane of this connection: it is another host, "
                     f"or too late"
                 )
             self._check_open()
             undo.pop_all()
-        return sock, remote
-
-    async def _answer(self, sock: socket.socket) -> bytes:
-        """What the listener says; less if it ends before that."""
-        answer = b""
-        while len(answer) < ANSWER_BYTES:
-            more = await self._loop.sock_recv(sock, ANSWER_BYTES - len(answer))
-            if not more:
-                break
-            answer += more
-        return answer
+        return wire, remote
 
     def _give_up(self) -> None:
         self._ending = True
@@ -243,7 +246,7 @@ class TcpLane(Lane, Guest):
     # --- from the socket --------------------------------------------------------------
 
     def sent(self, token: object) -> None:
-        """The kernel has taken a payload."""
+        """A payload is not needed any more."""
         self._handler.payload_sent(self, token)
 
     def writable(self) -> None:
@@ -272,13 +275,13 @@ class LaneSocket(Duplex):
 
     def __init__(
         self,
-        sock: socket.socket,
+        wire: Wire,
         remote: Address,
         loop: asyncio.AbstractEventLoop,
         queue: SendQueue,
         lane: TcpLane,
     ) -> None:
-        super().__init__(sock, remote, loop, queue)
+        super().__init__(wire, remote, loop, queue)
         self._lane = lane
         self._paused = False
         self._begin(lane.reader)
@@ -295,6 +298,11 @@ class LaneSocket(Duplex):
         if self._paused and not self._ended:
             self._paused = False
             self._loop.add_reader(self._sock, self._on_readable)
+            self._receive_more()
+
+    @property
+    def _listens(self) -> bool:
+        return super()._listens and not self._paused
 
     def _sent(self, token: object) -> None:
         self._lane.sent(token)
@@ -304,3 +312,13 @@ class LaneSocket(Duplex):
 
     def _closed(self, error: Exception | None) -> None:
         self._lane.closed(error)
+
+
+def _binding(wire: Wire) -> bytes:
+    """What ties a proof to this one wire.
+
+    Raises:
+        AuthenticationFailed: The peer is nobody whom this side accepts.
+    """
+    proven = wire.proven()
+    return b"" if proven is None else proven.binding

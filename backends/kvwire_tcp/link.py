@@ -9,23 +9,24 @@ out to be lanes.
 from __future__ import annotations
 
 import asyncio
-import socket
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
+from kvwire.tls import Proven
 from kvwire.types import Address
 from kvwire_tcp.door import Door
 from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble
 from kvwire_tcp.reader import FrameHandler, FrameReader
+from kvwire_tcp.wire import Wire
 
 
 class TcpLink(Duplex, Link):
     """A link over a connected socket, which it owns.
 
     Args:
-        sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.
+        wire: Of the socket.
         remote: The peer's address.
         loop: The running loop.
         door: Where the socket goes if it turns out to be a lane.
@@ -37,12 +38,12 @@ class TcpLink(Duplex, Link):
 
     def __init__(
         self,
-        sock: socket.socket,
+        wire: Wire,
         remote: Address,
         loop: asyncio.AbstractEventLoop,
         door: Door | None = None,
     ) -> None:
-        super().__init__(sock, remote, loop)
+        super().__init__(wire, remote, loop)
         self._door = door
         # Paused links look away, or the loop would wake us for what may not be read.
         self._watching = True
@@ -52,6 +53,14 @@ class TcpLink(Duplex, Link):
     def remote_address(self) -> Address | None:
         """See :class:`~kvwire.backend.Link`."""
         return self._remote
+
+    def proven(self) -> Proven | None:
+        """See :class:`~kvwire.backend.Link`.
+
+        Raises:
+            AuthenticationFailed: Nobody whom this side accepts.
+        """
+        return self._wire.proven()
 
     def start(self, handler: LinkHandler) -> None:
         """See :class:`~kvwire.backend.Link`."""
@@ -95,8 +104,8 @@ class TcpLink(Duplex, Link):
     def is_lane(self, preamble: bytes) -> None:
         """The socket is a lane's: as a link it ends here."""
         assert self._door is not None
-        sock = self._detach(ConnectionLost("it is not a connection but a lane of one"))
-        self._door.admit(sock, self._remote, preamble)
+        wire = self._detach(ConnectionLost("it is not a connection but a lane of one"))
+        self._door.admit(wire, self._remote, preamble)
 
     def _on_readable(self) -> None:
         if self._frames.waits:
@@ -122,11 +131,7 @@ class TcpLink(Duplex, Link):
         if not self._watching and self._listens:
             self._watching = True
             self._loop.add_reader(self._sock, self._on_readable)
-
-    @property
-    def _listens(self) -> bool:
-        """Whether there is anything that may still be received."""
-        return not (self._ended or self._end_of_stream or self._failure)
+        self._receive_more()
 
     def _sent(self, token: object) -> None:
         self._handler.frame_sent(self, token)

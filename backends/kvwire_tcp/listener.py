@@ -21,6 +21,7 @@ from kvwire.types import Address
 from kvwire_tcp.door import Door
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.options import address_from, tune
+from kvwire_tcp.wire import Wire
 
 ACCEPTS_PER_WAKEUP: Final = 16
 # Long against a wake-up, short against the peer's handshake timeout.
@@ -37,6 +38,7 @@ class TcpListener(Listener):
     Args:
         sock: Bound, listening and non-blocking.
         accept: Gets each link, not yet started.
+        wire: Makes the wire of an accepted socket.
         door: Where accepted sockets go that turn out to be lanes.
         loop: The running loop.
     """
@@ -45,11 +47,13 @@ class TcpListener(Listener):
         self,
         sock: socket.socket,
         accept: Callable[[Link], None],
+        wire: Callable[[socket.socket], Wire],
         door: Door,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._sock = sock
         self._accept = accept
+        self._wire = wire
         self._door = door
         self._loop = loop
         self._address = address_from(sock.getsockname())
@@ -100,7 +104,7 @@ class TcpListener(Listener):
         except OSError:
             sock.close()  # reset by the peer already
             return
-        link = TcpLink(sock, address_from(sockaddr), self._loop, self._door)
+        link = TcpLink(self._wire(sock), address_from(sockaddr), self._loop, self._door)
         try:
             self._accept(link)
         except Exception:  # noqa: BLE001 - the caller's bug costs this link only

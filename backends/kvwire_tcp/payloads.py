@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from kvwire.backend import Landing
 from kvwire.limits import KIB, WAKEUP_BYTES
-from kvwire.memory.iovec import Iovecs, readv, simplest
+from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.reader import check_destination
+from kvwire_tcp.wire import Wire
 
 # What is dropped goes here, so many bytes a call.
 _DROPPED_BYTES: Final = 64 * KIB
@@ -33,7 +33,7 @@ class PayloadReader:
 
     Attributes:
         received_bytes: Bytes received since it began.
-        drained: Whether the last call got less than it asked for: nothing is left.
+        drained: Whether the last call got all there was.
         stopped: Set by :meth:`stop`, often from within a callback.
     """
 
@@ -89,30 +89,30 @@ class PayloadReader:
         self._expected.clear()
         self._target = None
 
-    def receive(self, sock: socket.socket) -> int:
+    def receive(self, wire: Wire) -> int:
         """Receive once, into the payload that is next.
 
         Returns:
             Bytes received, to be passed to :meth:`deliver`; 0 at the end of the stream.
 
         Raises:
-            OSError: As the system call says; BlockingIOError if nothing is there that
-                is expected.
+            OSError: As the wire says; BlockingIOError if nothing is there that is
+                expected.
         """
         if not self._expected:
-            return self._look(sock)
+            return self._look(wire)
         target, rest = self._target, self._rest
         if type(target) is Iovecs:
-            count = readv(sock.fileno(), target.window(WAKEUP_BYTES))
+            count = wire.recv_list(target)
             asked = target.asked
         elif target is None:
             asked = min(rest, _DROPPED_BYTES)
-            count = sock.recv_into(bytearray(asked))
+            count = wire.recv_into(memoryview(bytearray(asked)))
         else:
             asked = min(rest, WAKEUP_BYTES)
             begin = len(target) - rest
-            count = sock.recv_into(target[begin : begin + asked])
-        self.drained = count < asked
+            count = wire.recv_into(target[begin : begin + asked])
+        self.drained = count < asked and not wire.more
         self.received_bytes += count
         return count
 
@@ -138,13 +138,13 @@ class PayloadReader:
         else:
             self._target = Iovecs(payload)
 
-    def _look(self, sock: socket.socket) -> int:
+    def _look(self, wire: Wire) -> int:
         """Nothing is expected: 0 if the stream has ended.
 
         Raises:
-            OSError: As the system call says; BlockingIOError if it goes on.
+            OSError: As the wire says; BlockingIOError if it goes on.
         """
-        if not sock.recv(1, socket.MSG_PEEK):
+        if not wire.look():
             return 0
         self._early()
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

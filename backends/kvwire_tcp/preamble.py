@@ -15,6 +15,10 @@ bytes     client to listener                       listener to client
 It is as long as the first message of a handshake, and of a fixed length for the same
 reason: nothing that a stranger says has to be sized. The secret is new for each lane
 and a lane is admitted once, so a preamble that was overheard is worth nothing.
+
+Inside TLS both HMACs also cover the *binding*, the digests of the two certificates of
+this one TLS connection. Somebody between the two sides, whose certificate both accept,
+could else pass the preamble on from one TLS connection to another.
 """
 
 from __future__ import annotations
@@ -38,16 +42,19 @@ _MAGIC_VIEW: Final = memoryview(MAGIC)
 assert _FIELDS.size + hashlib.sha256().digest_size == PREAMBLE_BYTES
 
 
-def make_preamble(secret: bytes, number: int, nonce: bytes) -> bytes:
+def make_preamble(
+    secret: bytes, number: int, nonce: bytes, binding: bytes = b""
+) -> bytes:
     """What the client sends first.
 
     Args:
         secret: Of the lane.
         number: Of the lane.
         nonce: ``NONCE_BYTES`` that were never used before.
+        binding: Of the TLS connection; b"" without TLS.
     """
     fields = _FIELDS.pack(MAGIC, number, token_of(secret), nonce)
-    return fields + _proof(secret, b"client", fields)
+    return fields + _proof(secret, b"client", fields + binding)
 
 
 def is_preamble(header: memoryview) -> bool:
@@ -66,15 +73,16 @@ def token_in(preamble: bytes) -> bytes:
     return token
 
 
-def is_proof(preamble: bytes, secret: bytes, number: int) -> bool:
+def is_proof(preamble: bytes, secret: bytes, number: int, binding: bytes = b"") -> bool:
     """Whether a preamble comes from somebody who knows the secret of this lane."""
     nonce = _FIELDS.unpack_from(preamble)[3]
-    return hmac.compare_digest(preamble, make_preamble(secret, number, nonce))
+    expected = make_preamble(secret, number, nonce, binding)
+    return hmac.compare_digest(preamble, expected)
 
 
-def answer_to(preamble: bytes, secret: bytes) -> bytes:
+def answer_to(preamble: bytes, secret: bytes, binding: bytes = b"") -> bytes:
     """What the listener answers, and nobody else could."""
-    return _proof(secret, b"server", preamble)
+    return _proof(secret, b"server", preamble + binding)
 
 
 def _proof(secret: bytes, purpose: bytes, data: bytes) -> bytes:

@@ -19,25 +19,27 @@ How far to read ahead follows the frame before: after a small one all of scratch
 asked for; after one that did not fit scratch only a header, since the next is probably
 as large and none of its payload shall be copied.
 
-:meth:`FrameReader.receive` is the one system call, :meth:`FrameReader.deliver`
+:meth:`FrameReader.receive` is the one call of the wire, :meth:`FrameReader.deliver`
 everything that its bytes lead to. Splitting depends on the bytes alone, never on how
 they were cut.
 """
 
 from __future__ import annotations
 
-import socket
 from typing import Final, Protocol
 
 from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import UsageError
 from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
 from kvwire.memory.copy import copy
-from kvwire.memory.iovec import Iovecs, address_of, readv, simplest
+from kvwire.memory.iovec import Iovecs, address_of, simplest
+from kvwire_tcp.wire import Wire
 
 # Measured: a burst of 64-byte frames gains nothing from more. All that a peer pins
 # before it is authenticated.
 SCRATCH_BYTES: Final = 8 * KIB
+# How a peer inside TLS answers one that is not (RFC 8446 5.1); no header begins so.
+_TLS_ALERT: Final = b"\x15\x03"
 
 
 class FrameHandler(Protocol):
@@ -60,8 +62,8 @@ class FrameReader:
     Attributes:
         handler: Another one may take its place, also from within a callback.
         received_bytes: Bytes received since the link began.
-        drained: Whether the last call got less than it asked for: nothing is left. Or
-            nothing more may be handed over.
+        drained: Whether the last call got all there was, or nothing more may be handed
+            over.
         paused: Set it to have no further header handed over; then, unset, call
             ``deliver(0)`` for those that have come meanwhile.
         stopped: Set by :meth:`stop`, often from within a callback.
@@ -115,6 +117,8 @@ class FrameReader:
         if self._landing is not None:
             length = self._landing.length
             return f"{length - self._rest} of {length} payload bytes"
+        if self._held and self._headers[:2] == _TLS_ALERT:
+            return "an alert of TLS: its trust is mtls, and this side's is not"
         return f"{self._held} of {HEADER_BYTES} header bytes" if self._held else ""
 
     def stop(self) -> None:
@@ -123,33 +127,32 @@ class FrameReader:
         self._held = 0
         self._landing = self._target = None
 
-    def receive(self, sock: socket.socket) -> int:
+    def receive(self, wire: Wire) -> int:
         """Receive once, to wherever the next bytes belong.
 
         Returns:
             Bytes received, to be passed to :meth:`deliver`; 0 at the end of the stream.
 
         Raises:
-            OSError: As the system call says; BlockingIOError if nothing is there.
+            OSError: As the wire says; BlockingIOError if nothing is there.
         """
         target, rest, ahead = self._target, self._rest, self._ahead
         if target is None:
             room = self._scratch[self._held : ahead]
             asked = len(room)
-            count = sock.recv_into(room)
+            count = wire.recv_into(room)
         elif type(target) is Iovecs:
             tail = (self._scratch_address, ahead)
-            count = readv(sock.fileno(), target.window(WAKEUP_BYTES, tail))
+            count = wire.recv_list(target, tail)
             asked = target.asked
         elif rest > WAKEUP_BYTES:
             asked = WAKEUP_BYTES
             begin = len(target) - rest
-            count = sock.recv_into(target[begin : begin + asked])
+            count = wire.recv_into(target[begin : begin + asked])
         else:
             asked = rest + ahead
-            rooms = (target[len(target) - rest :], self._scratch[:ahead])
-            count = sock.recvmsg_into(rooms)[0]
-        self.drained = count < asked
+            count = wire.recv_two(target[len(target) - rest :], self._scratch[:ahead])
+        self.drained = count < asked and not wire.more
         self.received_bytes += count
         return count
 

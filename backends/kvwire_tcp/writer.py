@@ -12,7 +12,6 @@ Payload memory is *lent* with a token, until the token is given back. Without on
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -21,7 +20,8 @@ from kvwire.backend import Payload
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
-from kvwire.memory.iovec import Iovecs, simplest, writev
+from kvwire.memory.iovec import Iovecs, simplest
+from kvwire_tcp.wire import Wire
 
 # Up to here a copy costs less than a second view in the system call.
 JOINED_BYTES_MAX: Final = 4 * KIB
@@ -35,8 +35,8 @@ class SendQueue:
     """The unsent bytes of one link.
 
     Attributes:
-        nbytes: Bytes queued and not taken by the kernel.
-        sent_bytes: Bytes taken by the kernel since the link began.
+        nbytes: Bytes queued and not taken by the wire.
+        sent_bytes: Bytes taken by the wire since the link began.
     """
 
     __slots__ = ("_borrowed", "_entries", "_first", "_tokens", "nbytes", "sent_bytes")
@@ -97,22 +97,22 @@ class SendQueue:
         self.nbytes += payload.nbytes
         self._tokens.append((self.sent_bytes + self.nbytes, token))
 
-    def transmit(self, sock: socket.socket) -> int:
-        """Offer the head of the queue to the kernel in one system call.
+    def transmit(self, wire: Wire) -> int:
+        """Offer the head of the queue to the wire in one call.
 
         Returns:
             Bytes taken, to be passed to :meth:`taken`.
 
         Raises:
-            OSError: As the system call says; BlockingIOError if there is no room.
+            OSError: As the wire says; BlockingIOError if there is no room.
         """
         entries = self._entries
         head = entries[0]
         if type(head) is Iovecs:
-            return writev(sock.fileno(), head.window(WAKEUP_BYTES))
+            return wire.send_list(head)
         if len(entries) == 1 and type(head) is bytes:
-            return sock.send(head)
-        return sock.sendmsg(self._views())
+            return wire.send(head)
+        return wire.sendmsg(self._views())
 
     def taken(self, count: int) -> Sequence[object]:
         """Count ``count`` bytes as sent; the tokens of the frames this completes."""

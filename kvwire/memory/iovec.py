@@ -33,7 +33,8 @@ class Iovecs:
 
     Attributes:
         rest: Bytes not moved yet, the head included. Whoever moves some subtracts them.
-        asked: Bytes of the last window, the tail included.
+        asked: Bytes of the last window, the tail included; or whatever else was asked
+            for in its place.
     """
 
     __slots__ = (
@@ -105,9 +106,30 @@ class Iovecs:
 
     def fill(self, source: memoryview) -> None:
         """Copy ``source`` into the next bytes of a list without a head."""
+        self.scatter(source)
+        self.rest -= len(source)
+
+    def scatter(self, source: memoryview) -> None:
+        """The same, but the bytes still count as not moved."""
         fragments = self._fragments
         copy(source, fragments.slice(fragments.nbytes - self.rest, len(source)))
-        self.rest -= len(source)
+
+    def gather(self, target: memoryview) -> int:
+        """Copy the next bytes, the head included, into ``target``, as many as fit.
+
+        Returns:
+            How many; they still count as not moved.
+        """
+        fragments = self._fragments
+        begin, filled = fragments.nbytes - self.rest, 0
+        if begin < 0:
+            head = self._head[begin:][: len(target)]
+            filled = len(head)
+            target[:filled] = head
+            begin = 0
+        count = min(len(target) - filled, fragments.nbytes - begin)
+        copy(fragments.slice(begin, count), target[filled : filled + count])
+        return filled + count
 
     def tobytes(self) -> bytes:
         """A copy of the bytes not moved yet."""

@@ -23,7 +23,7 @@ class Identity:
         name: Shown to the peer.
         incarnation: 16 random bytes, new for each start of the process.
         trust: How the sides know each other.
-        psk: The key this side connects with; empty in loopback mode.
+        psk: The key this side connects with; empty but in psk mode.
         keys: Every key this side accepts, by :func:`~kvwire.proto.auth.key_id`.
         terms: This side's limits.
         profile: (field, value) pairs that must agree where both sides name the field.

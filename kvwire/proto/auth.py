@@ -3,7 +3,10 @@
 From the pre-shared key and both nonces HKDF-SHA256 (RFC 5869) derives one key per
 purpose and direction, so that a proof sent back to its maker proves nothing. In
 ``loopback`` mode the pre-shared key is empty: the same code runs, and the proofs then
-only show that both sides saw the same handshake.
+only show that both sides saw the same handshake. In ``mtls`` mode it is the digests of
+both certificates of this TLS connection, which are no secret: who the peer is, TLS has
+proved, and the proofs show that nobody has ended one TLS connection and begun another
+between the two.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from kvwire.errors import (
     error_from_code,
     shown,
 )
-from kvwire.limits import KEY_ID_BYTES
+from kvwire.limits import BINDING_BYTES, KEY_ID_BYTES
 from kvwire.proto.agreement import Agreement, Identity, common_terms
 from kvwire.proto.auth import Keys, key_id, same, transcript_hash
 from kvwire.proto.framing import Framing
@@ -94,8 +94,23 @@ class Handshake(ABC):
         self.state = state
         self.identity = identity
         self._nonce = nonce
+        # What the proofs are made with, once it is known.
+        self._secret = identity.psk
         self._header: Header | None = None
         self._raw_header = b""
+
+    def bind(self, binding: bytes) -> None:
+        """In ``mtls`` mode: what both ends of this one TLS connection know of it.
+
+        Called before the first frame is received, and only if the peer has proved to
+        be somebody whom this side accepts. Without it every peer is refused.
+
+        Args:
+            binding: The SHA-256 of the client's certificate, then the server's.
+        """
+        assert self.identity.trust is TrustMode.MTLS, "only TLS has certificates"
+        assert len(binding) == BINDING_BYTES
+        self._secret = binding
 
     def header_received(self, raw: bytes | memoryview) -> int:
         """Take the next header; return how many body bytes follow.
@@ -182,6 +197,11 @@ class Handshake(ABC):
         error = error_from_code(said.code, text)
         return error if isinstance(error, HandshakeError) else HandshakeError(text)
 
+    @property
+    def _unbound(self) -> bool:
+        """Whether TLS should have proved who the peer is, and has not."""
+        return self.identity.trust is TrustMode.MTLS and not self._secret
+
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
         """Compare the fields that both sides name: KVW-HS-08."""
         mine = dict(self.identity.profile)
@@ -240,11 +260,10 @@ class ClientHandshake(Handshake):
                 f"to {high}",
                 fields=("version",),
             )
-        keys = Keys.derive(identity.psk, self._nonce, accept.nonce)
+        keys = Keys.derive(self._secret, self._nonce, accept.nonce)
         digest = accepted_digest(self._hello, accept)
-        if accept.trust is not identity.trust or not same(
-            accept.mac, keys.server_proof(digest)
-        ):
+        differs = accept.trust is not identity.trust or self._unbound
+        if differs or not same(accept.mac, keys.server_proof(digest)):
             self.refuse(WireCode.AUTHENTICATION)
             raise _trust_error(identity.trust, accept.trust)
         self._accept, self._digest, self._keys = accept, digest, keys
@@ -361,9 +380,11 @@ class ServerHandshake(Handshake):
                 f"{hello.version_max}, this side {low} to {high}",
                 fields=("version",),
             )
-        psk = identity.keys.get(hello.key_id, b"")
-        wants_key = identity.trust is TrustMode.PSK
-        if hello.trust is not identity.trust or (wants_key and not psk):
+        secret = self._secret
+        if identity.trust is TrustMode.PSK:
+            secret = identity.keys.get(hello.key_id, b"")
+        unproved = identity.trust is not TrustMode.LOOPBACK and not secret
+        if hello.trust is not identity.trust or unproved:
             self.refuse(WireCode.AUTHENTICATION)
             raise _trust_error(identity.trust, hello.trust)
         accept = Accept(
@@ -373,7 +394,7 @@ class ServerHandshake(Handshake):
             incarnation=identity.incarnation,
             nonce=self._nonce,
         )
-        keys = Keys.derive(psk, hello.nonce, self._nonce)
+        keys = Keys.derive(secret, hello.nonce, self._nonce)
         self._digest = accepted_digest(body, accept)
         self._proof = keys.server_proof(self._digest)
         self._hello, self._keys, self._version = hello, keys, version
@@ -438,6 +459,13 @@ def _trust_error(mine: TrustMode, theirs: TrustMode) -> AuthenticationFailed:
             f"trust modes differ: this side {mine.name.lower()}, peer "
             f"{theirs.name.lower()}; set the same `trust` and `psk_file` on both",
             fields=("trust",),
+        )
+    if mine is TrustMode.MTLS:
+        return AuthenticationFailed(
+            "one side does not accept the other's certificate: its `tls_peers` does "
+            "not name it, or something between the two ends TLS on the way; the log "
+            "of the side that refused says which",
+            fields=("tls_peers",),
         )
     return AuthenticationFailed(
         "the peer does not hold the same key; compare `psk_file` on both sides",

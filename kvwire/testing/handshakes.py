@@ -24,6 +24,9 @@ PSK: Final = bytes(range(32))
 NONCE_CLIENT: Final = bytes([0xC1]) * NONCE_BYTES
 NONCE_SERVER: Final = bytes([0x5E]) * NONCE_BYTES
 
+# As if the client's certificate and the server's had these digests.
+BINDING: Final = bytes([0xCC]) * 32 + bytes([0x55]) * 32
+
 # As small as they may be, so that a few bytes show what megabytes would.
 SMALL: Final = Terms(
     chunk_bytes=CHUNK_BYTES_MIN,
@@ -98,19 +101,27 @@ def begin(
     *,
     nonces: tuple[bytes, bytes] = (NONCE_CLIENT, NONCE_SERVER),
     backends: tuple[str, ...] = ("memory",),
+    bindings: tuple[bytes, bytes] = (BINDING, BINDING),
 ) -> Shaking:
-    """Both sides before the first frame has arrived."""
+    """Both sides before the first frame has arrived.
+
+    In ``mtls`` mode each side is bound to a TLS connection, unless that is b"".
+    """
     mine = client or identity("client")
     offer = Offer(
         name=mine.name,
         backends=tuple(BackendOffer(backend, 1) for backend in backends),
         profile=mine.profile,
     )
-    return Shaking(
+    shaking = Shaking(
         ClientHandshake(mine, nonces[0], offer),
         ServerHandshake(server or identity("server"), nonces[1]),
         [],
     )
+    for role, binding in zip(Role, bindings, strict=True):
+        if shaking.of(role).identity.trust is TrustMode.MTLS and binding:
+            shaking.of(role).bind(binding)
+    return shaking
 
 
 def choose_first(server: ServerHandshake) -> None:

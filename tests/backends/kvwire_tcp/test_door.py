@@ -12,6 +12,7 @@ from kvwire.limits import CONNECTIONS_MAX
 from kvwire.types import Address
 from kvwire_tcp.door import Door, Guest
 from kvwire_tcp.preamble import is_proof, make_preamble, token_of
+from kvwire_tcp.wire import PlainWire, Wire
 from tests.support.sockets import tcp_sockets
 
 REMOTE = Address("tcp", "192.0.2.7", 40000)
@@ -26,11 +27,11 @@ class Lane(Guest):
         self.secret = secret
         self.came: list[tuple[socket.socket, Address, bytes]] = []
 
-    def admits(self, preamble: bytes) -> bool:
+    def admits(self, wire: Wire, preamble: bytes) -> bool:
         return is_proof(preamble, self.secret, 1)
 
-    def arrived(self, sock: socket.socket, remote: Address, preamble: bytes) -> None:
-        self.came.append((sock, remote, preamble))
+    def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
+        self.came.append((wire.sock, remote, preamble))
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_lane_gets_its_socket_as_it_came(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     door, lane = waiting()
-    door.admit(ends[0], REMOTE, PREAMBLE)
+    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert lane.came == [(ends[0], REMOTE, PREAMBLE)]
     assert ends[0].fileno() >= 0
 
@@ -69,7 +70,7 @@ def test_each_of_several_lanes_gets_its_own(
 ) -> None:
     (door, other), lane = waiting(OTHER), Lane()
     door.expect(token_of(SECRET), lane)
-    door.admit(ends[0], REMOTE, PREAMBLE)
+    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert lane.came
     assert not other.came
 
@@ -78,7 +79,7 @@ def test_what_nobody_waits_for_is_reset(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     door, other = waiting(OTHER)
-    door.admit(ends[0], REMOTE, PREAMBLE)
+    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert not other.came
     expect_reset(*ends)
 
@@ -89,11 +90,11 @@ def test_who_knows_the_token_alone_is_reset_and_the_lane_waits_on(
     """The token is seen by whoever listens in; it must not cost the lane its place."""
     door, lane = waiting()
     forged = PREAMBLE[:-1] + bytes([PREAMBLE[-1] ^ 1])
-    door.admit(ends[0], REMOTE, forged)
+    door.admit(PlainWire(ends[0]), REMOTE, forged)
     assert not lane.came
     expect_reset(*ends)
     with socket.socket() as proper:
-        door.admit(proper, REMOTE, PREAMBLE)
+        door.admit(PlainWire(proper), REMOTE, PREAMBLE)
         assert len(lane.came) == 1
 
 
@@ -102,8 +103,8 @@ def test_a_preamble_that_is_said_again_is_worth_nothing(
 ) -> None:
     door, lane = waiting()
     with socket.socket() as proper:
-        door.admit(proper, REMOTE, PREAMBLE)
-        door.admit(ends[0], REMOTE, PREAMBLE)
+        door.admit(PlainWire(proper), REMOTE, PREAMBLE)
+        door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
         assert len(lane.came) == 1
     expect_reset(*ends)
 
@@ -114,7 +115,7 @@ def test_a_lane_that_was_forgotten_gets_nothing(
     door, lane = waiting()
     door.forget(token_of(SECRET))
     door.forget(token_of(SECRET))
-    door.admit(ends[0], REMOTE, PREAMBLE)
+    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert not lane.came
     expect_reset(*ends)
 
@@ -122,7 +123,7 @@ def test_a_lane_that_was_forgotten_gets_nothing(
 def test_a_socket_that_is_gone_already_is_no_error() -> None:
     gone = socket.socket()
     gone.close()
-    Door().admit(gone, REMOTE, PREAMBLE)
+    Door().admit(PlainWire(gone), REMOTE, PREAMBLE)
     assert gone.fileno() == -1
 
 

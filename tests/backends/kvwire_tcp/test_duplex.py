@@ -19,6 +19,7 @@ from kvwire.limits import MIB
 from kvwire.types import Address
 from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.duplex import Duplex
+from kvwire_tcp.wire import PlainWire, Wire
 from tests.support.logs import logged
 from tests.support.pairs import until
 from tests.support.sockets import tcp_sockets
@@ -44,8 +45,8 @@ class Bytes:
     def position(self) -> str:
         return "half a frame" if self.content.endswith(HALF) else ""
 
-    def receive(self, sock: socket.socket) -> int:
-        count = sock.recv_into(self._buffer)
+    def receive(self, wire: Wire) -> int:
+        count = wire.recv_into(memoryview(self._buffer))
         self.received_bytes += count
         return count
 
@@ -67,7 +68,7 @@ class Socket(Duplex):
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, REMOTE, asyncio.get_running_loop())
+        super().__init__(PlainWire(sock), REMOTE, asyncio.get_running_loop())
         self.reader = Bytes()
         self.sent: list[object] = []
         self.writable = 0

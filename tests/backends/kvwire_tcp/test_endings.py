@@ -21,6 +21,7 @@ from kvwire.types import Address
 from kvwire_tcp import TcpBackend
 from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.link import TcpLink
+from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import (
     ANYWHERE,
     DROP,
@@ -307,7 +308,7 @@ async def test_abort_after_the_loop_has_closed_only_closes_the_socket() -> None:
     near, far = socket.socketpair()
     with far:
         near.setblocking(False)
-        link = TcpLink(near, Address("tcp", "::1", 1), loop)
+        link = TcpLink(PlainWire(near), Address("tcp", "::1", 1), loop)
         recorder = Recorder()
         link.start(recorder)
         loop.close()

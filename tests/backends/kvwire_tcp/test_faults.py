@@ -22,8 +22,9 @@ from kvwire.errors import ConnectionLost
 from kvwire.limits import KIB
 from kvwire.memory.iovec import readv, writev
 from kvwire.types import Address
-from kvwire_tcp import TcpBackend, reader, writer
+from kvwire_tcp import TcpBackend, wire
 from kvwire_tcp.link import TcpLink
+from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import (
     ANYWHERE,
     PIECES,
@@ -156,10 +157,13 @@ async def exchange(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, An
         sock.setblocking(False)
     faulty.plan = plan
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "readv", vectored(readv, plan, faulty.fileno()))
-        patch.setattr(writer, "writev", vectored(writev, plan, faulty.fileno()))
+        patch.setattr(wire, "readv", vectored(readv, plan, faulty.fileno()))
+        patch.setattr(wire, "writev", vectored(writev, plan, faulty.fileno()))
         where = Address("tcp", "127.0.0.1", 1)
-        near, far = TcpLink(faulty, where, loop), TcpLink(accepted, where, loop)
+        near, far = (
+            TcpLink(PlainWire(faulty), where, loop),
+            TcpLink(PlainWire(accepted), where, loop),
+        )
         at_near, at_far = Recorder(), Recorder()
         near.start(at_near)
         far.start(at_far)
@@ -231,7 +235,7 @@ async def test_abort_does_not_raise_if_the_reset_cannot_be_asked_for(
     faulty = FaultySocket(fileno=near.detach())
     faulty.setblocking(False)
     with far:
-        link = TcpLink(faulty, ANYWHERE, asyncio.get_running_loop())
+        link = TcpLink(PlainWire(faulty), ANYWHERE, asyncio.get_running_loop())
         recorder = Recorder()
         link.start(recorder)
         link.abort()

@@ -14,6 +14,7 @@ from kvwire.backend import Landing
 from kvwire.errors import UsageError
 from kvwire.limits import KIB
 from kvwire_tcp.payloads import PayloadReader
+from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import DROP, PIECES, VIEW, Body
 
 
@@ -45,7 +46,7 @@ class Wire:
         """Receive until nothing is left."""
         while True:
             try:
-                count = self.reader.receive(self.sock)
+                count = self.reader.receive(PlainWire(self.sock))
             except BlockingIOError:
                 return
             assert count, "the stream goes on"
@@ -102,11 +103,11 @@ def test_the_end_is_seen_when_nothing_is_expected_and_within_a_payload(
     wire.expect(3)
     wire.peer.sendall(b"no")
     wire.peer.shutdown(socket.SHUT_WR)
-    wire.reader.deliver(wire.reader.receive(wire.sock))
-    assert wire.reader.receive(wire.sock) == 0
+    wire.reader.deliver(wire.reader.receive(PlainWire(wire.sock)))
+    assert wire.reader.receive(PlainWire(wire.sock)) == 0
     assert wire.reader.position == "2 of 3 payload bytes, 0 more expected"
     wire.reader.stop()
-    assert wire.reader.receive(wire.sock) == 0
+    assert wire.reader.receive(PlainWire(wire.sock)) == 0
     assert wire.reader.position == ""
 
 

@@ -15,6 +15,7 @@ from kvwire.backend import Landing, Link
 from kvwire.limits import HEADER_BYTES, WAKEUP_BYTES
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.reader import SCRATCH_BYTES, FrameReader
+from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import DROP, PIECES, VIEW, Recorder, header
 
 Frame = tuple[int, bytes]
@@ -44,6 +45,7 @@ class Wire:
         self.reader = FrameReader(NO_LINK, self.recorder)
         self._near, self._far = socket.socketpair()
         self._far.setblocking(False)
+        self._wire = PlainWire(self._far)
 
     def __enter__(self) -> Self:
         return self
@@ -57,13 +59,13 @@ class Wire:
         self._near.sendall(segment)
         left = len(segment)
         while left:
-            count = self.reader.receive(self._far)
+            count = self.reader.receive(self._wire)
             left -= count
             self.reader.deliver(count)
             if self.reader.stopped:
                 return
         with pytest.raises(BlockingIOError):
-            self.reader.receive(self._far)
+            self.reader.receive(self._wire)
 
 
 # Every kind, empty payloads first, last and in a row, and a payload across a header.
@@ -153,7 +155,7 @@ def test_a_burst_of_small_frames_takes_one_system_call() -> None:
         recorder = Recorder()
         reader = FrameReader(NO_LINK, recorder)
         near.sendall(transcript([(VIEW, bytes(64))] * count))
-        reader.deliver(reader.receive(far))
+        reader.deliver(reader.receive(PlainWire(far)))
     assert len(recorder.frames) == count
     assert reader.drained
 
@@ -166,12 +168,12 @@ def test_after_a_large_payload_the_next_one_is_received_in_place() -> None:
         recorder = Recorder()
         reader = FrameReader(NO_LINK, recorder)
         near.sendall(transcript([(VIEW, bytes(size)) for size in sizes]))
-        reader.deliver(reader.receive(far))
+        reader.deliver(reader.receive(PlainWire(far)))
         assert recorder.headers == 1
-        reader.deliver(reader.receive(far))
+        reader.deliver(reader.receive(PlainWire(far)))
         assert recorder.headers == 2
         assert reader.position == f"0 of {sizes[1]} payload bytes"
-        assert reader.receive(far) == sizes[1]
+        assert reader.receive(PlainWire(far)) == sizes[1]
 
 
 def test_position_says_where_the_stream_stands() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvwire.backend import Payload
 from kvwire.errors import UsageError
 from kvwire.limits import HEADER_BYTES, WAKEUP_BYTES
+from kvwire_tcp.wire import PlainWire
 from kvwire_tcp.writer import JOINED_BYTES_MAX, VIEWS_MAX, SendQueue
 from tests.backends.kvwire_tcp.recorder import gathered, header, pieces_of
 
@@ -31,6 +32,7 @@ class Sender:
         self.sock, self.peer = socket.socketpair()
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         self.sock.setblocking(False)
+        self.wire = PlainWire(self.sock)
         self.peer.setblocking(False)
         self.queued = b""
         self.received = b""
@@ -62,7 +64,7 @@ class Sender:
     def transmit(self) -> None:
         """One system call, after which the tokens are checked."""
         try:
-            count = self.queue.transmit(self.sock)
+            count = self.queue.transmit(self.wire)
         except BlockingIOError:
             self.received += self.peer.recv(1 << 20)
             return
@@ -120,7 +122,7 @@ def test_a_short_write_may_end_in_a_header() -> None:
         assert sender.queue.nbytes == 2 * HEADER_BYTES - 1
         sender.queued = sender.queued[HEADER_BYTES + 1 :]
         while sender.queue.nbytes:
-            sender.queue.taken(sender.queue.transmit(sender.sock))
+            sender.queue.taken(sender.queue.transmit(sender.wire))
         assert sender.peer.recv(1024) == sender.queued
 
 
@@ -129,7 +131,7 @@ def test_one_call_takes_many_frames_but_not_all_of_too_many() -> None:
         for _ in range(2 * VIEWS_MAX + 1):
             sender.push(0, as_pieces=False, lent=False)
         for views in (VIEWS_MAX, VIEWS_MAX, 1):
-            count = sender.queue.transmit(sender.sock)
+            count = sender.queue.transmit(sender.wire)
             assert count == views * HEADER_BYTES
             sender.queue.taken(count)
 
@@ -158,7 +160,7 @@ def test_clear_lets_go_of_all_memory() -> None:
             for as_pieces in (False, True)
             for lent in (False, True)
         ]
-        sender.queue.taken(sender.queue.transmit(sender.sock))
+        sender.queue.taken(sender.queue.transmit(sender.wire))
         sender.queue.clear()
         assert sender.queue.nbytes == 0
         for arena in arenas:

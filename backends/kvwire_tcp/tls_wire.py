@@ -1,0 +1,398 @@
+"""TLS between our memory and a socket: an SSLObject, two memory BIOs, two buffers.
+
+::
+
+    sending     payload --write--> outgoing BIO --read--> `_unsent` --send--> kernel
+    receiving   kernel --recv_into--> shared buffer --write--> incoming BIO
+                                                        --read--> where it belongs
+
+Payload is encrypted from where it lies and decrypted to where it belongs; only fragment
+lists go through a buffer, which all wires of a backend share, as they do the one for
+what was received: both are used within one call.
+
+What follows from the two BIOs:
+
+* *Memory is free once it is encrypted*, before the kernel has it. What was encrypted
+  and not taken is ``unsent``, less than two pieces: nothing is encrypted before it is
+  gone.
+* *The socket does not know what we hold.* What was received and not read makes ``more``
+  true. The kernel is asked for more only when OpenSSL has used up what it was given, so
+  the incoming BIO holds one piece at most.
+* *Reading may write*: answers to a peer that changes its keys. One that asks for them
+  and takes none is cut off, or it would fill the outgoing BIO.
+* *The end is said inside TLS* (``close_notify``). A stream that ends without it was cut
+  off, by whomever: never a clean end. To say it, ``SSLObject.unwrap`` also reads, and
+  drops, what was not read; so that is read ahead first.
+
+The handshake is the same pump, within the first receives: a server's is under the
+limits that the protocol above has for strangers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Final, NoReturn, cast, final
+
+from kvwire.errors import AuthenticationFailed
+from kvwire.limits import KIB
+from kvwire.memory.iovec import Iovecs
+from kvwire.tls import Credentials, Proven
+from kvwire.tls_errors import explained
+from kvwire.types import Role
+from kvwire_tcp.wire import Bytes
+
+# Encrypted or decrypted in one call: 8 records of TLS, some 50 us of processor time.
+PIECE_BYTES: Final = 128 * KIB
+# Received at once before the peer is known: its whole flight, and no more is pinned.
+STRANGER_BYTES: Final = 16 * KIB
+# Unsent bytes at which a peer that asks for new keys, and takes none, is cut off.
+UNSENT_BYTES_MAX: Final = 2 * PIECE_BYTES
+# The longest record, decrypted (RFC 8446 5.1).
+_RECORD_BYTES: Final = 16 * KIB
+# What begins the records of a handshake: a handshake, or an alert (RFC 8446 5.1).
+_HANDSHAKE, _ALERT = 0x16, 0x15
+# A fatal alert, "protocol_version", for whoever speaks no TLS (RFC 8446 6).
+_NO_TLS_HERE: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 70))
+
+
+class Buffers:
+    """Memory that all wires of one backend use, each within one call."""
+
+    def __init__(self) -> None:
+        self.received = memoryview(bytearray(PIECE_BYTES))
+        self.payload = memoryview(bytearray(PIECE_BYTES))
+
+
+@final
+class TlsWire:
+    """One socket inside TLS.
+
+    Args:
+        sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.
+        credentials: Who we are, and whom we accept.
+        role: Whether we dialled.
+        buffers: Of the backend.
+
+    Attributes:
+        sock: The socket.
+        opened: Whether the handshake is over.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        credentials: Credentials,
+        role: Role,
+        buffers: Buffers,
+    ) -> None:
+        self.sock = sock
+        self.opened = False
+        self._credentials = credentials
+        self._role = role
+        self._buffers = buffers
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = credentials.wrap(role, self._incoming, self._outgoing)
+        self._proven: Proven | AuthenticationFailed | None = None
+        # Encrypted, and not yet taken by the kernel.
+        self._unsent = memoryview(b"")
+        # Decrypted before anybody asked for it, and what came after that.
+        self._ahead = memoryview(b"")
+        self._failure: ssl.SSLError | None = None
+        # The kernel had as much as we asked for, and so perhaps has more.
+        self._kernel_has_more = False
+        self._nothing_came = True
+        self._end_said = False
+        self._end_heard = False
+
+    @property
+    def unsent(self) -> int:
+        """See Wire."""
+        return len(self._unsent) + self._outgoing.pending
+
+    @property
+    def more(self) -> bool:
+        """See Wire."""
+        return (
+            self._kernel_has_more
+            or self._end_heard
+            or bool(self._ahead)
+            or self._failure is not None
+            or self._incoming.pending > 0
+            or self._tls.pending() > 0
+        )
+
+    def proven(self) -> Proven | None:
+        """See Wire.
+
+        Raises:
+            AuthenticationFailed: Nobody whom this side accepts.
+        """
+        if isinstance(self._proven, AuthenticationFailed):
+            raise self._proven
+        return self._proven
+
+    # --- the handshake ----------------------------------------------------------------
+
+    def shake_hands(self) -> None:
+        """Go on with the handshake until it is over.
+
+        Raises:
+            BlockingIOError: The peer's turn, or the kernel has no room.
+            OSError: The connection is broken.
+            AuthenticationFailed: There is no TLS between us, or not with this peer.
+        """
+        while not self.opened and self._failure is None:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self.flush()
+                self._receive(STRANGER_BYTES)
+            except ssl.SSLError as exc:
+                self._failure = exc.with_traceback(None)
+            else:
+                self._meet_peer()
+                self.opened = True
+                with contextlib.suppress(BlockingIOError):
+                    self.flush()
+        if self._failure is not None:
+            self._fail(self._failure)
+
+    def _meet_peer(self) -> None:
+        """See who the peer is.
+
+        A client that does not accept its server leaves before it has shown its own
+        certificate. A server goes on, so that the protocol above can say why not.
+
+        Raises:
+            AuthenticationFailed: We are the client, and do not accept the server.
+        """
+        try:
+            self._proven = self._credentials.proven(self._tls, self._role)
+        except AuthenticationFailed as exc:
+            if self._role is Role.CLIENT:
+                raise
+            self._proven = exc
+
+    # --- sending ----------------------------------------------------------------------
+
+    def send(self, data: Bytes, /) -> int:
+        """See Wire.
+
+        Raises:
+            OSError: As the system call says; BlockingIOError if there is no room.
+        """
+        self.flush()
+        count = self._tls.write(memoryview(data)[:PIECE_BYTES])
+        with contextlib.suppress(BlockingIOError):
+            self.flush()
+        return count
+
+    def sendmsg(self, views: Sequence[Bytes], /) -> int:
+        """See Wire: small views make one record together.
+
+        Raises:
+            OSError: As the system call says; BlockingIOError if there is no room.
+        """
+        if len(views[0]) >= PIECE_BYTES:
+            return self.send(views[0])
+        payload, filled = self._buffers.payload, 0
+        for view in views:
+            part = memoryview(view)[: PIECE_BYTES - filled]
+            payload[filled : filled + len(part)] = part
+            filled += len(part)
+            if filled == PIECE_BYTES:
+                break
+        return self.send(payload[:filled])
+
+    def send_list(self, part: Iovecs) -> int:
+        """See Wire.
+
+        Raises:
+            OSError: As the system call says; BlockingIOError if there is no room.
+        """
+        self.flush()  # before the fragments are gathered in vain
+        payload = self._buffers.payload
+        return self.send(payload[: part.gather(payload)])
+
+    def flush(self) -> None:
+        """See Wire.
+
+        Raises:
+            OSError: As the system call says; BlockingIOError if there is no room.
+        """
+        while True:
+            while self._unsent:
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
+            if not self._outgoing.pending:
+                return
+            self._unsent = memoryview(self._outgoing.read())
+
+    def say_end(self) -> None:
+        """See Wire."""
+        if self._end_said or not self.opened:
+            return
+        self._end_said = True
+        self._read_ahead()
+        # It waits for the peer's end as well, which comes when it comes.
+        with contextlib.suppress(ssl.SSLError):
+            self._tls.unwrap()
+
+    # --- receiving --------------------------------------------------------------------
+
+    def recv_into(self, target: memoryview, /) -> int:
+        """See Wire.
+
+        Raises:
+            OSError: The connection is broken; BlockingIOError if nothing is there.
+            AuthenticationFailed: The peer is nobody we may talk to, or thinks so of us.
+        """
+        if not self.opened:
+            self.shake_hands()
+        if self._ahead:
+            count = min(len(target), len(self._ahead))
+            target[:count] = self._ahead[:count]
+            self._ahead = self._ahead[count:]
+            return count
+        target = target[:PIECE_BYTES]
+        while not (count := self._decrypt(target)) and not self._end_heard:
+            self._receive(PIECE_BYTES)
+        if self.unsent > UNSENT_BYTES_MAX:
+            raise ConnectionAbortedError(
+                errno.ECONNABORTED, "the peer asks for new keys faster than it reads"
+            )
+        return count
+
+    def recv_two(self, target: memoryview, behind: memoryview) -> int:
+        """See Wire: what comes behind is left for the next call.
+
+        Raises:
+            OSError, AuthenticationFailed: As :meth:`recv_into`.
+        """
+        return self.recv_into(target)
+
+    def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
+        """See Wire.
+
+        Raises:
+            OSError, AuthenticationFailed: As :meth:`recv_into`.
+        """
+        payload = self._buffers.payload[: part.rest]
+        part.asked = len(payload)
+        count = self.recv_into(payload)
+        if count:
+            part.scatter(payload[:count])
+        return count
+
+    def look(self) -> bool:
+        """See Wire.
+
+        Raises:
+            OSError, AuthenticationFailed: As :meth:`recv_into`.
+        """
+        if not self._ahead:
+            byte = memoryview(bytearray(1))
+            self._ahead = byte[: self.recv_into(byte)]
+        return bool(self._ahead)
+
+    def _decrypt(self, target: memoryview) -> int:
+        """Fill ``target`` from what OpenSSL has; 0 if that is not one byte.
+
+        Raises:
+            OSError: What came is not what the peer has sent.
+            AuthenticationFailed: The peer does not accept us.
+        """
+        filled = 0
+        while filled < len(target) and not self._end_heard and self._failure is None:
+            rest = target[filled:]
+            try:
+                # With a buffer it returns how much, whatever typeshed says.
+                count = cast("int", self._tls.read(len(rest), rest))
+                self._end_heard = count == 0
+                filled += count
+            except ssl.SSLWantReadError:
+                break
+            except ssl.SSLZeroReturnError:
+                self._end_heard = True
+            except ssl.SSLError as exc:
+                # Its traceback would keep the memory alive.
+                self._failure = exc.with_traceback(None)
+        if not filled and self._failure is not None:
+            self._fail(self._failure)
+        return filled
+
+    def _fail(self, error: ssl.SSLError) -> NoReturn:
+        """Tell the peer, whom the alert may reach, and whoever has called.
+
+        Raises:
+            OSError, AuthenticationFailed: See :func:`kvwire.tls_errors.explained`.
+        """
+        with contextlib.suppress(OSError):
+            self.flush()
+        raise explained(error, opened=self.opened)
+
+    def _read_ahead(self) -> None:
+        """Decrypt all that we hold, which is not more than a piece and a record."""
+        filled = len(self._ahead)
+        held = self._incoming.pending + self._tls.pending() + _RECORD_BYTES
+        ahead = bytearray(filled + held)
+        ahead[:filled] = self._ahead
+        with contextlib.suppress(OSError, AuthenticationFailed):
+            while count := self._decrypt(memoryview(ahead)[filled:]):
+                filled += count
+        self._ahead = memoryview(ahead)[:filled]
+
+    def _receive(self, count_max: int) -> None:
+        """Give OpenSSL what the kernel has.
+
+        Raises:
+            OSError: It has nothing, or the connection is broken.
+            AuthenticationFailed: The peer speaks no TLS.
+        """
+        received = self._buffers.received[:count_max]
+        self._kernel_has_more = False
+        try:
+            count = self.sock.recv_into(received)
+        except ConnectionError as exc:
+            raise exc if self.opened else _unshaken(exc.errno) from None
+        if count == 0:
+            raise _cut_off() if self.opened else _unshaken(errno.ECONNRESET)
+        if self._nothing_came:
+            self._nothing_came = False
+            self._check_first(received[0])
+        self._kernel_has_more = count == count_max
+        self._incoming.write(received[:count])
+
+    def _check_first(self, byte: int) -> None:
+        """See from its first byte whether the peer speaks TLS.
+
+        Raises:
+            AuthenticationFailed: It does not. It is told so in the way of TLS.
+        """
+        if byte in (_HANDSHAKE, _ALERT):
+            return
+        if self._role is Role.SERVER:
+            with contextlib.suppress(OSError):
+                self.sock.send(_NO_TLS_HERE)
+        raise AuthenticationFailed(
+            'the peer speaks no TLS, and trust is "mtls" here: set the same `trust` on '
+            "both sides",
+            fields=("trust",),
+        )
+
+
+def _unshaken(code: int | None) -> ConnectionResetError:
+    """The error when there was no handshake; who speaks no TLS may just hang up."""
+    return ConnectionResetError(
+        code, "it ended during the TLS handshake; is the peer's trust mtls as well?"
+    )
+
+
+def _cut_off() -> ConnectionResetError:
+    return ConnectionResetError(
+        errno.ECONNRESET,
+        "it was cut off: the stream has ended, and the peer has not said so inside TLS",
+    )

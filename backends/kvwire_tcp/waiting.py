@@ -1,0 +1,90 @@
+"""What a wire does before anything else listens to its socket, awaited.
+
+Coroutines that dial shake hands and say a few words before there is a link or a lane.
+None of them may run beside a link or lane of the same socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvwire_tcp.wire import Wire
+
+_T = TypeVar("_T")
+
+
+async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
+    """Wait until the wire is open.
+
+    Raises:
+        OSError: The connection is broken.
+        AuthenticationFailed: There is no TLS between us, or not with this peer.
+
+    Cancel safety: safe, but the wire is of no more use.
+    """
+    await _done(wire, loop, wire.shake_hands)
+
+
+async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
+    """Send all of ``data``.
+
+    Raises:
+        OSError: The connection is broken.
+
+    Cancel safety: safe, but some of it may have gone.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[await _done(wire, loop, lambda: wire.send(rest)) :]  # noqa: B023
+    await _done(wire, loop, wire.flush)
+
+
+async def heard(wire: Wire, count: int, loop: asyncio.AbstractEventLoop) -> bytes:
+    """Receive ``count`` bytes; less if the stream ends before that.
+
+    Raises:
+        OSError: The connection is broken.
+        AuthenticationFailed: The peer does not accept us.
+
+    Cancel safety: safe, but some of it may be lost.
+    """
+    received = memoryview(bytearray(count))
+    filled = 0
+    while filled < count:
+        rest = received[filled:]
+        more = await _done(wire, loop, lambda: wire.recv_into(rest))  # noqa: B023
+        if not more:
+            break
+        filled += more
+    return bytes(received[:filled])
+
+
+async def _done(
+    wire: Wire, loop: asyncio.AbstractEventLoop, call: Callable[[], _T]
+) -> _T:
+    """Call until it does not block, whenever the socket may let it go on."""
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            await _ready(wire, loop)
+
+
+async def _ready(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
+    """Wait for the peer, or for room where something is unsent."""
+    ready = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(wire.sock, wake)
+    if wire.unsent:
+        loop.add_writer(wire.sock, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(wire.sock)
+        loop.remove_writer(wire.sock)

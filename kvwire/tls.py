@@ -1,0 +1,250 @@
+"""Certificates at the edge: what is read from files, and what a peer has proved.
+
+Both sides show a certificate (RFC 8446, never an older TLS). It is believed if a CA of
+``tls_ca_file`` has signed it itself: neither the system's CAs count, nor one that the
+peer brings along, or whoever had a certificate with the right to sign could make
+himself any name. A peer is then *who* it is by a name in its certificate that
+``tls_peers`` lists: a URI or a DNS name of the subject's alternative names (RFC 5280
+4.2.1.6), compared as a whole. No host name is compared, since addresses say nothing
+about who a process is; the common name is not looked at (RFC 9525).
+
+The files are read again for the next connection when they have changed, so certificates
+that live for an hour can be exchanged under a process that lives for a month.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import ssl
+import stat
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvwire.config import ANYBODY, Config
+from kvwire.errors import AuthenticationFailed, UsageError, shown
+from kvwire.types import Role
+
+# Names of one certificate that an error message lists.
+_NAMES_SHOWN: Final = 4
+# Nobody's certificate and CAs are larger; a wrong path may name anything.
+_FILE_BYTES_MAX: Final = 1024 * 1024
+_BEGIN_CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
+_END_CERTIFICATE: Final = "-----END CERTIFICATE-----"
+
+logger = logging.getLogger("kvwire")
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What TLS has proved on one connection.
+
+    Attributes:
+        identity: The peer's, a name that `tls_peers` lists.
+        binding: The SHA-256 of the client's certificate, then the server's.
+    """
+
+    identity: str
+    binding: bytes = field(repr=False)
+
+
+class Credentials:
+    """Who we are, and whom we accept, as the files say it at one time.
+
+    Args:
+        config: With ``trust="mtls"``.
+
+    Raises:
+        UsageError: A file cannot be used; the message names it and says why.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._peers = frozenset(_folded(name) for name in config.tls_peers)
+        self._ca_file = config.tls_ca_file
+        certificate = _read("tls_cert_file", config.tls_cert_file)
+        _read("tls_ca_file", config.tls_ca_file)
+        _read("tls_key_file", config.tls_key_file, private=True)
+        self._digest = _digest(config.tls_cert_file, certificate)
+        self._contexts = {
+            Role.CLIENT: _context(ssl.PROTOCOL_TLS_CLIENT, config),
+            Role.SERVER: _context(ssl.PROTOCOL_TLS_SERVER, config),
+        }
+        anchors = self._contexts[Role.CLIENT].get_ca_certs()
+        self._anchors = [ca["subject"] for ca in anchors]
+
+    def wrap(
+        self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
+    ) -> ssl.SSLObject:
+        """One end of a TLS connection, before its handshake."""
+        return self._contexts[role].wrap_bio(
+            incoming, outgoing, server_side=role is Role.SERVER
+        )
+
+    def proven(self, tls: ssl.SSLObject, role: Role) -> Proven:
+        """Who is at the other end, once the handshake is over.
+
+        Args:
+            tls: Our end.
+            role: Ours.
+
+        Raises:
+            AuthenticationFailed: Nobody whom this side accepts.
+        """
+        binary = tls.getpeercert(binary_form=True)
+        certificate: dict[str, Any] | None = tls.getpeercert()
+        assert binary is not None, "a certificate is required"
+        assert certificate is not None
+        if certificate["issuer"] not in self._anchors:
+            raise AuthenticationFailed(
+                f"the peer's certificate was signed by a CA that it brought along; "
+                f"only those in tls_ca_file {self._ca_file} count: add that one, if "
+                f"you trust it to name anybody",
+                fields=("tls_ca_file",),
+            )
+        theirs = hashlib.sha256(binary).digest()
+        ends = (self._digest, theirs) if role is Role.CLIENT else (theirs, self._digest)
+        return Proven(self._identity(certificate), b"".join(ends))
+
+    def _identity(self, certificate: dict[str, Any]) -> str:
+        names = [
+            value if kind == "URI" else value.lower()
+            for kind, value in certificate.get("subjectAltName", ())
+            # A URI has a colon and a DNS name has none: neither passes for the other.
+            if kind in ("URI", "DNS") and (kind == "URI") == (":" in value)
+        ]
+        accepted = [n for n in names if n in self._peers or ANYBODY in self._peers]
+        if accepted:
+            return str(accepted[0])
+        listed = ", ".join(shown(name) for name in names[:_NAMES_SHOWN])
+        raise AuthenticationFailed(
+            f"the peer is {listed or 'nobody: its certificate has no URI or DNS name'}"
+            f", and tls_peers does not list that",
+            fields=("tls_peers",),
+        )
+
+
+class CredentialFiles:
+    """The files that credentials are read from, again when they have changed.
+
+    Args:
+        config: With ``trust="mtls"``.
+
+    Raises:
+        UsageError: As Credentials.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stamps = self._look()
+        self._credentials = Credentials(config)
+
+    def current(self) -> Credentials:
+        """What the files say now; while they cannot be used, what they said before."""
+        stamps = self._look()
+        if stamps != self._stamps:
+            self._stamps = stamps
+            try:
+                self._credentials = Credentials(self._config)
+            except UsageError as exc:
+                logger.warning("certificates have changed and are not used: %s", exc)
+            else:
+                logger.info("certificates have changed; new connections use them")
+        return self._credentials
+
+    def _look(self) -> tuple[tuple[int, int, int], ...]:
+        config = self._config
+        files = (config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
+        return tuple(map(_stamp, files))
+
+
+def _context(protocol: int, config: Config) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # names are compared with tls_peers instead
+    context.verify_mode = ssl.CERT_REQUIRED
+    # Each CA in the file is trusted, be it somebody else's subject or not.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # a connection proves itself each time
+    try:
+        context.load_verify_locations(cafile=config.tls_ca_file)
+    except (ssl.SSLError, OSError) as exc:
+        raise UsageError(
+            f"tls_ca_file {config.tls_ca_file} holds no certificate in PEM: {exc}"
+        ) from None
+    if not context.get_ca_certs():
+        raise UsageError(
+            f"tls_ca_file {config.tls_ca_file} holds no certificate of a CA "
+            f"(basicConstraints CA:TRUE)"
+        )
+    _load_own(context, config)
+    return context
+
+
+def _load_own(context: ssl.SSLContext, config: Config) -> None:
+    def password() -> str:
+        raise UsageError(
+            f"tls_key_file {config.tls_key_file} is encrypted, and nobody is there to "
+            f"ask: decrypt it (openssl pkey), readable by its owner alone"
+        )
+
+    try:
+        context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password)
+    except (ssl.SSLError, OSError) as exc:
+        if "KEY_VALUES_MISMATCH" in str(exc) or "KEY_TYPE_MISMATCH" in str(exc):
+            raise UsageError(
+                f"tls_key_file {config.tls_key_file} is not the key of tls_cert_file "
+                f"{config.tls_cert_file}"
+            ) from None
+        raise UsageError(
+            f"tls_cert_file {config.tls_cert_file} or tls_key_file "
+            f"{config.tls_key_file} cannot be used: {exc}"
+        ) from None
+
+
+def _read(key: str, path: str, *, private: bool = False) -> bytes:
+    """What is in a file; of a private one, that its owner alone can read it.
+
+    Raises:
+        UsageError: It cannot be read, or others can read what they must not.
+    """
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - fstat the file that is read
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(_FILE_BYTES_MAX)
+    except OSError as exc:
+        raise UsageError(f"{key} {path}: {exc.strerror}") from None
+    if private and mode & 0o077:
+        raise UsageError(
+            f"{key} {path} has mode {mode:04o} and others can read it: chmod 600 it"
+        )
+    return content
+
+
+def _digest(path: str, content: bytes) -> bytes:
+    """The SHA-256 of the first certificate in a file: the one that is shown."""
+    text = content.decode("ascii", "replace")
+    begin = text.find(_BEGIN_CERTIFICATE)
+    end = text.find(_END_CERTIFICATE, begin)
+    if begin < 0 or end < 0:
+        raise UsageError(f"tls_cert_file {path} holds no certificate in PEM")
+    pem = text[begin : end + len(_END_CERTIFICATE)]
+    try:
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).digest()
+    except ValueError as exc:
+        raise UsageError(f"tls_cert_file {path}: {exc}") from None
+
+
+def _folded(name: str) -> str:
+    """DNS names are the same in capitals (RFC 4343); URIs are not."""
+    return name if ":" in name else name.lower()
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    """What tells a file from the one that was there before; of none, zeros."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - a path from the configuration, once more
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_mtime_ns, found.st_size

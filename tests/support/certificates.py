@@ -1,0 +1,154 @@
+"""A CA for tests, and what it signs: files as ``trust="mtls"`` reads them."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID, ObjectIdentifier
+
+NEAR: Final = "spiffe://kvwire.test/near"
+FAR: Final = "spiffe://kvwire.test/far"
+_NUMBERS = itertools.count()
+_DAY = datetime.timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate, its key, and the files they are in."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+    cert_file: Path
+    key_file: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As keys of Config."""
+        return {
+            "tls_cert_file": str(self.cert_file),
+            "tls_key_file": str(self.key_file),
+        }
+
+
+class Authority:
+    """A CA whose files lie in a folder.
+
+    Args:
+        folder: Where everything that it issues goes.
+        name: Its own.
+    """
+
+    def __init__(self, folder: Path, name: str = "kvwire test CA") -> None:
+        self.folder = folder
+        self.root = issue(folder, name, ca=True)
+
+    def config(self, name: str, *peers: str, **wanted: Any) -> dict[str, Any]:
+        """Keys of Config for whoever is called ``name`` and accepts ``peers``."""
+        return {
+            "trust": "mtls",
+            "tls_ca_file": str(self.root.cert_file),
+            "tls_peers": peers or ("*",),
+            **self.issue(name, **wanted).config,
+        }
+
+    def issue(self, *names: str, **wanted: Any) -> Issued:
+        """Sign a certificate for URIs and DNS names; see :func:`issue`."""
+        return issue(self.folder, *names, by=self.root, **wanted)
+
+
+def issue(
+    folder: Path,
+    *names: str,
+    by: Issued | None = None,
+    ca: bool = False,
+    days: tuple[int, int] = (-1, 1),
+    usages: tuple[ObjectIdentifier, ...] = (),
+) -> Issued:
+    """Make a key and a certificate for it.
+
+    Args:
+        folder: Where their files go.
+        names: Subject alternative names; a CA's is its common name.
+        by: Who signs; itself if None.
+        ca: Whether it may sign others.
+        days: From now, the first and the last day of its life.
+        usages: Extended key usages; none means any.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    number = next(_NUMBERS)
+    title = names[0] if ca and names else f"subject {number}"
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(by.certificate.subject if by else subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now + days[0] * _DAY)
+        .not_valid_after(now + days[1] * _DAY)
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+    )
+    if names and not ca:
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([_general(name) for name in names]),
+            critical=False,
+        )
+    if usages:
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+    certificate = builder.sign(by.key if by else key, hashes.SHA256())
+    return write(folder, number, certificate, key)
+
+
+def write(
+    folder: Path,
+    number: int,
+    certificate: x509.Certificate,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    chain: tuple[Issued, ...] = (),
+    password: bytes = b"",
+) -> Issued:
+    """Write both files, with more certificates behind the first if there are any."""
+    cert_file, key_file = folder / f"{number}.pem", folder / f"{number}.key"
+    pem = serialization.Encoding.PEM
+    cert_file.write_bytes(
+        b"".join(
+            c.public_bytes(pem)
+            for c in (certificate, *(issued.certificate for issued in chain))
+        )
+    )
+    key_file.touch(mode=0o600)
+    key_file.write_bytes(
+        key.private_bytes(
+            pem,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(password)
+            if password
+            else serialization.NoEncryption(),
+        )
+    )
+    return Issued(certificate, key, cert_file, key_file)
+
+
+def _general(name: str) -> x509.GeneralName:
+    return x509.UniformResourceIdentifier(name) if ":" in name else x509.DNSName(name)
+
+
+def chained(folder: Path, leaf: Issued, *chain: Issued) -> Issued:
+    """The same certificate, shown together with those that signed it."""
+    number = next(_NUMBERS)
+    return write(folder, number, leaf.certificate, leaf.key, chain=chain)
+
+
+def locked(folder: Path, leaf: Issued, password: bytes) -> Issued:
+    """The same, with the key encrypted."""
+    number = next(_NUMBERS)
+    return write(folder, number, leaf.certificate, leaf.key, password=password)
