@@ -119,10 +119,12 @@ class Opening:
         if not self.done.done() and isinstance(error, HandshakeError):
             self.done.set_exception(error)
         if not self.done.done():
+            mtls = self.handshake.identity.trust is TrustMode.MTLS
+            hint = "; is its trust mtls as well?" if mtls else ""
             lost = ConnectionLost(
                 f"the connection ended while the handshake waited for "
                 f"{self.handshake.state.name}"
-                + (f": {error}" if error else ", without a word from the peer")
+                + (f": {error}" if error else f", without a word from the peer{hint}")
             )
             lost.__cause__ = error
             self.done.set_exception(lost)

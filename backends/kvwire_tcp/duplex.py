@@ -148,7 +148,7 @@ class Duplex(ABC):
     @property
     def queued_bytes(self) -> int:
         """Bytes queued and not yet taken by the kernel."""
-        return self._queue.nbytes + self._wire.unsent
+        return 0 if self._ended else self._queue.nbytes + self._wire.unsent
 
     @property
     def received_bytes(self) -> int:
@@ -203,7 +203,7 @@ class Duplex(ABC):
         if error := self._error():
             self._socket_failed(error)
             return
-        if self._wire.opened and not opened and self._queue.nbytes:
+        if self._wire.opened and not opened and (self._queue.nbytes or self._closing):
             self._wait_for_room()
         elif self._wire.unsent and not self._waiting:
             self._transmit()  # what TLS has answered by itself
@@ -386,6 +386,8 @@ class Duplex(ABC):
 
     def _shut_down(self) -> None:
         """Tell the peer that nothing follows, and wait for it to end as well."""
+        if not self._wire.opened:
+            return  # we come back when it can be told
         self._wire.say_end()
         if self._wire.unsent:
             self._transmit()

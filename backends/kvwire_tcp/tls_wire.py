@@ -142,10 +142,11 @@ class TlsWire:
 
         Raises:
             BlockingIOError: The peer's turn, or the kernel has no room.
-            OSError: The connection is broken.
+            OSError: The connection is broken. That it has ended, and the peer has said
+                nothing, is the end of the stream instead.
             AuthenticationFailed: There is no TLS between us, or not with this peer.
         """
-        while not self.opened and self._failure is None:
+        while not (self.opened or self._end_heard or self._failure is not None):
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
@@ -358,6 +359,9 @@ class TlsWire:
             count = self.sock.recv_into(received)
         except ConnectionError as exc:
             raise exc if self.opened else _unshaken(exc.errno) from None
+        if count == 0 and self._nothing_came:
+            self._end_heard = True  # whoever has said nothing at all was not cut off
+            return
         if count == 0:
             raise _cut_off() if self.opened else _unshaken(errno.ECONNRESET)
         if self._nothing_came:

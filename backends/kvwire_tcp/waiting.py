@@ -7,6 +7,7 @@ None of them may run beside a link or lane of the same socket.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -25,6 +26,8 @@ async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
     Cancel safety: safe, but the wire is of no more use.
     """
     await _done(wire, loop, wire.shake_hands)
+    if not wire.opened:
+        raise ConnectionResetError(errno.ECONNRESET, "it ended without a word")
 
 
 async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
