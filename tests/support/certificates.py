@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID, ObjectIdentifier
 NEAR: Final = "spiffe://kvwire.test/near"
 FAR: Final = "spiffe://kvwire.test/far"
 _NUMBERS = itertools.count()
-_DAY = datetime.timedelta(days=1)
+_DAY = dt.timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def issue(
     number = next(_NUMBERS)
     title = names[0] if ca and names else f"subject {number}"
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
-    now = datetime.datetime.now(datetime.UTC)
+    now = dt.datetime.now(dt.UTC)
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
