@@ -38,6 +38,7 @@ _ANCHOR_HINT = (
 )
 # Of X509_verify_cert; OpenSSL's words alone do not say what to do.
 _VERIFY_HINTS: Final = {
+    7: _ANCHOR_HINT,  # one of the same name, with another key
     9: ": or a clock is wrong",
     10: ": renew its tls_cert_file, or a clock is wrong",
     18: _ANCHOR_HINT,
@@ -53,6 +54,11 @@ _IS_IT_MTLS = "is its trust mtls?"
 # The alerts are those of RFC 8446 6.2; OpenSSL has several prefixes for them.
 _REASONS: Final = (
     ("ALERT_UNKNOWN_CA", f"{_OURS}no CA in its tls_ca_file signed it", "tls_ca_file"),
+    (
+        "ALERT_DECRYPT_ERROR",
+        f"{_OURS}no CA in its tls_ca_file signed it",
+        "tls_ca_file",
+    ),
     ("CERTIFICATE_EXPIRED", f"{_OURS}expired, or a clock is wrong", "tls_cert_file"),
     ("ALERT_CERTIFICATE", _LOG, "tls_cert_file"),
     ("ALERT_BAD_CERTIFICATE", _LOG, "tls_cert_file"),

@@ -404,6 +404,7 @@ def test_what_is_not_known_is_passed_on(reason: str | None) -> None:
     ("reason", "field"),
     [
         ("TLSV1_ALERT_UNKNOWN_CA", "tls_ca_file"),
+        ("TLSV1_ALERT_DECRYPT_ERROR", "tls_ca_file"),
         ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "tls_cert_file"),
         ("SSLV3_ALERT_CERTIFICATE_UNKNOWN", "tls_cert_file"),
         ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "tls_cert_file"),

@@ -264,7 +264,9 @@ class Duplex(ABC):
                     f"{position}"
                 )
             )
-        elif self._shut or not (self._closing or self._queue.nbytes or self._owes()):
+        elif self._shut or not self._wire.opened:
+            self._end(None)
+        elif not (self._closing or self._queue.nbytes or self._owes()):
             self._end(None)
         else:
             self._end_of_stream = True

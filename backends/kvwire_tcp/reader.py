@@ -39,7 +39,7 @@ from kvwire_tcp.wire import Wire
 # before it is authenticated.
 SCRATCH_BYTES: Final = 8 * KIB
 # How a peer inside TLS answers one that is not (RFC 8446 5.1); no header begins so.
-_TLS_ALERT: Final = b"\x15\x03"
+_TLS_ALERT: Final = memoryview(b"\x15\x03")
 
 
 class FrameHandler(Protocol):

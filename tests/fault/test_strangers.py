@@ -72,6 +72,13 @@ class Crowd:
             except ConnectionError:
                 continue
 
+    async def expect_told(self) -> None:
+        """The same, whatever they are told before."""
+        for sock in self.sockets:
+            with suppress(ConnectionError):
+                while await self._loop.sock_recv(sock, 4 * KIB):
+                    pass
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -309,7 +309,7 @@ async def test_a_socket_can_be_given_away() -> None:
     """The bytes that nobody has read go with it; what gave it away has ended."""
     async with ends() as (ours, peer):
         reason = ConnectionLost("it was a lane's")
-        sock = ours._detach(reason)
+        sock = ours._detach(reason).sock
         await peer.say(b"for the next owner")
         assert await ours.end() is reason
         with sock:

@@ -90,7 +90,7 @@ def _send_some(wires: Wires, role: Role, sent: bytearray, rng: random.Random) ->
             case 0:
                 sent += data[: wire.send(data)]
             case 1:
-                views = [data, memoryview(data), b"end"]
+                views: list[bytes | memoryview] = [data, memoryview(data), b"end"]
                 sent += b"".join(views)[: wire.sendmsg(views)]
             case _:
                 arena = bytearray(rng.randbytes(2 * size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from kvwire.config import Config
 from kvwire.tls import Credentials
@@ -85,7 +85,7 @@ class Wires:
         self.wires = {
             role: TlsWire(
                 cast("socket.socket", sock),
-                Credentials(Config(**cast("dict[str, Any]", configs[role]))),
+                Credentials(Config(**configs[role])),
                 role,
                 buffers,
             )

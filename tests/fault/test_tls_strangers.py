@@ -1,0 +1,250 @@
+"""Goals R7, S7 and S8 inside TLS: handshakes cut, stalled, in crowds, or nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import itertools
+import logging
+import random
+import ssl
+import sys
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import kvwire
+from kvwire import Communicator, ConnectionLost, HandshakeError, reception
+from kvwire.limits import KIB, MIB, PENDING_HANDSHAKES_MAX
+from kvwire.testing.proxy import Proxy
+from kvwire.testing.toxics import Cut, Direction, Ending
+from tests.fault.test_handshake_cuts import AT_ONCE, HANDSHAKE_S, SLACK_S
+from tests.fault.test_strangers import Crowd, resident_bytes
+from tests.support.certificates import FAR, NEAR, Authority
+from tests.support.pairs import until
+
+# Signatures of certificates with elliptic curves differ in length by a few bytes.
+_LENGTH_VARIES = 24
+# Each costs two handshakes; between two of them nothing else happens than in each.
+STEPS = {Ending.FIN: 1, Ending.RST: 13, Ending.SILENCE: 13}
+# What S7 allows one stranger inside TLS, and all together.
+STRANGER_BYTES = 350 * KIB
+STRANGERS_BYTES = 32 * MIB
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture
+async def sides(
+    authority: Authority,
+) -> AsyncIterator[tuple[Communicator, Communicator]]:
+    asyncio.get_running_loop().set_debug(False)
+    both = {"handshake_timeout_s": HANDSHAKE_S, "prefer": ("tcp",)}
+    async with (
+        kvwire.open(name="near", **both, **authority.config(NEAR, FAR)) as near,
+        kvwire.open(name="far", **both, **authority.config(FAR, NEAR)) as far,
+    ):
+        yield near, far
+
+
+def client_hello() -> bytes:
+    """The first flight of a client."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    outgoing = ssl.MemoryBIO()
+    tls = context.wrap_bio(ssl.MemoryBIO(), outgoing)
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+# --- cut ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", STEPS)
+@pytest.mark.parametrize("way", Direction)
+# What the loops differ in, the same test without TLS covers.
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_every_byte(
+    sides: tuple[Communicator, Communicator], way: Direction, ending: Ending
+) -> None:
+    near, far = sides
+    address = await far.listen("127.0.0.1:0")
+    async with Proxy(address) as proxy:
+        whole = await near.connect(proxy.address)
+        length = proxy.passed[way]
+        await whole.close()
+    await (await far.accept()).wait_closed()
+    assert length > 1 * KIB
+
+    async def attempts(cuts: Iterator[Cut]) -> None:
+        for cut in cuts:
+            async with Proxy(address, cut) as proxy:
+                async with asyncio.timeout(HANDSHAKE_S + SLACK_S):
+                    with pytest.raises((HandshakeError, ConnectionLost, OSError)):
+                        await near.connect(proxy.address)
+
+    until_there = range(0, length - _LENGTH_VARIES, STEPS[ending])
+    cuts = (Cut(way, at, ending) for at in until_there)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE[ending]):
+            group.create_task(attempts(cuts))
+    await until(lambda: not near._pumps and not far._pumps)
+    await until(lambda: not far._reception._tasks)
+    for comm in sides:
+        assert not comm.live_connections
+        assert len(comm.buffers) == 0
+
+
+# --- nonsense -------------------------------------------------------------------------
+
+
+def nonsense() -> Iterator[bytes]:
+    rng = random.Random(7)
+    hello = client_hello()
+    for _ in range(60):
+        wrong = bytearray(hello)
+        wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
+        yield bytes(wrong)
+    for size in (1, 5, 32, 300, 20 * KIB):
+        yield rng.randbytes(size)
+        yield b"\x16\x03\x01" + rng.randbytes(size)
+        yield hello + rng.randbytes(size)
+        yield hello + hello
+    yield from (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x2e\x01\x00\x02", bytes(64 * KIB))
+
+
+async def test_nonsense_costs_its_own_connection(
+    sides: tuple[Communicator, Communicator], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line in the log for each, no traceback, and the next peer is served."""
+    caplog.set_level(logging.INFO, "kvwire")
+    near, far = sides
+    address = await far.listen("127.0.0.1:0")
+    said = list(nonsense())
+    for data in said:
+        async with Crowd(address) as crowd:
+            try:
+                await crowd.grow(1, data)
+                crowd.sockets[0].shutdown(1)
+                await crowd.expect_told()
+            except ConnectionError:
+                pass
+    await until(lambda: not far._pumps)
+    await until(lambda: not far._reception._tasks)
+    assert len(caplog.records) == len(said)
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    connection = await near.connect(address)
+    await connection.close()
+
+
+# --- stalled --------------------------------------------------------------------------
+
+
+async def test_a_thousand_that_stall_do_not_stop_an_honest_one(
+    authority: Authority,
+) -> None:
+    """Some say nothing, some half a ClientHello, some a whole one."""
+    hello = client_hello()
+    asyncio.get_running_loop().set_debug(False)
+    async with (
+        kvwire.open(name="near", prefer=("tcp",), **authority.config(NEAR)) as near,
+        kvwire.open(name="far", prefer=("tcp",), **authority.config(FAR)) as far,
+    ):
+        address = await far.listen("127.0.0.1:0")
+        async with Crowd(address) as crowd:
+            for data in itertools.islice(
+                itertools.cycle((b"", hello[:5], hello[:-1], hello)), 20
+            ):
+                await crowd.grow(50, data)
+                connection = await near.connect(address)
+                await connection.close()
+                assert len(far._reception._pending) <= PENDING_HANDSHAKES_MAX
+
+
+async def test_who_stalls_is_gone_by_the_deadline(
+    sides: tuple[Communicator, Communicator],
+) -> None:
+    hello = client_hello()
+    address = await sides[1].listen("127.0.0.1:0")
+    for data in (b"", hello[:5], hello[:-1], hello):
+        async with Crowd(address) as crowd:
+            async with asyncio.timeout(HANDSHAKE_S + SLACK_S):
+                await crowd.grow(8, data)
+                await crowd.expect_told()
+
+
+# --- memory ---------------------------------------------------------------------------
+
+
+def forget_freed() -> None:
+    """Give back what others have freed, or it would be reused and not be seen."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+@pytest.mark.parametrize("said", ["nothing", "5 bytes", "hello", "endless"])
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_stranger_pins_little_memory(
+    authority: Authority, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends of them live in this process."""
+    asyncio.get_running_loop().set_debug(False)
+    hello = client_hello()
+    # A handshake message that says it is long, and all of it but the last byte.
+    endless = b"\x16\x03\x01\x40\x00\x01\x00\x7f\xff" + bytes(16 * KIB - 4)
+    data = {"nothing": b"", "5 bytes": hello[:5], "hello": hello, "endless": endless}[
+        said
+    ]
+    count = PENDING_HANDSHAKES_MAX
+    monkeypatch.setattr(reception, "PENDING_HANDSHAKES_MAX", 2 * count)
+    async with (
+        kvwire.open(handshake_timeout_s=60, **authority.config(FAR)) as comm,
+        Crowd(await comm.listen("127.0.0.1:0")) as crowd,
+    ):
+        await crowd.grow(30, data)  # warms up what is only paid once
+        await until(lambda: len(comm._reception._pending) == 30)
+        forget_freed()
+        before = resident_bytes()
+        await crowd.grow(count, data)
+        await until(lambda: len(comm._reception._pending) == 30 + count)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        gc.collect()
+        each = (resident_bytes() - before) / count
+        print(f"a stranger that says {said} pins {each / KIB:.1f} KiB (S7: 350 KiB)")
+        assert each <= STRANGER_BYTES
+        assert each * count <= STRANGERS_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm is Linux's")
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_handshakes_that_fail_leave_nothing(authority: Authority) -> None:
+    asyncio.get_running_loop().set_debug(False)
+    hello = client_hello()
+    async with kvwire.open(**authority.config(FAR)) as comm:
+        address = await comm.listen("127.0.0.1:0")
+
+        async def fail(count: int) -> None:
+            async with Crowd(address) as crowd:
+                await crowd.grow(count, hello[:100] + bytes(100) + hello[200:])
+                await crowd.expect_told()
+            await until(lambda: not comm._pumps)
+
+        gc.collect()
+        gc.disable()
+        try:
+            await fail(100)
+            before = resident_bytes()
+            for _ in range(10):
+                await fail(100)
+            grown = resident_bytes() - before
+        finally:
+            gc.enable()
+        # 1000 of them; a single one kept its 20 KiB of OpenSSL would be 20 MiB.
+        assert grown < 4 * MIB
