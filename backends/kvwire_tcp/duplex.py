@@ -47,7 +47,7 @@ from kvwire.errors import AuthenticationFailed, ConnectionLost
 from kvwire.limits import CLOSE_TIMEOUT_S, WAKEUP_BYTES
 from kvwire.types import Address
 from kvwire_tcp.options import reset_on_close
-from kvwire_tcp.wire import Wire
+from kvwire_tcp.wire import PlainWire, Wire
 from kvwire_tcp.writer import SendQueue
 
 # Bytes alone do not bound a wake-up: 4 MiB of 64-byte messages are 40,000 callbacks.
@@ -238,7 +238,7 @@ class Duplex(ABC):
                     self._end(self._broken(exc))
                     return False
                 except AuthenticationFailed as exc:
-                    self._end(exc)
+                    self._end(exc.with_traceback(None))
                     return False
                 if count == 0:
                     self._on_end_of_stream()
@@ -450,6 +450,8 @@ class Duplex(ABC):
                 reset_on_close(self._sock)
         with contextlib.suppress(OSError):
             self._sock.close()
+        # What TLS holds, 40 KiB and more, is not to wait for the garbage collector.
+        self._wire = PlainWire(self._sock)
 
     def _quieten(self, error: Exception | None) -> None:
         """Touch neither memory nor socket any more; `_closed` follows."""

@@ -96,7 +96,8 @@ class TlsWire:
         self._buffers = buffers
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = credentials.wrap(role, self._incoming, self._outgoing)
-        self._proven: Proven | AuthenticationFailed | None = None
+        self._proven: Proven | None = None
+        self._refused: AuthenticationFailed | None = None
         # Encrypted, and not yet taken by the kernel.
         self._unsent = memoryview(b"")
         # Decrypted before anybody asked for it, and what came after that.
@@ -131,8 +132,9 @@ class TlsWire:
         Raises:
             AuthenticationFailed: Nobody whom this side accepts.
         """
-        if isinstance(self._proven, AuthenticationFailed):
-            raise self._proven
+        refused = self._refused
+        if refused is not None:
+            raise AuthenticationFailed(str(refused), fields=refused.fields)
         return self._proven
 
     # --- the handshake ----------------------------------------------------------------
@@ -176,7 +178,8 @@ class TlsWire:
         except AuthenticationFailed as exc:
             if self._role is Role.CLIENT:
                 raise
-            self._proven = exc
+            # Its traceback would keep this very object alive.
+            self._refused = exc.with_traceback(None)
 
     # --- sending ----------------------------------------------------------------------
 
