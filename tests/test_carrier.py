@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from kvwire import carrier as carrier_module
 from kvwire.carrier import WORD_S, Carrier
 from kvwire.counters import Counters
 from kvwire.lanes import Half, Lanes
@@ -33,14 +35,14 @@ FAR = PeerInfo(
 class Ends:
     """A carrier, and lanes that are up because the test says so."""
 
-    def __init__(self, scheme: str = "tcp") -> None:
+    def __init__(self, scheme: str = "tcp", peer: PeerInfo = FAR) -> None:
         self.lanes = cast("Lanes", SimpleNamespace(up=[], shared=False))
         self.counters = Counters()
         self.carrier = Carrier(
             self.lanes,
             scheme=scheme,
             report=REPORT,
-            peer=FAR,
+            peer=peer,
             counters=self.counters,
         )
 
@@ -177,3 +179,20 @@ def test_what_is_not_said_before_the_end_is_never_said(
 @pytest.fixture(autouse=True)
 def _every_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvwire")
+
+
+def test_in_mtls_the_report_says_who_can_read_payload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    protected = {"tcp": "inside TLS", "fast": ""}
+    monkeypatch.setattr(carrier_module, "protection", protected.__getitem__)
+
+    async def scenario() -> None:
+        ends = Ends(peer=replace(FAR, trust=TrustMode.MTLS))
+        assert ends.reasons["fast"] == "offered by both sides; NOT ENCRYPTED"
+        ends.carrier.take_lane(ends.up("fast"))
+        assert ends.reasons["fast"] == "what fast is; NOT ENCRYPTED"
+        ends.carrier.take_link()
+        assert ends.reasons["tcp"] == "offered by both sides; inside TLS"
+
+    virtually(scenario)

@@ -156,3 +156,54 @@ def test_any_text_is_taken_or_refused_by_name(key: str, value: str) -> None:
     except UsageError as exc:
         refused = str(exc)
     assert (found is None) == (key in refused or "psk" in refused)
+
+
+# --- certificates ---------------------------------------------------------------------
+
+_TLS: dict[str, Any] = {
+    "trust": "mtls",
+    "tls_cert_file": "cert",
+    "tls_key_file": "key",
+    "tls_ca_file": "ca",
+    "tls_peers": ("spiffe://a",),
+}
+
+
+def test_certificates_are_given_as_paths() -> None:
+    assert load(**_TLS).tls_peers == ("spiffe://a",)
+
+
+@pytest.mark.parametrize("key", ["tls_cert_file", "tls_key_file", "tls_ca_file"])
+def test_a_file_that_mtls_needs(key: str) -> None:
+    with pytest.raises(UsageError, match=f'trust="mtls" needs {key}'):
+        load(**{k: v for k, v in _TLS.items() if k != key})
+
+
+def test_everybody_is_a_choice() -> None:
+    """An empty list would be a door that nobody has closed, or one nobody can open."""
+    with pytest.raises(UsageError, match=r'tls_peers, the names .*\("\*",\) means'):
+        load(**{**_TLS, "tls_peers": ()})
+    assert load(**{**_TLS, "tls_peers": ("*",)}).tls_peers == ("*",)
+    with pytest.raises(UsageError, match="everybody, and others"):
+        load(**{**_TLS, "tls_peers": ("*", "spiffe://a")})
+
+
+@pytest.mark.parametrize("key", sorted(set(_TLS) - {"trust"}))
+@pytest.mark.parametrize("trust", ["loopback", "psk"])
+def test_certificates_in_another_mode(key: str, trust: str) -> None:
+    psk = {"psk_file": "key"} if trust == "psk" else {}
+    with pytest.raises(UsageError, match=f'{key} is given, so trust must be "mtls"'):
+        load(trust=trust, **psk, **{key: _TLS[key]})
+
+
+def test_a_key_and_certificates() -> None:
+    with pytest.raises(UsageError, match="psk_file is given"):
+        load(**_TLS, psk_file="key")
+
+
+def test_peers_in_the_environment() -> None:
+    environment = {
+        f"KVWIRE_{key.upper()}": value if isinstance(value, str) else "a, spiffe://b"
+        for key, value in _TLS.items()
+    }
+    assert Config.load(environment=environment).tls_peers == ("a", "spiffe://b")

@@ -274,6 +274,7 @@ async def test_a_cancelled_connect_leaves_nothing(authority: Authority) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
         await until(lambda: not a._pumps)
+        assert not a.live_connections
 
 
 # --- who may not ----------------------------------------------------------------------

@@ -184,3 +184,62 @@ def test_what_cannot_run_cannot_be_required() -> None:
 def test_one_transport_cannot_be_required_and_forbidden() -> None:
     with pytest.raises(ValueError, match="both in require and in forbid"):
         selection.wishes(Config(forbid=("tcp",)), "tcp")
+
+
+# --- inside TLS -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def mtls(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Wishes of a side with certificates, where every transport can run."""
+    monkeypatch.setitem(_KNOWN, "ucx", Availability(available=True, reason="libucp"))
+    monkeypatch.setitem(_CAPABILITIES, "tcp", Capabilities(lanes=True, tls=True))
+    return Config(
+        trust="mtls",
+        tls_cert_file="cert",
+        tls_key_file="key",
+        tls_ca_file="ca",
+        tls_peers=("*",),
+    )
+
+
+def taken(config: Config, *offered: str) -> str:
+    return selection.judge(config, "tcp", [(n, API_VERSION) for n in offered]).taken
+
+
+def test_what_leaves_the_host_unencrypted_has_to_be_named(mtls: Config) -> None:
+    assert taken(mtls, "ucx", "tcp") == "tcp"
+    assert taken(mtls, "ucx", "tcp", "local") == "local"
+    (line,) = [x for x in verdicts(mtls, "ucx", "tcp") if x.startswith("ucx")]
+    assert "its payload is not encrypted" in line
+    assert "name it in `prefer` or `require`" in line
+    assert taken(mtls.replace(prefer=("ucx",)), "ucx", "tcp") == "ucx"
+    assert taken(mtls.replace(require=("ucx",)), "ucx", "tcp") == "ucx"
+
+
+def test_the_client_does_not_offer_it_either(mtls: Config) -> None:
+    assert "not encrypted" in selection.local_refusal(mtls, "ucx", "tcp")
+    assert not selection.local_refusal(mtls, "local", "tcp")
+    named = selection.wishes(mtls, "ucx")
+    assert not selection.local_refusal(named, "ucx", "tcp")
+
+
+def test_without_certificates_nothing_is_different(mtls: Config) -> None:
+    assert mtls.trust == "mtls"
+    assert taken(Config(), "ucx", "tcp") == "ucx"
+
+
+def test_a_control_link_that_knows_no_tls(mtls: Config) -> None:
+    assert not selection.control_refusal(mtls, "tcp")
+    assert "cannot be inside TLS" in selection.control_refusal(mtls, "unix")
+    assert not selection.control_refusal(Config(), "unix")
+
+
+def test_what_protects_payload(mtls: Config) -> None:
+    assert mtls.trust == "mtls"
+    said = {name: selection.protection(name) for name in ("tcp", "local", "ucx")}
+    assert said == {
+        "tcp": "inside TLS",
+        "local": "it never leaves this host",
+        "ucx": "",
+    }

@@ -208,7 +208,8 @@ def test_meant_for_something_else(authority: Authority, role: Role) -> None:
 
 def test_meant_for_both_ways(authority: Authority) -> None:
     usages = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
-    shaken(authority.config(NEAR, usages=usages), authority.config(FAR, usages=usages))
+    configs = (authority.config(name, usages=usages) for name in (NEAR, FAR))
+    assert shaken(*configs).proven(Role.SERVER).identity == NEAR
 
 
 def test_who_may_sign_makes_nobody_else(authority: Authority, folder: Path) -> None:

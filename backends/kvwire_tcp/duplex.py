@@ -264,21 +264,21 @@ class Duplex(ABC):
                     f"{position}"
                 )
             )
-        elif self._shut or not self._wire.opened:
-            self._end(None)
-        elif not (self._closing or self._queue.nbytes or self._owes()):
+        elif self._shut or not self._wire.opened or self._has_said_all():
             self._end(None)
         else:
             self._end_of_stream = True
             self._loop.remove_reader(self._sock)
             self.close()
 
-    def _owes(self) -> bool:
-        """Whether the peer has yet to hear, inside TLS, that we end as well."""
+    def _has_said_all(self) -> bool:
+        """Whether nothing is left to send; inside TLS, that we end as well."""
+        if self._closing or self._queue.nbytes:
+            return False
         self._wire.say_end()
         with contextlib.suppress(OSError):
             self._wire.flush()
-        return self._wire.unsent > 0
+        return self._wire.unsent == 0
 
     def _error(self) -> OSError | None:
         """The socket's error, if it has one.

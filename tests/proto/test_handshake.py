@@ -23,6 +23,7 @@ from kvwire.proto.agreement import Identity, common_terms
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Handshake, HandshakeState, accepted_digest
 from kvwire.testing.handshakes import (
+    BINDING,
     PSK,
     Frame,
     Shaking,
@@ -217,8 +218,29 @@ def test_trust_modes_that_differ(client: TrustMode, server: TrustMode) -> None:
         "trust",
     )
     for text in texts:
-        assert "loopback" in text
-        assert "psk" in text
+        assert client.name.lower() in text
+        assert server.name.lower() in text
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.parametrize(
+    "bindings", [(BINDING, b""), (b"", BINDING), (b"", b""), (BINDING, BINDING[::-1])]
+)
+def test_mtls_without_the_same_tls_connection(bindings: tuple[bytes, bytes]) -> None:
+    """No proof without TLS, and none that fits two TLS connections in a row."""
+    both = identity("c", trust=TrustMode.MTLS), identity("s", trust=TrustMode.MTLS)
+    errors = both_fail(begin(*both, bindings=bindings))
+    assert set(errors) == set(Role)
+    for error in errors.values():
+        assert isinstance(error, AuthenticationFailed)
+        assert error.fields == ("tls_peers",)
+
+
+def test_only_mtls_is_bound_to_tls() -> None:
+    with pytest.raises(AssertionError, match="only TLS"):
+        start(TrustMode.PSK).server.bind(BINDING)
+    with pytest.raises(AssertionError):
+        start(TrustMode.MTLS).server.bind(BINDING[1:])
 
 
 @pytest.mark.rule("KVW-HS-07", "breaks")
@@ -466,7 +488,7 @@ POINTS = list(itertools.product(TrustMode, range(1, 5)))
     ("code", "kind", "field"),
     [
         (WireCode.VERSION, VersionMismatch, ("version",)),
-        (WireCode.AUTHENTICATION, AuthenticationFailed, ("psk_file",)),
+        (WireCode.AUTHENTICATION, AuthenticationFailed, ("as told",)),
         (WireCode.PROFILE, ProfileMismatch, ()),
         (WireCode.HANDSHAKE_TIMEOUT, HandshakeTimeout, ()),
         (WireCode.BUSY, HandshakeError, ()),
@@ -495,6 +517,8 @@ def test_a_refusal_at_every_point(
     with pytest.raises(kind) as caught:
         receive(receiver, sender.outgoing.pop())
     assert type(caught.value) is kind
+    if code == WireCode.AUTHENTICATION:
+        field = ("tls_peers",) if trust is TrustMode.MTLS else ("psk_file",)
     assert caught.value.fields == field
     assert receiver.state is HandshakeState.FAILED
     assert receiver.outgoing == []

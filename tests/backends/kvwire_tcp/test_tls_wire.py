@@ -172,6 +172,19 @@ def test_a_look_takes_nothing(wires: Wires) -> None:
     assert received(wires) == b"there"
 
 
+def test_whoever_asks_for_keys_and_takes_none_is_cut_off(wires: Wires) -> None:
+    """Answers to it would fill our memory. (No API makes a KeyUpdate.)"""
+    answers = bytes(UNSENT_BYTES_MAX)
+    wires.server._outgoing.write(answers)
+    wires.client.send(b"x")
+    byte = memoryview(bytearray(1))
+    assert wires.server.recv_into(byte) == 1
+    wires.server._outgoing.write(b"one more")
+    wires.client.send(b"y")
+    with pytest.raises(ConnectionAbortedError, match="new keys faster than it reads"):
+        wires.server.recv_into(byte)
+
+
 # --- the end --------------------------------------------------------------------------
 
 
