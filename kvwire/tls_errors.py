@@ -25,7 +25,8 @@ def explained(error: ssl.SSLError, *, opened: bool) -> OSError | AuthenticationF
             fields=("tls_ca_file",),
         )
     for part, text, name in _REASONS:
-        if part in reason:
+        # Afterwards only the peer can still refuse, a client's certificate.
+        if part in reason and (not opened or "ALERT" in reason):
             return AuthenticationFailed(f"{text} ({reason})", fields=(name,))
     if opened:
         return OSError(errno.EBADMSG, f"damaged or changed on the way ({reason})")

@@ -143,7 +143,7 @@ class TlsWire:
         """Go on with the handshake until it is over.
 
         Raises:
-            BlockingIOError: The peer's turn, or the kernel has no room.
+            BlockingIOError: The peer's turn.
             OSError: The connection is broken. That it has ended, and the peer has said
                 nothing, is the end of the stream instead.
             AuthenticationFailed: There is no TLS between us, or not with this peer.
@@ -152,7 +152,10 @@ class TlsWire:
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
-                self.flush()
+                # What the kernel does not take waits: who reads nothing may still say
+                # something.
+                with contextlib.suppress(BlockingIOError):
+                    self.flush()
                 self._receive(STRANGER_BYTES)
             except ssl.SSLError as exc:
                 self._failure = exc.with_traceback(None)
