@@ -107,7 +107,7 @@ class VersionMismatch(HandshakeError):
 
 
 class AuthenticationFailed(HandshakeError):
-    """The peer did not prove that it holds the key, or the trust modes differ."""
+    """The peer did not prove who it is, is not accepted, or the trust modes differ."""
 
     code = WireCode.AUTHENTICATION
 
