@@ -144,8 +144,8 @@ TABLE = (
         covers=("kvwire.cli", "kvwire.__main__"),
         kvwire={
             *(*_PUBLIC, "kvwire.observe", "kvwire.store"),
-            # keygen writes the files that trust reads.
-            "kvwire.trust",
+            # keygen writes the files that trust reads; doctors read certificates.
+            *("kvwire.trust", "kvwire.tls"),
             # The doctor asks every backend what it finds.
             *("kvwire.backend", "kvwire.registry"),
         },

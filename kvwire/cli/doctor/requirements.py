@@ -14,6 +14,7 @@ from kvwire.backend import Finding
 from kvwire.cli.doctor.transports import Transport
 from kvwire.config import Config
 from kvwire.errors import UsageError
+from kvwire.tls import Credentials
 from kvwire.trust import load_keys
 
 
@@ -62,7 +63,15 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> Finding:
 def _trust(config: Config) -> Finding:
     try:
         load_keys(config)
+        if config.trust == "mtls":
+            Credentials(config)
     except UsageError as exc:
         return Finding(name="trust", state="missing", text=str(exc))
-    reach = "this host only" if config.trust == "loopback" else "the key can be read"
-    return Finding(name="trust", state="ok", text=f"{config.trust}: {reach}")
+    found = {
+        "loopback": "this host only",
+        "psk": "the key can be read",
+        "mtls": "the certificate, its key and the CAs can be used",
+    }
+    return Finding(
+        name="trust", state="ok", text=f"{config.trust}: {found[config.trust]}"
+    )

@@ -9,6 +9,7 @@ from kvwire.backend import Finding
 from kvwire.cli.doctor.requirements import asked
 from kvwire.cli.doctor.transports import Transport
 from kvwire.trust import write_key_file
+from tests.support.certificates import FAR, Authority
 
 TCP = Transport(name="tcp", available=True, reason="sockets")
 UCX = Transport(
@@ -67,3 +68,13 @@ def test_trust(tmp_path: Path) -> None:
     assert str(key) in one.text
     write_key_file(key)
     assert found(config, TCP)["trust"].state == "ok"
+
+
+def test_certificates(tmp_path: Path) -> None:
+    config = kvwire.Config(**Authority(tmp_path).config(FAR))
+    one = found(config, TCP)["trust"]
+    assert (one.state, one.text[:5]) == ("ok", "mtls:")
+    Path(config.tls_key_file).unlink()
+    one = found(config, TCP)["trust"]
+    assert one.state == "missing"
+    assert config.tls_key_file in one.text
