@@ -14,12 +14,14 @@ from kvwire.cli.bench.summary import Summary
 from kvwire.cli.bench.turns import Finding
 
 WIDTH: Final = 720
+# Room for the longest name, of letters that are so wide.
 _LEFT: Final = 150
+_LETTER: Final = 6
 _BAR: Final = 14
 _GAP: Final = 6
 _TITLE: Final = 34
 # Room behind the longest bar for its number.
-_NUMBER: Final = 150
+_NUMBER: Final = 180
 _OURS: Final = "#0b6e99"
 _OTHERS: Final = ("#9aa5b1", "#bcc5ce", "#d5dbe1")
 _INK: Final = "#1f2933"
@@ -29,8 +31,9 @@ def draw(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> str:
     """The picture; each case has a scale of its own, which begins at 0."""
     shapes: list[str] = []
     y = _TITLE
+    left = max([_LEFT, *(_LETTER * (len(f.case.name) + 2) for f in findings)])
     for finding in findings:
-        shapes.extend(_case(finding, y))
+        shapes.extend(_case(finding, y, left))
         y += len(finding.samples) * _BAR + 2 * _GAP
     title = escape(f"kvwire bench {benchmark.name}: medians, whiskers from min to p99")
     head = (
@@ -50,23 +53,23 @@ def draw(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> str:
     )
 
 
-def _case(finding: Finding[Case], top: int) -> Iterator[str]:
+def _case(finding: Finding[Case], top: int, left: int) -> Iterator[str]:
     case = finding.case
     summaries = {
         name: Summary.of(samples.values) for name, samples in finding.samples.items()
     }
     longest = max(max(s.median, s.p99) for s in summaries.values())
-    scale = (WIDTH - _LEFT - _NUMBER) / longest
+    scale = (WIDTH - left - _NUMBER) / longest
     yield f'<text x="8" y="{top + _BAR - 3}">{escape(case.name)}</text>'
     for number, (name, summary) in enumerate(summaries.items()):
         y = top + number * _BAR
         color = _OURS if name == case.ours.name else _OTHERS[number % len(_OTHERS)]
-        end = _LEFT + summary.median * scale
+        end = left + summary.median * scale
         yield (
-            f'<rect x="{_LEFT}" y="{y}" width="{end - _LEFT:.1f}" '
+            f'<rect x="{left}" y="{y}" width="{end - left:.1f}" '
             f'height="{_BAR - 2}" fill="{color}"/>'
         )
-        low, high = (_LEFT + value * scale for value in (summary.low, summary.p99))
+        low, high = (left + value * scale for value in (summary.low, summary.p99))
         middle = y + _BAR / 2 - 1
         yield (
             f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="{_INK}" '

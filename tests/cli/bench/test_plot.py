@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -44,6 +45,20 @@ def test_the_numbers_are_written_beside_the_bars() -> None:
     texts = [text.text for text in picture.findall(f"{SVG}text")]
     assert "2.50 GB/s kvwire" in texts
     assert "1 KiB send" in texts
+
+
+def test_a_long_name_moves_the_bars() -> None:
+    row = case(Scripted("kvwire"))
+    long = replace(row, name="server over local, 64 KiB, get of one")
+    begins = [
+        [
+            float(r.attrib["x"])
+            for r in drawn(benchmark(*rows)).findall(f"{SVG}rect")[1:]
+        ]
+        for rows in ([row], [row, long])
+    ]
+    assert begins[0] == [150.0]
+    assert begins[1] == [(len(long.name) + 2) * 6.0] * 2
 
 
 def test_everything_is_inside_and_escaped() -> None:
