@@ -44,7 +44,7 @@ def command(  # noqa: PLR0913 - each is an option
 
     Beside a memcpy, a file, a transfer of kvwire without a store, bare sockets, and
     obstore. Each tier is in its steady state: it is full, and what is got is in no
-    tier above it. It takes some 4 GiB of memory with --round-mib 64.
+    tier above it. With all tiers and --round-mib 64 it takes some 8 GiB of memory.
 
     Args:
         tiers: Of memory, disk, server and object, separated by commas; or all. The
