@@ -236,6 +236,7 @@ def test_mtls_without_the_same_tls_connection(bindings: tuple[bytes, bytes]) -> 
         assert error.fields == ("tls_peers",)
 
 
+@pytest.mark.skipif(not __debug__, reason="asserts are off under -O")
 def test_only_mtls_is_bound_to_tls() -> None:
     with pytest.raises(AssertionError, match="only TLS"):
         start(TrustMode.PSK).server.bind(BINDING)
