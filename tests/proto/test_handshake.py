@@ -45,6 +45,7 @@ from tests.proto.shaking import (
     start,
     types,
 )
+from tests.support.debug import needs_asserts
 
 OTHER_PSK = bytes(range(1, 33))
 
@@ -236,7 +237,7 @@ def test_mtls_without_the_same_tls_connection(bindings: tuple[bytes, bytes]) -> 
         assert error.fields == ("tls_peers",)
 
 
-@pytest.mark.skipif(not __debug__, reason="asserts are off under -O")
+@needs_asserts
 def test_only_mtls_is_bound_to_tls() -> None:
     with pytest.raises(AssertionError, match="only TLS"):
         start(TrustMode.PSK).server.bind(BINDING)
