@@ -175,8 +175,7 @@ class CacheGroup:
         self.device = views[0].device
         self.writable = all(view.writable for view in views)
         self.owners = tuple(view.owner for view in views)
-        nested = _nested_axes(bases, axes, spec.item_bytes)
-        _check_apart(bases, nested, spec.item_bytes, f"group {name!r}")
+        nested = _nested_axes(bases, axes, spec.item_bytes, f"group {name!r}")
         self.order = _memory_order(nested)
 
     def __repr__(self) -> str:
@@ -287,14 +286,26 @@ def _check_device(
 
 
 def _nested_axes(
-    bases: Addresses, axes: Mapping[str, Axis], item_bytes: int
+    bases: Addresses, axes: Mapping[str, Axis], item_bytes: int, where: str
 ) -> dict[str, Axis]:
-    """The axes that lie one inside the other; ``layer`` and ``kv`` only if they do."""
+    """The axes that lie one inside the other; ``layer`` and ``kv`` only if they do.
+
+    Raises:
+        UsageError: Tensors share memory, such as one that is passed for two layers.
+    """
     inner = {axis: axes[axis] for axis in _INNER}
     table = {axis: _table_axis(bases, dim) for dim, axis in enumerate(_TABLE)}
     nested = inner | {axis: found for axis, found in table.items() if found}
-    # Tensors of their own may be equally far apart by chance, and yet interleaved.
-    return inner if overlapping(nested, item_bytes)[0] else nested
+    # Tensors of their own may be equally far apart by chance: interleaved, or with
+    # others between them.
+    if overlapping(nested, item_bytes)[0]:
+        nested = inner
+    sharing = _sharing(bases, nested, item_bytes)
+    if sharing and not _sharing(bases, inner, item_bytes):
+        return inner
+    if sharing:
+        raise UsageError(f"{where}: {sharing} share memory")
+    return nested
 
 
 def _table_axis(bases: Addresses, dim: int) -> Axis | None:
@@ -308,20 +319,18 @@ def _table_axis(bases: Addresses, dim: int) -> Axis | None:
     return Axis(extent, stride) if stride > 0 and (steps == stride).all() else None
 
 
-def _check_apart(
-    bases: Addresses, nested: Mapping[str, Axis], item_bytes: int, where: str
-) -> None:
-    """Refuse tensors that share memory, such as one tensor passed for two layers."""
+def _sharing(bases: Addresses, nested: Mapping[str, Axis], item_bytes: int) -> str:
+    """Two entries of the table that share memory, in words; "" if none do."""
     span = item_bytes + sum((a.extent - 1) * a.stride for a in nested.values())
     rows = slice(0, 1) if "layer" in nested else slice(None)
     columns = slice(0, 1) if "kv" in nested else slice(None)
     table = bases[rows, columns]
     order = np.argsort(table, axis=None, kind="stable")
     near = np.flatnonzero(np.diff(table.flat[order]) < span)
-    if near.size:
-        pair = (np.unravel_index(order[near[0] + i], table.shape) for i in (0, 1))
-        names = [f"layer {int(at[0])} component {int(at[1])}" for at in pair]
-        raise UsageError(f"{where}: {' and '.join(names)} share memory")
+    if not near.size:
+        return ""
+    pair = (np.unravel_index(order[near[0] + i], table.shape) for i in (0, 1))
+    return " and ".join(f"layer {int(at[0])} component {int(at[1])}" for at in pair)
 
 
 def _memory_order(nested: Mapping[str, Axis]) -> tuple[str, ...]:

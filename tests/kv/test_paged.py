@@ -118,6 +118,18 @@ def test_tensors_far_apart_are_outside_everything() -> None:
     assert order_of(cache) == "layer block kv token head dim"
 
 
+def test_tensors_with_others_between_them_share_no_memory() -> None:
+    """Keys of all layers in one place and values in another, layers in any order."""
+    shape = (9, 2, 4, 8)  # block token head dim
+    memory = np.zeros((2, 3, *shape), np.uint16)
+    tensors = [(memory[0, at], memory[1, at]) for at in (1, 2, 0)]
+    cache = PagedCache(SPEC, tensors)
+    assert order_of(cache) == "layer kv block token head dim"
+    tensors[2] = (memory[0, 0], memory[0, 2])
+    with pytest.raises(UsageError, match=r"layer 1 .* and layer 2 .* share memory"):
+        PagedCache(SPEC, tensors)
+
+
 def test_tensors_interleaved_by_chance_are_as_good_as_any() -> None:
     """k0 . k1 v0 k2 v1 . v2: equally far apart, but not one inside the other."""
     part = 9 * 2 * 4 * 8
