@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -229,10 +231,9 @@ async def test_a_transport_without_any_lane_is_refused_at_once(
         assert "no such device" in reasons(pair.left.transport_report)["inproc"]
 
 
-async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The communicator closes and says what it has left; the lane keeps its memory."""
+@asynccontextmanager
+async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    """A pair whose lanes end when the block does, whatever is asked of them before."""
     monkeypatch.setattr("kvwire.communicator.CLOSE_SLACK_S", 0.05)
     abort = InprocLane.abort
     stuck: dict[InprocLane, None] = {}
@@ -244,39 +245,34 @@ async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
         await expect_moves(pair)
         monkeypatch.setattr(InprocLane, "close", nothing_ends)
         monkeypatch.setattr(InprocLane, "abort", nothing_ends)
-        await pair.near.close()
-        await pair.far.close()
-        assert any("stay in quarantine" in r.getMessage() for r in caplog.records)
+        yield pair
         monkeypatch.undo()
+        assert stuck
         for lane in stuck:
             abort(lane)
         await until(lambda: not pair.near._pumps and not pair.far._pumps)
+
+
+async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The communicator closes and says what it has left; the lane keeps its memory."""
+    async with endless_lanes(monkeypatch) as pair:
+        await pair.near.close()
+        await pair.far.close()
+        assert any("stay in quarantine" in r.getMessage() for r in caplog.records)
 
 
 async def test_nor_does_a_client_that_has_come_back_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its transfers wait until the lane that it has lost is quiet: never, here."""
-    monkeypatch.setattr("kvwire.communicator.CLOSE_SLACK_S", 0.05)
-    abort = InprocLane.abort
-    stuck: dict[InprocLane, None] = {}
-
-    def nothing_ends(lane: InprocLane) -> None:
-        stuck[lane] = None
-
-    async with connected(**BESIDE, close_timeout_s=0.1) as pair:
-        await expect_moves(pair)
-        monkeypatch.setattr(InprocLane, "close", nothing_ends)
-        monkeypatch.setattr(InprocLane, "abort", nothing_ends)
+    async with endless_lanes(monkeypatch) as pair:
         await pair.near.redial(pair.left)
         await until(lambda: pair.right.closed)
         async with asyncio.timeout(5.0):
             await pair.near.close()
             await pair.far.close()
-        monkeypatch.undo()
-        for lane in stuck:
-            abort(lane)
-        await until(lambda: not pair.near._pumps and not pair.far._pumps)
 
 
 # --- what comes back ------------------------------------------------------------------
