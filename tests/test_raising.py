@@ -273,6 +273,7 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
         async with asyncio.timeout(5.0):
             await pair.near.close()
             await pair.far.close()
+        assert pair.near._pumps, "the lane's memory is not given up for that"
 
 
 # --- what comes back ------------------------------------------------------------------
