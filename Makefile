@@ -1,8 +1,12 @@
 # Everything a contributor runs. `make test` needs Python >= 3.11 and nothing else.
 
+# Without compiled files each of the processes that tests start compiles kvwire anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 DEMO_VENV := .venv-demo
 DEMO_STAMP := $(DEMO_VENV)/.installed
 # vLLM for CPUs, with the torch that it asks for. Another release has its own environment:
@@ -20,17 +24,25 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test check format cover fuzz reference wheel clean demo test-demo test-vllm
+.PHONY: test test-all check format cover fuzz reference wheel clean demo test-demo test-vllm
 
+# Every module and every transport once; about 3 minutes on two cores. As many processes
+# as there are cores, and never more than a laptop has memory for.
+PYTEST := python -m pytest --numprocesses auto --maxprocesses 8 \
+  --dist worksteal --durations 20
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/$(PYTEST) $(ARGS)
 
-check: $(STAMP)
+# Everything: both event loops in asyncio's debug mode, soaks, kill matrices, every seed.
+test-all: $(STAMP)
+	$(BIN)/$(PYTEST) -m '' --loops asyncio,uvloop -o asyncio_debug=true $(ARGS)
+
+check: $(DEV_STAMP)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
 
-format: $(STAMP)
+format: $(DEV_STAMP)
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
@@ -48,7 +60,7 @@ fuzz: $(STAMP)
 reference: $(STAMP)
 	$(BIN)/python -m tests.support.reference
 
-wheel: $(STAMP)
+wheel: $(DEV_STAMP)
 	$(BIN)/python -m build --wheel
 
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
@@ -73,9 +85,14 @@ clean:
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed.
 $(STAMP): pyproject.toml README.md $(THIRD_PARTY) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' \
+	@echo 'installing kvwire and what its tests need into $(VENV): 100 MB, about a minute'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]' \
 	  $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
-	touch $@
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
 
 $(DEMO_STAMP): pyproject.toml | $(DEMO_VENV)/bin/python
 	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -123,7 +123,7 @@ def test_nothing_else_is_found(pytester: pytest.Pytester) -> None:
     """Fixtures, executors and joined tasks are not leaks, on either loop."""
     pytester.makefile(".ini", pytest=_INI)
     pytester.makepyfile(_CLEAN)
-    both = "-p", "tests.support.loops"
+    both = "-p", "tests.support.loops", "--loops", "asyncio,uvloop"
     result = pytester.runpytest_subprocess(*_PLUGINS.split(), *both)
     result.assert_outcomes(passed=2 * 3 + 3)
 
@@ -138,7 +138,7 @@ def test_a_callback_that_blocks_is_named(pytester: pytest.Pytester) -> None:
             time.sleep(0.2)
         """
     )
-    both = "-p", "tests.support.loops"
+    both = "-p", "tests.support.loops", "--loops", "asyncio,uvloop"
     result = pytester.runpytest_subprocess(*_PLUGINS.split(), *both)
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*callbacks over 50 ms*", "*ms*test_blocks?asyncio?"])
