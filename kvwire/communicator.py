@@ -30,6 +30,7 @@ from kvwire.errors import (
     UsageError,
 )
 from kvwire.exchange import Exchange
+from kvwire.fairness import yields_before_raising
 from kvwire.incoming import Incoming
 from kvwire.integrity import Checks
 from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
@@ -100,6 +101,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
             self._communicator.abort()
         await self._communicator.close()
 
+    @yields_before_raising
     async def _open(self) -> Communicator:
         return Communicator(self.config)
 
@@ -173,6 +175,7 @@ class Communicator(Offering):
 
     # --- connections ------------------------------------------------------------------
 
+    @yields_before_raising
     async def listen(self, address: str | Address) -> Address:
         """Accept connections on an address; they come out of :meth:`connections`.
 
@@ -205,6 +208,7 @@ class Communicator(Offering):
         self._listeners.append(listener)
         return listener.address
 
+    @yields_before_raising
     async def connect(
         self,
         address: str | Address,
@@ -297,6 +301,7 @@ class Communicator(Offering):
         """
         return self._reception.inbound
 
+    @yields_before_raising
     async def accept(self) -> Connection:
         """The next inbound connection.
 
@@ -359,6 +364,7 @@ class Communicator(Offering):
         self._check_open()
         self.exchange.offer(end)
 
+    @yields_before_raising
     async def fired(self, event: Any) -> None:
         """Wait until an event on a stream of a GPU has fired; the stream does not wait.
 

@@ -151,7 +151,8 @@ class Connection(Asking):
 
         Raises:
             UsageError: The buffer or tag cannot be used.
-            ConnectionClosed: The connection is closing or closed.
+            ConnectionClosed: From the await: the connection is closing or closed.
+            MessageTooLarge: From the await: it is over the receiver's limit.
             DeadlineExceeded: From the await.
 
         Cancel safety:
@@ -166,7 +167,10 @@ class Connection(Asking):
         small = nbytes <= EAGER_BYTES_MAX and self._pump.has_room
         if small and isinstance(payload, memoryview):
             check = checksum(payload) if self._check else None
-            header = self.core.eager_header(tag, nbytes, check)
+            try:
+                header = self.core.eager_header(tag, nbytes, check)
+            except ConnectionClosed as exc:
+                return Request.failed(exc)
             if header is not None:
                 self._pump.send_eager(header, payload if nbytes else None)
                 return Request.completed(nbytes)
@@ -195,8 +199,11 @@ class Connection(Asking):
 
         Raises:
             UsageError: The buffer or tag cannot be used.
-            ConnectionClosed: Nothing of this tag is here and nothing can come.
-            MessageTooLarge: From the await: the message waits for a larger buffer.
+            ConnectionClosed: From the await: nothing of this tag is here and nothing
+                can come.
+            MessageTooLarge: From the await. With ``into``, the message waits for a
+                larger buffer. Without, it was over ``message_bytes`` and was refused:
+                its sender is told, and the next receive gets the next message.
             IntegrityError: From the await: it arrived damaged.
             DeadlineExceeded: From the await.
 
@@ -232,7 +239,7 @@ class Connection(Asking):
 
         Raises:
             UsageError: The sizes differ, or the grant is of another connection.
-            ConnectionClosed: The connection is closing or closed.
+            ConnectionClosed: From the await: the connection is closing or closed.
             AccessDenied, StaleRegion, DeadlineExceeded: From the await. Part of the
                 bytes may have been written.
 
@@ -257,7 +264,7 @@ class Connection(Asking):
 
         Raises:
             UsageError: The sizes differ, or the grant is of another connection.
-            ConnectionClosed: The connection is closing or closed.
+            ConnectionClosed: From the await: the connection is closing or closed.
             AccessDenied, StaleRegion, IntegrityError, DeadlineExceeded: From the await;
                 ``into`` then holds nothing that can be used.
 
@@ -384,10 +391,7 @@ class Connection(Asking):
 
     def post_again(self, request: Request[Any]) -> None:
         """See RequestOwner."""
-        try:
-            self._begin(request)
-        except ConnectionClosed as exc:
-            request.complete(None, exc)
+        self._begin(request)
 
     def when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
         """See RequestOwner."""
@@ -406,7 +410,11 @@ class Connection(Asking):
     def _begin(self, request: Request[Any]) -> Request[Any]:
         """Start a request in the core and carry out what it says."""
         assert request.post is not None
-        core = request.post()
+        try:
+            core = request.post()
+        except ConnectionClosed as exc:
+            request.complete(None, exc)
+            return request
         request.core = core
         core.context = request
         self._pump.run()

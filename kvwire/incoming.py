@@ -14,6 +14,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
+from kvwire.fairness import yields_before_raising
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
@@ -65,6 +66,7 @@ class Incoming(KVTransfer):
         self._damaged: list[Segment] = []
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
 
+    @yields_before_raising
     async def layer(self, layer: int, group: str | None = None) -> None:
         """Wait until a layer of every block has landed, and may be read.
 

@@ -78,6 +78,17 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         request._result = result
         return request
 
+    @classmethod
+    def failed(cls, error: KVWireError) -> Request[T]:
+        """A request that failed at once.
+
+        Cancel safety: nothing is left that could be cancelled.
+        """
+        request = cls()
+        request.over = True
+        request._error = error
+        return request
+
     def __repr__(self) -> str:
         state = "pending"
         if self.over:
@@ -152,6 +163,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
                     self._stop_waiting(waiter, owner)
                     raise
         if self._error is not None:
+            yield  # one turn of the loop: see kvwire.fairness
             raise self._error
         return self._result  # type: ignore[return-value]
 

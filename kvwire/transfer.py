@@ -209,8 +209,10 @@ class KVTransfer:
         return f"<{type(self).__name__} {self.id!r}, {state}>"
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
+        if self._outcome is not None and not self._outcome.complete:
+            yield  # one turn of the loop: see kvwire.fairness
         # The shield keeps a cancelled waiter from cancelling the record.
-        return asyncio.shield(self._done).__await__()
+        return (yield from asyncio.shield(self._done))
 
     def done(self) -> bool:
         """Whether the outcome is known."""

@@ -501,7 +501,7 @@ async def test_a_block_left_by_an_exception_aborts() -> None:
                 raise ZeroDivisionError
         await connection.wait_closed()
         with pytest.raises(kvwire.ConnectionLost):
-            connection.send(1, b"x")
+            await connection.send(1, b"x")
 
 
 async def test_cancelling_close_and_closing_again() -> None:

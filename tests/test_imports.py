@@ -114,9 +114,9 @@ TABLE = (
     ),
     Layer(
         covers=("kvwire.store", "kvwire.observe"),
-        # A store server that is gone is dialled again; a damaged file is read as bytes
-        # of a stranger.
-        kvwire={*_PUBLIC, "kvwire.backoff", "kvwire.unreadable"},
+        # A store server that is gone is dialled again; what fails at once lets the loop
+        # run; a damaged file is read as bytes of a stranger.
+        kvwire={*_PUBLIC, "kvwire.backoff", "kvwire.fairness", "kvwire.unreadable"},
         others={
             "msgspec",
             "numpy",

@@ -7,9 +7,11 @@ per tag, in the order in which they came, so messages of one tag never overtake 
 other.
 
 A message that meets a posted receive lands straight in its memory. One that meets
-nobody is held, which is what the credit is for. A receive that cannot take the
-message at the head of its queue fails, and the message stays: nothing that was sent
-is lost by a buffer that is too small.
+nobody is held, which is what the credit is for. A receive whose buffer is too small
+for the message at the head of its queue fails, and the message stays for a larger
+buffer. A receive without a buffer fails as well if the message is over its limit, and
+the message is refused: its sender is told, and the next receive meets the next message.
+Otherwise one announcement would fail every receive of its tag for ever.
 """
 
 from __future__ import annotations
@@ -273,19 +275,29 @@ class Messages:
             if not waiting.whole:
                 return
             request = self._unpost(tag)
-            if waiting.nbytes > request.nbytes:
-                self._requests.fail(
-                    request,
-                    MessageTooLarge(
-                        f"the next message of tag {tag} has {waiting.nbytes} bytes, "
-                        f"the receive takes {request.nbytes}; it waits for a larger one"
-                    ),
-                    tell=None,
-                )
+            fits = waiting.nbytes <= request.nbytes
+            if not fits and request.buffer is not None:
+                end = "it waits for a larger buffer"
+                self._requests.fail(request, _too_large(waiting, request, end))
                 continue
             del queue[waiting]
             self._trim(tag)
-            self._hand_over(waiting, request)
+            if fits:
+                self._hand_over(waiting, request)
+            else:
+                self._refuse(waiting, request)
+
+    def _refuse(self, waiting: Waiting, request: Request) -> None:
+        """Drop a message over the limit of a receive without a buffer."""
+        error = _too_large(waiting, request, "it was refused")
+        if waiting.wire_id is None:
+            self._taken(waiting.nbytes)
+        else:
+            del self._announced[waiting.wire_id]
+            self._requests.tell_failed(
+                waiting.wire_id, WireCode.TOO_LARGE, f"the receiver: {error}"
+            )
+        self._requests.fail(request, error, held=waiting.buffer)
 
     def _hand_over(self, waiting: Waiting, request: Request) -> None:
         request.nbytes = waiting.nbytes
@@ -354,3 +366,10 @@ class Messages:
     def _trim(self, tag: int) -> None:
         if not self._waiting[tag]:
             del self._waiting[tag]
+
+
+def _too_large(waiting: Waiting, request: Request, end: str) -> MessageTooLarge:
+    return MessageTooLarge(
+        f"the next message of tag {request.tag} has {waiting.nbytes} bytes, the "
+        f"receive takes {request.nbytes}; {end}"
+    )

@@ -229,7 +229,12 @@ class Requests:
         )
 
     def fail(
-        self, request: Request, error: KVWireError, *, tell: WireCode | None
+        self,
+        request: Request,
+        error: KVWireError,
+        *,
+        tell: WireCode | None = None,
+        held: BufferId | None = None,
     ) -> None:
         """End a request with an error; does nothing if it is over.
 
@@ -237,6 +242,7 @@ class Requests:
             request: Which one.
             error: What its owner gets.
             tell: What the peer is told, if it knows of the request.
+            held: A message that was held, and that nobody will take any more.
         """
         if request.over:
             return
@@ -244,7 +250,9 @@ class Requests:
         self._leave(request)
         if tell is not None and request.wire_id is not None:
             self.tell_failed(request.wire_id, tell, str(error))
-        self._outbox.report(RequestDone(request=request, error=error, nbytes=0))
+        self._outbox.report(
+            RequestDone(request=request, error=error, nbytes=0, held=held)
+        )
 
     def tell_failed(self, wire_id: int, code: WireCode, reason: str) -> None:
         """Send FAIL for a request, open here or not."""

@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, overload
 
 from kvwire.errors import ClosedOK, UsageError
+from kvwire.fairness import yields_before_raising
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache
@@ -108,6 +109,7 @@ class BlockStore:
         *,
         hash_tokens: HashTokens = None,
     ) -> dict[str, int]: ...
+    @yields_before_raising
     async def match(
         self,
         hashes: Hashes,
@@ -235,6 +237,7 @@ class BlockStore:
         """Its tiers together, for whoever serves the store to others."""
         return self._tiers
 
+    @yields_before_raising
     async def flush(self) -> None:
         """Return when the blocks of every put so far survive a power cut as well.
 
@@ -379,6 +382,7 @@ class OpeningStore:
         assert self._store is not None
         await self._store.close()
 
+    @yields_before_raising
     async def _open(self) -> BlockStore:
         below: list[Tier] = []
         async with AsyncExitStack() as opened:

@@ -125,14 +125,19 @@ class Peer:
         return self._start(data, lambda lent: core.send(tag, lent, size, deadline))
 
     def recv(
-        self, tag: int, nbytes: int | None = 4096, *, deadline: float | None = None
+        self,
+        tag: int,
+        nbytes: int | None = 4096,
+        *,
+        deadline: float | None = None,
+        limit: int = 2**20,
     ) -> CoreRequest:
         """Receive a message into a new buffer; without a size, into what it needs."""
         core = self.core
         if nbytes is not None:
             size = nbytes
             return self._start(size, lambda lent: core.recv(tag, lent, size, deadline))
-        request = core.recv(tag, None, 2**20, deadline)
+        request = core.recv(tag, None, limit, deadline)
         self.collect()
         return request
 

@@ -45,7 +45,7 @@ async def expect_rule(
     await stranger.expect_gone()
     await there.wait_closed()
     with pytest.raises(ConnectionLost) as caught:
-        there.send(1, b"x")
+        await there.send(1, b"x")
     causes: list[BaseException | None] = [caught.value]
     while causes[-1] is not None:
         causes.append(causes[-1].__cause__)
@@ -273,9 +273,9 @@ async def test_what_is_announced_costs_nothing(pair: Pair) -> None:
                 for number in range(1, 2000, 2)
             )
         )
-        with pytest.raises(kvwire.MessageTooLarge):
+        with pytest.raises(kvwire.MessageTooLarge, match="refused"):
             await there.recv(7)
-        with pytest.raises(kvwire.MessageTooLarge):
+        with pytest.raises(kvwire.MessageTooLarge, match="larger buffer"):
             await there.recv(7, bytearray(1000))
         assert len(pair.far.buffers) == 0
         there.abort()

@@ -201,7 +201,7 @@ async def test_a_flood_of_pings_ends_its_own_connection(pair: Pair) -> None:
         await stranger.expect_gone()
         await there.wait_closed()
         with pytest.raises(ConnectionLost, match="KVW-LV-02"):
-            there.send(1, b"x")
+            await there.send(1, b"x")
     stop = asyncio.Event()
     stop.set()
     assert await round_trips(pair, stop)
@@ -221,7 +221,7 @@ async def test_answers_to_a_deaf_peer_are_bounded(
         there = await pair.far.accept()
         await ask_until_given_up(stranger, there)
         with pytest.raises(ConnectionLost) as caught:
-            there.send(1, b"x")
+            await there.send(1, b"x")
         said = re.search(r"does not read: (\d+) bytes are queued", str(caught.value))
         assert said
         queued_bytes = int(said[1])

@@ -315,6 +315,19 @@ def test_a_size_costs_nothing_until_there_is_memory_for_it() -> None:
     assert not pair.server.memory
 
 
+@pytest.mark.parametrize("data", [SMALL, LARGE])
+def test_without_memory_a_message_over_the_limit_is_refused(data: bytes) -> None:
+    """Its sender is told, or gets its credit back, and the next message is next."""
+    pair = ConnectionPair()
+    for _ in range(10):
+        sent = pair.client.send(TAG, data)
+        refused = pair.server.recv(TAG, None, limit=len(data) - 1)
+        expect_fine(pair)
+        expect_error(pair.server, refused, MessageTooLarge)
+        if sent is not None:
+            expect_error(pair.client, sent, MessageTooLarge)
+
+
 # --- cancelled, withdrawn, at every point
 
 

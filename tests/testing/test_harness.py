@@ -68,7 +68,7 @@ async def test_an_exception_aborts_and_goes_on() -> None:
         async with loopback() as pair:
             1 / 0  # noqa: B018 - raises
     with pytest.raises(kvwire.ConnectionLost):
-        pair.ab.send(1, b"x")
+        await pair.ab.send(1, b"x")
 
 
 async def test_faults_befall_what_is_sent() -> None:

@@ -179,12 +179,14 @@ class Mailbox:
     Attributes:
         messages: In the order in which they were sent.
         receives: How many receives were posted for them.
+        refused: How many receives without a buffer have refused a message.
         taken: (place of the receive, place of the message) of each that was returned.
     """
 
-    __slots__ = ("messages", "receives", "taken")
+    __slots__ = ("messages", "receives", "refused", "taken")
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.receives = 0
+        self.refused = 0
         self.taken: list[tuple[int, int]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect
 from typing import TYPE_CHECKING
 
-from kvwire.errors import ClosedOK
+from kvwire.errors import ClosedOK, MessageTooLarge
 from kvwire.proto.events import MemoryWanted, RequestDone
 from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.proto.requests import Request
@@ -148,6 +148,7 @@ class Judge:
             demand(not held, "memory-reuse", "a success, and the link uses its memory")
         if event.error is not None:
             self.truth.error(ask, event.error)
+            self._failed(ask, event)
         elif moves:
             self.kv.succeeded(ask)
         elif ask.kind is Kind.RECV:
@@ -156,6 +157,13 @@ class Judge:
             _check_one_sided(ask)
         if moves:
             endpoint.node.app.kv.over(ask)
+
+    def _failed(self, ask: Ask, event: RequestDone) -> None:
+        """A receive without a buffer that fails for its limit refuses the message."""
+        if event.held is not None:
+            ask.endpoint.node.memory.free(ask.endpoint.held.pop(event.held).lease)
+        if isinstance(event.error, MessageTooLarge) and ask.kind is Kind.RECV:
+            _mailbox(ask).refused += ask.buffer is None
 
     def _check_received(self, ask: Ask, event: RequestDone) -> None:
         endpoint, memory = ask.endpoint, ask.endpoint.node.memory

@@ -52,7 +52,7 @@ class Truth:
             AccessDenied: _has_no_right,
             StaleRegion: lambda ask: ask.aim is not None and not ask.aim.current,
             IntegrityError: self._damaged,
-            MessageTooLarge: _meets_a_larger_one,
+            MessageTooLarge: _is_too_large,
             ClosedOK: lambda ask: _closed(ask.endpoint) and not _is_delivered(ask),
             ConnectionLost: lambda ask: _closed(ask.endpoint),
             PeerUnresponsive: lambda ask: _closed(ask.endpoint),
@@ -187,6 +187,8 @@ def _has_no_right(ask: Ask) -> bool:
     return ask.aim is not None and (ask.aim.wrong != "" or not ask.aim.current)
 
 
-def _meets_a_larger_one(ask: Ask) -> bool:
+def _is_too_large(ask: Ask) -> bool:
+    if ask.kind is Kind.SEND:
+        return ask.endpoint.end.out.mailbox(ask.tag).refused > 0
     box = ask.endpoint.end.into.mailbox(ask.tag)
     return any(message.nbytes > ask.nbytes for message in box.messages)
