@@ -1,0 +1,142 @@
+"""The worked examples of docs/topics/protocol-kv-transfers.md, made by the raw client.
+
+``python -m tests.protocol.examples`` writes them into the page; a test fails when the
+page says something else.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+import msgspec
+
+from tests.protocol.raw_client import RawCache, Side
+from tests.protocol.raw_link import (
+    CHECKED,
+    DATA,
+    MARK,
+    OPEN,
+    PING,
+    SEAL_BYTES,
+    SEALED,
+    derive,
+    header,
+    key_id,
+    payload_check,
+    seal,
+)
+from tests.protocol.raw_plan import Box, Share, plan_digest, plan_text
+from tests.support.tree import ROOT
+
+PAGE = ROOT / "docs" / "topics" / "protocol-kv-transfers.md"
+_BLOCK = re.compile(r"(<!-- example: (\w+) -->\n```text\n).*?(```\n)", re.DOTALL)
+KEY, NONCES = bytes([1]) * 32, bytes([2]) * 32 + bytes([3]) * 32
+WHOLE: Box = (0, 0, 2, 0, 3)
+_LINE_BYTES = 24
+
+
+def sides() -> tuple[Side, Side]:
+    """A producer with two blocks of 4 tokens and a consumer with three of 2."""
+    shares = []
+    for size, blocks, order in (
+        (4, 2, "layer block kv token head dim"),
+        (2, 3, "layer block kv head token dim"),
+    ):
+        spec = {
+            "layers": 2,
+            "kv_heads": 2,
+            "head_dim": 2,
+            "block_tokens": size,
+            "dtype": "uint8",
+            "components": 2,
+            "shard_rank": 0,
+            "shard_size": 1,
+            "fingerprint": "m",
+            "model_kv_heads": 2,
+            "first_layer": 0,
+            "model_layers": 2,
+        }
+        pairs = [(name, str(value)) for name, value in spec.items()]
+        shares.append(RawCache(Share("kv", pairs, order, blocks, 6), range(3), 3))
+    producer = Side(id=b"sx", cache=shares[0], producer=True, end=b"producer")
+    consumer = Side(id=b"sx", cache=shares[1], producer=False, end=b"consumer")
+    return producer, consumer
+
+
+def examples() -> dict[str, str]:
+    """Makes every example, by its name."""
+    return {"frames": _frames(), "transfer": _transfer()}
+
+
+def updated(page: str) -> str:
+    """Puts the examples into the page; one that there is not is a KeyError."""
+    made = examples()
+    return _BLOCK.sub(lambda block: block[1] + made[block[2]] + block[3], page)
+
+
+def named(page: str) -> list[str]:
+    """Lists the examples of a page."""
+    return [block[2] for block in _BLOCK.finditer(page)]
+
+
+def _frames() -> str:
+    ping = msgspec.msgpack.encode([7])
+    checked = header(PING, CHECKED, 5, len(ping), 0, 0, 0, zlib.crc32(ping))
+    sealed = header(PING, SEALED, 5, len(ping) + SEAL_BYTES)
+    key = derive(KEY, NONCES, "seal client")
+    place = (1, 2, 65_536, payload_check(b"kvwire"))
+    return _listed(
+        ("PING 7, the sixth frame of its direction", checked + ping),
+        ("DATA `kvwire`", header(DATA, CHECKED, 6, 6, *place) + b"kvwire"),
+        ("key id", key_id(KEY)),
+        ("server proof key", derive(KEY, NONCES, "server proof")),
+        ("server proof key in loopback mode", derive(b"", NONCES, "server proof")),
+        ("seal key of the client", key),
+        ("the same PING, sealed", sealed + ping + seal(key, 5, sealed, ping)),
+    )
+
+
+def _transfer() -> str:
+    producer, consumer = sides()
+    opened = consumer.description()
+    producer.meet(opened)
+    consumer.meet(producer.description())
+    (group,) = producer.groups
+    ask = msgspec.msgpack.encode((b"sx", True, 0, opened))
+    first = [
+        f"layer {e.layer} token {e.token} kv {e.kv} head {e.head} dim {e.dim}"
+        for e in group.elements(WHOLE)
+    ]
+    mark = msgspec.msgpack.encode((1, WHOLE, group.nbytes(WHOLE)))
+    asked = header(OPEN, CHECKED, 4, len(ask), 1, 0, 0, zlib.crc32(ask))
+    marked = header(MARK, CHECKED, 3, len(mark), 1, 0, 0, zlib.crc32(mark))
+    return (
+        _listed(
+            ("the consumer's description", opened),
+            ("OPEN, the client's fifth frame: its header", asked),
+            ("and its body before the description", ask[: -len(opened)]),
+        )
+        + f"text of the plan\n  {plan_text(producer.groups)}\n"
+        + _listed(
+            ("the moved granules as bits", b"\xe0"),
+            ("plan", plan_digest(producer.groups)),
+            ("MARK of everything, the server's fourth frame", marked + mark),
+        )
+        + "the segment's first bytes\n  "
+        + "\n  ".join(first[:9])
+        + f"\nits last one of {len(first)}\n  {first[-1]}\n"
+    )
+
+
+def _listed(*lines: tuple[str, bytes]) -> str:
+    text = ""
+    for title, data in lines:
+        text += f"{title}\n"
+        for at in range(0, len(data), _LINE_BYTES):
+            text += f"  {data[at : at + _LINE_BYTES].hex(' ', -4)}\n"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))

@@ -1,0 +1,386 @@
+"""A client written from the protocol pages alone moves KV to and from kvwire."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire.trust import read_key_file, write_key_file
+from tests.protocol.raw_client import ask, consume, produce
+from tests.protocol.raw_link import (
+    AGREE,
+    AUTHENTICATION,
+    FAIL,
+    OPEN,
+    OTHER,
+    PROFILE,
+    SETTLED,
+    RawLink,
+    Refused,
+)
+from tests.protocol.raw_plan import Misfit
+from tests.protocol.world import (
+    LAYERS,
+    TOKENS,
+    Ours,
+    Theirs,
+    begun,
+    layers_of,
+    stamps,
+    world,
+)
+from tests.support.pairs import until
+
+HASHES = [bytes([number]) * number for number in range(1, 7)]
+
+every_shape = pytest.mark.parametrize(
+    ("layout", "block_tokens", "order", "their_tokens"),
+    [
+        ("NHD", 8, "layer block kv token head dim", 8),
+        ("NHD", 4, "layer block kv head token dim", 8),
+        ("HND", 8, "block layer token kv head dim", 6),
+        ("HND", 16, "dim token block kv head layer", 4),
+    ],
+)
+either_asks = pytest.mark.parametrize("asked_here", [False, True])
+
+
+@every_shape
+@either_asks
+async def test_kvwire_sends(
+    layout: str, block_tokens: int, order: str, their_tokens: int, asked_here: bool
+) -> None:
+    """Other layouts and block sizes, asked by either side: every byte is in place."""
+    async with world() as w:
+        ours, theirs = Ours(layout, block_tokens), Theirs(order, their_tokens)
+        ours.fill()
+        send = w.connection.push if asked_here else w.ours.publish
+        out = send("x", ours.cache, ours.ids, tokens=TOKENS)
+        out.ready()
+        out.finish()
+        side = theirs.side(producer=False)
+        request = await begun(w.link, side, 0 if asked_here else 1)
+        await consume(w.link, side, request)
+        assert side.complete
+        assert (await out).complete
+        assert theirs.values() == stamps()
+
+
+@every_shape
+@either_asks
+async def test_kvwire_receives(
+    layout: str, block_tokens: int, order: str, their_tokens: int, asked_here: bool
+) -> None:
+    """The other way."""
+    async with world() as w:
+        ours, theirs = Ours(layout, block_tokens), Theirs(order, their_tokens)
+        theirs.fill()
+        take = w.connection.pull if asked_here else w.ours.expect
+        inc = take("x", ours.cache, ours.ids, tokens=TOKENS)
+        side = theirs.side(producer=True)
+        request = await begun(w.link, side, 0 if asked_here else 1)
+        await produce(w.link, side, request, layers_of(side))
+        assert (await inc).complete
+        assert ours.values() == stamps()
+
+
+@pytest.mark.parametrize("produces", [False, True])
+async def test_segments_of_several_chunks(produces: bool) -> None:
+    """69 KiB in chunks of 64 KiB, four bytes an element."""
+    large: dict[str, Any] = {"dim": 100, "dtype": "float32"}
+    async with world() as w:
+        ours, theirs = Ours(**large), Theirs(**large)
+        side = theirs.side(producer=produces)
+        if produces:
+            theirs.fill()
+            inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
+            await ask(w.link, side, 1)
+            box = (0, 0, LAYERS, 0, side.groups[0].granules)
+            await produce(w.link, side, 1, [box])
+            assert (await inc).complete
+        else:
+            ours.fill()
+            out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+            out.ready()
+            out.finish()
+            await ask(w.link, side, 1)
+            await consume(w.link, side, 1)
+            assert len(side.landed) == 1
+        filled = ours if produces else theirs
+        assert filled.values() == stamps(dim=100)
+
+
+async def test_with_a_key(tmp_path: Path) -> None:
+    """Sealed control frames in both directions; another key is refused."""
+    path = tmp_path / "key"
+    write_key_file(path)
+    async with world(read_key_file(str(path)), trust="psk", psk_file=str(path)) as w:
+        ours, theirs = Ours(), Theirs()
+        ours.fill()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+        out.ready()
+        out.finish()
+        side = theirs.side(producer=False)
+        await ask(w.link, side, 1)
+        await consume(w.link, side, 1)
+        assert theirs.values() == stamps()
+        with pytest.raises(Refused) as refused:
+            await RawLink.connect(w.address.host, w.address.port, psk=bytes(32))
+        assert refused.value.code == AUTHENTICATION
+
+
+async def test_kvwire_receives_a_part() -> None:
+    """What was not marked is missing, and untouched."""
+    async with world() as w:
+        ours, theirs = Ours(), Theirs()
+        theirs.fill()
+        inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
+        side = theirs.side(producer=True)
+        await ask(w.link, side, 1)
+        await produce(w.link, side, 1, layers_of(side)[:1], complete=False)
+        outcome = await inc
+        assert not outcome.complete
+        assert set(outcome.missing.layers(ours.names[0])) == {1}
+        assert ours.values() == stamps(lambda element: element.layer == 0)
+
+
+async def test_kvwire_sends_a_part() -> None:
+    """The first two of six blocks, and a COMMIT that is not complete."""
+    async with world() as w:
+        ours, theirs = Ours(), Theirs()
+        ours.fill()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+        out.ready(blocks=slice(0, 2))
+        out.finish(partial=True)
+        side = theirs.side(producer=False)
+        await ask(w.link, side, 1)
+        await consume(w.link, side, 1)
+        assert not side.complete
+        assert not (await out).complete
+        assert theirs.values() == stamps(lambda element: element.token < 8)
+
+
+async def test_a_damaged_chunk() -> None:
+    """Its segment is the one that SETTLED names, and the consumer lacks its blocks."""
+    async with world() as w:
+        ours, theirs = Ours(), Theirs()
+        theirs.fill()
+        inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
+        side = theirs.side(producer=True)
+        await ask(w.link, side, 1)
+        boxes = layers_of(side)
+        await produce(w.link, side, 1, boxes, spoiled=[2])
+        assert (side.landed, side.damaged) == (boxes[:1], boxes[1:])
+        outcome = await inc
+        assert not outcome.landed
+        assert set(outcome.missing.layers(ours.names[0])) == {1}
+
+
+def _another_model(**spec: Any) -> bytes:
+    return Theirs(**spec).side(producer=False).description()
+
+
+@pytest.mark.parametrize(
+    ("description", "named"),
+    [
+        (_another_model(dtype="int8"), "dtype"),
+        (_another_model(dim=8), "head_dim"),
+        (_another_model(model_layers=3), "layers"),
+        (_another_model(components=1), "components"),
+        (_another_model(shard_rank=1, shard_size=2, model_kv_heads=4), "kv_heads"),
+        (_another_model()[:-1], "description"),
+        (b"", "description"),
+    ],
+)
+async def test_kvwire_refuses(description: bytes, named: str) -> None:
+    """With PROFILE and the fields; the connection goes on."""
+    async with world() as w:
+        ours = Ours()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+        w.link.send(OPEN, b"sx", True, 0, description, request=1)
+        frame = await w.link.receive()
+        assert (frame.type, frame.fields[0]) == (FAIL, PROFILE)
+        assert named in frame.fields[1]
+        out.abort()
+        assert not (await out).landed
+
+
+async def test_the_client_refuses() -> None:
+    """kvwire's side ends with the reason that FAIL gives."""
+    async with world() as w:
+        ours, theirs = Ours(), Theirs(dtype="int8")
+        inc = w.connection.pull("x", ours.cache, ours.ids, tokens=TOKENS)
+        with pytest.raises(Misfit, match="kv"):
+            await begun(w.link, theirs.side(producer=True), 0)
+        outcome = await inc
+        assert not outcome.landed
+        assert "kv" in str(outcome.missing[ours.names[0]])
+
+
+async def test_another_plan_is_refused() -> None:
+    """Whoever answers says which plan it has made; the other side compares."""
+    async with world() as w:
+        ours, theirs = Ours(), Theirs()
+        inc = w.connection.pull("x", ours.cache, ours.ids, tokens=TOKENS)
+        opened = await w.link.receive()
+        side = theirs.side(producer=True)
+        side.meet(opened.fields[3])
+        side.groups[0].order = side.groups[0].order[::-1]
+        w.link.send(AGREE, side.description(), request=opened.request)
+        frame = await w.link.receive()
+        assert (frame.type, frame.fields[0]) == (FAIL, PROFILE)
+        assert not (await inc).landed
+
+
+async def test_too_late() -> None:
+    """A peer that never came is told why the transfer has ended."""
+    async with world() as w:
+        ours, theirs = Ours(), Theirs()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+        out.abort("not needed")
+        with pytest.raises(Refused, match="not needed") as refused:
+            await ask(w.link, theirs.side(producer=False), 1)
+        assert refused.value.code == OTHER
+
+
+@pytest.mark.parametrize("produces", [False, True])
+async def test_only_what_the_consumer_lacks(produces: bool) -> None:
+    """With hashes on both sides; blocks 1 and 4 of six are there already."""
+    have = [number in (1, 4) for number in range(6)]
+    async with world() as w:
+        ours, theirs = Ours(block_tokens=4), Theirs(block_tokens=4)
+        lists: dict[str, Any] = {"hashes": HASHES, "tokens": TOKENS}
+        if produces:
+            theirs.fill()
+            held = [HASHES[1], HASHES[4]]
+            inc = w.ours.expect("x", ours.cache, ours.ids, have=held, **lists)
+            side = theirs.side(producer=True, hashes={"kv": HASHES})
+            await ask(w.link, side, 1)
+            await produce(w.link, side, 1, layers_of(side))
+            assert (await inc).complete
+        else:
+            ours.fill()
+            out = w.ours.publish("x", ours.cache, ours.ids, **lists)
+            out.ready()
+            out.finish()
+            side = theirs.side(producer=False, hashes={"kv": HASHES}, have={"kv": have})
+            await ask(w.link, side, 1)
+            await consume(w.link, side, 1)
+            assert (await out).complete
+        filled = ours if produces else theirs
+        assert filled.values() == stamps(lambda e: not have[e.token // 4])
+
+
+async def test_without_hashes_of_both_everything_moves() -> None:
+    """``have`` alone says nothing."""
+    async with world() as w:
+        ours, theirs = Ours(block_tokens=4), Theirs(block_tokens=4)
+        ours.fill()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+        out.ready()
+        out.finish()
+        hashes, have = {"kv": HASHES}, {"kv": [True] * 6}
+        side = theirs.side(producer=False, hashes=hashes, have=have)
+        await ask(w.link, side, 1)
+        await consume(w.link, side, 1)
+        assert theirs.values() == stamps()
+
+
+async def test_other_hashes_are_refused() -> None:
+    """They are of other tokens, or of other blocks."""
+    async with world() as w:
+        ours, theirs = Ours(block_tokens=4), Theirs(block_tokens=4)
+        out = w.ours.publish(
+            "x", ours.cache, ours.ids, tokens=TOKENS, hashes=HASHES[::-1]
+        )
+        side = theirs.side(producer=False, hashes={"kv": HASHES})
+        with pytest.raises(Refused, match="hashes") as refused:
+            await ask(w.link, side, 1)
+        assert refused.value.code == PROFILE
+        out.abort()
+
+
+def _of_head(head: int) -> list[int]:
+    return stamps(lambda element: element.head == head)
+
+
+async def test_shards_each_get_their_heads() -> None:
+    """Two consumers of one transfer, with one head each of the producer's two."""
+    async with world() as w:
+        ours = Ours()
+        ours.fill()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS, consumers=2)
+        out.ready()
+        out.finish()
+        for rank in range(2):
+            theirs = Theirs(kv_heads=1, shard_rank=rank, shard_size=2)
+            side = theirs.side(producer=False)
+            await ask(w.link, side, 1 + 2 * rank)
+            await consume(w.link, side, 1 + 2 * rank)
+            assert theirs.values() == _of_head(rank)
+        assert (await out).complete
+
+
+async def test_a_lost_link() -> None:
+    """The next connection brings what has not landed, and nothing twice."""
+    async with world() as w:
+        ours, theirs = Ours(), Theirs()
+        ours.fill()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+        out.ready(layers=0)
+        side = theirs.side(producer=False)
+        await ask(w.link, side, 1)
+        first = asyncio.ensure_future(consume(w.link, side, 1))
+        await until(lambda: side.landed)
+        first.cancel()
+        before = list(side.landed)
+        w.link = await lost(w.link, w.address)
+        await ask(w.link, side, 1)
+        out.ready(layers=1)
+        out.finish()
+        await consume(w.link, side, 1)
+        assert {box[1] for box in side.landed[len(before) :]} == {1}
+        assert (await out).complete
+        assert theirs.values() == stamps()
+
+
+async def test_a_lost_last_word() -> None:
+    """SETTLED never came: it is said on the next connection, and nothing is sent."""
+
+    class Cut(RawLink):
+        """Ends the connection where SETTLED would be sent."""
+
+        def send(self, frame_type: int, *fields: Any, request: int = 0) -> None:
+            if frame_type == SETTLED:
+                self.abort()
+            else:
+                super().send(frame_type, *fields, request=request)
+
+    async with world() as w:
+        ours, theirs = Ours(), Theirs()
+        ours.fill()
+        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
+        out.ready()
+        out.finish()
+        side = theirs.side(producer=False)
+        cut = await Cut.connect(w.address.host, w.address.port)
+        await ask(cut, side, 1)
+        with pytest.raises(EOFError):
+            await consume(cut, side, 1)
+        landed = list(side.landed)
+        await ask(w.link, side, 1)
+        await consume(w.link, side, 1)
+        assert side.landed == landed
+        assert (await out).complete
+        assert theirs.values() == stamps()
+
+
+async def lost(link: RawLink, address: kvwire.Address) -> RawLink:
+    """Ends a link without a word, and makes another that takes its place."""
+    link.abort()
+    resumes = link.digest[:16]
+    return await RawLink.connect(address.host, address.port, resumes=resumes)
