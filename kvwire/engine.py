@@ -335,8 +335,8 @@ class EngineIncoming(_EngineTransfer):
 
         Raises:
             UsageError: There is no such layer or group.
-            RequestError: The transfer ended without it.
-            ClosedOK: The engine is closed and it had not landed.
+            RequestError, ConnectionClosed, ProfileMismatch: The transfer ended without
+                it, for this reason. ClosedOK also if the engine is closed.
             TimeoutError: Not within ``timeout`` seconds; the transfer goes on.
         """
         if not self._end.layer_landed(layer, group):

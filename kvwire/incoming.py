@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 from kvwire.dedup import Hashes, Have, digest, held, listed_hashes
 from kvwire.description import Description, pack_have
 from kvwire.errors import (
+    ConnectionClosed,
+    IntegrityError,
     KVWireError,
     PeerCancelled,
     ProfileMismatch,
+    RequestError,
     UsageError,
     WireCode,
 )
@@ -64,6 +67,7 @@ class Incoming(KVTransfer):
         self.told: list[Segment] = []
         self._layers_grouped = 1
         self._damaged: list[Segment] = []
+        self._error: KVWireError | None = None
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
 
     @yields_before_raising
@@ -76,7 +80,11 @@ class Incoming(KVTransfer):
 
         Raises:
             UsageError: There is no such layer or group.
-            RequestError: The transfer ended without it; the outcome says what is here.
+            RequestError, ConnectionClosed: The transfer ended without it, for this
+                reason; the outcome says what is here. Among them RequestCancelled:
+                :meth:`abort` was called. PeerCancelled: the producer ended it, or did
+                not mark the layer ready. DeadlineExceeded: its deadline or its lease.
+            ProfileMismatch: The two sides do not fit; names the fields.
 
         Cancel safety: safe, it only watches.
         """
@@ -94,7 +102,8 @@ class Incoming(KVTransfer):
                     gates.remove(gate)
         if not self._has(layer, group):
             assert self.outcome is not None
-            raise PeerCancelled(f"layer {layer} did not land: {self.outcome.missing!r}")
+            assert self._error is not None
+            raise _not_landed(layer, self.outcome, self._error) from self._error
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
         """An event behind which a layer that has landed may be read.
@@ -208,7 +217,7 @@ class Incoming(KVTransfer):
         if self.receipt is not None:
             self.receipt.refuse(error, code)
         if self.outcome is None:
-            self._end(str(error))
+            self._end(error)
 
     def runs_on(self, connection: Connection) -> bool:
         """See KVTransfer."""
@@ -287,11 +296,12 @@ class Incoming(KVTransfer):
             receipt.suspended = True
             self.start_lease()
         else:
-            self._end(str(error))
+            assert error is not None, "a receipt ended well before its transfer"
+            self._end(error)
 
     def settled(self) -> None:
         """All that the producer has marked is here."""
-        self._end(UNMARKED)
+        self._end(PeerCancelled(UNMARKED))
 
     # --- inside -----------------------------------------------------------------------
 
@@ -332,7 +342,8 @@ class Incoming(KVTransfer):
                 del self._gates[layer, group]
                 _open(gates)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, error: KVWireError) -> None:
+        self._error, reason = error, str(error)
         attempts = [] if self.receipt is None else [self.receipt]
         outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
         self.communicator.exchange.over(self, reason)
@@ -349,6 +360,19 @@ class Incoming(KVTransfer):
             timings=self.phases.timings(memory=False),
             layers_grouped=self._layers_grouped,
         )
+
+
+def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError:
+    """Return what a gate raises: of the class of the error that ended the transfer."""
+    reasons = outcome.missing.reasons
+    text = f"layer {layer} did not land: {'; '.join(reasons)}"
+    if isinstance(error, ProfileMismatch):
+        return ProfileMismatch(text, fields=error.fields)
+    if DAMAGED in reasons and isinstance(error, PeerCancelled):
+        return IntegrityError(text)
+    if isinstance(error, RequestError | ConnectionClosed):
+        return type(error)(text)
+    return error
 
 
 def _open(gates: list[asyncio.Future[None]]) -> None:

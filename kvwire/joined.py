@@ -48,7 +48,8 @@ class Joined:
 
         Raises:
             UsageError: There is no such layer or group.
-            RequestError: One of them ended without it; the others are not waited for.
+            RequestError, ConnectionClosed, ProfileMismatch: One of them ended without
+                it, for this reason; the others are not waited for.
 
         Cancel safety: safe, it only watches.
         """

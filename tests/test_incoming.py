@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
@@ -113,6 +114,76 @@ def test_a_gate_that_there_is_not() -> None:
             await inc.layer(0)
 
     play(scenario, "inproc")
+
+
+def abort_here(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
+    inc.abort("the user left")
+
+
+def abort_there(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
+    out.abort("prefill broke")
+
+
+def finish_short(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
+    out.finish(partial=True)
+
+
+def wait_for_deadline(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
+    """Nothing to do: virtual time goes on by itself."""
+
+
+def lose_link(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
+    w.pull_side.abort("cut by the test")
+
+
+def close_here(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
+    w.d.exchange.closing()
+
+
+def damage(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
+    core: Any = w.pull_side.core
+    received = core.body_received
+
+    def damaging(arrival: Any, now: float, **more: Any) -> None:
+        received(arrival, now, **{**more, "intact": not arrival.header.segment})
+
+    core.body_received = damaging
+    out.ready()
+    out.finish()
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "reason"),
+    [
+        (abort_here, kvwire.RequestCancelled, "the user left"),
+        (abort_there, kvwire.PeerCancelled, "prefill broke"),
+        (finish_short, kvwire.PeerCancelled, "not marked ready"),
+        (wait_for_deadline, kvwire.DeadlineExceeded, "deadline passed"),
+        (lose_link, kvwire.ConnectionLost, "cut by the test"),
+        (close_here, kvwire.ClosedOK, "this side has closed"),
+        (damage, kvwire.IntegrityError, "arrived damaged"),
+    ],
+)
+def test_a_gate_raises_what_ended_the_transfer(
+    end: Callable[[World, kvwire.Incoming, kvwire.Outgoing], None],
+    error: type[kvwire.KVWireError],
+    reason: str,
+) -> None:
+    """Whoever waits for a layer when it ends, and whoever asks afterwards."""
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=9.0)
+        await w.turns_until(lambda: inc.planned)
+        gate = asyncio.create_task(inc.layer(0))
+        await w.turns_until(lambda: bool(inc._gates))
+        end(w, inc, out)
+        for waiting in (gate, inc.layer(1)):
+            with pytest.raises(error, match=f"did not land: .*{reason}") as caught:
+                await waiting
+            assert type(caught.value) is error
+
+    play(scenario, "inproc", resume=False)
 
 
 @BOTH

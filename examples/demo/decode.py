@@ -134,7 +134,7 @@ async def watch(inc: kvwire.Incoming, request: str) -> None:
     for layer in inc.cache.spec.layer_indices:
         try:
             await inc.layer(layer)
-        except kvwire.RequestError:
+        except kvwire.KVWireError:
             return
         say(Landed(request, layer, time.monotonic()))
 

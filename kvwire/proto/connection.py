@@ -130,6 +130,8 @@ class Connection:
         )
         self._voice = Voice(interval_s=ping_interval_s, now=now, said=framing.sent)
         self._close_by: float | None = None
+        # Says which side closed first.
+        self._closing: ClosedOK | None = None
         parts = Parts(
             self._messages,
             self._onesided,
@@ -238,7 +240,8 @@ class Connection:
         self.lanes.link_gone()
         self._messages.link_gone()
         if not self.closed:
-            self._end(error or ConnectionLost("the peer closed the connection"))
+            gone = "the peer's side ended without closing the connection"
+            self._end(error or ConnectionLost(gone))
         self._turn(Turn.LOST)
 
     def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
@@ -417,7 +420,7 @@ class Connection:
         if self._close_by is None:
             self._close_by = now + timeout_s
         self._turn(Turn.CLOSE_CALLED)
-        closed = ClosedOK("this side closed the connection")
+        closed = self._close_error("this side closed the connection")
         for request in self._messages.posted + self.transfers.unanswered:
             self._abandon(request, closed, WireCode.GOING_AWAY)
         self._messages.turn_away()
@@ -450,7 +453,8 @@ class Connection:
             raise UnexpectedFrame("KVW-CL-01", "a second CLOSE")
         self._turn(Turn.PEER_CLOSED)
         self._messages.peer_closed()
-        closed = ClosedOK(f"the peer closed the connection (code {body.code})")
+        code = "" if body.code == WireCode.GOING_AWAY else f" (code {body.code})"
+        closed = self._close_error(f"the peer closed the connection{code}")
         for request in self._messages.posted:
             self._abandon(request, closed, None)
         for request in self._requests:
@@ -470,7 +474,14 @@ class Connection:
         self._turn(Turn.IDLE)
         self.outbox.send(FrameType.CLOSE, Close(code=WireCode.GOING_AWAY))
         if self.closed:
-            self._end(ClosedOK("the connection was closed"), graceful=True)
+            assert self._closing is not None
+            self._end(self._closing, graceful=True)
+
+    def _close_error(self, text: str) -> ClosedOK:
+        """Return the error of this close; the side that closed first decides it."""
+        if self._closing is None:
+            self._closing = ClosedOK(text)
+        return self._closing
 
     def _end(self, error: ConnectionClosed, *, graceful: bool = False) -> None:
         if self.error is not None:

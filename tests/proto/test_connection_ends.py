@@ -109,6 +109,24 @@ def test_what_was_only_announced_cannot_be_received_after_the_end() -> None:
 # --- closing
 
 
+@pytest.mark.parametrize("who", ["client", "server"])
+def test_each_side_is_told_who_closed(who: str) -> None:
+    """The requests that end with the close, and the connection itself."""
+    pair = ConnectionPair()
+    closer, other = pair.client, pair.server
+    if who == "server":
+        closer, other = other, closer
+    begun = {end: end.recv(TAG, None) for end in (closer, other)}
+    closer.close()
+    expect_fine(pair)
+    for end, said in (
+        (closer, "this side closed the connection"),
+        (other, "the peer closed the connection"),
+    ):
+        assert str(end.core.error) == said
+        assert str(end.error(begun[end])) == said
+
+
 @pytest.mark.parametrize("frames", range(6))
 def test_the_peer_closes_while_this_side_puts_and_gets(frames: int) -> None:
     """What this side has begun it still delivers, and then it answers."""
