@@ -145,7 +145,7 @@ class Decoder:
         missing = [(0, tokens)]
         try:
             missing = await self._fetch(prompt[:-1], pool, blocks)
-        except (OSError, kvwire.KVWireError) as exc:
+        except kvwire.KVWireError as exc:
             logger.warning("no KV from %s: %s", self._address, exc)
         for start, stop in missing:
             part = prompt[start:stop]

@@ -25,8 +25,10 @@ from kvwire.devices import Devices
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
+    ConnectError,
     ConnectionClosed,
     ConnectionLost,
+    ListenError,
     UsageError,
 )
 from kvwire.exchange import Exchange
@@ -188,20 +190,26 @@ class Communicator(Offering):
         Raises:
             UsageError: The address cannot be used, or needs a trust mode.
             BackendUnavailable: Its transport is not installed, or ruled out by config.
-            OSError: It cannot be bound.
+            ListenError: It is taken, or not of this host. It is an OSError as well.
 
         Cancel safety: safe, nothing stays bound.
         """
         self._check_open()
         where = Address.parse(address)
         backend = self._backend(where.scheme, self.config)
-        if crosses_hosts(backend):
-            where = await resolve(where, self.identity.trust)
 
         def accept(link: Link) -> None:
             self._reception.accept(link, backend)
 
-        listener = await backend.listen(where, accept)
+        try:
+            where = await self._resolved(where, backend)
+            listener = await backend.listen(where, accept)
+        except OSError as exc:
+            raise ListenError(
+                f"cannot listen on {where}: {exc.strerror or exc}",
+                address=str(where),
+                errno=exc.errno,
+            ) from exc
         if self._closed:
             await listener.close()
             raise ClosedOK("the communicator was closed")
@@ -229,7 +237,8 @@ class Communicator(Offering):
             BackendUnavailable: No required transport can run here.
             HandshakeError: The sides do not agree; names the fields.
             ConnectionClosed: The peer ended the connection during the handshake.
-            OSError: Nobody listens there.
+            ConnectError: Nobody listens there, or it cannot be reached. It is an
+                OSError as well.
 
         Cancel safety: safe, a half-made connection is aborted.
         """
@@ -241,7 +250,7 @@ class Communicator(Offering):
         """Connect again to where a lost connection went, and take its place.
 
         Raises:
-            OSError, KVWireError: As :meth:`connect`.
+            KVWireError: As :meth:`connect`.
 
         Cancel safety: safe, a half-made connection is aborted.
         """
@@ -271,20 +280,42 @@ class Communicator(Offering):
         opening = Opening(handshake, config, where.scheme, self.loop)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                if crosses_hosts(backend):
-                    where = await resolve(where, self.identity.trust)
-                pump = self.open_link(await backend.connect(where), opening)
+                where, link = await self._dial(where, backend)
+                pump = self.open_link(link, opening)
                 connection = await hands_shaken(pump, opening)
                 await _lanes_up(connection, config.lanes)
         except TimeoutError:
             if not limit.expired():
-                raise  # the system's own: ETIMEDOUT is an OSError
+                raise
             raise opening.timed_out(timeout_s) from None
         except ConnectionLost:
             self._check_open()
             raise
         connection.dialled = (where, transport)
         return connection
+
+    async def _dial(self, address: Address, backend: Backend) -> tuple[Address, Link]:
+        """Open a link to an address; returns the numeric address too.
+
+        Raises:
+            ConnectError: Nobody listens there, or it cannot be reached.
+
+        Cancel safety: safe, nothing stays open.
+        """
+        try:
+            address = await self._resolved(address, backend)
+            return address, await backend.connect(address)
+        except OSError as exc:
+            raise ConnectError(
+                f"cannot connect to {address}: {exc.strerror or exc}",
+                address=str(address),
+                errno=exc.errno,
+            ) from exc
+
+    async def _resolved(self, address: Address, backend: Backend) -> Address:
+        if crosses_hosts(backend):
+            return await resolve(address, self.identity.trust)
+        return address
 
     @property
     def live_connections(self) -> tuple[Connection, ...]:

@@ -4,6 +4,8 @@
 
   * :exc:`UsageError`: you called it wrong; nothing was sent.
   * :exc:`BackendUnavailable`: scheme unknown, library missing, or wrong API version.
+  * :exc:`ListenError`: an address cannot be listened on; an ``OSError`` as well.
+  * :exc:`ConnectError`: nobody can be reached there; an ``OSError`` as well.
   * :exc:`HandshakeError`: the peers could not agree; names every differing field.
 
     * :exc:`VersionMismatch`
@@ -86,6 +88,35 @@ class UsageError(KVWireError, ValueError):
 
 class BackendUnavailable(KVWireError):
     """No such transport here, or its library is missing; the message has the remedy."""
+
+
+class _AtAddress(OSError):
+    """Holds the address and the system's error number; its text has no number."""
+
+    def __init__(
+        self, message: str, *, address: str = "", errno: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.address = address
+        self.errno = errno
+
+
+class ListenError(KVWireError, _AtAddress):
+    """An address cannot be listened on: it is taken, not of this host, or unknown.
+
+    Attributes:
+        address: The address.
+        errno: The system's number, such as ``errno.EADDRINUSE``.
+    """
+
+
+class ConnectError(KVWireError, _AtAddress):
+    """Nobody can be reached at an address: refused, unreachable, or an unknown name.
+
+    Attributes:
+        address: The address.
+        errno: The system's number, such as ``errno.ECONNREFUSED``.
+    """
 
 
 class HandshakeError(KVWireError):

@@ -89,7 +89,7 @@ class Recovery:
         while exchange.interrupted(origin):
             try:
                 new = await self._communicator.redial(lost)
-            except (OSError, KVWireError) as exc:
+            except KVWireError as exc:
                 logger.info("redialling %s: %s", lost.peer, exc)
             else:
                 if new.peer.origin == origin:

@@ -90,7 +90,8 @@ async def resolve(address: Address, trust: TrustMode) -> Address:
     """Turn a host name into the one numeric address to use, and check that it may be.
 
     Raises:
-        UsageError: The name means nothing, or the address needs a trust mode.
+        UsageError: The name is malformed, or the address needs a trust mode.
+        OSError: Nobody knows the name, or not now.
 
     Cancel safety: safe.
     """
@@ -122,7 +123,7 @@ async def _numeric(address: Address) -> list[str]:
         found = await loop.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
         )
-    except (OSError, UnicodeError) as exc:
+    except UnicodeError as exc:
         raise UsageError(f"address {str(address)!r}: {exc}") from None
     return [str(sockaddr[0]) for *_, sockaddr in found]
 

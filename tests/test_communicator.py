@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import socket
 import sys
@@ -29,7 +30,7 @@ from kvwire import (
 from kvwire.trust import write_key_file
 from tests.support.leaks import open_descriptors
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
-from tests.test_trust import MEANINGLESS, REACHABLE
+from tests.test_trust import MALFORMED, REACHABLE, UNKNOWN
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
 _TCP_LISTEN = "0A"
@@ -127,7 +128,7 @@ async def test_nothing_but_the_address_asked_for_is_bound(
 
 
 @linux
-@pytest.mark.parametrize("host", [*REACHABLE, *MEANINGLESS])
+@pytest.mark.parametrize("host", [*REACHABLE, *MALFORMED])
 async def test_no_address_of_others_without_a_trust_mode(host: str) -> None:
     """Goal S4: refused for listening and for connecting, and not merely warned of."""
     async with kvwire.open() as comm:
@@ -137,6 +138,16 @@ async def test_no_address_of_others_without_a_trust_mode(host: str) -> None:
         with pytest.raises(UsageError, match=r"address|trust"):
             await comm.connect(f"{host}:7400")
         assert bound() == before
+
+
+@pytest.mark.parametrize("host", UNKNOWN)
+async def test_a_name_that_nobody_knows(host: str) -> None:
+    """The call was right: the name is not known here, or not now."""
+    async with kvwire.open() as comm:
+        with pytest.raises(kvwire.ListenError, match=f"cannot listen on .*{host}:0"):
+            await comm.listen(f"{host}:0")
+        with pytest.raises(kvwire.ConnectError, match=f"cannot connect to .*{host}:7"):
+            await comm.connect(f"{host}:7")
 
 
 async def test_with_a_key_every_interface_may_be_listened_on(key: str) -> None:
@@ -152,8 +163,12 @@ async def test_an_address_is_listened_on_once() -> None:
         async with communicators() as (near, far):
             address = await far.listen(anywhere(scheme))
             for comm in (near, far):
-                with pytest.raises(OSError, match=r"in use|taken"):
+                with pytest.raises(kvwire.ListenError, match=r"in use|taken") as caught:
                     await comm.listen(address)
+                assert isinstance(caught.value, kvwire.KVWireError)
+                assert isinstance(caught.value, OSError)
+                assert caught.value.address == str(address) in str(caught.value)
+                assert caught.value.errno == errno.EADDRINUSE
         async with kvwire.open() as comm:
             assert await comm.listen(address) == address
 
@@ -192,8 +207,13 @@ async def test_nobody_listens_there(scheme: str) -> None:
     async with kvwire.open() as comm:
         address = await comm.listen(anywhere(scheme))
     async with kvwire.open() as comm:
-        with pytest.raises(ConnectionRefusedError):
+        with pytest.raises(kvwire.ConnectError, match="cannot connect to") as caught:
             await comm.connect(address)
+    assert isinstance(caught.value, kvwire.KVWireError)
+    assert isinstance(caught.value, OSError)
+    assert caught.value.address == str(address) in str(caught.value)
+    assert caught.value.errno == errno.ECONNREFUSED
+    assert "refused" in str(caught.value) or "nobody" in str(caught.value)
 
 
 @pytest.mark.parametrize("configured", [True, False])
@@ -480,7 +500,7 @@ async def test_close_ends_connections_gracefully_and_listeners() -> None:
         with pytest.raises(ClosedOK):
             await waiting
         assert await pair.left.recv(2) == b"last"
-        with pytest.raises(ConnectionRefusedError):
+        with pytest.raises(kvwire.ConnectError):
             await pair.near.connect(pair.address)
 
 

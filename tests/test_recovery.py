@@ -91,7 +91,7 @@ def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
     async def scenario(w: World) -> None:
         async def nobody_listens(lost: kvwire.Connection) -> kvwire.Connection:
             dialled_at.append(w.d.loop.time())
-            raise ConnectionRefusedError
+            raise kvwire.ConnectError("nobody listens")
 
         w.d.redial = nobody_listens  # type: ignore[method-assign]
         _, inc = await half_way(w)

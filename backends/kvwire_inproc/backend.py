@@ -82,7 +82,7 @@ class InprocBackend(Backend):
         try:
             listener.loop.call_soon_threadsafe(listener.take, right)
         except RuntimeError:  # the loop was closed a moment ago
-            raise _refused(address) from None
+            raise _refused() from None
         return left
 
     def open_lane(self, context: LaneContext) -> Lane:
@@ -160,14 +160,14 @@ class _Names:
             if name in {"", "0"}:
                 name = next(n for i in self._numbers if self._free(n := f"auto-{i}"))
             elif not self._free(name):
-                raise OSError(errno.EADDRINUSE, f"{address}: the name is taken")
+                raise OSError(errno.EADDRINUSE, "the name is taken")
             self._listeners[name] = listener
             return name
 
     def find(self, address: Address) -> InprocListener:
         with self._lock:
             if self._free(address.host):
-                raise _refused(address)
+                raise _refused()
             return self._listeners[address.host]
 
     def give_back(self, listener: InprocListener) -> None:
@@ -181,9 +181,9 @@ class _Names:
         return listener is None or listener.loop.is_closed()
 
 
-def _refused(address: Address) -> ConnectionRefusedError:
+def _refused() -> ConnectionRefusedError:
     return ConnectionRefusedError(
-        errno.ECONNREFUSED, f"{address}: nobody in this process listens there"
+        errno.ECONNREFUSED, "nobody in this process listens there"
     )
 
 

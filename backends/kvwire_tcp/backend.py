@@ -169,7 +169,13 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
     with contextlib.ExitStack() as undo:
         sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
         tune(sock, sockaddr[0])
-        await loop.sock_connect(sock, sockaddr)
+        try:
+            await loop.sock_connect(sock, sockaddr)
+        except OSError as exc:
+            # The loop's text repeats the address, and does not say what is wrong.
+            if exc.errno is None:
+                raise
+            raise OSError(exc.errno, os.strerror(exc.errno)) from None
         remote = sock.getpeername()
         if remote == sock.getsockname():
             # A port of the ephemeral range where nobody listens can be given to

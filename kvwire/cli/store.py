@@ -98,6 +98,8 @@ def stats(
 def _run(work: Any, address: str) -> Any:
     try:
         return asyncio.run(work)
+    except KVWireError:
+        raise  # some are OSErrors as well, and they name the address
     except OSError as exc:
         raise KVWireError(f"{address}: {exc.strerror or exc}") from None
 

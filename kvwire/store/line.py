@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.backoff import Backoff
 from kvwire.errors import (
+    ConnectError,
     ConnectionClosed,
     ConnectionLost,
     DeadlineExceeded,
@@ -234,7 +235,7 @@ class Line:
         first: Up | None = None
         try:
             first = await self._dial()
-        except (OSError, ConnectionClosed, HandshakeTimeout, RequestError) as exc:
+        except (ConnectError, ConnectionClosed, HandshakeTimeout, RequestError) as exc:
             self._went_down(exc)
         self._keeping = asyncio.create_task(self._keep(first))
 
@@ -258,7 +259,7 @@ class Line:
                     await asyncio.sleep(self._backoff.pause_s())
                     up = await self._dial()
                 await up.listen()
-            except (OSError, KVWireError) as exc:
+            except KVWireError as exc:
                 self._went_down(exc)
                 up = None
 

@@ -106,7 +106,7 @@ class StoreServer:
         Raises:
             UsageError: The address cannot be used, or needs a key; or it was entered
                 or closed before.
-            OSError: It cannot be bound.
+            ListenError: The address cannot be listened on.
 
         Cancel safety: nothing stays bound.
         """

@@ -13,7 +13,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 import kvwire
-from kvwire import Address, Config, Connection, KVWireError, UsageError
+from kvwire import Address, Config, Connection, UsageError
 from kvwire.cli.doctor.attendant import attend
 from kvwire.cli.doctor.examination import Examination, examine
 from kvwire.cli.doctor.probe import examine_peer, is_doctor, try_out
@@ -62,21 +62,18 @@ def doctor(
     wanted = Config.load(config)
     found = examine(wanted, pid)
     output = _Output(json)
-    try:
-        if listen:
-            output.host(found)
-            return asyncio.run(_listen(wanted, Address.parse(listen), found, output))
-        if peer:
-            done = asyncio.run(_ask_peer(wanted, Address.parse(peer), found))
-            output.peer(done)
-            return 0 if found.well and done.well else UNWELL
-        if selftest:
-            both = _both(wanted, Address.parse(selftest), found, output)
-            report = asyncio.run(both)
-            output.report(report)
-            return 0 if report.well else UNWELL
-    except OSError as exc:
-        raise KVWireError(f"{peer or listen or selftest}: {exc.strerror}") from None
+    if listen:
+        output.host(found)
+        return asyncio.run(_listen(wanted, Address.parse(listen), found, output))
+    if peer:
+        done = asyncio.run(_ask_peer(wanted, Address.parse(peer), found))
+        output.peer(done)
+        return 0 if found.well and done.well else UNWELL
+    if selftest:
+        both = _both(wanted, Address.parse(selftest), found, output)
+        report = asyncio.run(both)
+        output.report(report)
+        return 0 if report.well else UNWELL
     output.host(found)
     return 0 if found.well else UNWELL
 

@@ -13,7 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvwire import Communicator, Connection, ConnectionLost, KVWireError, UsageError
+from kvwire import (
+    Communicator,
+    ConnectError,
+    Connection,
+    ConnectionLost,
+    KVWireError,
+    ListenError,
+    UsageError,
+)
 from kvwire.cli.doctor.attendant import attend
 from kvwire.cli.doctor.examination import Examination
 from kvwire.cli.doctor.probe import examine_peer, is_doctor, try_out
@@ -57,9 +65,9 @@ async def selftest(
         raise UsageError(f"--selftest {address}: name the address of one of the hosts")
     try:
         bound = await communicator.listen(address)
-    except OSError as exc:
+    except ListenError as exc:
         if exc.errno not in _NOT_OURS:
-            raise KVWireError(f"--selftest {address}: {exc.strerror}") from exc
+            raise
         progress(f"connecting to {address}")
         return await _probe(communicator, address, examination, progress, wait_s)
     progress(f"listening on {bound}; run the same command on the other host")
@@ -134,9 +142,9 @@ async def _until_there(
     while True:
         try:
             connection = await communicator.connect(address)
-        except (OSError, ConnectionLost) as exc:
+        except (ConnectError, ConnectionLost) as exc:
             if time.monotonic() >= end:
-                raise KVWireError(f"{address}: {exc}, for {wait_s:g} s") from None
+                raise KVWireError(f"{exc}, for {wait_s:g} s") from None
             await asyncio.sleep(_AGAIN_S)
         else:
             await connection.close()

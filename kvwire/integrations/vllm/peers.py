@@ -22,7 +22,7 @@ class Peers:
         """The connection to an address; whoever asks first dials, the others wait.
 
         Raises:
-            OSError, KVWireError: As :meth:`kvwire.Communicator.connect`. The next call
+            KVWireError: As :meth:`kvwire.Communicator.connect`. The next call
                 dials again.
 
         Cancel safety: safe; the dialling goes on for whoever else waits.

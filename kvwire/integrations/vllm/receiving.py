@@ -134,7 +134,7 @@ class Arrival:
         own = np.asarray(load.blocks[load.cached :], np.int64)
         try:
             parts = await self._begin(communicator)
-        except (KVWireError, OSError, asyncio.CancelledError) as exc:
+        except (KVWireError, asyncio.CancelledError) as exc:
             said = self._reason or str(exc) or repr(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
             return Arrived(own)

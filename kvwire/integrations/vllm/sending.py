@@ -110,7 +110,7 @@ class Departure:
     async def _run(self, communicator: Communicator) -> list[Outcome]:
         try:
             outs = await self._begin(communicator)
-        except (KVWireError, OSError, asyncio.CancelledError) as exc:
+        except (KVWireError, asyncio.CancelledError) as exc:
             # The decode engine hears nothing, and computes when its time is over.
             said = self._reason or str(exc) or repr(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
