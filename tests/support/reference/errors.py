@@ -12,13 +12,13 @@ _INTRODUCTION: Final = """\
 # Errors
 
 Written from the code by `make reference`. Everything kvwire raises on purpose is below
-`kvwire.KVWireError`; only the `timeout` of an `Engine`'s calls is a plain `TimeoutError`.
+`kvwire.KVWireError`; the `timeout` of an `Engine`'s calls is a `TimeoutError` alone.
 `ConnectError` and `ListenError` are an `OSError` as well, `DeadlineExceeded` is a
 `TimeoutError`, and `UsageError` a `ValueError`.
 
-Retry on `RequestError`, reconnect on `ConnectionClosed`, change the call on `UsageError`,
-look for a bug (or an attacker) on `ProtocolError`. A transfer of KV blocks that breaks is
-no error but an `Outcome`, with the reason for each block.
+Retry on `RequestError`, reconnect on `ConnectionClosed`, change the call on
+`UsageError`, look for a bug (or an attacker) on `ProtocolError`. A transfer of KV blocks
+that breaks is no error but an `Outcome`, with the reason for each block.
 
 What a peer is told is the number, and one line of text that is never interpreted.
 """
