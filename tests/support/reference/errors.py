@@ -17,8 +17,8 @@ Written from the code by `make reference`. Everything kvwire raises on purpose i
 `TimeoutError`, and `UsageError` a `ValueError`.
 
 Retry on `RequestError`, reconnect on `ConnectionClosed`, change the call on
-`UsageError`, look for a bug (or an attacker) on `ProtocolError`. A transfer of KV blocks
-that breaks is no error but an `Outcome`, with the reason for each block.
+`UsageError`, look for a bug (or an attacker) on `ProtocolError`. A transfer of KV
+blocks that breaks is no error but an `Outcome`, with the reason for each block.
 
 What a peer is told is the number, and one line of text that is never interpreted.
 """
