@@ -10,8 +10,10 @@
                                 is over
 
 A call waits on a lock and the loop waits in the kernel: nobody polls. The thread is a
-daemon, so a program that forgets to close it can end; at the exit of the interpreter it
-is closed as if somebody had asked for it.
+daemon, so a program that forgets to close it can end. When the main thread has ended,
+every thread of this module is closed as if somebody had asked for it, *before* the
+interpreter joins the program's own threads: one that waits in a call would otherwise
+keep the process for ever.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import concurrent.futures.thread
 import contextlib
 import os
 import sys
@@ -31,6 +34,7 @@ from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import CLOSE_TIMEOUT_S
 
 T = TypeVar("T")
+_running: set[IOThread] = set()
 
 
 class IOThread:
@@ -54,7 +58,7 @@ class IOThread:
         except RuntimeError:
             self._loop.close()
             raise
-        atexit.register(self.close)
+        _running.add(self)
 
     @property
     def ended(self) -> bool:
@@ -160,7 +164,6 @@ class IOThread:
         if self._closing or self._pid != os.getpid():
             return False
         self._closing = True
-        atexit.unregister(self.close)
         with contextlib.suppress(RuntimeError):  # the thread has ended by itself
             self._loop.call_soon_threadsafe(self._stopping.set)
         return True
@@ -182,8 +185,11 @@ class IOThread:
 
     def _run(self) -> None:
         _name_in_kernel(self._thread.name)
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._live())
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._live())
+        finally:
+            _running.discard(self)
 
     async def _live(self) -> None:
         try:
@@ -220,6 +226,26 @@ def bind_thread(cpus: Collection[int]) -> None:
     except OSError as exc:
         listed = ", ".join(map(str, sorted(cpus)))
         raise UsageError(f"io_cpus={listed}: {exc.strerror}") from None
+
+
+def _close_all() -> None:
+    """Close what runs, of this process; the main thread has ended."""
+    threads = list(_running)
+    for thread in threads:
+        thread.begin_close()
+    for thread in threads:
+        thread.close()
+
+
+# Before threads are joined, which is before atexit. concurrent.futures joins its own in
+# the same place: registered behind it, this runs first. The name is private, and there
+# since Python 3.9; without it a program has to close its engines itself.
+with contextlib.suppress(
+    RuntimeError
+):  # imported by a thread that outlives the main one
+    getattr(threading, "_register_atexit", atexit.register)(_close_all)
+# For threads that were made after that.
+atexit.register(_close_all)
 
 
 def _name_in_kernel(name: str) -> None:

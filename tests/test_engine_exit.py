@@ -7,6 +7,7 @@ it ends at all.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -62,13 +63,74 @@ def test_exit_of_the_interpreter_ends_connections_properly() -> None:
     out = _run(
         """
         import atexit
-        # Runs after the engines were closed, the last registered first.
-        atexit.unregister(p.thread.close), atexit.unregister(c.thread.close)
         atexit.register(lambda: print(out.outcome.complete, p.thread.ended))
-        atexit.register(p.thread.close), atexit.register(c.thread.close)
         """
     )
     assert out == "False True\n"
+
+
+def test_exit_while_threads_wait() -> None:
+    """Threads that the interpreter joins, each in another wait: all of them end."""
+    out = _run(
+        """
+        from concurrent.futures import ThreadPoolExecutor
+
+        import atexit, socket
+        mute = socket.create_server(("127.0.0.1", 0))  # connects, and says nothing
+        atexit.register(mute.close)
+
+        def until_it_ends(wait):
+            try:
+                wait()
+            except kvwire.KVWireError:
+                pass
+
+        waits = [
+            inc.wait, lambda: inc.wait_layer(1), inc.wait_drained, out.wait, p.accept,
+            lambda: c.connect("127.0.0.1:%d" % mute.getsockname()[1]),
+            asking.close, c.close,
+        ]
+        # Of a pool too, which concurrent.futures ends at the exit.
+        pool = ThreadPoolExecutor(2)
+        pool.submit(until_it_ends, waits[0]), pool.submit(until_it_ends, p.accept)
+        for wait in waits:
+            threading.Thread(target=until_it_ends, args=[wait]).start()
+        print("last line")
+        """
+    )
+    assert out == "last line\n"
+
+
+@pytest.mark.parametrize("state", ["runs", "main waits", "closing", "closed"])
+def test_exit_by_a_signal(state: str) -> None:
+    """SIGINT in the middle of each state: the process ends, as Python ends by it."""
+    program = {
+        "runs": "print('now', flush=True); sys.stdin.read()",
+        "main waits": "print('now', flush=True); inc.wait()",
+        "closing": (
+            "p.thread.at_end(lambda: print('now', flush=True) or stuck()); p.close()"
+        ),
+        "closed": "p.close(), c.close(); print('now', flush=True); sys.stdin.read()",
+    }[state]
+    stuck = "import asyncio\nasync def stuck(): await asyncio.sleep(1)\n"
+    waiting = "threading.Thread(target=inc.wait).start()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + stuck + waiting + program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "now\n"
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT, said
+    assert "KeyboardInterrupt" in said
+    assert "Fatal" not in said
 
 
 def test_exit_by_an_exception() -> None:
