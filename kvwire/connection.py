@@ -15,6 +15,7 @@ from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
+    MessageTooLarge,
     ProfileMismatch,
     ProtocolError,
     RequestCancelled,
@@ -25,7 +26,7 @@ from kvwire.grant import Grant
 from kvwire.incoming import Incoming
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
-from kvwire.memory.buffers import as_payload, slice_payload
+from kvwire.memory.buffers import as_payload, slice_payload, uncleared
 from kvwire.memory.checksum import checksum
 from kvwire.memory.copy import copy
 from kvwire.outgoing import Outgoing
@@ -202,8 +203,9 @@ class Connection(Asking):
             ConnectionClosed: From the await: nothing of this tag is here and nothing
                 can come.
             MessageTooLarge: From the await. With ``into``, the message waits for a
-                larger buffer. Without, it was over ``message_bytes`` and was refused:
-                its sender is told, and the next receive gets the next message.
+                larger buffer. Without, it was over ``message_bytes``, or there is no
+                memory for it, and it was refused: its sender is told, and the next
+                receive gets the next message.
             IntegrityError: From the await: it arrived damaged.
             DeadlineExceeded: From the await.
 
@@ -491,15 +493,28 @@ class Connection(Asking):
             else:
                 self._request_done(event)
         elif isinstance(event, MemoryWanted):
-            lent = self._buffers.lend(memoryview(bytearray(event.nbytes)))
-            self.core.provide(event.request, lent)
-            self._pump.run()
+            self._provide(event)
         elif isinstance(event, Ended):
             self.communicator.connection_ended(self, event.error)
         elif isinstance(event, LaneEvent):
             self.raising.event(event)
         elif not isinstance(event, AsideReceived):  # which the pump deals with
             self._transfer_event(event)
+
+    def _provide(self, event: MemoryWanted) -> None:
+        """Give a receive without a buffer memory for the message it has met."""
+        try:
+            memory = uncleared(event.nbytes)
+        except MemoryError:
+            error = MessageTooLarge(
+                f"a message of {event.nbytes} bytes, and its receiver has no memory "
+                f"for it; it was refused"
+            )
+            self.core.refuse(event.request, error, WireCode.TOO_LARGE)
+        else:
+            lent = self._buffers.lend(memoryview(memory))
+            self.core.provide(event.request, lent)
+        self._pump.run()
 
     def _transfer_event(
         self, event: TransferOpened | TransferAgreed | TransferEvent

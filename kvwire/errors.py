@@ -244,7 +244,7 @@ class RequestCancelled(RequestError):
 
 
 class MessageTooLarge(RequestError):
-    """A message is longer than the buffer or the limit given for it."""
+    """A message is longer than its buffer, the limit given for it, or free memory."""
 
     code = WireCode.TOO_LARGE
 

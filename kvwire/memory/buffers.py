@@ -8,6 +8,7 @@ read-only memory as a destination, memory that holds pointers, and device memory
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 from typing import Any, Final
@@ -25,6 +26,10 @@ _POINTERS: Final = re.compile("[OPz&X]")
 _FIELD_NAMES: Final = re.compile(":[^:]*:")
 # Formats of one letter that are plain numbers: nearly all that is ever passed.
 _PLAIN: Final = frozenset("?BbcHhIiLlQqefdnN")
+# bytearray(n) writes n zeros; this makes room for n bytes and writes none.
+_RESIZE: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_ssize_t)(
+    ("PyByteArray_Resize", ctypes.pythonapi)
+)
 
 
 def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
@@ -52,6 +57,21 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
             f"writable NumPy array or a tensor to receive into"
         )
     return view
+
+
+def uncleared(nbytes: int) -> bytearray:
+    """Make a bytearray whose memory the system provides page by page, as it is written.
+
+    For a size that a peer has named: it costs address space until its bytes come. What
+    it holds before that is undefined, so it is given away only when all of it has been
+    written.
+
+    Raises:
+        MemoryError: There is no address space for it.
+    """
+    made = bytearray()
+    _RESIZE(made, nbytes)
+    return made
 
 
 def slice_payload(payload: Payload, offset: int, length: int) -> Payload:

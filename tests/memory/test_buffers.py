@@ -14,7 +14,7 @@ import pytest
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.buffers import as_payload, slice_payload
+from kvwire.memory.buffers import as_payload, slice_payload, uncleared
 from kvwire.memory.copy import as_fragments
 
 
@@ -184,3 +184,19 @@ def test_tensor() -> None:
         as_payload(tensor.T, writable=False)
     with pytest.raises(UsageError, match="tensor is on meta"):
         as_payload(torch.zeros(2, device="meta"), writable=False)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100_000])
+def test_a_bytearray_that_was_not_cleared_is_one(nbytes: int) -> None:
+    """It grows, shrinks and can be written to, as any other one."""
+    made = uncleared(nbytes)
+    assert type(made) is bytearray
+    made[:] = bytes(range(256)) * (nbytes // 256 + 1)
+    del made[nbytes:]
+    made += b"more"
+    assert made == (bytes(range(256)) * (nbytes // 256 + 1))[:nbytes] + b"more"
+
+
+def test_a_bytearray_beyond_the_address_space() -> None:
+    with pytest.raises(MemoryError):
+        uncleared(2**62)
