@@ -33,9 +33,12 @@ PYTEST := python -m pytest --numprocesses auto --maxprocesses 8 \
 test: $(STAMP)
 	$(BIN)/$(PYTEST) $(ARGS)
 
-# Everything: both event loops in asyncio's debug mode, soaks, kill matrices, every seed.
+# Everything: both event loops in asyncio's debug mode, soaks, kill matrices, every seed;
+# then the other Pythons of this machine.
 test-all: $(STAMP)
-	$(BIN)/$(PYTEST) -m '' --loops asyncio,uvloop -o asyncio_debug=true $(ARGS)
+	$(BIN)/$(PYTEST) -m '' --thorough --loops asyncio,uvloop \
+	  -o asyncio_debug=true $(ARGS)
+	.ci/pythons
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check $(CODE)

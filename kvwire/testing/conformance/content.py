@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -34,6 +34,8 @@ _TABLE: Final = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, np.uint8
 # Lies around and between the pieces of a payload, and must still lie there afterwards.
 _CANARY: Final = 0x5A
 _GAP_BYTES: Final = 3
+# A slice takes about as long as this many bytes do by index.
+_SLICE_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,14 @@ class Memory:
     def __init__(self, nbytes: int, cut: Cut | None = None) -> None:
         self.nbytes = nbytes
         lengths = np.array(cut(nbytes) if cut else [nbytes], np.int64)
-        # Back to front: the last piece of the payload is the first in memory.
+        # Back to front: the last piece of the payload is the first in memory. A gap lies
+        # before that one and behind each.
         ends = np.cumsum(lengths[::-1] + _GAP_BYTES)[::-1]
         self._offsets = ends - lengths
         self._lengths = lengths
         self._arena = np.full(
             nbytes + (lengths.size + 1) * _GAP_BYTES, _CANARY, np.uint8
         )
-        self._view = cut is None
         self.payload: Payload = self._as_view() if cut is None else self._as_fragments()
 
     def _as_view(self) -> memoryview:
@@ -159,10 +161,11 @@ class Memory:
 
     def fill(self, data: Bytes) -> None:
         """Write the payload's bytes."""
-        if self._view:
-            self._visible[:] = data
-        else:
+        if self._short_pieces:
             self._arena[self._index] = data
+            return
+        for piece, place in self._pieces():
+            piece[:] = data[place]
 
     def poison(self, value: int) -> None:
         """Overwrite everything, the gaps too, as a next user of the memory would."""
@@ -174,25 +177,41 @@ class Memory:
 
     def differs_at(self, data: Bytes) -> int | None:
         """Where the payload first differs from ``data``; None if it does not."""
-        found = self._visible if self._view else self._arena[self._index]
-        if np.array_equal(found, data):
-            return None
-        return int(np.flatnonzero(found != data)[0])
+        if self._short_pieces:
+            different = self._arena[self._index] != data
+            return int(different.argmax()) if different.any() else None
+        for piece, place in self._pieces():
+            if not np.array_equal(piece, data[place]):
+                return int(place.start + np.flatnonzero(piece != data[place])[0])
+        return None
 
     def gaps_are_whole(self) -> bool:
         """Whether nothing was written beside the payload."""
-        if self._view:
-            end = self._first + self.nbytes
-            beside = np.concatenate((self._arena[: self._first], self._arena[end:]))
-        else:
-            outside = np.ones(self._arena.size, bool)
-            outside[self._index] = False
-            beside = self._arena[outside]
-        return bool((beside == _CANARY).all())
+        behind = self._arena[self._ends[:, None] + np.arange(_GAP_BYTES)]
+        first = self._arena[:_GAP_BYTES]
+        return bool((first == _CANARY).all() and (behind == _CANARY).all())
+
+    def _pieces(self) -> Iterator[tuple[Bytes, slice]]:
+        """Each piece of memory, and which bytes of the payload are its own."""
+        start = 0
+        for offset, end in zip(
+            self._offsets.tolist(), self._ends.tolist(), strict=True
+        ):
+            yield self._arena[offset:end], slice(start, start + end - offset)
+            start += end - offset
+
+    @property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return self._offsets + self._lengths
 
     @property
     def _visible(self) -> Bytes:
         return self._arena[self._first : self._first + self.nbytes]
+
+    @property
+    def _short_pieces(self) -> bool:
+        """Whether an index of each byte is cheaper than a slice of each piece."""
+        return self._lengths.size * _SLICE_BYTES > self.nbytes
 
     @cached_property
     def _index(self) -> npt.NDArray[np.int64]:

@@ -17,6 +17,7 @@ async def test_local(check: LaneCheck) -> None:
     assert result.passed, result.reason
 
 
+@pytest.mark.matrix
 @CHECKS
 @pytest.mark.parametrize("way", ["cma", "arena"])
 # What differs from `auto` treats all loops alike.

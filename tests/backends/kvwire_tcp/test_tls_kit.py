@@ -18,6 +18,9 @@ from tests.support.certificates import FAR, Authority
 
 Make = Callable[[], TcpBackend]
 
+# The kits without TLS are in `make test`, and so is what TLS does: test_tls_wire.py.
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:

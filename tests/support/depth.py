@@ -1,0 +1,43 @@
+"""Says how much of a large set a run looks at: a sample, or all of it.
+
+``make test`` takes a fixed sample where all would take minutes; ``make test-all``, which
+passes ``--thorough``, takes all. Property tests that name no number of examples take 30
+in the first and hypothesis's 100 in the second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import pytest
+from hypothesis import settings
+
+T = TypeVar("T")
+
+_EXAMPLES = 30
+_run = {"thorough": False}
+
+# Property tests take the same examples in every run and are not timed: what fails once
+# fails again, on any machine.
+settings.register_profile("all", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("some", settings.get_profile("all"), max_examples=_EXAMPLES)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Hook of pytest: the option that asks for all."""
+    parser.addoption(
+        "--thorough", action="store_true", help="all cases of large sets, no samples"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hook of pytest: what the option says, before any test is imported."""
+    _run["thorough"] = config.getoption("--thorough")
+    settings.load_profile("all" if _run["thorough"] else "some")
+
+
+def sample(cases: Iterable[T], every: int) -> Iterator[T]:
+    """Yield each case in a thorough run, and each ``every``-th one in another."""
+    yield from itertools.islice(cases, 0, None, 1 if _run["thorough"] else every)
