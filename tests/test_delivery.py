@@ -20,6 +20,7 @@ from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MA
 from kvwire.proto.flows import Chunk
 from kvwire.proto.segments import Segment as CoreSegment
 from tests.scenarios.world import BLOCKS, LARGE, LAYERS, Memory, World, play, same
+from tests.support.depth import examples
 
 LIST = [3, 1, 4, 5, 9]
 DEST = [10, 11, 12, 13, 14]
@@ -237,7 +238,7 @@ def test_a_cross_layer_cache_is_cut_into_blocks() -> None:
     granules=st.integers(1, 70_000),
     by_block=st.booleans(),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_no_piece_is_longer_than_a_consumer_takes(
     unit: int, layers: int, granules: int, by_block: bool
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvwire import limits
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import BlockSet, block_lists
+from tests.support.depth import examples
 
 ONE = {"kv": 10}
 TWO = {"full": 10, "window": 4}
@@ -85,7 +86,7 @@ ids_of_groups = st.dictionaries(
 
 
 @given(ids_of_groups, ids_of_groups)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_a_block_set_is_a_set(
     first: dict[str, list[int]], second: dict[str, list[int]]
 ) -> None:

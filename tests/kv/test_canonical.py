@@ -15,6 +15,7 @@ from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import KVSpec
 from tests.kv.scenarios import Scenario, scenarios
+from tests.support.depth import examples
 
 SPEC = KVSpec(layers=8, kv_heads=4, head_dim=64, block_tokens=16)
 
@@ -166,7 +167,7 @@ def test_r35_a_mismatch_names_the_field(
 
 
 @given(st.permutations(AXES), st.permutations(AXES))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_the_order_is_one_of_the_two(first: list[str], second: list[str]) -> None:
     orders = " ".join(first), " ".join(second)
     walk = walk_of(side(orders[0]), side(orders[1]))
@@ -174,7 +175,7 @@ def test_the_order_is_one_of_the_two(first: list[str], second: list[str]) -> Non
 
 
 @given(scenarios())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_both_sides_agree(scenario: Scenario) -> None:
     """Each from its own cache and what it was told of the other's."""
     producer, consumer = scenario.plans()

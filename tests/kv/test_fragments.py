@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Device, MemoryKind
+from tests.support.depth import examples
 
 pieces = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), max_size=8)
 
@@ -29,7 +30,7 @@ def stream(fragments: Fragments) -> list[int]:
 
 
 @given(pieces, st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_slices_merges_and_shifts_are_those_of_the_bytes(
     pairs: list[tuple[int, int]], data: st.DataObject
 ) -> None:
@@ -55,7 +56,7 @@ def test_slices_merges_and_shifts_are_those_of_the_bytes(
 
 
 @given(pieces, st.data())
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 def test_a_selection_is_of_whole_fragments(
     pairs: list[tuple[int, int]], data: st.DataObject
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme
+from tests.support.depth import examples
 
 GOLDEN = "a156349219d49e5bad7ac11ab1fa715b4f473118e0d1d48c9034baa3ee2614eb"
 
@@ -21,7 +22,7 @@ tokens_of = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 
 @given(tokens_of, st.integers(1, 5), st.binary(max_size=9), st.binary(max_size=9))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_the_chain_is_as_documented(
     tokens: list[int], size: int, seed: bytes, salt: bytes
 ) -> None:
@@ -38,7 +39,7 @@ def test_the_chain_is_as_documented(
 
 
 @given(tokens_of, st.integers(0, 8))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 def test_a_chain_goes_on_where_it_stopped(tokens: list[int], blocks: int) -> None:
     """Decoding adds blocks to a prompt whose hashes are known."""
     scheme = HashScheme(4)

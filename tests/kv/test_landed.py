@@ -16,13 +16,14 @@ from kvwire.kv.spec import KVSpec
 from tests.kv.reference import Store, plain_shape, walk_elements
 from tests.kv.scenarios import Scenario, scenarios
 from tests.kv.test_plan import partitions
+from tests.support.depth import examples
 
 NHD = plain_shape("block kv token head dim")
 SPEC = KVSpec(layers=3, kv_heads=1, head_dim=2, block_tokens=4)
 
 
 @given(scenarios(), st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_blocks_land_when_their_last_byte_does(
     scenario: Scenario, data: st.DataObject
 ) -> None:
@@ -127,7 +128,7 @@ def test_a_window_allows_no_earlier_end() -> None:
 
 
 @given(scenarios(), st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_boxes_cover_what_landed_and_the_lacking_what_did_not(
     scenario: Scenario, data: st.DataObject
 ) -> None:

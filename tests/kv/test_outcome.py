@@ -23,6 +23,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import Store, plain_shape
+from tests.support.depth import examples
 
 NHD = plain_shape("block kv token head dim")
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
@@ -119,7 +120,7 @@ def test_nothing_landed_without_a_plan() -> None:
 @given(
     st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=1, max_size=3)
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_a_join_has_landed_what_every_share_has(shares: list[list[bool]]) -> None:
     """Each share is 2 groups x 2 layers x 3 blocks of cells."""
     outcomes = []

@@ -30,6 +30,7 @@ from tests.kv.reference import (
     walk_elements,
 )
 from tests.kv.scenarios import Scenario, pair_of, scenarios
+from tests.support.depth import examples
 
 LAYOUTS = {
     "NHD": plain_shape("block kv token head dim"),
@@ -79,7 +80,7 @@ def test_every_pair_of_mla_layouts(here: str, there: str) -> None:
 
 
 @given(scenarios(), st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_any_two_shares(scenario: Scenario, data: st.DataObject) -> None:
     """Any layouts, block sizes, shards, replicas and stages; marks in any order."""
     check_transfer(scenario, lambda plan: data.draw(partitions(plan)))
@@ -136,7 +137,7 @@ def test_streaming_by_layer_is_the_whole_in_parts() -> None:
 
 
 @given(scenarios(), st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_touched_cells_are_those_of_the_bytes(
     scenario: Scenario, data: st.DataObject
 ) -> None:
@@ -158,7 +159,7 @@ def test_touched_cells_are_those_of_the_bytes(
 
 
 @given(scenarios(), st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_what_the_consumer_has_is_not_moved(
     scenario: Scenario, data: st.DataObject
 ) -> None:

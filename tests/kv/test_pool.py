@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme
 from kvwire.kv.pool import BlockPool
+from tests.support.depth import examples
 
 NAMES = [bytes([n]) * 32 for n in range(6)]
 
@@ -135,7 +136,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=examples(60), stateful_step_count=30, deadline=None, derandomize=True
 )
 
 

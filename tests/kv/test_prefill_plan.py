@@ -14,6 +14,7 @@ from kvwire.kv.blocks import BlockSet
 from kvwire.kv.missing import MissingBlocks, MissingOfGroup
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
+from tests.support.depth import examples
 
 T = 4
 
@@ -298,7 +299,7 @@ def batches(draw: st.DrawFn) -> tuple[list[PrefillRequest[str]], list[Outcome]]:
 
 
 @given(batches())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_the_plan_is_right_when_carried_out(
     batch: tuple[list[PrefillRequest[str]], list[Outcome]],
 ) -> None:

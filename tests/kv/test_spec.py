@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec, shard_sources
+from tests.support.depth import examples
 
 SPEC = KVSpec(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
 
@@ -174,7 +175,7 @@ def specs(draw: st.DrawFn) -> KVSpec:
 
 
 @given(specs())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_pairs_carry_the_whole_spec(spec: KVSpec) -> None:
     again = KVSpec.from_pairs([list(pair) for pair in spec.to_pairs()])
     assert again.to_pairs() == spec.to_pairs()

@@ -17,9 +17,10 @@ from kvwire.proto.requests import Request
 from kvwire.testing.peer import Peer
 from kvwire.types import TrustMode
 from tests.proto.lanes import CHUNK, Scene
+from tests.support.depth import examples
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.integers(0, 2**16), max_size=150),
     st.sampled_from(TrustMode),
@@ -49,7 +50,7 @@ def test_every_byte_arrives_whatever_breaks(
     assert not len(scene.server.core.holds)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(0, 2**16), max_size=80))
 def test_nothing_is_held_once_the_wire_and_the_lanes_are_gone(
     choices: list[int],

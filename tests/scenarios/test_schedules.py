@@ -11,6 +11,7 @@ from kvwire.testing import virtual_time
 from kvwire_inproc import injected
 from tests.scenarios.schedules import Marked, Schedule, schedules
 from tests.scenarios.world import BLOCKS, LAYERS, Memory, World, same, world
+from tests.support.depth import examples
 
 # One block of one layer is 16 KiB, so that a mark of a few blocks is several chunks.
 SPEC = kvwire.KVSpec(
@@ -19,7 +20,7 @@ SPEC = kvwire.KVSpec(
 LEASE_S = 2.0
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(schedules(BLOCKS))
 def test_whatever_happens_the_outcome_is_exact(schedule: Schedule) -> None:
     """Landed blocks hold the producer's bytes, the others say why, no other is touched.

@@ -1,8 +1,8 @@
 """Says how much of a large set a run looks at: a sample, or all of it.
 
-``make test`` takes a fixed sample where all would take minutes; ``make test-all``, which
-passes ``--thorough``, takes all. Property tests that name no number of examples take 30
-in the first and hypothesis's 100 in the second.
+``make test`` takes a fixed sample where all would take minutes; ``make test-all``
+passes ``--thorough`` and takes all. Property tests that name no number of examples take
+30 in the first and hypothesis's 100 in the second.
 """
 
 from __future__ import annotations
@@ -41,3 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def sample(cases: Iterable[T], every: int) -> Iterator[T]:
     """Yield each case in a thorough run, and each ``every``-th one in another."""
     yield from itertools.islice(cases, 0, None, 1 if _run["thorough"] else every)
+
+
+def parameters(cases: Iterable[T], every: int) -> list[T | pytest.ParameterSet]:
+    """Parameters of a test: each ``every``-th, and the others marked ``matrix``."""
+    return [
+        case if number % every == 0 else pytest.param(case, marks=pytest.mark.matrix)
+        for number, case in enumerate(cases)
+    ]
+
+
+def examples(count: int) -> int:
+    """How many examples a property test takes that names a number: a fifth, or all."""
+    return count if _run["thorough"] else count // 5

@@ -117,7 +117,7 @@ class Memory:
     def __init__(self, nbytes: int, cut: Cut | None = None) -> None:
         self.nbytes = nbytes
         lengths = np.array(cut(nbytes) if cut else [nbytes], np.int64)
-        # Back to front: the last piece of the payload is the first in memory. A gap lies
+        # Back to front: the last piece of the payload is the first in memory. Gaps lie
         # before that one and behind each.
         ends = np.cumsum(lengths[::-1] + _GAP_BYTES)[::-1]
         self._offsets = ends - lengths

@@ -33,7 +33,12 @@ from tests.backends.kvwire_local.child import (
 
 # A child takes a third of a second to start.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
-WAYS = ("auto", "cma", "arena")
+# `auto` takes the first; each alone is part of the matrix.
+WAYS = (
+    "auto",
+    pytest.param("cma", marks=pytest.mark.matrix),
+    pytest.param("arena", marks=pytest.mark.matrix),
+)
 
 
 async def assert_all_arrive(there: Child, memories: list[Memory]) -> None:
