@@ -16,8 +16,8 @@ from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.testing.handshakes import begin, choose_first, identity
 from kvwire.wire.control import Body, encode_body
-from kvwire.wire.decoder import Decoder, Frame
 from kvwire.wire.hello import NONCE_BYTES, Terms
+from tests.support.splitter import Frame, Splitter
 
 # The limits of a kvwire peer that nobody has configured.
 TERMS = Terms(
@@ -39,7 +39,7 @@ class Stranger:
     def __init__(self, sock: socket.socket, handshake: Handshake) -> None:
         self.handshake = handshake
         self._socket = sock
-        self._decoder = Decoder()
+        self._splitter = Splitter()
         self._frames: list[Frame] = []
         self._loop = asyncio.get_running_loop()
 
@@ -70,7 +70,8 @@ class Stranger:
             data = await self._loop.sock_recv(self._socket, _READ_BYTES)
             if not data:
                 raise EOFError
-            self._frames += self._decoder.feed(data)
+            self._frames += self._splitter.feed(data)
+            assert self._splitter.broken is None, self._splitter.broken
         return self._frames.pop(0)
 
     async def expect_gone(self) -> None:

@@ -45,10 +45,11 @@ from kvwire_ucx.bootstrap import Bootstrap
 from kvwire_ucx.library import Version
 from kvwire_ucx.pieces import ticket
 from tests.fuzz.guard import Run
+from tests.fuzz.targets.frames import BUILT
 from tests.support.tree import ROOT
 
 TARGETS: Final = (
-    *("header", "decoder", "handshake", "connection", "grants"),
+    *("header", "frames", "handshake", "connection", "grants"),
     *("plans", "backends", "store"),
 )
 FOLDER: Final = Path(__file__).with_name("inputs")
@@ -82,9 +83,8 @@ def seeds(name: str) -> Iterator[bytes]:
     match name:
         case "header":
             yield from _headers(transcripts)
-        case "decoder":
-            for transcript in transcripts:
-                yield b"\x1f" + transcript.sent_by(Role.CLIENT)[-500:]
+        case "frames":
+            yield from _streams(transcripts)
         case "handshake":
             yield from _handshakes()
         case "connection":
@@ -97,6 +97,17 @@ def seeds(name: str) -> Iterator[bytes]:
             yield from _store()
         case _:
             yield from _grants()
+
+
+def _streams(transcripts: list[Transcript]) -> Iterator[bytes]:
+    """What was said after a handshake, and frames of all types and sizes, in pieces."""
+    for pieces, transcript in enumerate(transcripts):
+        said = b"".join(step.sent_by(Role.CLIENT) for step in transcript.steps[1:])
+        yield bytes([pieces % 7]) + said[:1000]
+    for pieces in (0, 1, 5, 50, 199, 255):
+        for step in (1, 5, 77):
+            frames = bytes(step * at % 256 for at in range(40))
+            yield bytes([pieces, BUILT]) + frames
 
 
 def _headers(transcripts: list[Transcript]) -> Iterator[bytes]:

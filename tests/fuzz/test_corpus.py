@@ -19,7 +19,7 @@ from tests.fuzz.mutate import INPUT_BYTES_MAX, mutations
 
 MUTATIONS = {
     "header": 4000,
-    "decoder": 2000,
+    "frames": 1000,
     "handshake": 1000,
     "connection": 400,
     "plans": 500,

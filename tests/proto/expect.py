@@ -6,8 +6,8 @@ from kvwire.errors import KVWireError
 from kvwire.proto.requests import Request
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
-from kvwire.wire.decoder import Frame
 from kvwire.wire.header import decode_header
+from tests.support.splitter import Frame
 
 
 def expect_broken(pair: ConnectionPair, peer: Peer, rule: str) -> None:

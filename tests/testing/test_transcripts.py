@@ -23,9 +23,9 @@ from kvwire.testing.transcripts import (
 )
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Fail, encode_body
-from kvwire.wire.decoder import Decoder
-from kvwire.wire.decoder import Frame as Decoded
 from kvwire.wire.header import FrameType
+from tests.support.splitter import Frame as Decoded
+from tests.support.splitter import Splitter
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = cases()
@@ -127,9 +127,10 @@ Pieces = Iterable[bytes]
 
 
 def decoded(pieces: Pieces) -> list[Decoded]:
-    decoder = Decoder()
-    frames = [frame for piece in pieces for frame in decoder.feed(piece)]
-    assert not decoder.in_frame
+    splitter = Splitter()
+    frames = [frame for piece in pieces for frame in splitter.feed(piece)]
+    assert splitter.broken is None
+    assert not splitter.in_frame
     return frames
 
 
