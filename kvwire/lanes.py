@@ -35,16 +35,18 @@ class Half:
         number: The lane's number.
         backend: What carries it.
         lane: The backend's half.
+        joined: Its ``join`` has returned: ``lane_closed`` will say that it has ended.
         up: Both halves are there: it may be sent on.
         lowered: What the peer said when its half went away, or "".
     """
 
-    __slots__ = ("backend", "lane", "lowered", "number", "up")
+    __slots__ = ("backend", "joined", "lane", "lowered", "number", "up")
 
     def __init__(self, number: int, backend: str, lane: Lane) -> None:
         self.number = number
         self.backend = backend
         self.lane = lane
+        self.joined = False
         self.up = False
         self.lowered = ""
 
@@ -105,9 +107,15 @@ class Lanes(LaneHandler):
         self._halves[half.lane] = half  # bounded: LANES_MAX
 
     def drop(self, half: Half, reason: str) -> None:
-        """Forget a half that has not joined; it is ended."""
-        self._halves.pop(half.lane, None)
+        """End a half that nobody waits for any more, and forget it.
+
+        One that had joined at the last moment may touch memory until ``lane_closed``.
+        """
         half.lane.abort()
+        if half.joined:
+            half.lowered = half.lowered or reason
+            return
+        self._halves.pop(half.lane, None)
         self._core.lane_gone(half.number, reason)
         self._run()
         self.check_ended()

@@ -258,7 +258,11 @@ class Raising:
 
     async def _join(self, half: Half, answer: asyncio.Future[bytes]) -> None:
         """In a task of its own, which the end of the connection cancels."""
-        await half.lane.join(await answer, self._lanes)
+        await self._join_lane(half, await answer)
+
+    async def _join_lane(self, half: Half, bootstrap: bytes) -> None:
+        await half.lane.join(bootstrap, self._lanes)
+        half.joined = True
 
     def _answered(self, event: LaneAnswered) -> None:
         """The server's half is there."""
@@ -298,7 +302,7 @@ class Raising:
             half = self._half(name, number)
             self._lanes.add(half)
             async with asyncio.timeout(LANE_TIMEOUT_S):
-                await half.lane.join(event.bootstrap, self._lanes)
+                await self._join_lane(half, event.bootstrap)
         except BaseException as exc:
             if half is None:
                 reason = str(exc)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -170,6 +171,33 @@ async def test_what_fails_at_first_use_falls_to_the_next(
     said = [r for r in caplog.records if "cannot carry the data" in r.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "inproc" in said[0].getMessage()
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+async def test_a_lane_that_is_up_when_nobody_waits_for_it_any_more(
+    role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its time runs out, or its ``connect`` is cancelled: it has joined, and ends."""
+    waiting: list[asyncio.Task[Any]] = []
+
+    class LastMoment(InprocLane):
+        async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+            await super().join(bootstrap, handler)
+            # Runs when the join has returned, and before its waiter does.
+            task = asyncio.current_task() if role == "server" else waiting[0]
+            assert task is not None
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    use(monkeypatch, LastMoment, role)
+    async with kvwire.open(**BESIDE) as far, kvwire.open(**BESIDE) as near:
+        address = await far.listen("127.0.0.1:0")
+        waiting.append(asyncio.ensure_future(near.connect(address)))
+        await asyncio.wait(waiting)
+        if role == "server":
+            await waiting[0].result().close()
+        else:
+            assert waiting[0].cancelled()
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_fault(

@@ -112,9 +112,8 @@ class Meeting:
 
     async def wait(self, listener: socket.socket) -> Met:
         """Server: meet the client; strangers who connect are turned away."""
-        loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            sock = await _accepted(listener)
             try:
                 sock.setblocking(False)
                 async with asyncio.timeout(_STRANGER_S):
@@ -228,6 +227,30 @@ class Meeting:
 
     def _derived(self, label: bytes) -> bytes:
         return hmac.digest(self._secret, b"kvwire local " + label, "sha256")
+
+
+async def _accepted(listener: socket.socket) -> socket.socket:
+    """The next connection to a listening socket.
+
+    loop.sock_accept() of asyncio accepts a connection for a waiter that was cancelled
+    in the same turn, fails with InvalidStateError, and leaves the socket open.
+
+    Raises:
+        OSError: There are no descriptors, or the socket cannot be used.
+
+    Cancel safety: safe, what was not accepted waits in the socket.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return listener.accept()[0]
+        except BlockingIOError:
+            ready = asyncio.Event()
+        loop.add_reader(listener, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(listener)
 
 
 def _socket() -> socket.socket:

@@ -19,7 +19,6 @@ import contextlib
 import random
 import socket
 import struct
-from collections.abc import Coroutine
 from typing import Any, Final, Self, TypeVar
 
 from kvwire.limits import KIB
@@ -63,6 +62,7 @@ class Proxy:
         self.passed = dict.fromkeys(Direction, 0)
         self._server = server
         self._seed = seed
+        self._count = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -74,27 +74,25 @@ class Proxy:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self._socket.setblocking(False)
         self.address = Address("tcp", *self._socket.getsockname())
-        self._start(self._accept())
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Stop listening, and end every connection."""
+        asyncio.get_running_loop().remove_reader(self._socket)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        count = 0
-        while True:
-            client, _ = await loop.sock_accept(self._socket)
-            count += 1
-            rng = random.Random(f"{self._seed}/{count}")  # noqa: S311 - no secret
-            self._start(_Connection(self, client, rng).run(self._server))
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
+    def _accept(self) -> None:
+        try:
+            client, _ = self._socket.accept()
+        except OSError:
+            return  # it has left, or another wake-up has taken it
+        self._count += 1
+        rng = random.Random(f"{self._seed}/{self._count}")  # noqa: S311 - no secret
+        task = asyncio.create_task(_Connection(self, client, rng).run(self._server))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
