@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from kvwire.devices import Devices
 from kvwire.errors import BackendUnavailable
+from kvwire.extras import install_command
 from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
 from kvwire.memory.device.simulated import SimulatedDevice
@@ -49,5 +51,5 @@ async def test_a_device_that_does_not_work(
 
 async def test_a_gpu_without_a_library_says_what_to_install() -> None:
     devices = Devices(asyncio.get_running_loop(), MIB)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'kvwire\[torch\]'"):
+    with pytest.raises(BackendUnavailable, match=re.escape(install_command("torch"))):
         devices.desk(Device(MemoryKind.CUDA, 99))

@@ -25,7 +25,9 @@ _DATA_MODULES = {
     *("struct", "types", "typing", "urllib.parse", "zlib"),
 }
 _BASE = {"kvwire.errors", "kvwire.limits", "kvwire.types"}
-_PUBLIC = {*_BASE, "kvwire", "kvwire.config", "kvwire.kv", "kvwire.memory"}
+_PUBLIC = {
+    *(*_BASE, "kvwire", "kvwire.config", "kvwire.extras", "kvwire.kv", "kvwire.memory"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ TABLE = (
         others=set(),
         stdlib=_DATA_MODULES,
     ),
+    # Reads what pip has noted of the installation.
+    Layer(covers=("kvwire.extras",), kvwire=set(), others=set()),
     Layer(
         covers=("kvwire.unreadable",),
         kvwire=set(),
@@ -94,7 +98,7 @@ TABLE = (
     ),
     Layer(
         covers=("kvwire.memory",),
-        kvwire={*_BASE, "kvwire.kv"},
+        kvwire={*_BASE, "kvwire.extras", "kvwire.kv"},
         others={"numpy", "xxhash"},
         never=frozenset({"asyncio"}),
     ),
@@ -175,7 +179,7 @@ TABLE = (
             covers=(backend,),
             kvwire={
                 *(*_BASE, "kvwire.backend", "kvwire.lane"),
-                *("kvwire.tls", "kvwire.tls_errors"),
+                *("kvwire.extras", "kvwire.tls", "kvwire.tls_errors"),
                 *("kvwire.memory", "kvwire.kv.fragments"),
             },
             others={"numpy", *own},

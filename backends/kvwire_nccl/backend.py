@@ -16,12 +16,12 @@ from kvwire.backend import (
     Listener,
 )
 from kvwire.errors import BackendUnavailable
+from kvwire.extras import install_command
 from kvwire.lane import Lane, LaneContext
 from kvwire.types import Address, MemoryKind
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import Library, chosen
 
-_REMEDY = "pip install 'kvwire[nccl]', and torch or CuPy, on a machine with a GPU"
 # Behind every transport of host memory: it must be asked for. Two processes on one GPU
 # cannot use it, and its kernels share the GPU with the model's.
 _RANK = 90
@@ -48,7 +48,7 @@ class NcclBackend(Backend):
         """See :class:`~kvwire.backend.Backend`; looks, and loads nothing."""
         missing = next((why for there, why in _NEEDS if not there()), "")
         if missing:
-            return Availability(available=False, reason=missing, remedy=_REMEDY)
+            return Availability(available=False, reason=missing, remedy=_remedy())
         return Availability(
             available=True, reason="nccl4py is installed and the kernel has a GPU"
         )
@@ -59,7 +59,7 @@ class NcclBackend(Backend):
         return tuple(
             Finding(name=name, state="ok", text="there is one")
             if there()
-            else Finding(name=name, state="missing", text=why, remedy=_REMEDY)
+            else Finding(name=name, state="missing", text=why, remedy=_remedy())
             for name, (there, why) in zip(("GPU", "nccl4py"), _NEEDS, strict=True)
         )
 
@@ -104,6 +104,10 @@ def _has_gpu() -> bool:
 
 def _has_nccl4py() -> bool:
     return importlib.util.find_spec("nccl") is not None
+
+
+def _remedy() -> str:
+    return f"{install_command('nccl')}, and torch or CuPy, on a machine with a GPU"
 
 
 _NEEDS = (

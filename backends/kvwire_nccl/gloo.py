@@ -14,6 +14,7 @@ from typing import Any
 
 from kvwire.backend import Payload
 from kvwire.errors import BackendUnavailable
+from kvwire.extras import install_command
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.library import Library
@@ -37,7 +38,7 @@ class Gloo(Library):
             from torch import distributed  # noqa: PLC0415
         except ImportError:
             raise BackendUnavailable(
-                "communicator gloo: torch is not installed; pip install 'kvwire[torch]'"
+                f"communicator gloo: torch is not installed; {install_command('torch')}"
             ) from None
         if not distributed.is_gloo_available():
             raise BackendUnavailable("communicator gloo: this torch has no gloo")

@@ -12,7 +12,7 @@ from typing import Final, final
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
-from kvwire_ucx.library import REMEDY, Library, load, rdma_devices
+from kvwire_ucx.library import Library, load, rdma_devices, remedy
 from kvwire_ucx.settings import REQUIRE_RDMA, Settings, parse
 
 # "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info says.
@@ -86,7 +86,7 @@ class Context:
         if self.knows_rdma:
             built = "it was built with RDMA"
         else:
-            built = f"it was built without RDMA; {REMEDY}"
+            built = f"it was built without RDMA; {remedy()}"
         found = ", ".join(map(str, self.resources))
         return (
             f"{REQUIRE_RDMA}: UCX {self.library.version} ({self.library.path}) finds "

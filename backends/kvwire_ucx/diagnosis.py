@@ -11,7 +11,7 @@ from typing import Final
 from kvwire.backend import Availability, Finding
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx.context import Context, Resource
-from kvwire_ucx.library import REMEDY, Library, copies, load, rdma_devices
+from kvwire_ucx.library import Library, copies, load, rdma_devices, remedy
 
 _BEFORE_TCP: Final = 20
 _BEHIND_TCP: Final = 40
@@ -46,7 +46,7 @@ def availability() -> Availability:
     try:
         library = load()
     except BackendUnavailable as exc:
-        return Availability(available=False, reason=str(exc), remedy=REMEDY)
+        return Availability(available=False, reason=str(exc), remedy=remedy())
     return Availability(available=True, reason=summary(library))
 
 
@@ -77,7 +77,7 @@ def findings() -> tuple[Finding, ...]:
         return tuple(_findings())
     except BackendUnavailable as exc:
         return (
-            Finding(name="libucp", state="missing", text=str(exc), remedy=REMEDY),
+            Finding(name="libucp", state="missing", text=str(exc), remedy=remedy()),
             *_rdma_without(),
         )
 
@@ -121,7 +121,7 @@ def _rdma(resources: tuple[Resource, ...], knows_rdma: bool) -> Finding:
         name="RDMA",
         state="warn",
         text=f"this machine has {devices}, and this UCX {why}",
-        remedy=REMEDY,
+        remedy=remedy(),
     )
 
 
@@ -130,7 +130,7 @@ def _rdma_without() -> tuple[Finding, ...]:
     if not devices:
         return ()
     text = f"this machine has {devices}, and no UCX to use it"
-    return (Finding(name="RDMA", state="warn", text=text, remedy=REMEDY),)
+    return (Finding(name="RDMA", state="warn", text=text, remedy=remedy()),)
 
 
 def _no_cma() -> Finding:

@@ -23,13 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from kvwire.errors import BackendUnavailable
+from kvwire.extras import install_command
 from kvwire_ucx import binding
 
 ENVIRONMENT: Final = "LIBUCP"
-REMEDY: Final = (
-    "pip install 'kvwire[ucx]' (shared memory, TCP and CUDA on one host), or for RDMA "
-    "the UCX of the system, such as apt install libucx0"
-)
 # What every function and structure of `binding` is there since.
 VERSION_MIN: Final = (1, 13)
 # Each must be there before the next: the wheel's need no search path then.
@@ -37,6 +34,14 @@ _SONAMES: Final = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _SYSTEM: Final = "system"
 _WHEEL: Final = "wheel"
+
+
+def remedy() -> str:
+    """Return what brings a libucp."""
+    return (
+        f"{install_command('ucx')} (shared memory, TCP and CUDA on one host), or for "
+        f"RDMA the UCX of the system, such as apt install libucx0"
+    )
 
 
 class Version(NamedTuple):

@@ -1,5 +1,5 @@
 """What a communicator has done and holds, for monitoring.
 
-:mod:`kvwire.observe.prometheus` needs ``pip install 'kvwire[metrics]'``. Without it,
+:mod:`kvwire.observe.prometheus` needs the extra ``metrics``. Without it,
 ``communicator.counters`` and the other attributes read here are plain numbers.
 """

@@ -27,11 +27,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Self
 
-from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
-
 import kvwire
 from kvwire import Communicator, Connection, Outcome
+from kvwire.extras import needed_by
+
+with needed_by("kvwire.observe.opentelemetry", extra="traces"):
+    from opentelemetry import trace
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 
 if TYPE_CHECKING:
     from kvwire import Incoming, Outgoing

@@ -15,10 +15,12 @@ import collections
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
 from kvwire import BlockStore, Communicator
+from kvwire.extras import needed_by
+
+with needed_by("kvwire.observe.prometheus", extra="metrics"):
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
 
 # Name, what it counts, the field of Counters.
 _COUNTS: Final = (

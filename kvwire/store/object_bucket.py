@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from kvwire.errors import UsageError
+from kvwire.extras import install_command
 from kvwire.store.address import TierAddress
 
 OWN: Final = frozenset({"timeout", "requests"})
@@ -25,7 +26,7 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
         from obstore.store import from_url  # noqa: PLC0415
     except ImportError:
         raise UsageError(
-            f"tier {address.text!r} needs obstore: pip install 'kvwire[store]'"
+            f"tier {address.text!r} needs obstore: {install_command('store')}"
         ) from None
     settings = {k: v for k, v in address.options.items() if k not in OWN}
     for name in settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import obstore.store
 
 from kvwire import BlockStore, UsageError
 from kvwire.backoff import Backoff
+from kvwire.extras import install_command
 from kvwire.store.index import as_keys
 from kvwire.store.object import ObjectTier
 from kvwire.store.object_format import HEAD_BYTES, path_of
@@ -396,5 +398,5 @@ async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
 
 async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(UsageError, match=r"pip install 'kvwire\[store\]'"):
+    with pytest.raises(UsageError, match=re.escape(install_command("store"))):
         await BlockStore.open(["object:memory:///"])

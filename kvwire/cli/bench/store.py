@@ -49,8 +49,8 @@ from kvwire.cli.bench.store_work import (
     StoreWork,
     work_of,
 )
+from kvwire.extras import install_command
 
-NO_OBSTORE: Final = Missing("the object tier", "pip install 'kvwire[store]'")
 # In their order; a match is of blocks of a size of its own.
 _VERBS: Final = {
     MEMORY: (PUT, FIRST_PUT, GET, ONE),
@@ -111,12 +111,16 @@ def store(choice: Choice) -> Benchmark:
             for transport in choice.transports:
                 cases += _server(choice, transport, beside)
         elif find_spec("obstore") is None:
-            missing.append(NO_OBSTORE)
+            missing.append(_no_obstore())
         else:
             cases += _object(choice)
     if not cases:
-        raise UsageError(f"--tiers {OBJECT} needs obstore: {NO_OBSTORE.remedy}")
+        raise UsageError(f"--tiers {OBJECT} needs obstore: {_no_obstore().remedy}")
     return Benchmark(name="store", cases=cases, missing=missing, notes=_notes(choice))
+
+
+def _no_obstore() -> Missing:
+    return Missing("the object tier", install_command("store"))
 
 
 def _memory(choice: Choice, memcpy: Contender) -> list[Case]:

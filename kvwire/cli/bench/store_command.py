@@ -48,7 +48,7 @@ def command(  # noqa: PLR0913 - each is an option
 
     Args:
         tiers: Of memory, disk, server and object, separated by commas; or all. The
-            last needs obstore (pip install 'kvwire[store]'), and uses a directory.
+            last needs obstore, the extra store, and uses a directory.
         transport: To the server, of kvwire, separated by commas.
         directory: Where the disk and object tiers write, in a directory that is
             removed at the end; by default one for temporary files. The disk is used

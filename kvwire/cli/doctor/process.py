@@ -2,7 +2,8 @@
 
 Of another process as well, such as a running engine: that one has the limits and the
 libraries that count. What cannot be read, on macOS or of somebody else's process, is
-None or empty, and nothing here raises for it.
+None or empty, and nothing here raises for it; only a process that is not there is
+refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+from kvwire import UsageError
 
 UNLIMITED: Final = -1
 # Numbers of capabilities(7): pin more memory than the limit; trace any process.
@@ -71,8 +74,15 @@ def look_at(
         root: Where ``proc`` lies.
         environment: Of this process, instead of ``os.environ``. That of another one is
             read from ``proc``.
+
+    Raises:
+        UsageError: There is no such process.
     """
     folder = root / "proc" / (str(pid) if pid else "self")
+    if pid and not folder.is_dir():
+        has_proc = (root / "proc" / "self").is_dir()
+        why = "there is no such process" if has_proc else "this system has no /proc"
+        raise UsageError(f"--pid {pid}: {why}")
     limits = _text(folder / "limits")
     if pid:
         variables: Mapping[str, str] = dict(_variables(_text(folder / "environ")))

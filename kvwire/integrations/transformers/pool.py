@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvwire.errors import UsageError
+from kvwire.extras import needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
+
+with needed_by("kvwire.integrations.transformers", extra="demo"):
+    import torch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
-
 from kvwire.errors import UsageError
+from kvwire.extras import needed_by
+
+with needed_by("kvwire.integrations.transformers", extra="demo"):
+    import torch
+    from transformers.cache_utils import Cache, CacheLayerMixin
 
 if TYPE_CHECKING:
     from kvwire.integrations.transformers.pool import TensorPool

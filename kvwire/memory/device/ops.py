@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.extras import install_command
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Device, MemoryKind
 
@@ -206,8 +207,8 @@ def _cuda_ops(index: int) -> DeviceOps:
         except BackendUnavailable as exc:
             reasons.append(f"{name}: {exc}")
     raise BackendUnavailable(
-        f"nothing here drives cuda:{index} ({'; '.join(reasons)}); pip install "
-        f"'kvwire[torch]', 'kvwire[cuda12]' or 'kvwire[cuda13]'"
+        f"nothing here drives cuda:{index} ({'; '.join(reasons)}); "
+        f"{install_command('torch')}, or the extra cuda12 or cuda13 for CuPy"
     )
 
 

@@ -16,6 +16,7 @@ from kvwire.cli.bench.sides.page_cache import can_drop
 from kvwire.cli.bench.store import Choice, store
 from kvwire.cli.bench.store_work import TIERS
 from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.extras import install_command
 from kvwire.limits import MIB
 
 # Starts processes, on a machine that may be busy with others.
@@ -105,11 +106,10 @@ def test_without_obstore_the_object_tier_is_named(
 ) -> None:
     monkeypatch.setattr(plan, "find_spec", lambda _: None)
     (missing,) = store(choice(tmp_path)).missing
-    assert (missing.name, missing.remedy) == (
-        *("the object tier", "pip install 'kvwire[store]'"),
-    )
+    remedy = install_command("store")
+    assert (missing.name, missing.remedy) == ("the object tier", remedy)
     assert main(["bench", "store", "--tiers", "object"]) == CALLED_WRONG
-    assert "needs obstore: pip install 'kvwire[store]'" in capsys.readouterr().err
+    assert f"needs obstore: {remedy}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

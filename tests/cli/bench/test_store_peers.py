@@ -58,7 +58,7 @@ def work(verb: str) -> StoreWork:
 @pytest.mark.parametrize("name", MADE)
 async def test_they_do_every_work(name: str, tmp_path: Path) -> None:
     if name == "obstore" and not HAS_OBSTORE:
-        pytest.skip("obstore is not installed: pip install 'kvwire[store]'")
+        pytest.skip("obstore is not installed: pip install obstore")
     peer = MADE[name](tmp_path)
     await peer.start()
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvwire import UsageError
 from kvwire.cli.doctor.process import (
     CAP_IPC_LOCK,
     CAP_SYS_PTRACE,
@@ -31,6 +32,15 @@ def test_limits(tmp_path: Path) -> None:
     limits = LIMITS.format(files=1024, locked=65536)
     found = look_at(root=tree(tmp_path, {"proc/self/limits": limits}))
     assert (found.files, found.locked_bytes) == (1024, 65536)
+
+
+def test_a_process_that_is_not_there(tmp_path: Path) -> None:
+    """An empty examination would look as if it were well."""
+    root = tree(tmp_path, {"proc/self/limits": ""})
+    with pytest.raises(UsageError, match="--pid 77: there is no such process"):
+        look_at(77, root=root)
+    with pytest.raises(UsageError, match="--pid 77: this system has no /proc"):
+        look_at(77, root=tmp_path / "elsewhere")
 
 
 def test_no_limit(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.certificates import FAR, Authority
 
 TCP = Transport(name="tcp", available=True, reason="sockets")
 UCX = Transport(
-    name="ucx", available=False, reason="no libucp", remedy="pip install kvwire[ucx]"
+    name="ucx", available=False, reason="no libucp", remedy="pip install libucp"
 )
 
 
@@ -32,7 +32,7 @@ def test_without_any_transport() -> None:
 
 def test_a_required_transport_that_cannot_run() -> None:
     one = found(kvwire.Config(require=("ucx",)), TCP, UCX)["require"]
-    assert (one.state, one.remedy) == ("missing", "pip install kvwire[ucx]")
+    assert (one.state, one.remedy) == ("missing", "pip install libucp")
     assert one.text == "cannot run here: ucx"
 
 

@@ -134,7 +134,7 @@ def test_the_worst_host_fits_the_screen() -> None:
             name=name,
             available=False,
             reason=reason,
-            remedy=f"pip install kvwire[{name}], or the package of your system",
+            remedy=f"pip install lib{name}, or the package of your system",
             findings=(WARNING,),
         )
         for name in ("inproc", "local", "nccl", "tcp", "ucx")

@@ -15,7 +15,7 @@ from tests.support.reference.words import table
 _INTRODUCTION: Final = """\
 # Metrics
 
-Written from the code by `make reference`. `pip install 'kvwire[metrics]'`, then
+Written from the code by `make reference`. With the extra `metrics`:
 
 ```python
 from prometheus_client import REGISTRY

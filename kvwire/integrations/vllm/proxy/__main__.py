@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kvwire.errors import UsageError
+from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.engines import BY_PREFIX, ROUND_ROBIN, parse_engine
 from kvwire.integrations.vllm.proxy.requests import AT_ONCE, IN_SEQUENCE
 
@@ -21,13 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as exc:
         parser.error(str(exc))
     try:
-        import uvicorn  # noqa: PLC0415 - the help needs none of these
-
+        # The help needs none of these.
         from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
+
+        with needed_by("the proxy", extra="vllm"):
+            import uvicorn  # noqa: PLC0415
     except ModuleNotFoundError as exc:
-        print(
-            f"the proxy needs {exc.name}: pip install 'kvwire[vllm]'", file=sys.stderr
-        )
+        print(exc, file=sys.stderr)
         return 1
     app = make_app(prefill, decode, order=options.order, route=options.route)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")

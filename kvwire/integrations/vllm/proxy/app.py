@@ -10,13 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
-import httpx
 import msgspec
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
+from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.dispatch import (
     Answer,
     Asked,
@@ -25,6 +21,13 @@ from kvwire.integrations.vllm.proxy.dispatch import (
 )
 from kvwire.integrations.vllm.proxy.engines import Engine
 from kvwire.unreadable import UNREADABLE
+
+with needed_by("the proxy", extra="vllm"):
+    import httpx
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
 
 logger = logging.getLogger("kvwire")
 

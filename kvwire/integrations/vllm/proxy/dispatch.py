@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
-import httpx
-
+from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.engines import Engine, Pool
 from kvwire.integrations.vllm.proxy.requests import (
     IN_SEQUENCE,
@@ -35,6 +34,9 @@ from kvwire.integrations.vllm.proxy.requests import (
     is_for_two,
     new_transfer_id,
 )
+
+with needed_by("the proxy", extra="vllm"):
+    import httpx
 
 logger = logging.getLogger("kvwire")
 

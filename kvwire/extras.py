@@ -1,0 +1,92 @@
+"""What kvwire can use and does not bring, and the commands that install it.
+
+kvwire is on no package index yet. So a command names the directory that kvwire was
+installed from or, without one, the packages that the extra stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+# Where the package lies: in a clone, or in site-packages.
+_ROOT: Final = Path(__file__).resolve().parents[1]
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of kvwire names.
+
+    It works for the way in which kvwire was installed here.
+    """
+    if _is_source(_ROOT):
+        return f"pip install -e {_named(_ROOT, extra)}"
+    source = _installed_from()
+    if source is not None:
+        return f"pip install {_named(source, extra)}"
+    return f"pip install {shlex.join(_packages(extra))}"
+
+
+@contextmanager
+def needed_by(what: str, *, extra: str = "", command: str = "") -> Iterator[None]:
+    """Import optional packages; if one is missing, say what installs it.
+
+    Args:
+        what: What cannot be used without them.
+        extra: The extra that brings them.
+        command: The command that brings them, where it is no extra.
+
+    Raises:
+        ModuleNotFoundError: One of them is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        raise ModuleNotFoundError(
+            f"{what} needs {exc.name}, which is not installed: "
+            f"{command or install_command(extra)}",
+            name=exc.name,
+        ) from None
+
+
+def _is_source(directory: Path) -> bool:
+    return (directory / "pyproject.toml").is_file()
+
+
+def _named(source: Path, extra: str) -> str:
+    try:
+        here = source.samefile(Path.cwd())
+    except OSError:  # the current directory has been removed
+        here = False
+    return shlex.quote(f"{'.' if here else source}[{extra}]")
+
+
+def _installed_from() -> Path | None:
+    """Return the directory that pip has noted (PEP 610), if it is still there."""
+    try:
+        noted = metadata.distribution("kvwire").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    facts = json.loads(noted or "{}")
+    if "dir_info" not in facts:
+        return None
+    source = Path(url2pathname(urlsplit(facts["url"]).path))
+    return source if _is_source(source) else None
+
+
+def _packages(extra: str) -> list[str]:
+    try:
+        needs = metadata.requires("kvwire") or []
+    except metadata.PackageNotFoundError:
+        needs = []
+    marker = re.compile(rf"""\bextra == ['"]{extra}['"]""")
+    return [
+        need.partition(";")[0].strip() for need in needs if marker.search(need)
+    ] or [f"kvwire[{extra}]"]

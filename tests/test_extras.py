@@ -1,0 +1,167 @@
+"""The commands that install optional dependencies: each works where it is printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvwire import extras
+from kvwire.extras import install_command, needed_by
+from tests.support.tree import sources
+
+METADATA = """\
+Metadata-Version: 2.4
+Name: kvwire
+Version: 0.1.0
+Requires-Dist: numpy>=1.26
+Requires-Dist: obstore>=0.8; extra == 'store'
+Requires-Dist: torch>=2.4; extra == 'demo'
+Requires-Dist: transformers>=5; (sys_platform == 'linux') and extra == 'demo'
+"""
+# An index has no kvwire, so these install nothing: pip install 'kvwire[ucx]'.
+_FROM_AN_INDEX = re.compile(r"(?:pip install|or|and) (?:-\S+ )?['\"\\]*kvwire(?:\[|$)")
+
+
+class Environment:
+    """An installation of kvwire in a folder, and a folder that it was made from."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.source = root / "clone of mine"
+        self.source.mkdir()
+        (self.source / "pyproject.toml").touch()
+        self._info = root / "site-packages/kvwire-0.1.0.dist-info"
+        self._info.mkdir(parents=True)
+        (self._info / "METADATA").write_text(METADATA)
+        monkeypatch.syspath_prepend(str(self._info.parent))
+        monkeypatch.setattr(extras, "_ROOT", self._info.parent)
+
+    def installed_from(self, url: str, **facts: object) -> None:
+        """What pip notes of where it was installed from (PEP 610)."""
+        (self._info / "direct_url.json").write_text(json.dumps({"url": url, **facts}))
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    return Environment(tmp_path, monkeypatch)
+
+
+def test_in_a_clone_it_names_the_clone(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable installation stays one."""
+    monkeypatch.setattr(extras, "_ROOT", environment.source)
+    assert install_command("ucx") == f"pip install -e '{environment.source}[ucx]'"
+    monkeypatch.chdir(environment.source)
+    assert install_command("ucx") == "pip install -e '.[ucx]'"
+
+
+def test_a_clone_that_was_installed_from(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment.installed_from(environment.source.as_uri(), dir_info={})
+    assert install_command("demo") == f"pip install '{environment.source}[demo]'"
+    monkeypatch.chdir(environment.source)
+    assert install_command("demo") == "pip install '.[demo]'"
+
+
+@pytest.mark.parametrize(
+    ("url", "facts"),
+    [
+        ("file:///no/such/clone", {"dir_info": {}}),
+        ("file:///dist/kvwire-0.1.0-py3-none-any.whl", {"archive_info": {}}),
+        ("https://example.org/kvwire.git", {"vcs_info": {"vcs": "git"}}),
+        ("", {}),
+    ],
+)
+def test_without_a_clone_it_names_the_packages(
+    environment: Environment, url: str, facts: dict[str, object]
+) -> None:
+    if url:
+        environment.installed_from(url, **facts)
+    assert install_command("store") == "pip install 'obstore>=0.8'"
+    assert install_command("demo") == "pip install 'torch>=2.4' 'transformers>=5'"
+
+
+def test_a_current_directory_that_is_gone(
+    environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment.installed_from(environment.source.as_uri(), dir_info={})
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert install_command("ucx") == f"pip install '{environment.source}[ucx]'"
+
+
+def test_a_module_that_is_not_there() -> None:
+    """Its importer says who needs it and what to do; other errors are untouched."""
+    with (
+        pytest.raises(ModuleNotFoundError, match="the proxy needs no_such") as caught,
+        needed_by("the proxy", extra="vllm"),
+    ):
+        import no_such_module  # type: ignore[import-not-found]
+    assert caught.value.name == "no_such_module"
+    assert str(caught.value).endswith(install_command("vllm"))
+    with (
+        pytest.raises(ModuleNotFoundError, match=r": pip install vllm$"),
+        needed_by("the connector", command="pip install vllm"),
+    ):
+        import no_such_module  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import"), needed_by("x", extra="ucx"):
+        from json import no_such_name  # type: ignore[attr-defined]  # noqa: F401
+
+
+# An interpreter in which a package cannot be found, whatever is installed.
+WITHOUT = """\
+import sys
+from importlib import import_module
+for line in sys.argv[1:]:
+    hidden, module, *names = line.split()
+    sys.modules[hidden] = None
+    try:
+        for name in names or ["__doc__"]:
+            getattr(import_module(module), name)
+    except ModuleNotFoundError as exc:
+        print(exc)
+"""
+INTEGRATIONS = (
+    "vllm kvwire.integrations.vllm KvwireConnector",
+    "vllm kvwire.integrations.vllm.connector",
+    "vllm kvwire.integrations.vllm.stats",
+    "torch kvwire.integrations.vllm KvwireConnector",
+    "torch kvwire.integrations.transformers",
+    "httpx kvwire.integrations.vllm.proxy.app",
+    "httpx kvwire.integrations.vllm.proxy.dispatch",
+    "prometheus_client kvwire.observe.prometheus",
+    "opentelemetry kvwire.observe.opentelemetry",
+)
+
+
+def test_an_integration_names_what_it_needs() -> None:
+    """Imported without it, it says what to install."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *INTEGRATIONS],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for line, said in zip(INTEGRATIONS, done.stdout.splitlines(), strict=True):
+        package = "(torch|vllm)" if "Connector" in line else line.split()[0]
+        assert re.search(f" needs {package}.*, .* not installed: pip install .+", said)
+
+
+def test_no_page_and_no_message_installs_what_no_index_has() -> None:
+    """Until kvwire is on one, `pip install 'kvwire[ucx]'` finds nothing."""
+    pages = sources("README.md", "docs/", "kvwire/", "backends/", "examples/")
+    wrong = [
+        f"{page.path}: {line.strip()}"
+        for page in pages
+        for line in page.text.splitlines()
+        if _FROM_AN_INDEX.search(line) and "adr/" not in page.path
+    ]
+    assert not wrong
