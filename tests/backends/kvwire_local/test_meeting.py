@@ -49,6 +49,7 @@ async def test_strangers_are_turned_away_and_the_client_is_met() -> None:
                 stranger.connect(listener.getsockname())
                 stranger.sendall(word)
         met = [await client.visit(), await waiting]
+    assert all(side.is_read for side in met)
     for side in met:
         side.sock.close()
     server.close()
