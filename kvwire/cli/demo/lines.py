@@ -18,6 +18,12 @@ from typing import Final
 import msgspec
 
 
+class Connect(msgspec.Struct, tag=True):
+    """Order, the first that decode gets: where prefill listens."""
+
+    address: str
+
+
 class Prefill(msgspec.Struct, tag=True):
     """Order: compute the KV of a prompt and publish it, but the blocks in ``lose``."""
 
@@ -34,7 +40,7 @@ class Decode(msgspec.Struct, tag=True):
     new: int
 
 
-Order = Prefill | Decode
+Order = Connect | Prefill | Decode
 
 
 class Up(msgspec.Struct, tag=True):
@@ -86,6 +92,7 @@ class Arrived(msgspec.Struct, tag=True):
         to_prefill: The token ranges that the plan gives to this process.
         nbytes: Payload bytes that landed.
         wire_s: From the first to the last of them.
+        commit_s: From the last of them to the end.
         layers_grouped: Layers that moved together.
         transport: What carried them.
     """
@@ -100,6 +107,7 @@ class Arrived(msgspec.Struct, tag=True):
     to_prefill: list[tuple[int, int]]
     nbytes: int
     wire_s: float
+    commit_s: float
     layers_grouped: int
     transport: str
 

@@ -12,20 +12,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import kvwire
-from examples.demo.blocks import FreeList, blocks_for
-from examples.demo.lines import LayerSpan, Prefill, Prefilled, Up, orders, say
-from examples.demo.llama import Llama
-from examples.demo.settings import BLOCK_TOKENS
-from kvwire.integrations.transformers import LayerMarks, PagedSequence, TensorPool
+from kvwire.cli.demo.free_list import FreeList
+from kvwire.cli.demo.lines import LayerSpan, Prefill, Prefilled, Up, orders, say
+from kvwire.cli.demo.llama import BLOCK_TOKENS, Llama, blocks_for, load
+from kvwire.integrations.marks import LayerMarks
 
 NUM_BLOCKS = 256
 
 
-async def main() -> None:
+async def run(library: str) -> None:
     """Take orders until standard input closes."""
-    llama = Llama()
+    llama = load(library, NUM_BLOCKS)
     llama.warm_up()
-    pool = llama.pool(NUM_BLOCKS)
     free = FreeList(NUM_BLOCKS, seed=1)
     # One prompt at a time: two at once on one core would only make both late.
     with ThreadPoolExecutor(1) as compute:
@@ -33,14 +31,13 @@ async def main() -> None:
             say(Up("prefill", str(await comm.listen("127.0.0.1:0"))))
             async for order in orders():
                 assert isinstance(order, Prefill)
-                tasks.create_task(serve(order, comm, llama, pool, free, compute))
+                tasks.create_task(serve(order, comm, llama, free, compute))
 
 
 async def serve(
     order: Prefill,
     comm: kvwire.Communicator,
     llama: Llama,
-    pool: TensorPool,
     free: FreeList,
     compute: ThreadPoolExecutor,
 ) -> None:
@@ -50,13 +47,13 @@ async def serve(
     blocks = free.take(blocks_for(len(tokens)))
     # A layer of this small model is below the size at which layers travel alone.
     out = comm.publish(
-        order.request, pool.cache, blocks, tokens=len(tokens), group_bytes=1
+        order.request, llama.cache, blocks, tokens=len(tokens), group_bytes=1
     )
     marks = TimedMarks(out, order.lose)
     loop = asyncio.get_running_loop()
     try:
         spans = await loop.run_in_executor(
-            compute, prefill, llama, tokens, PagedSequence(pool, blocks), marks
+            compute, prefill, llama, tokens, blocks, marks
         )
     except BaseException:
         out.abort("prefill failed")
@@ -68,13 +65,13 @@ async def serve(
 
 
 def prefill(
-    llama: Llama, tokens: list[int], sequence: PagedSequence, marks: TimedMarks
+    llama: Llama, tokens: list[int], blocks: list[int], marks: TimedMarks
 ) -> list[LayerSpan]:
     """Runs in the compute thread; the layers flow while it does."""
-    sequence.on_written = LayerMarks(
+    on_written = LayerMarks(
         marks, len(tokens), BLOCK_TOKENS, last_layer=marks.last_layer
     )
-    return llama.forward(tokens, sequence).spans
+    return llama.forward(tokens, llama.sequence(blocks, on_written=on_written)).spans
 
 
 class TimedMarks:
@@ -110,7 +107,3 @@ class TimedMarks:
     def finish(self) -> None:
         """As Outgoing.finish; with gaps where blocks are to be lost."""
         self._out.finish(partial=len(self._lose) > 0)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

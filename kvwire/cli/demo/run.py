@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import kvwire
-from examples.demo.lines import (
+from kvwire.cli.demo.lines import (
+    Connect,
     Decode,
     Event,
     Order,
@@ -24,16 +25,17 @@ from examples.demo.lines import (
     encode,
     events,
 )
-from examples.demo.record import Record
+from kvwire.cli.demo.record import Record
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Bandwidth, Direction
 
-ROOT = Path(__file__).parents[2]
 Said = TypeVar("Said", Up, Prefilled, Token, Single)
 # A process that has lost its standard input ends by itself; this is for one that hangs.
-_END_S = 10.0
-# A few seconds on a quiet machine, most of them for importing torch.
-_RUN_S = 300.0
+_END_S: Final = 10.0
+# A few seconds on a quiet machine.
+_RUN_S: Final = 300.0
+# Two processes that compute at once share what is often two cores.
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,15 @@ class Request:
     lose: tuple[int, int] = (0, 0)
 
 
-class RoleFailed(Exception):
+class RoleFailed(kvwire.KVWireError):
     """A process ended before its work was done. Its own words are on standard error."""
 
 
 async def run(
     requests: list[Request],
     on_event: Callable[[Event], None],
+    *,
+    library: str = "numpy",
     wire_gbit: float | None = None,
 ) -> list[Record]:
     """Prefill in one process, decode in another, and compare with a third.
@@ -67,6 +71,7 @@ async def run(
     Args:
         requests: Served all at once.
         on_event: Called with everything the processes say, as it happens.
+        library: What computes: ``numpy`` or ``torch``.
         wire_gbit: Between the two, a wire of so many gigabits a second; None for the
             machine's loopback as it is.
 
@@ -75,13 +80,16 @@ async def run(
     """
     try:
         async with asyncio.timeout(_RUN_S):
-            return await _run(requests, on_event, wire_gbit)
+            return await _run(requests, on_event, library, wire_gbit)
     except TimeoutError:
         raise RoleFailed(f"no end after {_RUN_S:g} s") from None
 
 
 async def _run(
-    requests: list[Request], on_event: Callable[[Event], None], wire_gbit: float | None
+    requests: list[Request],
+    on_event: Callable[[Event], None],
+    library: str,
+    wire_gbit: float | None,
 ) -> list[Record]:
     records = {request.name: Record(request.name) for request in requests}
 
@@ -90,13 +98,14 @@ async def _run(
             records[event.request].note(event)
         on_event(event)
 
-    async with role("single") as single:
-        async with role("prefill") as prefill:
+    async with role("single", library) as single:
+        async with (
+            role("prefill", library) as prefill,
+            role("decode", library) as decode,
+        ):
             up = await prefill.until(Up, 1, note)
-            async with (
-                wire(up.address, wire_gbit) as address,
-                role("decode", "--prefill", address) as decode,
-            ):
+            async with wire(up.address, wire_gbit) as address:
+                decode.give([Connect(address)])
                 await decode.until(Up, 1, note)
                 await _disaggregated(requests, prefill, decode, note)
         # Alone on the machine, after everything that is timed.
@@ -158,29 +167,31 @@ class Role:
                 count -= 1
                 if not count:
                     return event
-        code = await self._process.wait()
-        raise RoleFailed(f"the {self._name} process ended with exit status {code}")
+        status = await self._process.wait()
+        raise RoleFailed(f"the {self._name} process ended with exit status {status}")
 
 
 @contextlib.asynccontextmanager
-async def role(name: str, *arguments: str) -> AsyncIterator[Role]:
-    """Run ``examples/demo/<name>.py`` for as long as the context is open."""
+async def role(name: str, library: str) -> AsyncIterator[Role]:
+    """Run a process in a role for as long as the context is open."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", f"examples.demo.{name}", *arguments),
-        cwd=ROOT,
+        *("-m", "kvwire.cli.demo.role", name, "--library", library),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         limit=1 << 20,
+        env=_ONE_THREAD | os.environ,
+        # Ctrl-C is for this process, which then ends the others.
+        process_group=0,
     )
     try:
         yield Role(name, process)
-    finally:
         assert process.stdin is not None
         process.stdin.close()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await process.wait()
-        except TimeoutError:
+    finally:
+        with contextlib.suppress(ProcessLookupError):
             process.kill()
-            await process.wait()
+        await process.wait()

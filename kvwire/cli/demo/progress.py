@@ -1,27 +1,38 @@
-"""Two bars for each request: layers that have landed, tokens that were generated."""
+"""What the demo shows while it runs: steps, and two bars for each request."""
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from examples.demo.lines import Arrived, Event, Landed, Prefilled, Token
-from examples.demo.run import Request
+from kvwire.cli.demo.lines import Arrived, Event, Landed, Prefilled, Single, Token, Up
+from kvwire.cli.demo.run import Request
+
+_UP = {
+    "prefill": "prefill has loaded the model and listens on {address}",
+    "decode": "decode has loaded the model and is connected; requests start",
+}
 
 
 class Bars:
     """Shows events as they come; a context manager."""
 
-    def __init__(self, console: Console, requests: list[Request]) -> None:
+    def __init__(self, console: Console, requests: list[Request], library: str) -> None:
+        self._console = console
+        self._began = time.monotonic()
+        self._left = sum(request.new for request in requests)
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total} {task.fields[unit]}"),
             TextColumn("{task.fields[note]}"),
             console=console,
+            # In a file, the report says the same.
+            disable=not console.is_terminal,
         )
         self._kv: dict[str, TaskID] = {}
         self._text: dict[str, TaskID] = {}
@@ -32,6 +43,12 @@ class Bars:
             self._text[name] = add(
                 f"{name}  text", total=request.new, unit="tokens", note=""
             )
+        tokens = len(requests[0].tokens)
+        self._step(
+            f"{len(requests)} requests of {tokens} tokens, a Llama of 2 million "
+            f"weights in {library}"
+        )
+        self._step("starting three processes: prefill, decode, and one to compare with")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -46,9 +63,11 @@ class Bars:
         self._progress.stop()
 
     def note(self, event: Event) -> None:
-        """Move a bar, where the event moves one."""
+        """Show an event, where it shows."""
         update = self._progress.update
         match event:
+            case Up(role=role, address=address) if role in _UP:
+                self._step(_UP[role].format(address=address))
             case Prefilled(request=request, marked=marked):
                 update(self._kv[request], total=len(marked))
             case Landed(request=request):
@@ -57,5 +76,14 @@ class Bars:
                 update(self._kv[request], note=f"{len(missing)} blocks lost")
             case Token(request=request):
                 update(self._text[request], advance=1)
+                self._left -= 1
+                if not self._left:
+                    self._step("all is generated; now the same in a single process")
+            case Single(request=request):
+                update(self._text[request], note="compared")
             case _:
                 pass
+
+    def _step(self, text: str) -> None:
+        at_s = time.monotonic() - self._began
+        self._console.print(f"[dim]{at_s:5.1f} s[/]  {text}", highlight=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from examples.demo.lines import LayerSpan
-from examples.demo.record import Record
+from kvwire.cli.demo.lines import LayerSpan
+from kvwire.cli.demo.record import Record
 
 PREFILL, DECODE = 1, 2
 
@@ -33,8 +33,10 @@ def _events(record: Record, zero: float) -> Iterator[dict[str, Any]]:
     name = record.request
     for span in record.spans:
         yield _slice(PREFILL, f"{name} layer {span.layer}", "prefill", span, zero)
-    for layer, landed in record.landed.items():
-        yield from _transfer(name, layer, record.marked[layer] - zero, landed - zero)
+    for bar in record.bars():
+        if bar.kind == "transfer":
+            label = record.rows[bar.row]
+            yield from _transfer(name, label, bar.start - zero, bar.stop - zero)
     for span in record.recomputed:
         yield _slice(DECODE, f"{name} layer {span.layer}", "recompute", span, zero)
     for index, token in enumerate(record.tokens):
@@ -58,14 +60,14 @@ def _slice(
 
 
 def _transfer(
-    request: str, layer: int, start: float, stop: float
+    request: str, label: str, start: float, stop: float
 ) -> Iterator[dict[str, Any]]:
     for phase, at in (("b", start), ("e", stop)):
         yield {
             "ph": phase,
-            "name": f"layer {layer}",
+            "name": label,
             "cat": f"KV of {request}",
-            "id": f"{request}/{layer}",
+            "id": f"{request}/{label}",
             "pid": DECODE,
             "tid": 1,
             "ts": at * 1e6,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from examples.demo.lines import (
+from kvwire.cli.demo.lines import (
     Arrived,
     Event,
     Landed,
@@ -16,6 +17,22 @@ from examples.demo.lines import (
     Token,
     Up,
 )
+
+
+class Bar(NamedTuple):
+    """What is drawn of a request, in a row of its own picture.
+
+    Attributes:
+        row: Index in ``Record.rows``.
+        kind: Computed by prefill, moved, or computed by decode because it was lost.
+        start: When it began.
+        stop: When it ended.
+    """
+
+    row: int
+    kind: Literal["compute", "transfer", "recompute"]
+    start: float
+    stop: float
 
 
 @dataclass(slots=True)
@@ -69,6 +86,35 @@ class Record:
     def began(self) -> float:
         """When prefill began."""
         return self.spans[0].start
+
+    @property
+    def ended(self) -> float:
+        """When the KV of the whole prompt was in the decode process."""
+        computed = [span.stop for span in (*self.spans, *self.recomputed)]
+        return max(self.arrived.at, *computed)
+
+    @property
+    def rows(self) -> list[str]:
+        """The rows of its picture, from above."""
+        layers = [f"layer {layer}" for layer in range(len(self.marked))]
+        return [*layers, "sent"] if self.arrived.missing else layers
+
+    def bars(self) -> Iterator[Bar]:
+        """What its picture shows.
+
+        A layer of which blocks are missing never lands as a whole. There what moved is
+        one bar for all layers, from the first to the last byte.
+        """
+        for span in self.spans:
+            yield Bar(span.layer, "compute", span.start, span.stop)
+        for span in self.recomputed:
+            yield Bar(span.layer, "recompute", span.start, span.stop)
+        if self.arrived.missing:
+            last = self.arrived.at - self.arrived.commit_s
+            first = last - self.arrived.wire_s
+            yield Bar(len(self.marked), "transfer", first, last)
+        for layer, landed in self.landed.items():
+            yield Bar(layer, "transfer", self.marked[layer], landed)
 
     @property
     def exposed_s(self) -> float:

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from examples.demo.settings import BLOCK_TOKENS
-
-
-def blocks_for(tokens: int) -> int:
-    """How many blocks hold so many tokens."""
-    return -(-tokens // BLOCK_TOKENS)
-
 
 class FreeList:
     """Which blocks are free.

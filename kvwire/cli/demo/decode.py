@@ -6,15 +6,17 @@ the layers land, look at the outcome, and ask the plan what is left to compute.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import kvwire
-from examples.demo.blocks import FreeList, blocks_for
-from examples.demo.lines import (
+from kvwire import PrefillRequest, plan_prefill
+from kvwire.cli.demo.free_list import FreeList
+from kvwire.cli.demo.lines import (
     Arrived,
+    Connect,
     Decode,
     Landed,
     Recomputed,
@@ -23,26 +25,24 @@ from examples.demo.lines import (
     orders,
     say,
 )
-from examples.demo.llama import Forward, Llama
-from examples.demo.settings import BLOCK_TOKENS
-from kvwire.integrations.transformers import PagedSequence
+from kvwire.cli.demo.llama import BLOCK_TOKENS, Forward, Llama, blocks_for, load
 
 NUM_BLOCKS = 320
 
 
-async def main() -> None:
+async def run(library: str) -> None:
     """Take orders until standard input closes."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--prefill", required=True, help="address to pull from")
-    address = parser.parse_args().prefill
-    llama = Llama()
+    llama = load(library, NUM_BLOCKS)
     llama.warm_up()
+    todo = orders()
+    first = await anext(todo)
+    assert isinstance(first, Connect)
     with ThreadPoolExecutor(1) as compute:
         async with kvwire.open(name="decode") as comm:
-            role = DecodeRole(await comm.connect(address), llama, compute)
+            role = DecodeRole(await comm.connect(first.address), llama, compute)
             say(Up("decode"))
             async with asyncio.TaskGroup() as tasks:
-                async for order in orders():
+                async for order in todo:
                     assert isinstance(order, Decode)
                     tasks.create_task(role.serve(order))
 
@@ -56,7 +56,6 @@ class DecodeRole:
         self._conn = conn
         self._llama = llama
         self._compute = compute
-        self._pool = llama.pool(NUM_BLOCKS)
         self._free = FreeList(NUM_BLOCKS, seed=2)
 
     async def serve(self, order: Decode) -> None:
@@ -64,7 +63,7 @@ class DecodeRole:
         prompt = order.tokens
         blocks = self._free.take(blocks_for(len(prompt) + order.new))
         outcome, ranges = await self.fetch(order.request, len(prompt) - 1, blocks)
-        sequence = PagedSequence(self._pool, blocks, length=outcome.usable_tokens)
+        sequence = self._llama.sequence(blocks, length=outcome.usable_tokens)
         for start, stop in ranges:
             done = await self._forward(prompt[start:stop], sequence)
             say(Recomputed(order.request, done.spans))
@@ -83,14 +82,14 @@ class DecodeRole:
             How the transfer ended, and the token ranges that are left to compute.
         """
         pulled = blocks[: blocks_for(tokens)]
-        inc = self._conn.pull(request, self._pool.cache, pulled, tokens=tokens)
+        inc = self._conn.pull(request, self._llama.cache, pulled, tokens=tokens)
         watching = asyncio.create_task(watch(inc, request))
         outcome = await inc
         at = time.monotonic()
         await watching
-        plan = kvwire.plan_prefill(
+        plan = plan_prefill(
             [
-                kvwire.PrefillRequest(
+                PrefillRequest(
                     id=request,
                     num_tokens=tokens,
                     blocks=pulled,
@@ -113,6 +112,7 @@ class DecodeRole:
                 to_prefill=ranges,
                 nbytes=outcome.nbytes,
                 wire_s=outcome.timings.wire_s,
+                commit_s=outcome.timings.commit_s,
                 layers_grouped=outcome.layers_grouped,
                 transport=self._conn.transport,
             )
@@ -122,7 +122,7 @@ class DecodeRole:
         await inc.drained()
         return outcome, ranges
 
-    async def _forward(self, tokens: list[int], sequence: PagedSequence) -> Forward:
+    async def _forward(self, tokens: list[int], sequence: Any) -> Forward:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._compute, self._llama.forward, tokens, sequence
@@ -137,7 +137,3 @@ async def watch(inc: kvwire.Incoming, request: str) -> None:
         except kvwire.KVWireError:
             return
         say(Landed(request, layer, time.monotonic()))
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

@@ -1,21 +1,28 @@
-"""What the demo prints: a table, the texts, and where the pictures are."""
+"""What the demo prints: the texts, timelines, a table, and what they show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from examples.demo.record import Record
+from kvwire.cli.demo.lines import Arrived
+from kvwire.cli.demo.record import Record
+from kvwire.cli.demo.timeline import timeline
 
+LEGEND: Final = (
+    "upper half: computed, by prefill or, what was lost, by decode",
+    "lower half: on its way to decode; a layer leaves as soon as its keys and values",
+    "are written, before its attention and MLP are computed",
+)
 # As much of a prompt as shows where the continuation begins.
-_TAIL_CHARS = 240
+_TAIL_CHARS: Final = 160
 
 
 def print_report(
@@ -23,24 +30,20 @@ def print_report(
     records: Sequence[Record],
     prompts: dict[str, list[int]],
     to_text: Callable[[list[int]], str],
-    files: Sequence[Path],
 ) -> None:
     """Print everything a person wants to see."""
-    for record in records:
+    whole = [record for record in records if not record.arrived.missing]
+    broken = [record for record in records if record.arrived.missing]
+    for record in (*whole[:1], *broken):
         prompt = to_text(prompts[record.request])
         new = to_text([token.token for token in record.tokens])
         console.print(_continuation(record.request, prompt, new))
+        console.print(Text(title(record), style="bold"))
+        console.print(timeline(record, console))
+    console.print(Text("\n".join(LEGEND), style="dim"))
     console.print(_table(records))
-    console.print(
-        "[dim]exposed: from the last layer's mark until decode knew the outcome\n"
-        "overlap: prefill up to that mark / (the same + exposed)\n"
-        "equal: the same new tokens as from one process alone[/dim]"
-    )
-    for record in records:
-        if record.arrived.missing:
-            console.print(_loss(record))
-    for file in files:
-        console.print(f"written: {file}", soft_wrap=True, highlight=False)
+    for line in _shown(records):
+        console.print(f"* {line}", highlight=False)
 
 
 def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -91,17 +94,45 @@ def _table(records: Sequence[Record]) -> Table:
     return table
 
 
-def _loss(record: Record) -> Text:
+def title(record: Record) -> str:
+    """A line above its picture."""
     arrived = record.arrived
-    ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in arrived.to_prefill)
-    return Text(
-        f"{record.request}: blocks {arrived.missing[0]} to {arrived.missing[-1]} of "
-        f"{arrived.blocks} did not arrive: {arrived.why}. The first "
-        f"{arrived.usable_tokens} tokens were usable; decode prefilled {ranges}.",
-        style="yellow",
+    text = f"{record.request}: prompt of {arrived.tokens + 1} tokens"
+    if arrived.missing:
+        return f"{text}, {len(arrived.missing)} of {arrived.blocks} blocks lost"
+    return f"{text}, {arrived.nbytes / 1e6:.1f} MB of KV"
+
+
+def _shown(records: Sequence[Record]) -> Iterator[str]:
+    """What a reader should take home, in sentences."""
+    equal = sum(record.equal for record in records)
+    new = len(records[0].tokens)
+    yield (
+        f"Tokens: {equal} of {len(records)} requests have the same {new} new tokens as "
+        "in one process alone."
     )
+    prefill_ms = median((r.marked[-1] - r.began) * 1e3 for r in records)
+    exposed_ms = median(r.exposed_s * 1e3 for r in records)
+    yield (
+        f"Overlap: KV moved while prefill computed ({prefill_ms:.0f} ms, median); what "
+        f"was left of the transfer after the last layer's KV was {exposed_ms:.1f} ms."
+    )
+    for record in records:
+        arrived = record.arrived
+        if arrived.missing:
+            yield (
+                f"Loss: of {record.request}, blocks {arrived.missing[0]} to "
+                f"{arrived.missing[-1]} of {arrived.blocks} did not arrive "
+                f"({arrived.why}). The first {arrived.usable_tokens} tokens were "
+                f"usable; decode computed {_ranges(arrived)}, and went on."
+            )
+
+
+def _ranges(arrived: Arrived) -> str:
+    ranges = [f"{start} to {stop - 1}" for start, stop in arrived.to_prefill]
+    return f"tokens {', '.join(ranges)}"
 
 
 def _continuation(request: str, prompt: str, new: str) -> Panel:
     before = Text("..." + prompt[-_TAIL_CHARS:], style="dim")
-    return Panel(Group(before + Text(new, style="bold")), title=request)
+    return Panel(before + Text(new.rstrip(), style="bold"), title=request)

@@ -1,0 +1,114 @@
+"""The ``kvwire demo`` command line."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+
+from kvwire import UsageError
+from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
+from kvwire.cli.demo.llama import CONTEXT, blocks_for
+from kvwire.cli.demo.progress import Bars
+from kvwire.cli.demo.report import print_report, summary
+from kvwire.cli.demo.run import Request, run
+from kvwire.cli.demo.trace import trace
+
+# Which request loses blocks: with one only, that one.
+_UNLUCKY = 1
+
+Requests = Annotated[int, Parameter(validator=Number(gte=1, lte=len(ANCHORS)))]
+Gigabits = Annotated[float | None, Parameter(validator=Number(gt=0))]
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def command(
+    *,
+    requests: Requests = 4,
+    prompt: Annotated[int, Parameter(validator=Number(gte=64))] = 420,
+    new: Annotated[int, Parameter(validator=Number(gte=1))] = 64,
+    torch: Flag = False,
+    wire_gbit: Gigabits = None,
+    json: Flag = False,
+    plot: Path | None = None,
+    trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
+) -> int:
+    """Prefill in one process, decode in another, KV layer by layer between them.
+
+    One process computes the KV of prompts with a small Llama; another one pulls it
+    while it is computed, and writes the continuation. One request loses blocks on
+    purpose, and decode computes what it cannot use. At the end every token is compared
+    with what a third process says that does it all alone; the exit status is 1 if any
+    differs.
+
+    Args:
+        requests: Requests at once.
+        prompt: Tokens of a prompt.
+        new: Tokens to generate.
+        torch: Compute with torch and transformers instead of NumPy.
+        wire_gbit: As over a wire of so many gigabits a second.
+        json: Print figures as JSON.
+        plot: Draw when each layer was computed and moved into this file; needs
+            matplotlib.
+        trace_file: Write the same as a trace for https://ui.perfetto.dev.
+    """
+    if prompt + new > CONTEXT:
+        raise UsageError(
+            f"--prompt {prompt} --new {new}: both together are at most {CONTEXT} "
+            "tokens; the model has never seen more"
+        )
+    _require("--torch", "demo", ("torch", "transformers") if torch else ())
+    _require("--plot", "plot", ("matplotlib",) if plot else ())
+    library = "torch" if torch else "numpy"
+    screen = Console(stderr=json)
+    console = Console(stderr=json, width=min(80, screen.width))
+    tokenizer = Tokenizer()
+    asked = _requests(tokenizer, requests, prompt, new)
+    with Bars(console, asked, library) as bars:
+        records = asyncio.run(
+            run(asked, bars.note, library=library, wire_gbit=wire_gbit)
+        )
+    if json:
+        sys.stdout.buffer.write(msgspec.json.encode(summary(records)) + b"\n")
+    else:
+        prompts = {request.name: request.tokens for request in asked}
+        print_report(console, records, prompts, tokenizer.decode)
+    if plot:
+        # Needs matplotlib.
+        from kvwire.cli.demo.picture import save  # noqa: PLC0415
+
+        save(records, plot)
+    if trace_file:
+        trace_file.write_bytes(msgspec.json.encode(trace(records)))
+    faults = [fault for record in records for fault in record.faults()]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _requests(tokenizer: Tokenizer, count: int, prompt: int, new: int) -> list[Request]:
+    requests = []
+    for index, (name, text) in enumerate(passages(count).items()):
+        tokens = tokenizer.encode(text)[:prompt]
+        # A third in the middle.
+        third = blocks_for(prompt - 1) // 3
+        unlucky = index == min(_UNLUCKY, count - 1)
+        lose = (third, 2 * third) if unlucky else (0, 0)
+        requests.append(Request(name, tokens, new, lose))
+    return requests
+
+
+def _require(option: str, extra: str, modules: tuple[str, ...]) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{option} needs {' and '.join(missing)}, which is not installed here: "
+            f"pip install '.[{extra}]' in a clone of kvwire"
+        )

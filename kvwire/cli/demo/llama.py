@@ -1,0 +1,100 @@
+"""What the demo needs of a model, and the files of the one that it has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import kvwire
+from kvwire.cli.demo.lines import LayerSpan
+
+CHECKPOINT: Final = Path(__file__).parent / "model"
+"""A checkpoint as ``save_pretrained`` of transformers writes it; see its README.md."""
+
+CONTEXT: Final = 512
+"""Tokens of a sequence that the model was trained on."""
+
+BLOCK_TOKENS: Final = 16
+"""Tokens of a block, the field's usual size."""
+
+OnWritten = Callable[[int, int, int], None]
+"""Called with layer, first token and token behind the last, once they are written."""
+
+
+def blocks_for(tokens: int) -> int:
+    """How many blocks hold so many tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+class Forward(NamedTuple):
+    """What a forward pass gave.
+
+    Attributes:
+        token: The most likely next one.
+        spans: When each layer was computed.
+    """
+
+    token: int
+    spans: list[LayerSpan]
+
+
+class Llama(ABC):
+    """A model with a pool of KV blocks; forward passes of one sequence at a time.
+
+    Attributes:
+        cache: The pool, as kvwire sees it.
+    """
+
+    cache: kvwire.PagedCache
+
+    @abstractmethod
+    def sequence(
+        self,
+        blocks: Sequence[int],
+        *,
+        length: int = 0,
+        on_written: OnWritten | None = None,
+    ) -> Any:
+        """A sequence whose KV lies in these blocks.
+
+        Args:
+            blocks: Of the pool, in token order.
+            length: Leading tokens whose KV is there already.
+            on_written: Called from within the forward pass after each layer's write, so
+                before the layer's attention.
+        """
+
+    @abstractmethod
+    def forward(self, tokens: list[int], sequence: Any) -> Forward:
+        """Compute the KV of some tokens, and which token would follow.
+
+        Args:
+            tokens: Those behind what the sequence holds.
+            sequence: Where their KV goes, and that of the tokens before lies.
+        """
+
+    @abstractmethod
+    def generate(self, tokens: list[int], new: int) -> list[int]:
+        """What the model says by itself, with no block and nothing of kvwire."""
+
+    def warm_up(self) -> None:
+        """Pay for the first forward pass before anything is timed."""
+        self.forward([0] * 20, self.sequence([0, 1]))
+
+
+def load(library: str, num_blocks: int) -> Llama:
+    """The model in a library.
+
+    Args:
+        library: ``numpy`` or ``torch``.
+        num_blocks: Blocks of its pool.
+    """
+    if library == "torch":
+        from kvwire.cli.demo.torch_llama import TorchLlama  # noqa: PLC0415 - heavy
+
+        return TorchLlama(num_blocks)
+    from kvwire.cli.demo.numpy_llama import NumpyLlama  # noqa: PLC0415
+
+    return NumpyLlama(num_blocks)
