@@ -9,22 +9,29 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 DEMO_VENV := .venv-demo
 DEMO_STAMP := $(DEMO_VENV)/.installed
+TORCH_VENV := .venv-torch
+TORCH_STAMP := $(TORCH_VENV)/.installed
 # vLLM for CPUs, with the torch that it asks for. Another release has its own environment:
 # make test-vllm VLLM_VERSION=0.31.0
 VLLM_NEWEST := 0.32.0
 VLLM_VERSION ?= $(VLLM_NEWEST)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_STAMP := $(VLLM_VENV)/.installed
-# The version the demo was made with. On Linux pip takes the build for CUDA, several GB,
-# unless it is told otherwise; docs/tutorial/prefill-decode.md says how.
+# On Linux pip takes the build for CUDA, several GB, unless it is told otherwise;
+# docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
+# Runs a module as `python -m` does, but Ctrl-C ends it without a traceback.
+RUN := -c 'import runpy, sys; show = sys.excepthook; \
+  sys.excepthook = lambda kind, *rest: kind is KeyboardInterrupt or show(kind, *rest); \
+  runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
+PIP_INSTALL := $(RUN) pip install --disable-pip-version-check
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 THIRD_PARTY := $(wildcard examples/third_party_backend/pyproject.toml)
 CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference wheel clean demo test-demo test-vllm
+.PHONY: test test-all check format cover fuzz reference wheel clean demo test-torch test-vllm
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -68,12 +75,11 @@ wheel: $(DEV_STAMP)
 
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
 demo: $(DEMO_STAMP)
-	$(DEMO_VENV)/bin/python -m examples.demo $(ARGS)
+	@$(DEMO_VENV)/bin/kvwire demo $(ARGS)
 
 # The tests that need torch and transformers.
-test-demo: $(DEMO_STAMP)
-	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	$(DEMO_VENV)/bin/python -m pytest tests/integrations tests/examples \
+test-torch: $(TORCH_STAMP)
+	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/cli/demo \
 	  tests/backends/kvwire_nccl/test_gloo.py \
 	  tests/backends/kvwire_nccl/test_one_way.py tests/kv/test_torch.py $(ARGS)
 
@@ -83,13 +89,13 @@ test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed.
 $(STAMP): pyproject.toml README.md $(THIRD_PARTY) | $(BIN)/python
 	@echo 'installing kvwire and what its tests need into $(VENV): 100 MB, about a minute'
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]' \
+	$(BIN)/python $(PIP_INSTALL) -e '.[test]' \
 	  $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
 	@touch $@
 
@@ -97,10 +103,14 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-$(DEMO_STAMP): pyproject.toml | $(DEMO_VENV)/bin/python
-	$(DEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[demo]' $(TORCH)
-	touch $@
+$(DEMO_STAMP): pyproject.toml README.md | $(DEMO_VENV)/bin/python
+	@echo 'installing kvwire, NumPy and what the command needs into $(DEMO_VENV): 30 MB'
+	@$(DEMO_VENV)/bin/python $(PIP_INSTALL) -e .
+	@touch $@
+
+$(TORCH_STAMP): pyproject.toml | $(TORCH_VENV)/bin/python
+	$(TORCH_VENV)/bin/python $(PIP_INSTALL) -e '.[demo,test]' $(TORCH)
+	@touch $@
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml | $(VLLM_VENV)/bin/python
@@ -113,6 +123,6 @@ $(VLLM_STAMP): pyproject.toml | $(VLLM_VENV)/bin/python
 %/bin/python:
 	@for python in $(PYTHONS); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
-	  then echo "$$python -m venv $*"; exec $$python -m venv $*; fi; \
+	  then echo "$$python -m venv $*"; exec $$python $(RUN) venv $*; fi; \
 	done; \
 	echo 'kvwire needs Python 3.11 or newer; none of $(PYTHONS) is one' >&2; exit 1

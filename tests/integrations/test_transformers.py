@@ -1,6 +1,6 @@
 """Hugging Face models on paged blocks: the logits and tokens of their own cache.
 
-Needs torch and transformers, which `make test` does not install; `make test-demo` does.
+Needs torch and transformers, which `make test` does not install; `make test-torch` does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-_WHY = "not installed here; `make test-demo` installs torch and transformers"
+_WHY = "not installed here; `make test-torch` installs torch and transformers"
 torch = pytest.importorskip("torch", reason=f"torch: {_WHY}")
 transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
 

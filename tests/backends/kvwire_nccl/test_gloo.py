@@ -1,6 +1,6 @@
 """Real bytes between two ends of torch's gloo, which stands for NCCL without a GPU.
 
-Run by ``make test-demo``, in the environment that has torch.
+Run by ``make test-torch``, in the environment that has torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.pairs import communicators, until
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("torch") is None,
-        reason="torch is not installed here; make test-demo runs this where it is",
+        reason="torch is not installed here; make test-torch runs this where it is",
     ),
     pytest.mark.usefixtures("gloo_is_loaded"),
 ]

@@ -2,7 +2,7 @@
 
 The tests of lanes and of their threads run over these; one that keeps less than the
 contract says would let them pass for nothing. gloo is checked where torch is installed:
-``make test-demo`` does it.
+``make test-torch`` does it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAYLOADS = [bytes([number]) * 1000 * number for number in range(1, 9)]
             Gloo,
             marks=pytest.mark.skipif(
                 importlib.util.find_spec("torch") is None,
-                reason="torch is not installed here; make test-demo runs this",
+                reason="torch is not installed here; make test-torch runs this",
             ),
         ),
     ]

@@ -1,6 +1,6 @@
 """The demo itself, small: three processes, a real transformer, tokens compared.
 
-Needs torch and transformers, which `make test` does not install; `make test-demo` does.
+Needs torch and transformers, which `make test` does not install; `make test-torch` does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from examples.demo.prompts import ANCHORS, passages
 from examples.demo.settings import CHECKPOINT
 from tests.support.tree import ROOT
 
-_WHY = "not installed here; `make test-demo` installs torch and transformers"
+_WHY = "not installed here; `make test-torch` installs torch and transformers"
 pytest.importorskip("torch", reason=f"torch: {_WHY}")
 pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
 
