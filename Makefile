@@ -79,7 +79,7 @@ demo: $(DEMO_STAMP)
 
 # The tests that need torch and transformers.
 test-torch: $(TORCH_STAMP)
-	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/cli/demo \
+	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/cli/demo tests/examples \
 	  tests/backends/kvwire_nccl/test_gloo.py \
 	  tests/backends/kvwire_nccl/test_one_way.py tests/kv/test_torch.py $(ARGS)
 

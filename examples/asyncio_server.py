@@ -1,7 +1,7 @@
 """An HTTP server with ``/generate``: one process prefills, another one decodes.
 
-    python -m examples.asyncio_server prefill --listen 127.0.0.1:7400
-    python -m examples.asyncio_server decode --http 127.0.0.1:8000
+    python examples/asyncio_server.py prefill --listen 127.0.0.1:7400
+    python examples/asyncio_server.py decode --http 127.0.0.1:8000
     curl -d '{"prompt": "who are you, said the caterpillar", "new": 40}' \
         http://127.0.0.1:8000/generate
 
@@ -24,8 +24,8 @@ import msgspec
 from msgspec import Meta
 
 import kvwire
-from examples.toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 from kvwire.integrations.marks import LayerMarks
+from toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 
 PROMPTS: Final = 1
 """The tag of messages with orders for prefill."""

@@ -1,6 +1,6 @@
 """Chunked prefill: blocks flow chunk by chunk, and what fails is all that is lost.
 
-    python -m examples.chunked_prefill
+    python examples/chunked_prefill.py
 
 A chunk may end within a block; LayerMarks marks the block with the chunk that fills it.
 In the second run prefill breaks off after two of four chunks. Decode keeps what
@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 
 import kvwire
-from examples.toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 from kvwire.integrations.marks import LayerMarks
+from toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 
 PROMPT = tokens_of(
     "the rest of the prompt is as long as the part before it, and so. " * 3

@@ -7,6 +7,7 @@ python examples/hello.py prefill 127.0.0.1:7400    # what decode has printed
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from typing import Final
 
@@ -55,7 +56,8 @@ async def prefill(address: str) -> None:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["decode"]:
-            asyncio.run(decode())
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(decode())
         case ["prefill", address]:
             asyncio.run(prefill(address))
         case _:

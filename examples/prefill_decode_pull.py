@@ -1,6 +1,6 @@
 """Pull: decode asks for the KV of a prompt, and gets each layer as it is computed.
 
-    python -m examples.prefill_decode_pull
+    python examples/prefill_decode_pull.py
 
 Both roles run in this one process; in two, or on two hosts, they are the same.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 import kvwire
-from examples.toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
+from toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 
 PROMPT = tokens_of(
     "one block after the other, said the mouse, and none of them twice. "

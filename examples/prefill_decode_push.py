@@ -1,6 +1,6 @@
 """Push: prefill knows who will decode, and sends each layer as it is computed.
 
-    python -m examples.prefill_decode_push
+    python examples/prefill_decode_push.py
 
 Here decode listens and prefill connects. Decode says which blocks it has for a request
 by expecting it; whichever side comes first waits for the other.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 import kvwire
-from examples.toy_model import Pool, ToyModel, blocks_for, text_of, tokens_of
+from toy_model import Pool, ToyModel, blocks_for, text_of, tokens_of
 
 PROMPT = tokens_of(
     "one block after the other, said the mouse, and none of them twice. "

@@ -16,6 +16,10 @@ pytest_plugins = [
 # Those that are about another transport name it, which comes before this.
 os.environ.setdefault("KVWIRE_PREFER", "tcp")
 
+# What computes with NumPy shares the cores with the other processes of a run; threads
+# of BLAS that wait for each other there take ten times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # A shell starts what runs in the background with Ctrl-C ignored, and the processes that
 # tests end by it would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

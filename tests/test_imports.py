@@ -144,6 +144,18 @@ TABLE = (
         kvwire=set(),
         others={"mooncake", "nixl_cu12", "numpy", "torch", "ucxx"},
     ),
+    # Plays engine, with NumPy or transformers, over a proxy that is as slow as asked.
+    Layer(
+        covers=("kvwire.cli.demo",),
+        kvwire={
+            *(*_PUBLIC, "kvwire.integrations"),
+            *("kvwire.testing.proxy", "kvwire.testing.toxics"),
+        },
+        others={
+            *("cyclopts", "matplotlib", "msgspec", "numpy", "rich"),
+            *("torch", "transformers"),
+        },
+    ),
     Layer(
         covers=("kvwire.cli", "kvwire.__main__"),
         kvwire={

@@ -1,4 +1,8 @@
-"""The short examples, run as the documentation says, each in processes of its own."""
+"""The short examples, run as the documentation says, each in processes of its own.
+
+They are run in a folder that knows nothing of this repository: only what pip installed
+and what lies beside the example can be imported there.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.toy_model import ToyModel, text_of, tokens_of
 from tests.support.tree import ROOT
+from toy_model import ToyModel, text_of, tokens_of
 
 # Each starts an interpreter, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(60)
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 
-def run_example(name: str) -> str:
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(name: str, folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", f"examples.{name}"],
-        cwd=ROOT,
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=50,
@@ -36,16 +44,18 @@ def run_example(name: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["prefill_decode_pull", "prefill_decode_push"])
-def test_decode_says_what_one_process_says(name: str) -> None:
+@pytest.mark.parametrize("name", ["prefill_decode_pull.py", "prefill_decode_push.py"])
+def test_decode_says_what_one_process_says(name: str, tmp_path: Path) -> None:
     """The example asserts it too; here the words are seen to be no blanks."""
-    said = re.search(r"decode says '([^']*)', as one", run_example(name))
+    said = re.search(r"decode says '([^']*)', as one", run_example(name, tmp_path))
     assert said
     assert len(set(said[1])) > 5
 
 
-def test_chunks_that_were_never_computed_are_what_decode_computes() -> None:
-    lines = run_example("chunked_prefill").splitlines()
+def test_chunks_that_were_never_computed_are_what_decode_computes(
+    tmp_path: Path,
+) -> None:
+    lines = run_example("chunked_prefill.py", tmp_path).splitlines()
     assert "whole: 13 of 13 blocks arrived" in lines
     # Two chunks of 50 tokens fill 6 blocks of 16; the prompt has 194 without its last.
     assert "broken: 6 of 13 blocks arrived" in lines
@@ -53,15 +63,25 @@ def test_chunks_that_were_never_computed_are_what_decode_computes() -> None:
     assert sum("as one process alone does" in line for line in lines) == 2
 
 
+def test_training_finds_the_files_of_the_demo(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "transformers", reason="transformers: `make test-torch` installs it"
+    )
+    assert "--steps" in run_example("train_demo.py", tmp_path, "--help")
+
+
 @one_loop
-async def test_the_server_answers_with_and_without_prefill() -> None:
+async def test_the_server_answers_with_and_without_prefill(tmp_path: Path) -> None:
     """Killing prefill costs time and no correctness."""
     prompt = "who are you, said the caterpillar. this was not an encouraging opening"
     expected = text_of(ToyModel().alone(tokens_of(prompt), 24))
-    async with server("prefill", "--listen", "127.0.0.1:0") as (prefill, line):
+    async with server(tmp_path, "prefill", "--listen", "127.0.0.1:0") as (
+        prefill,
+        line,
+    ):
         address = line.removeprefix("prefill listens on ")
         options = ("--prefill", address, "--http", "127.0.0.1:0")
-        async with server("decode", *options) as (_, ready):
+        async with server(tmp_path, "decode", *options) as (_, ready):
             http = ready.removeprefix("decode answers on ")
             answers = await asyncio.gather(*(post(http, prompt) for _ in range(3)))
             for status, answer in answers:
@@ -79,11 +99,11 @@ async def test_the_server_answers_with_and_without_prefill() -> None:
 
 
 @one_loop
-async def test_a_bad_request_gets_an_answer_that_says_why() -> None:
+async def test_a_bad_request_gets_an_answer_that_says_why(tmp_path: Path) -> None:
     """Sizes of a stranger are compared before they are used."""
     post = b"POST /generate HTTP/1.1\r\n"
     options = ("--prefill", "127.0.0.1:1", "--http", "127.0.0.1:0")
-    async with server("decode", *options) as (_, line):
+    async with server(tmp_path, "decode", *options) as (_, line):
         http = line.removeprefix("decode answers on ")
         for request, says in (
             (b"GET / HTTP/1.1\r\n\r\n", "POST /generate"),
@@ -100,13 +120,13 @@ async def test_a_bad_request_gets_an_answer_that_says_why() -> None:
 
 @contextlib.asynccontextmanager
 async def server(
-    *arguments: str,
+    folder: Path, *arguments: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A role of the server, and the line in which it says where it is."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "examples.asyncio_server", *arguments),
-        cwd=ROOT,
+        *(str(EXAMPLES / "asyncio_server.py"), *arguments),
+        cwd=folder,
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None

@@ -1,6 +1,6 @@
 """Hugging Face models on paged blocks: the logits and tokens of their own cache.
 
-Needs torch and transformers, which `make test` does not install; `make test-torch` does.
+Needs torch and transformers, which `make test` does not bring; `make test-torch` does.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from examples.demo.lines import Arrived, LayerSpan, Prefilled, Recomputed, Token
-from examples.demo.picture import COMPUTE, RECOMPUTE, TRANSFER, WIDTH, picture
-from examples.demo.record import Record
-from examples.demo.report import print_report, summary
-from examples.demo.trace import DECODE, PREFILL, trace
+from kvwire.cli.demo.lines import Arrived, LayerSpan, Prefilled, Recomputed, Token
+from kvwire.cli.demo.picture import save
+from kvwire.cli.demo.record import Record
+from kvwire.cli.demo.report import print_report, summary
+from kvwire.cli.demo.timeline import timeline
+from kvwire.cli.demo.trace import DECODE, PREFILL, trace
 
 LAYERS = 4
 SVG = "{http://www.w3.org/2000/svg}"
@@ -64,6 +65,7 @@ def arrived(request: str, at: float, missing: list[int]) -> Arrived:
         to_prefill=[(16, 64)] if missing else [],
         nbytes=1_000_000,
         wire_s=0.02,
+        commit_s=0.001,
         layers_grouped=1,
         transport="tcp",
     )
@@ -99,19 +101,53 @@ def test_prefilling_anything_but_what_is_missing_is_a_fault(tokens: int) -> None
     assert f"48 tokens did not arrive, and {tokens}" in next(iter(record.faults()))
 
 
-def test_the_picture_has_a_bar_for_each_layer_of_each_kind() -> None:
-    root = ET.fromstring(picture([broken(), whole()]))
-    # Only bars have a title, which a browser shows under the mouse.
-    bars = [bar for bar in root.iter(f"{SVG}rect") if len(bar)]
-    fills = Counter(bar.get("fill") for bar in bars)
-    assert fills == {COMPUTE: 2 * LAYERS, TRANSFER: LAYERS, RECOMPUTE: LAYERS}
-    for bar in bars:
-        left, width = float(bar.get("x", "")), float(bar.get("width", ""))
-        assert 0 <= left < left + width <= WIDTH
-    # The first request of the picture is the first that was prefilled.
-    titles = [text.text or "" for text in root.iter(f"{SVG}text")]
-    names = [title.partition(":")[0] for title in titles if " MB" in title]
-    assert names == ["whole", "broken"]
+def test_a_picture_shows_each_layer_and_what_moved_of_a_broken_request() -> None:
+    assert Counter(bar.kind for bar in whole().bars()) == {
+        "compute": LAYERS,
+        "transfer": LAYERS,
+    }
+    record = broken()
+    assert record.rows == [*(f"layer {layer}" for layer in range(LAYERS)), "sent"]
+    bars = list(record.bars())
+    assert [bar.row for bar in bars if bar.kind == "recompute"] == list(range(LAYERS))
+    (moved,) = (bar for bar in bars if bar.kind == "transfer")
+    assert record.rows[moved.row] == "sent"
+    # It ended 1 ms before the outcome, and took 20 ms.
+    assert (moved.start, moved.stop) == pytest.approx((100.059, 100.079))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Two of the same. For the module, since matplotlib keeps its fonts open."""
+    files = [tmp_path_factory.mktemp("pictures") / f"{name}.svg" for name in "ab"]
+    for file in files:
+        save([broken(), whole()], file)
+    return [file.read_bytes() for file in files]
+
+
+def test_the_picture_is_an_svg_with_a_panel_for_each_request(
+    pictures: list[bytes],
+) -> None:
+    once, again = pictures
+    assert once == again
+    texts = [text.text or "" for text in ET.fromstring(once).iter(f"{SVG}text")]
+    titles = [text.partition(":")[0] for text in texts if "prompt of 65 tokens" in text]
+    # In the order in which they were prefilled.
+    assert titles == ["whole", "broken"]
+    assert "computed by decode, because it was lost" in texts
+
+
+@pytest.mark.parametrize(("encoding", "letters"), [("utf-8", "▀▄█"), ("ascii", "=~#")])
+def test_the_timeline_has_compute_above_transfer(encoding: str, letters: str) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=9 + 40)
+    upper, lower, both = iter(letters)
+    rows = timeline(whole(), console).plain.splitlines()
+    # 40 ms are 40 letters; what leaves after 1 ms is there after 4.
+    assert rows[0].split() == ["0", "ms", "40", "ms"]
+    assert rows[1] == f"{'layer 0':9}{upper}{both * 4}{upper * 6}".ljust(49)
+    assert [row[:7] for row in rows[1:]] == [f"layer {n}" for n in range(LAYERS)]
+    assert lower in timeline(broken(), console).plain.splitlines()[-1]
 
 
 def test_the_trace_is_what_chrome_and_perfetto_read() -> None:
@@ -131,25 +167,31 @@ def test_the_trace_is_what_chrome_and_perfetto_read() -> None:
         track = sorted((e["ts"], e["dur"]) for e in slices if e["pid"] == process)
         for (start, length), (following, _) in itertools.pairwise(track):
             assert start + length <= following + 1e-3
+    # Of the broken one, what was sent.
     begun = {e["id"]: e["ts"] for e in events if e["ph"] == "b"}
     ended = {e["id"]: e["ts"] for e in events if e["ph"] == "e"}
-    assert len(begun) == LAYERS
+    assert len(begun) == LAYERS + 1
     assert begun.keys() == ended.keys()
     for name, start in begun.items():
-        assert ended[name] - start == pytest.approx(3000)
+        took_us = 20_000 if name == "broken/sent" else 3000
+        assert ended[name] - start == pytest.approx(took_us)
 
 
 def test_the_report_says_what_was_lost_and_what_was_equal() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80)
     prompts = {"whole": [1, 2], "broken": [3]}
-    print_report(console, [whole(), broken()], prompts, lambda t: f"<{t}>", [])
+    print_report(console, [whole(), broken()], prompts, lambda t: f"<{t}>")
     said = out.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
     assert "<[7]>" in said
     lines = [line.split() for line in said.splitlines()]
     assert ["whole", "65", "4", "1.00", "40.0", "2.00", "0.939", "4/4", "yes"] in lines
-    assert "blocks 1 to 2 of 4 did not arrive: kept back" in said
-    assert "decode prefilled 16 to 63" in said
+    words = " ".join(said.split())
+    assert "2 of 2 requests have the same 1 new tokens as in one process" in words
+    assert "was left of the transfer after the last layer's KV was 5.5 ms" in words
+    assert "blocks 1 to 2 of 4 did not arrive (kept back)" in words
+    assert "decode computed tokens 16 to 63" in words
 
 
 def test_the_summary_is_plain_json() -> None:

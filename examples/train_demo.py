@@ -1,8 +1,9 @@
 """Train the demo's checkpoint: a small Llama that knows one book by heart.
 
-    .venv-demo/bin/python -m examples.demo.train
+    make .venv-torch/.installed
+    .venv-torch/bin/python examples/train_demo.py
 
-The weights beside this file were made by it, on one CPU thread, in about 25 minutes.
+The weights of `kvwire demo` were made by it, on one CPU thread, in about 25 minutes.
 Two million parameters and 140 kB of text are enough to learn the book and no more than
 that, which is what the demo wants: a passage of the book goes in, the next sentences
 come out, and a single wrong block of the cache shows as broken English.
@@ -20,12 +21,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-MODEL: Final = Path(__file__).parent / "model"
-TEXT: Final = MODEL / "alice.txt"
+from kvwire.cli.demo.llama import CHECKPOINT, CONTEXT
+
+TEXT: Final = CHECKPOINT / "alice.txt"
 
 SEED: Final = 1865
 VOCABULARY: Final = 1024
-CONTEXT: Final = 512
 BATCH: Final = 8
 PEAK_RATE: Final = 3e-3
 WARM_UP_STEPS: Final = 100
@@ -34,7 +35,7 @@ WARM_UP_STEPS: Final = 100
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument("--into", type=Path, default=MODEL)
+    parser.add_argument("--into", type=Path, default=CHECKPOINT)
     options = parser.parse_args()
     # One thread, because a sum over several would come out in another order.
     torch.set_num_threads(1)
