@@ -151,6 +151,19 @@ class BlockSet(AbstractSet[tuple[str, int]]):
 
 
 _Block = TypeVar("_Block")
+Number = TypeVar("Number", bound=np.generic)
+
+
+def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
+    """Each value once, in order. ``np.unique`` would import a package of NumPy's first.
+
+    That stops an event loop for 50 ms, and fails in a process that may not read files
+    any more.
+    """
+    ordered = np.sort(values)
+    first = np.ones(ordered.size, np.bool_)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[first]
 
 
 def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.kv.blocks import DEFAULT_GROUP, Bits, BlockSet, Ids
+from kvwire.kv.blocks import DEFAULT_GROUP, Bits, BlockSet, Ids, distinct
 
 Codes = npt.NDArray[np.uint16]
 
@@ -59,7 +59,7 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
     def reasons(self) -> tuple[str, ...]:
         """Each reason that a missing block has, once."""
         codes = [group.codes for group in self.groups.values()]
-        used = np.unique(np.concatenate(codes)).tolist() if codes else []
+        used = distinct(np.concatenate(codes)).tolist() if codes else []
         return tuple(dict.fromkeys(self.meanings[code] for code in used))
 
     def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def _offsets(shares: Sequence[MissingBlocks]) -> list[int]:
 def _join_group(
     parts: Sequence[MissingOfGroup], offsets: Sequence[int]
 ) -> MissingOfGroup:
-    ids = np.unique(np.concatenate([part.ids for part in parts]))
+    ids = distinct(np.concatenate([part.ids for part in parts]))
     first = min(part.layers.start for part in parts)
     layers = range(first, max(part.layers.stop for part in parts))
     codes = np.zeros(ids.size, np.uint16)

@@ -35,7 +35,14 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import DEFAULT_GROUP, Bits, Blocks, Ids, block_lists
+from kvwire.kv.blocks import (
+    DEFAULT_GROUP,
+    Bits,
+    Blocks,
+    Ids,
+    block_lists,
+    distinct,
+)
 from kvwire.kv.outcome import Outcome
 
 Id = TypeVar("Id", bound=Hashable)
@@ -195,7 +202,7 @@ class _Blocks(Generic[Id]):
     ) -> None:
         self._block_tokens = _common_sizes(requests)
         self._ids = {
-            name: np.unique(
+            name: distinct(
                 np.concatenate([r.lists[name] for r in requests if name in r.lists])
             )
             for name in self._block_tokens

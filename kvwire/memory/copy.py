@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import UsageError
+from kvwire.kv.blocks import distinct
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.limits import KIB
 from kvwire.memory.buffers import Payload
@@ -123,7 +124,7 @@ def _borders(source: Payload, destination: Payload) -> Array:
         return source.starts
     if np.array_equal(source.starts, destination.starts):
         return source.starts
-    return _distinct(np.concatenate((source.starts, destination.starts)))
+    return distinct(np.concatenate((source.starts, destination.starts)))
 
 
 def _places(payload: Payload, offsets: Array) -> Array:
@@ -142,17 +143,8 @@ def _numpy_is_faster(lengths: Array, knee_bytes: int) -> bool:
     if int(lengths.sum()) >= knee_bytes * lengths.size:
         return False
     return bool(
-        lengths.min() == lengths.max() or _distinct(lengths).size <= _LENGTHS_MAX
+        lengths.min() == lengths.max() or distinct(lengths).size <= _LENGTHS_MAX
     )
-
-
-def _distinct(lengths: Array) -> Array:
-    """Each length once. ``np.unique`` would import a package of NumPy's at first use.
-
-    That stops a loop for long, and fails in a process that may not read files any more.
-    """
-    ordered = np.sort(lengths)
-    return ordered[np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))]
 
 
 def _copy_one_by_one(origin: Array, target: Array, lengths: Array) -> None:
@@ -169,11 +161,11 @@ def _copy_one_by_one(origin: Array, target: Array, lengths: Array) -> None:
 
 def _copy_by_numpy(origin: Array, target: Array, lengths: Array) -> None:
     """Copy all pieces of one length together."""
-    distinct = _distinct(lengths).tolist()
-    if len(distinct) == 1:
-        _gather_and_scatter(origin, target, distinct[0])
+    sizes = distinct(lengths).tolist()
+    if len(sizes) == 1:
+        _gather_and_scatter(origin, target, sizes[0])
         return
-    for length in distinct:
+    for length in sizes:
         chosen = lengths == length
         _gather_and_scatter(origin[chosen], target[chosen], length)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvwire import limits
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import BlockSet, block_lists
+from kvwire.kv.blocks import BlockSet, block_lists, distinct
 from tests.support.depth import examples
 
 ONE = {"kv": 10}
@@ -106,6 +106,11 @@ def test_a_block_set_is_a_set(
     assert (one <= other) == (plain <= plain_other)
     for block in plain | plain_other:
         assert (block in one) == (block in plain)
+
+
+@given(st.lists(st.integers(-5, 5)))
+def test_distinct_values_are_those_of_a_set(values: list[int]) -> None:
+    assert distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
 
 
 def test_positions_and_ids() -> None:

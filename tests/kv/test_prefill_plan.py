@@ -73,6 +73,15 @@ def plan(*requests: PrefillRequest[str], **outcomes: Outcome) -> PrefillPlan[str
     return plan_prefill(requests, outcomes)
 
 
+def test_the_first_plan_waits_for_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``np.unique`` imports numpy.ma at its first call: 50 ms of an event loop."""
+    monkeypatch.delattr(np, "unique")
+    end = outcome([4, 5, 6], {5})
+    plan = plan_prefill([request("a", [4, 5, 6])], {"a": end})
+    assert [(part.start, part.stop) for part in plan.prefill["a"]] == [(4, 12)]
+    assert end.missing.reasons == ("lost",)
+
+
 def test_r28_only_requests_that_lost_kv_prefill() -> None:
     """A batch of three: one whole, one that lost its third block, one that lost all."""
     found = plan(
