@@ -146,7 +146,7 @@ def say(event: Event) -> None:
 
 async def orders() -> AsyncIterator[Order]:
     """Read orders from standard input until it is closed."""
-    reader = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
+    reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
@@ -166,7 +166,7 @@ def encode(order: Order) -> bytes:
 
 
 # A prompt of 500 tokens is 3 kB as JSON.
-_LINE_BYTES_MAX: Final = 1 << 20
+LINE_BYTES_MAX: Final = 1 << 20
 _ENCODER: Final = msgspec.json.Encoder()
 _ORDERS: Final = msgspec.json.Decoder(Order)
 _EVENTS: Final = msgspec.json.Decoder(Event)

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 import kvwire
 from kvwire.cli.demo.lines import (
+    LINE_BYTES_MAX,
     Connect,
     Decode,
     Event,
@@ -34,6 +35,7 @@ Said = TypeVar("Said", Up, Prefilled, Token, Single)
 _END_S: Final = 10.0
 # A few seconds on a quiet machine.
 _RUN_S: Final = 300.0
+_ROLE: Final = (sys.executable, "-m", "kvwire.cli.demo.role")
 # Two processes that compute at once share what is often two cores.
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -144,18 +146,20 @@ async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
 class Role:
     """One of the processes."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], said: asyncio.StreamReader
+    ) -> None:
         assert process.stdin is not None
-        assert process.stdout is not None
         self._name = name
         self._process = process
         self._orders = process.stdin
-        self._events = events(process.stdout)
+        self._events = events(said)
 
     def give(self, orders: Iterable[Order]) -> None:
-        """Send it orders."""
-        for order in orders:
-            self._orders.write(encode(order))
+        """Send it orders; all that a run has for it fit into the pipe."""
+        # One that has ended is noticed when it says no more.
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.write(b"".join(map(encode, orders)))
 
     async def until(
         self, kind: type[Said], count: int, note: Callable[[Event], None]
@@ -167,31 +171,40 @@ class Role:
                 count -= 1
                 if not count:
                     return event
-        status = await self._process.wait()
+        status = self._process.wait()
         raise RoleFailed(f"the {self._name} process ended with exit status {status}")
+
+    async def end(self) -> None:
+        """Let it end by itself, for as long as that may take."""
+        self._orders.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                async for _ in self._events:
+                    pass
 
 
 @contextlib.asynccontextmanager
 async def role(name: str, library: str) -> AsyncIterator[Role]:
     """Run a process in a role for as long as the context is open."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "kvwire.cli.demo.role", name, "--library", library),
+    # asyncio's way to do it logs a warning if the process ends while it is started.
+    process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own program; a millisecond
+        (*_ROLE, name, "--library", library),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        limit=1 << 20,
+        bufsize=0,
         env=_ONE_THREAD | os.environ,
         # Ctrl-C is for this process, which then ends the others.
         process_group=0,
     )
-    try:
-        yield Role(name, process)
-        assert process.stdin is not None
-        process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await process.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
+    with process:
+        try:
+            said = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(said), process.stdout
+            )
+            with contextlib.closing(transport):
+                running = Role(name, process, said)
+                yield running
+                await running.end()
+        finally:
             process.kill()
-        await process.wait()
