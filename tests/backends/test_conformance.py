@@ -37,7 +37,10 @@ def address(scheme: str) -> Iterator[Address]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id)
-@pytest.mark.parametrize("scheme", ["inproc", "tcp", THIRD_PARTY])
+@pytest.mark.parametrize(
+    "scheme",
+    ["inproc", "tcp", pytest.param(THIRD_PARTY, marks=pytest.mark.matrix)],
+)
 async def test_backend(scheme: str, check: Check, address: Address) -> None:
     if scheme == THIRD_PARTY and scheme not in registry.names():
         pytest.skip(

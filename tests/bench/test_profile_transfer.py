@@ -20,6 +20,7 @@ def _profiled(tmp_path: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_both_sides_say_where_their_time_went(tmp_path: Path) -> None:
     found = _profiled(tmp_path, "--transport", "tcp", "--kib", "64")
     assert found["rate"] > 0
@@ -33,6 +34,7 @@ def test_both_sides_say_where_their_time_went(tmp_path: Path) -> None:
         assert own_s == sorted(own_s, reverse=True)
 
 
+@pytest.mark.slow
 def test_calls_through_ctypes_have_their_names(tmp_path: Path) -> None:
     found = _profiled(tmp_path, "--transport", "local", "--kib", "64")
     foreign = {

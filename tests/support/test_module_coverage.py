@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.module_coverage import Pair, main, pairs, shortfall
 
+pytestmark = pytest.mark.slow  # pytest within coverage, in processes of their own
+
 _MODULE = """
 def sign(x: int) -> int:
     if x < 0:

@@ -94,6 +94,7 @@ async def test_a_killed_peer_is_known_and_all_memory_is_free(
 
 
 @patient
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["idle", "sending"])
 async def test_a_stopped_peer_is_known_and_all_memory_is_free(
     comm: Communicator, what: str
@@ -112,6 +113,7 @@ async def test_a_stopped_peer_is_known_and_all_memory_is_free(
 
 
 @patient
+@pytest.mark.slow
 async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> None:
     """One process after the other, killed in the middle of its connection."""
     for ending in (signal.SIGKILL, signal.SIGTERM):
@@ -159,6 +161,7 @@ def run(code: str, tls: str) -> str:
 
 
 @patient
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", TRANSPORTS)
 def test_loops_one_after_the_other(tls: str) -> None:
     code = "for _ in range(3): asyncio.run(exchange())\nprint('done')"
@@ -166,12 +169,14 @@ def test_loops_one_after_the_other(tls: str) -> None:
 
 
 @patient
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", TRANSPORTS)
 def test_an_exit_in_the_middle_is_clean(tls: str) -> None:
     assert run("asyncio.run(exchange(close=False))", tls) == "done"
 
 
 @patient
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", TRANSPORTS)
 def test_a_fork_before_the_first_lane_works(tls: str) -> None:
     code = """
@@ -188,6 +193,7 @@ print("done")
 
 
 @patient
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", TRANSPORTS)
 def test_a_fork_after_it_is_told_so(tls: str) -> None:
     code = """
