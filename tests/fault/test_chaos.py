@@ -17,6 +17,7 @@ import pytest
 from kvwire import Connection, KVWireError, Request
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import schedule
+from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
 
 SEEDS = range(30)
@@ -84,7 +85,7 @@ async def work(left: Connection, right: Connection, rng: random.Random) -> None:
             raise result
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", parameters(SEEDS, every=6))
 async def test_a_bad_network(seed: int) -> None:
     asyncio.get_running_loop().set_debug(False)
     toxics = schedule(seed, reach_bytes=REACH_BYTES)

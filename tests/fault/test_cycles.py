@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import pytest
+
 from kvwire import (
     Communicator,
     Connection,
@@ -112,6 +114,7 @@ def counted() -> Counter[str]:
     return Counter({kind.__name__: kinds[kind] for kind in (*KINDS, Request)})
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_of_a_thousand_failures() -> None:
     asyncio.get_running_loop().set_debug(False)
     rng = random.Random(18)

@@ -9,6 +9,7 @@ same blocks.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from tests.fault.kill_victim import (
     take_part,
 )
 from tests.scenarios.world import Memory, same
+from tests.support.depth import parameters
 
 # The survivor is told at once; on a busy machine that, and two processes, take a while.
 BOUND_S = 10.0
@@ -149,9 +151,10 @@ async def run(nursery: Nursery, order: Order) -> Child:
 @pytest.mark.timeout(120)
 # The loop makes no difference to who dies when, and the matrix is long.
 @pytest.mark.asyncio(loop_factories=["uvloop"])
-@pytest.mark.parametrize("listens", [True, False], ids=["listens", "connects"])
-@pytest.mark.parametrize("pull", [True, False], ids=["pull", "push"])
-@pytest.mark.parametrize("produces", [True, False], ids=["producer", "consumer"])
+@pytest.mark.parametrize(
+    ("listens", "pull", "produces"),
+    parameters(itertools.product([True, False], repeat=3), every=8),
+)
 async def test_r8_killed_before_every_frame(
     produces: bool, pull: bool, listens: bool
 ) -> None:

@@ -9,11 +9,12 @@ import pytest
 from kvwire.testing.sim import run
 from tests.fault.planted import access, lanes, memory, progress
 from tests.fault.planted.plant import Planted, planted
+from tests.support.depth import parameters
 
 BUGS = (*memory.BUGS, *access.BUGS, *progress.BUGS, *lanes.BUGS)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", parameters(BUGS, every=8), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Planted) -> None:
     with planted(bug) as other:
         results = map(other.run_seed, range(bug.seeds))

@@ -66,6 +66,7 @@ def client_hello() -> bytes:
 # --- cut ------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ending", STEPS)
 @pytest.mark.parametrize("way", Direction)
 # What the loops differ in, the same test without TLS covers.

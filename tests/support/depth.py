@@ -43,10 +43,13 @@ def sample(cases: Iterable[T], every: int) -> Iterator[T]:
     yield from itertools.islice(cases, 0, None, 1 if _run["thorough"] else every)
 
 
-def parameters(cases: Iterable[T], every: int) -> list[T | pytest.ParameterSet]:
-    """Parameters of a test: each ``every``-th, and the others marked ``matrix``."""
+def parameters(cases: Iterable[T], every: int) -> list[pytest.ParameterSet]:
+    """Parameters of a test, all but each ``every``-th one marked ``matrix``."""
     return [
-        case if number % every == 0 else pytest.param(case, marks=pytest.mark.matrix)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=pytest.mark.matrix if number % every else (),
+        )
         for number, case in enumerate(cases)
     ]
 

@@ -15,6 +15,7 @@ import pytest
 from kvwire.testing.sim.faults import AMBUSHES
 from kvwire.testing.sim.plan import FAULTS, make_plan
 from kvwire.testing.sim.run import Result, command, described, run_plan, run_seed
+from tests.support.depth import parameters
 
 # 2,000 schedules in parts, so that one that fails leaves the others to run.
 _PARTS = 10
@@ -29,7 +30,7 @@ def expect_pass(result: Result) -> None:
     assert result.error is None, text
 
 
-@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize("part", parameters(range(_PARTS), every=_PARTS))
 def test_schedules(part: int) -> None:
     """Exactly one completion, no early reuse, no wrong byte, nothing left open."""
     for seed in range(part * _SEEDS_A_PART, (part + 1) * _SEEDS_A_PART):
@@ -46,6 +47,7 @@ def test_seeds_that_failed_once(line: str) -> None:
     expect_pass(run_seed(int(seed)))
 
 
+@pytest.mark.slow
 def test_the_schedules_reach_what_they_are_for() -> None:
     """Every verb succeeds and fails, every fault strikes, every ambush springs."""
     said: Counter[tuple[object, ...]] = Counter()
@@ -76,12 +78,14 @@ def test_a_plan_always_gives_the_same_schedule() -> None:
     assert run_plan(plan).digest != run_seed(8).digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
 def test_schedules_do_not_depend_on_hashes(hash_seed: str) -> None:
     """Goal Q7: what a process prints of its schedules is what this one gets."""
     assert traced(sys.executable, hash_seed) == traced(sys.executable, "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_schedules_do_not_depend_on_the_version_of_python(version: str) -> None:
     """Goal Q7, for each other interpreter that has the dependencies."""
