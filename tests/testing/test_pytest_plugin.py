@@ -66,6 +66,7 @@ async def test_it(kvwire_pair, kvwire_backend):
     assert "2 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_backend_is_overridden_for_a_module(tmp_path: Path) -> None:
     test = """
 import pytest
@@ -81,6 +82,7 @@ async def test_it(kvwire_pair):
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_uses_no_fixture_does_not_import_kvwire(tmp_path: Path) -> None:
     test = """
 import sys
@@ -95,6 +97,7 @@ def test_it():
     assert "1 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_the_fixtures_say_what_they_are(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "", "--fixtures")
     assert "kvwire_pair" in done.stdout
@@ -102,6 +105,7 @@ def test_the_fixtures_say_what_they_are(tmp_path: Path) -> None:
     assert "kvwire_backend" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_plugin_does_without_pytest_asyncio(tmp_path: Path) -> None:
     """It is loaded wherever kvwire is installed, whatever runs the async tests."""
     test = "def test_it(kvwire_backend):\n    assert kvwire_backend == 'inproc'\n"
