@@ -24,6 +24,7 @@ import pytest
 from kvwire import registry
 from kvwire.limits import PING_INTERVAL_S, PING_MISSES
 from kvwire.trust import write_key_file
+from tests.support.depth import parameters
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PORT = 7400
@@ -141,7 +142,7 @@ async def hosts(wire: Wire, key: Path, transports: str) -> AsyncIterator[Host]:
             await process.communicate()
 
 
-@pytest.mark.parametrize("transport", ["", "tcp", "ucx"])
+@pytest.mark.parametrize("transport", parameters(["", "tcp", "ucx"], every=3))
 async def test_a_cut_is_known_and_the_next_connection_works(
     wire: Wire, tmp_path: Path, transport: str
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.testing import Loopback
+from tests.support.depth import parameters
 
 # Each starts an interpreter or two, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(60)
@@ -46,7 +47,7 @@ async def test_the_fixture_is_here_as_well(kvwire_pair: Loopback) -> None:
     assert await kvwire_pair.ba.recv(1) == b"hello"
 
 
-@pytest.mark.parametrize("mode", ["auto", "strict"])
+@pytest.mark.parametrize("mode", parameters(["auto", "strict"], every=2))
 def test_a_pair_in_both_modes_of_pytest_asyncio(mode: str, tmp_path: Path) -> None:
     marked = f"import pytest\npytestmark = pytest.mark.asyncio\n{_PAIR}"
     done = run_pytest(tmp_path, marked, "--asyncio-mode", mode)
@@ -54,6 +55,7 @@ def test_a_pair_in_both_modes_of_pytest_asyncio(mode: str, tmp_path: Path) -> No
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_backend_is_a_parameter(tmp_path: Path) -> None:
     test = """
 import pytest

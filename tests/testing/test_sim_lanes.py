@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from kvwire.testing.sim.run import run_seed
 
 
+@pytest.mark.slow
 def test_the_schedules_reach_what_lanes_are_for() -> None:
     """They come up, carry, break before, within and after a payload, or never come.
 

@@ -71,6 +71,7 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
     assert "smallest" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_failures_beyond_the_third_are_named_only(
     run: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ SHORT_GIB = 0.25
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--psk"]], ids=["loopback", "psk"])
 def test_no_byte_is_wrong_while_connections_are_cut(
     options: list[str], capsys: pytest.CaptureFixture[str]
