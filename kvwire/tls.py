@@ -9,16 +9,22 @@ himself any name. A peer is then *who* it is by a name in its certificate that
 about who a process is; the common name is not looked at (RFC 9525).
 
 The files are read again for the next connection when they have changed, so certificates
-that live for an hour can be exchanged under a process that lives for a month.
+that live for an hour can be exchanged under a process that lives for a month. Each is
+read once for all that is done with it: the certificate that is shown is the one whose
+digest the handshake is bound to, whoever writes to the files meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import ssl
 import stat
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -63,13 +69,16 @@ class Credentials:
         self._peers = frozenset(_folded(name) for name in config.tls_peers)
         self._ca_file = config.tls_ca_file
         certificate = _read("tls_cert_file", config.tls_cert_file)
-        _read("tls_ca_file", config.tls_ca_file)
-        _read("tls_key_file", config.tls_key_file, private=True)
+        authorities = _read("tls_ca_file", config.tls_ca_file)
+        key = _read("tls_key_file", config.tls_key_file, private=True)
         self._digest = _digest(config.tls_cert_file, certificate)
         self._contexts = {
-            Role.CLIENT: _context(ssl.PROTOCOL_TLS_CLIENT, config),
-            Role.SERVER: _context(ssl.PROTOCOL_TLS_SERVER, config),
+            Role.CLIENT: _context(ssl.PROTOCOL_TLS_CLIENT, config, authorities),
+            Role.SERVER: _context(ssl.PROTOCOL_TLS_SERVER, config, authorities),
         }
+        with _as_file(certificate) as certificate_file, _as_file(key) as key_file:
+            for context in self._contexts.values():
+                _load_own(context, config, certificate_file, key_file)
         anchors = self._contexts[Role.CLIENT].get_ca_certs()
         self._anchors = [ca["subject"] for ca in anchors]
 
@@ -158,7 +167,7 @@ class CredentialFiles:
         return tuple(map(_stamp, files))
 
 
-def _context(protocol: int, config: Config) -> ssl.SSLContext:
+def _context(protocol: int, config: Config, authorities: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # names are compared with tls_peers instead
@@ -168,8 +177,8 @@ def _context(protocol: int, config: Config) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # a connection proves itself each time
     try:
-        context.load_verify_locations(cafile=config.tls_ca_file)
-    except (ssl.SSLError, OSError) as exc:
+        context.load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as exc:
         raise UsageError(
             f"tls_ca_file {config.tls_ca_file} holds no certificate in PEM: {exc}"
         ) from None
@@ -178,11 +187,12 @@ def _context(protocol: int, config: Config) -> ssl.SSLContext:
             f"tls_ca_file {config.tls_ca_file} holds no certificate of a CA "
             f"(basicConstraints CA:TRUE)"
         )
-    _load_own(context, config)
     return context
 
 
-def _load_own(context: ssl.SSLContext, config: Config) -> None:
+def _load_own(
+    context: ssl.SSLContext, config: Config, certificate_file: str, key_file: str
+) -> None:
     def password() -> str:
         raise UsageError(
             f"tls_key_file {config.tls_key_file} is encrypted, and nobody is there to "
@@ -190,7 +200,7 @@ def _load_own(context: ssl.SSLContext, config: Config) -> None:
         )
 
     try:
-        context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password)
+        context.load_cert_chain(certificate_file, key_file, password)
     except (ssl.SSLError, OSError) as exc:
         if "KEY_VALUES_MISMATCH" in str(exc) or "KEY_TYPE_MISMATCH" in str(exc):
             raise UsageError(
@@ -220,6 +230,25 @@ def _read(key: str, path: str, *, private: bool = False) -> bytes:
             f"{key} {path} has mode {mode:04o} and others can read it: chmod 600 it"
         )
     return content
+
+
+@contextlib.contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """The path of a file with this content, which nobody else can read or change.
+
+    OpenSSL takes certificates and keys from paths alone.
+    """
+    if sys.platform == "linux":
+        # Never on a disk, and there as long as the descriptor is open.
+        with os.fdopen(os.memfd_create("kvwire-tls"), "wb") as file:
+            file.write(content)
+            file.flush()
+            yield f"/proc/self/fd/{file.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            yield file.name
 
 
 def _digest(path: str, content: bytes) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from kvwire import AuthenticationFailed, Config, UsageError
+from kvwire import tls as tls_module
 from kvwire.limits import BINDING_BYTES
 from kvwire.tls import CredentialFiles, Credentials, Proven
 from kvwire.tls_errors import explained
@@ -364,6 +365,29 @@ def test_files_that_have_changed_are_read_again(
     ends = Ends(after, credentials(**authority.config(FAR)))
     assert ends.shake() == {}
     assert ends.proven(Role.SERVER).identity == NEAR
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_files_that_change_while_they_are_read(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    """One handshake uses one reading of them: the proof fits what is shown."""
+    config, new = authority.config(FAR), authority.issue(FAR)
+    load = tls_module._load_own
+
+    def rotated(*arguments: Any) -> None:
+        replaced(config["tls_cert_file"], new.cert_file.read_bytes())
+        replaced(config["tls_key_file"], new.key_file.read_bytes())
+        load(*arguments)
+
+    monkeypatch.setattr(tls_module, "_load_own", rotated)
+    changed = credentials(**config)
+    monkeypatch.undo()
+    other = credentials(**authority.config(NEAR))
+    pair = (changed, other) if role is Role.CLIENT else (other, changed)
+    ends = Ends(*pair)
+    assert ends.shake() == {}
+    assert ends.proven(Role.CLIENT).binding == ends.proven(Role.SERVER).binding
 
 
 def test_a_file_that_is_gone_for_a_moment(authority: Authority) -> None:

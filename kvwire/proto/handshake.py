@@ -187,7 +187,7 @@ class Handshake(ABC):
                 fields=("version",),
             )
         if said.code == WireCode.AUTHENTICATION:
-            return _trust_error(mine.trust, said.trust)
+            return _trust_error(mine.trust, said.trust, told=True)
         if said.code == WireCode.BUSY:
             return HandshakeError(
                 "the peer has as many connections as it takes: close some, or raise "
@@ -453,11 +453,20 @@ def no_transport(choice: Choice) -> ProfileMismatch:
     )
 
 
-def _trust_error(mine: TrustMode, theirs: TrustMode) -> AuthenticationFailed:
+def _trust_error(
+    mine: TrustMode, theirs: TrustMode, *, told: bool = False
+) -> AuthenticationFailed:
+    """The error when a proof is wrong, here or, as we were ``told``, for the peer."""
     if mine is not theirs:
         return AuthenticationFailed(
             f"trust modes differ: this side {mine.name.lower()}, peer "
             f"{theirs.name.lower()}; set the same `trust` and `psk_file` on both",
+            fields=("trust",),
+        )
+    if mine is TrustMode.MTLS and not told:
+        return AuthenticationFailed(
+            "the peer's proof is for other certificates than this TLS connection has: "
+            "something between the two ends TLS on the way",
             fields=("trust",),
         )
     if mine is TrustMode.MTLS:
