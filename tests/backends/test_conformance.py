@@ -5,6 +5,7 @@ The third one, for Unix sockets, is a distribution of its own that `make test` i
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvwire import registry
-from kvwire.backend import Availability, Backend
+from kvwire.backend import Availability, Backend, Capabilities
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.testing import check_backend
 from kvwire.testing.conformance import CHECKS, Check, CheckFailed, Result, run_check
@@ -117,11 +118,73 @@ async def test_unknown_names_are_refused() -> None:
         await check_backend("inproc", only=["frame"])
 
 
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_each_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inproc", "--only", "close.t*", "--loop", "uvloop"]) == 0
     printed = capsys.readouterr().out
-    assert "close.twice" in printed
+    assert "passed  close.twice" in printed
     assert "2 of 2 checks passed" in printed
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Names three checks, of which the first two fail and the last one passes."""
+    odd = type("Odd", (Capabilities,), {})
+    monkeypatch.setattr(InprocBackend, "capabilities", odd(same_process=True))
+    unavailable = Availability(available=False, reason="planted")
+    monkeypatch.setattr(
+        InprocBackend, "availability", classmethod(lambda cls: unavailable)
+    )
+    return "address.[acf][lvr][are]*"
+
+
+def test_what_failed_is_repeated_at_the_end(
+    broken: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whole ids, however narrow the terminal is; they select it with --only."""
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["inproc", "--only", broken]) == 1
+    printed = capsys.readouterr().out
+    every, failed = printed.split("2 failed:\n")
+    assert "passed  address.free" in every
+    assert "FAILED  address.class" in every
+    lines = failed.splitlines()
+    assert lines[0] == "address.class: its capabilities are a Odd"
+    assert lines[1] == "address.available: it says it cannot run here: planted"
+
+
+def test_quiet_prints_what_failed_and_the_summary(
+    broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inproc", "-q", "--only", broken]) == 1
+    printed = capsys.readouterr().out
+    assert "passed  " not in printed
+    assert printed.count("address.class") == 1
+    assert printed.splitlines()[-1].startswith("backend 'inproc': ")
+
+
+def test_it_stops_at_the_first_failure(
+    broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inproc", "-x", "--only", broken]) == 1
+    printed = capsys.readouterr().out
+    assert "1 failed:\naddress.class: " in printed
+    assert "address.available" not in printed
+    assert "0 of 1 checks passed" in printed
+
+
+def test_json_is_all_that_it_prints(
+    broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inproc", "--json", "--only", broken]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["backend"] == "inproc"
+    assert document["failed"] == 2
+    assert document["passed"] == len(document["checks"]) - 2
+    failed = [check for check in document["checks"] if not check["passed"]]
+    assert [check["id"] for check in failed] == ["address.class", "address.available"]
+    assert failed[0]["reason"] == "its capabilities are a Odd"
+    assert failed[0]["seconds"] > 0
+    assert failed[0]["promise"]
 
 
 def test_the_command_fails_with_its_backend(
@@ -140,5 +203,5 @@ def test_the_command_says_what_it_does_not_know(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "nowhere" in printed or "no check matches 'nothing'" in printed

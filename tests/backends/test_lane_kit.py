@@ -102,8 +102,10 @@ async def test_what_is_not_known_or_has_no_lanes_is_refused() -> None:
 def test_the_command_checks_lanes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inproc", "--lanes", "--only", "close.t*"]) == 0
     assert "2 of 2 checks passed" in capsys.readouterr().out
-    assert main(["inproc", "--lanes", "--setting", "span_bytes=x"]) == 1
-    assert "number is needed" in capsys.readouterr().out
+    assert main(["inproc", "--lanes", "-x", "--setting", "span_bytes=x"]) == 1
+    printed = capsys.readouterr().out
+    assert "number is needed" in printed
+    assert "1 of 2 checks passed" in printed
 
 
 # --- coming up ------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""``python -m kvwire.testing.conformance tcp``: all checks of one backend, a table.
+"""``python -m kvwire.testing.conformance tcp``: all checks of one backend.
 
-With ``--lanes`` its lanes are checked, and not its links.
+A line for each check as it ends; what failed is repeated at the end. With ``--lanes``
+the backend's lanes are checked, and not its links.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fnmatch
+import json
 import sys
 from collections.abc import Callable
 from typing import Final
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from kvwire.errors import KVWireError
 from kvwire.testing.conformance.lanes import LANE_CHECKS, check_lanes
@@ -31,27 +31,28 @@ _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks and print what came of them; 0 if all passed."""
     chosen = _parser().parse_args(arguments)
-    console = Console()
+
+    def show(result: Result) -> None:
+        if not chosen.json and not (chosen.quiet and result.passed):
+            print(result, flush=True)
+
     known = [check.id for check in (LANE_CHECKS if chosen.lanes else CHECKS)]
     ids = fnmatch.filter(known, chosen.only)
     if not ids:
-        console.print(f"no check matches {chosen.only!r}", style="red", markup=False)
+        print(f"no check matches {chosen.only!r}", file=sys.stderr)
         return 2
     try:
-        with (
-            asyncio.Runner(loop_factory=_LOOPS[chosen.loop]) as runner,
-            console.status("") as status,
-        ):
-
-            def show(result: Result) -> None:
-                status.update(result.check.id)
-
+        with asyncio.Runner(loop_factory=_LOOPS[chosen.loop]) as runner:
             report = runner.run(_checked(chosen, ids, show))
     except KVWireError as exc:
-        console.print(str(exc), style="red", markup=False)
+        print(exc, file=sys.stderr)
         return 2
-    console.print(_table(report))
-    console.print(report.summary, style="red" if report.failed else "green")
+    if chosen.json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        if report.failed and not chosen.quiet:
+            print(f"\n{len(report.failed)} failed:\n{report.failures}\n")
+        print(report.summary)
     return 1 if report.failed else 0
 
 
@@ -66,6 +67,7 @@ async def _checked(
             only=ids,
             timeout_s=chosen.timeout,
             raising=False,
+            first_only=chosen.first_only,
             progress=show,
         )
     return await check_backend(
@@ -74,6 +76,7 @@ async def _checked(
         only=ids,
         timeout_s=chosen.timeout,
         raising=False,
+        first_only=chosen.first_only,
         progress=show,
     )
 
@@ -108,21 +111,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, default=TIMEOUT_S, help="seconds for each promise"
     )
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="print only what failed"
+    )
+    parser.add_argument(
+        "-x",
+        "--first-only",
+        action="store_true",
+        help="stop at the first check that fails",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
     return parser
-
-
-def _table(report: Report) -> Table:
-    table = Table("check", "promise", "result", box=None, pad_edge=False)
-    for result in report:
-        verdict = "[green]passed" if result.passed else "[red]FAILED"
-        table.add_row(_plain(result.check.id), _plain(result.check.promise), verdict)
-        if not result.passed:
-            table.add_row("", f"[red]{_plain(result.reason)}", "")
-    return table
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 if __name__ == "__main__":

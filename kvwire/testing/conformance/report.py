@@ -63,8 +63,7 @@ class Report:
             CheckFailed: Some did not; the message has the reason of each.
         """
         if self.failed:
-            lines = "\n".join(f"{r.check.id}: {r.reason}" for r in self.failed)
-            raise CheckFailed(f"{self.summary}\n{lines}")
+            raise CheckFailed(f"{self.summary}\n{self.failures}")
 
     @property
     def summary(self) -> str:
@@ -74,6 +73,29 @@ class Report:
             f"backend {self.backend!r}: {len(self.passed)} of {len(self.results)} "
             f"checks passed in {seconds:.1f} s"
         )
+
+    @property
+    def failures(self) -> str:
+        """Each check that failed, by its whole id, with the reason; a line each."""
+        return "\n".join(f"{r.check.id}: {r.reason}" for r in self.failed)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can hold of it."""
+        return {
+            "backend": self.backend,
+            "passed": len(self.passed),
+            "failed": len(self.failed),
+            "checks": [
+                {
+                    "id": result.check.id,
+                    "promise": result.check.promise,
+                    "passed": result.passed,
+                    "reason": result.reason,
+                    "seconds": round(result.seconds, 6),
+                }
+                for result in self.results
+            ],
+        }
 
     def __iter__(self) -> Iterator[Result]:
         return iter(self.results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from kvwire import registry
@@ -76,6 +76,7 @@ async def check_backend(
     only: Collection[str] | None = None,
     timeout_s: float = TIMEOUT_S,
     raising: bool = True,
+    first_only: bool = False,
     progress: Callable[[Result], None] | None = None,
 ) -> Report:
     """Hold a backend against the contract of :mod:`kvwire.backend`.
@@ -91,6 +92,7 @@ async def check_backend(
         only: Ids of the checks to run; by default all of :data:`CHECKS`.
         timeout_s: How long anything that a backend promises may take.
         raising: Whether a failed check raises in the end.
+        first_only: Stop at the first check that fails.
         progress: Is told of each result as it comes.
 
     Raises:
@@ -101,12 +103,12 @@ async def check_backend(
     """
     make, cls = _maker(backend)
     where = _address(cls, address)
-    results = []
-    for check in chosen(CHECKS, only):
-        results.append(await run_check(check, make, where, timeout_s))
-        if progress is not None:
-            progress(results[-1])
-    report = Report(backend=cls.scheme, results=tuple(results))
+
+    def run(check: Check) -> Awaitable[Result]:
+        return run_check(check, make, where, timeout_s)
+
+    results = await run_all(chosen(CHECKS, only), run, first_only, progress)
+    report = Report(backend=cls.scheme, results=results)
     if raising:
         report.raise_for_failures()
     return report
@@ -146,6 +148,26 @@ async def run_on(make_rig: Callable[[], R], check: CheckOf[R]) -> Result:
     except Exception as exc:  # noqa: BLE001 - the backend cannot even be made
         reason = _reason_of(exc)
     return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
+
+
+async def run_all(
+    checks: Sequence[CheckOf[R]],
+    run: Callable[[CheckOf[R]], Awaitable[Result]],
+    first_only: bool,
+    progress: Callable[[Result], None] | None,
+) -> tuple[Result, ...]:
+    """Run checks one after the other, if wanted up to the first that fails.
+
+    Cancel safety: safe, what the check under way has opened may stay open.
+    """
+    results: list[Result] = []
+    for check in checks:
+        results.append(await run(check))
+        if progress is not None:
+            progress(results[-1])
+        if first_only and not results[-1].passed:
+            break
+    return tuple(results)
 
 
 def chosen(

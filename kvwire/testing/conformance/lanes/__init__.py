@@ -2,8 +2,8 @@
 
 >>> report = await check_lanes("local")
 
-or, from a shell, ``python -m kvwire.testing.conformance.lanes local``. Both sides of a
-lane run in one process; what takes two is for the backend's own tests.
+or, from a shell, ``python -m kvwire.testing.conformance local --lanes``. Both sides of
+a lane run in one process; what takes two is for the backend's own tests.
 """
 
 from kvwire.testing.conformance.lanes.runner import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from kvwire import registry
 from kvwire.backend import Backend
@@ -20,7 +20,7 @@ from kvwire.testing.conformance.lanes.groups import (
 )
 from kvwire.testing.conformance.lanes.rig import LaneCheck, LaneRig
 from kvwire.testing.conformance.report import Report, Result
-from kvwire.testing.conformance.runner import TIMEOUT_S, chosen, run_on
+from kvwire.testing.conformance.runner import TIMEOUT_S, chosen, run_all, run_on
 from kvwire.types import Address
 
 LANE_CHECKS: tuple[LaneCheck, ...] = tuple(
@@ -49,6 +49,7 @@ async def check_lanes(
     only: Collection[str] | None = None,
     timeout_s: float = TIMEOUT_S,
     raising: bool = True,
+    first_only: bool = False,
     progress: Callable[[Result], None] | None = None,
 ) -> Report:
     """Hold a backend's lanes against the contract of :mod:`kvwire.lane`.
@@ -63,6 +64,7 @@ async def check_lanes(
         only: Ids of the checks to run; by default all of :data:`LANE_CHECKS`.
         timeout_s: How long anything that a lane promises may take.
         raising: Whether a failed check raises in the end.
+        first_only: Stop at the first check that fails.
         progress: Is told of each result as it comes.
 
     Raises:
@@ -77,12 +79,14 @@ async def check_lanes(
         raise UsageError(f"conformance: backend {cls.scheme!r} says it has no lanes")
     if address is None and cls.capabilities.links and not cls.capabilities.same_process:
         address = Address(cls.scheme, "127.0.0.1")
-    results = []
-    for check in chosen(LANE_CHECKS, only, " of lanes"):
-        results.append(await run_lane_check(check, cls, settings, timeout_s, address))
-        if progress is not None:
-            progress(results[-1])
-    report = Report(backend=cls.scheme, results=tuple(results))
+
+    def run(check: LaneCheck) -> Awaitable[Result]:
+        return run_lane_check(check, cls, settings, timeout_s, address)
+
+    checks = chosen(LANE_CHECKS, only, " of lanes")
+    report = Report(
+        backend=cls.scheme, results=await run_all(checks, run, first_only, progress)
+    )
     if raising:
         report.raise_for_failures()
     return report
