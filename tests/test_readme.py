@@ -1,59 +1,66 @@
-"""The Python in README.md and docs/ runs as written, warnings being errors."""
+"""The Python of the pages: programs run as pasted, fragments say that they are some.
+
+A block is a program unless ``<!-- fragment -->`` stands on the line before it, which no
+reader sees. Programs run in a reader's environment: without the ``KVWIRE_*`` variables
+that these tests run with, and with warnings being errors.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import os
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import kvwire
 from tests.support.tree import Source, sources
 
-_FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^ *```(?P<language>[^\n`]*)\n(?P<text>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+_MARK = "<!-- fragment -->\n"
 # What asyncio's debug mode says of a callback on a busy machine: time, no warning.
 _SLOW_CALLBACK = re.compile(r"^Executing .* took [0-9.]+ seconds\n", re.MULTILINE)
 # Longer than any example, shorter than pytest's own limit.
 _TIMEOUT_S = 15
 
 
-def programs(page: Source) -> list[tuple[int, str]]:
-    """The line and text of each block that is a whole program: one that imports."""
-    return [
-        (page.text.count("\n", 0, block.start(1)) + 1, block[1])
-        for block in _FENCE.finditer(page.text)
-        if re.match(r"(?:import|from) ", block[1])
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block of code of a page.
+
+    Attributes:
+        place: The page and the line.
+        language: What stands behind the fence.
+        text: The code.
+        fragment: It is marked as one.
+    """
+
+    place: str
+    language: str
+    text: str
+    fragment: bool
 
 
-_PAGES = [
-    page
-    for page in sources("README.md", "docs/tutorial/", "docs/howto/")
-    if page.path.endswith(".md")
-]
-_PROGRAMS = [
-    pytest.param(text, id=f"{page.path}:{line}")
-    for page in _PAGES
-    for line, text in programs(page)
-]
-
-
-@pytest.mark.parametrize("text", _PROGRAMS)
-def test_the_program_runs(text: str, tmp_path: Path) -> None:
-    """What a reader pastes into a file does what the page says."""
-    file = tmp_path / "example.py"
-    file.write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not _SLOW_CALLBACK.sub("", done.stderr)
-    assert done.stdout == expected_output(text)
+def blocks(page: Source) -> Iterator[Block]:
+    """Each block of code of a page, of any language."""
+    for found in _FENCE.finditer(page.text):
+        line = page.text.count("\n", 0, found.start("text")) + 1
+        yield Block(
+            place=f"{page.path}:{line}",
+            language=found["language"],
+            text=textwrap.dedent(found["text"]),
+            fragment=page.text.endswith(_MARK, 0, found.start()),
+        )
 
 
 def expected_output(program: str) -> str:
@@ -63,13 +70,90 @@ def expected_output(program: str) -> str:
     )
 
 
-def test_the_readme_has_a_program() -> None:
-    """Otherwise the test above runs nothing."""
-    assert any(page.path == "README.md" and programs(page) for page in _PAGES)
+def unknown_names(fragment: str) -> Iterator[str]:
+    """What a fragment takes from kvwire and kvwire does not have.
+
+    Raises:
+        SyntaxError: It is no Python.
+    """
+    for node in ast.walk(ast.parse(fragment)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "kvwire" and not hasattr(kvwire, node.attr):
+                yield f"kvwire.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "")[:6] == "kvwire":
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    yield f"{node.module}.{alias.name}"
 
 
-def test_fragments_are_told_from_programs() -> None:
-    """A block that imports nothing shows a few lines and is not run."""
-    page = Source("README.md", "x\n```python\nimport a\n```\n```python\nf()\n```\n")
-    assert programs(page) == [(3, "import a\n")]
+_PAGES = [
+    page
+    for page in sources("README.md", "CONTRIBUTING.md", "docs/", "examples/")
+    if page.path.endswith(".md")
+]
+_BLOCKS = [block for page in _PAGES for block in blocks(page)]
+_PYTHON = [block for block in _BLOCKS if block.language == "python"]
+_READERS = {k: v for k, v in os.environ.items() if not k.startswith("KVWIRE_")}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [block for block in _PYTHON if not block.fragment],
+    ids=lambda block: block.place,
+)
+def test_a_program_runs_as_pasted(program: Block, tmp_path: Path) -> None:
+    """What a reader pastes into a file does what the page says."""
+    file = tmp_path / "example.py"
+    file.write_text(program.text)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+        cwd=tmp_path,
+        env=_READERS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not _SLOW_CALLBACK.sub("", done.stderr)
+    assert done.stdout == expected_output(program.text)
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [block for block in _PYTHON if block.fragment],
+    ids=lambda block: block.place,
+)
+def test_a_fragment_is_python_and_knows_kvwire(fragment: Block) -> None:
+    assert not list(unknown_names(fragment.text))
+
+
+def test_python_is_marked_as_python() -> None:
+    """Under another name it would be neither run nor read."""
+    languages = {block.language for block in _BLOCKS}
+    assert {name for name in languages if name.startswith("py")} == {"python"}
+
+
+def test_what_the_fragment_of_a_page_is() -> None:
+    page = Source(
+        "README.md",
+        "x\n```python\nimport a\n```\n\n"
+        "<!-- fragment -->\n```python\nf()\n```\n* y\n  ```sh\n  ls\n  ls\n  ```\n",
+    )
+    assert list(blocks(page)) == [
+        Block(
+            place="README.md:3", language="python", text="import a\n", fragment=False
+        ),
+        Block(place="README.md:8", language="python", text="f()\n", fragment=True),
+        Block(place="README.md:12", language="sh", text="ls\nls\n", fragment=False),
+    ]
     assert expected_output("print(1)  # prints 1\nprint(2)\n") == "1\n"
+
+
+def test_names_that_kvwire_does_not_have() -> None:
+    wrong = "from kvwire.types import Addres\nawait kvwire.oppen(kvwire.Config())"
+    assert sorted(unknown_names(wrong)) == [
+        "kvwire.oppen",
+        "kvwire.types.Addres",
+    ]

@@ -54,6 +54,17 @@ def test_a_section_of_attributes() -> None:
     }
 
 
+def test_only_bytes_have_binary_units() -> None:
+    """1024 messages are no KiB of them."""
+    rows = [line.split(" | ") for line in PAGES["configuration.md"]().splitlines()]
+    cells = {row[0].strip("| `"): row[1:3] for row in rows if len(row) == 4}
+    for key, texts in cells.items():
+        assert key.endswith("_bytes") or "iB" not in "".join(texts), key
+    assert cells["window_messages"] == ["`1024`", "1 to 1,048,576"]
+    assert cells["chunk_bytes"] == ["`1048576` (1 MiB)", "64 KiB to 16 MiB"]
+    assert cells["lease_s"] == ["`30`", "above 0, at most 86,400"]
+
+
 def test_words() -> None:
     assert markdown("See\n    :meth:`pull`.") == "See `pull`."
     assert (

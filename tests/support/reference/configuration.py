@@ -18,6 +18,7 @@ _INTRODUCTION: Final = f"""\
 Written from the code by `make reference`. One model for all: a TOML file, then
 `{ENVIRONMENT_PREFIX}*` environment variables, then keyword arguments; the later wins.
 
+<!-- fragment -->
 ```python
 config = kvwire.Config.load("kvwire.toml", name="decode-0")
 ```
@@ -62,7 +63,12 @@ def _keys_of_config() -> str:
     model = msgspec.inspect.type_info(Config)
     assert isinstance(model, msgspec.inspect.StructType)
     rows = [
-        (f"`{key.name}`", _shown(key.default), _range(key.type), texts[key.name])
+        (
+            f"`{key.name}`",
+            _shown(key.name, key.default),
+            _range(key.name, key.type),
+            texts[key.name],
+        )
         for key in model.fields
     ]
     return table(("key", "default", "may be", ""), rows)
@@ -71,13 +77,13 @@ def _keys_of_config() -> str:
 def _keys_of_the_connector() -> str:
     texts = attributes(Settings)
     rows = [
-        (f"`{key.name}`", _shown(key.default), texts[key.name])
+        (f"`{key.name}`", _shown(key.name, key.default), texts[key.name])
         for key in dataclasses.fields(Settings)
     ]
     return table(("key", "default", ""), rows)
 
 
-def _shown(default: Any) -> str:
+def _shown(key: str, default: Any) -> str:
     """A default as TOML has it; nothing where there is none."""
     if default in ("", (), None) or default is msgspec.NODEFAULT:
         return ""
@@ -86,38 +92,40 @@ def _shown(default: Any) -> str:
     if isinstance(default, str):
         return f'`"{default}"`'
     if isinstance(default, int):
-        size = _size(default)
+        size = _number(key, default)
         return f"`{default}`" + (f" ({size})" if "iB" in size else "")
     return f"`{default:g}`"
 
 
-def _range(kind: msgspec.inspect.Type) -> str:
+def _range(key: str, kind: msgspec.inspect.Type) -> str:
     match kind:
         case msgspec.inspect.LiteralType(values=values):
             return ", ".join(f'`"{value}"`' for value in values)
         case msgspec.inspect.BoolType():
             return "`true`, `false`"
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
-            return _bounds(kind)
+            return _bounds(key, kind)
         case msgspec.inspect.StrType(max_length=longest):
             return "text" if longest is None else f"text, at most {longest} characters"
         case msgspec.inspect.VarTupleType(item_type=item):
-            return f"a list: {_range(item)}"
+            return f"a list: {_range(key, item)}"
         case msgspec.inspect.DictType(value_type=value):
-            return f"a table: {_range(value)}"
+            return f"a table: {_range(key, value)}"
     raise TypeError(f"{kind} is not described yet")
 
 
-def _bounds(kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    low = f"more than {_size(kind.gt)}" if kind.gt is not None else "any"
-    if kind.ge is not None:
-        low = _size(kind.ge)
-    return f"{low} and more" if kind.le is None else f"{low} to {_size(kind.le)}"
+def _bounds(key: str, kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+    if kind.gt is not None and kind.le is not None:
+        return f"above {_number(key, kind.gt)}, at most {_number(key, kind.le)}"
+    assert kind.ge is not None, f"{key} is not described yet"
+    low = _number(key, kind.ge)
+    return f"{low} and more" if kind.le is None else f"{low} to {_number(key, kind.le)}"
 
 
-def _size(number: float) -> str:
-    """Powers of two as people say them."""
-    for unit, name in ((limits.GIB, "GiB"), (limits.MIB, "MiB"), (limits.KIB, "KiB")):
+def _number(key: str, number: float) -> str:
+    """Write a number; those that count bytes as people say them."""
+    units = ((limits.GIB, "GiB"), (limits.MIB, "MiB"), (limits.KIB, "KiB"))
+    for unit, name in units if key.endswith("_bytes") else ():
         if number >= unit and number % unit == 0:
             return f"{number / unit:,g} {name}"
     return f"{number:,.15g}"

@@ -17,6 +17,7 @@ _INTRODUCTION: Final = """\
 
 Written from the code by `make reference`. With the extra `metrics`:
 
+<!-- fragment -->
 ```python
 from prometheus_client import REGISTRY
 
