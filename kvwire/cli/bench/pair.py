@@ -16,7 +16,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from tempfile import TemporaryFile
+from typing import IO, Any, Final
 
 from kvwire.cli.bench.case import Contender, Sample, Work
 from kvwire.cli.bench.errors import BenchError
@@ -26,6 +27,8 @@ ANSWER_TIMEOUT_S: Final = 120.0
 # A side that was told to end, and how long until it is killed.
 _END_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 64 * 1024
+# Of a line that is shown in an error.
+_LAST_LINE_BYTES: Final = 200
 _OUR_SIDES: Final = (sys.executable, "-m", "kvwire.cli.bench.sides")
 
 
@@ -37,7 +40,8 @@ class Side:
         options: For that role.
         program: What is run with role and options; None for our own sides.
         environment: Variables that it gets besides those of this process.
-        quiet: Its standard error is thrown away: some peers log whatever they do.
+        quiet: Its standard error is not shown, since some peers log whatever they do;
+            the last line of it is in the error if the process ends.
     """
 
     def __init__(
@@ -50,11 +54,12 @@ class Side:
         quiet: bool = False,
     ) -> None:
         self.role = role
+        self._said = TemporaryFile() if quiet else None  # noqa: SIM115 - until stop()
         self._process = subprocess.Popen(  # noqa: S603 - a program that we know
             [*(program or _OUR_SIDES), role, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if quiet else None,
+            stderr=self._said,
             bufsize=0,
             env={**os.environ, **(environment or {})},
         )
@@ -109,6 +114,8 @@ class Side:
             process.kill()
             process.wait()
         process.stdout.close()
+        if self._said is not None:
+            self._said.close()
 
     def _line(self) -> bytes:
         assert self._process.stdout is not None
@@ -124,10 +131,21 @@ class Side:
                 status = self._process.wait()
                 raise BenchError(
                     f"the {self.role} side of the benchmark ended with status {status}"
+                    f"{last_line(self._said)}"
                 )
             self._pending += read
         line, _, self._pending = self._pending.partition(b"\n")
         return line
+
+
+def last_line(said: IO[bytes] | None) -> str:
+    """The last line that a process wrote to a file, with a colon before it, or ""."""
+    if said is None:
+        return ""
+    end = said.seek(0, os.SEEK_END)
+    said.seek(max(0, end - _LAST_LINE_BYTES))
+    last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+    return f": {last}" if last else ""
 
 
 class PairContender(Contender):

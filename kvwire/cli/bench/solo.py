@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import subprocess
@@ -9,12 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from tempfile import TemporaryFile
+from typing import IO, Any, Final
 
 from kvwire.cli.bench.case import Contender, Missing, Sample, Work
 from kvwire.cli.bench.errors import BenchError
 from kvwire.cli.bench.iperf3 import HOST, free_port
-from kvwire.cli.bench.pair import Side
+from kvwire.cli.bench.pair import Side, last_line
 from kvwire.limits import MIB
 
 _TIMEOUT_S: Final = 60.0
@@ -94,7 +96,7 @@ class UcxPerftest(Contender):
 
     Args:
         setting: What is added to its name.
-        environment: Variables that it gets.
+        environment: Variables that it gets besides those of this process.
         program: Where it is.
     """
 
@@ -102,7 +104,7 @@ class UcxPerftest(Contender):
         self, setting: str, environment: Mapping[str, str], program: str
     ) -> None:
         self.name = f"ucx_perftest {setting}"
-        self._environment = environment
+        self._environment = {**os.environ, **_library_path(program), **environment}
         self._program = program
 
     def start(self) -> None:
@@ -113,16 +115,26 @@ class UcxPerftest(Contender):
 
     def round(self, work: Work) -> Sample:
         """See Contender."""
-        port = free_port()
         before_s = _children_cpu_s()
+        with TemporaryFile() as said:
+            text = self._serve_and_ask(work, said)
+        cpu_s = _children_cpu_s() - before_s
+        return Sample([read_rate(text)], work.nbytes * work.count, cpu_s)
+
+    def stop(self) -> None:
+        """Nothing runs between rounds."""
+
+    def _serve_and_ask(self, work: Work, said: IO[bytes]) -> str:
+        """Run a server, which writes to ``said``, and return what its client prints."""
+        port = free_port()
         server = subprocess.Popen(  # noqa: S603 - arguments of ours
             [self._program, "-p", str(port)],
             env=self._environment,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=said,
         )
         try:
-            _wait_for(port, server)
+            _wait_for(port, server, said)
             text = self._client(work, port)
             server.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -130,11 +142,7 @@ class UcxPerftest(Contender):
         finally:
             server.kill()
             server.wait()
-        cpu_s = _children_cpu_s() - before_s
-        return Sample([read_rate(text)], work.nbytes * work.count, cpu_s)
-
-    def stop(self) -> None:
-        """Nothing runs between rounds."""
+        return text
 
     def _client(self, work: Work, port: int) -> str:
         test = "ucp_put_bw" if work.verb == "push" else "ucp_get"
@@ -152,7 +160,9 @@ class UcxPerftest(Contender):
         )
         if done.returncode:
             last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
-            raise BenchError(f"{self.name}: {last[:200]}")
+            raise BenchError(
+                f"{self.name} ended with status {done.returncode}: {last[:200]}"
+            )
         return done.stdout
 
 
@@ -173,6 +183,19 @@ def ucx_perftest(interpreters: Sequence[str]) -> str | None:
 NO_UCX_PERFTEST: Final = Missing(
     "ucx_perftest", "apt-get install ucx-utils, or pip install libucx-cu12"
 )
+
+
+def _library_path(program: str) -> Mapping[str, str]:
+    """Where the program of a wheel finds its libraries; nothing for another one's.
+
+    The linker knows those of a package of the system. A wheel's are beside its program,
+    which does not say so itself.
+    """
+    folder = Path(program).resolve().parent.parent / "lib"
+    if not (folder / "libucp.so.0").exists():
+        return {}
+    inherited = os.environ.get("LD_LIBRARY_PATH")
+    return {"LD_LIBRARY_PATH": ":".join(filter(None, [str(folder), inherited]))}
 
 
 def read_rate(text: str) -> float:
@@ -197,13 +220,15 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+def _wait_for(port: int, server: subprocess.Popen[bytes], said: IO[bytes]) -> None:
     """Until the server listens, without connecting: it takes one client only."""
     wanted = f":{port:04X} "
     for _ in range(_LISTEN_LOOKS):
         if wanted in Path("/proc/net/tcp").read_text():
             return
         if server.poll() is not None:
-            raise BenchError(f"ucx_perftest ended with status {server.returncode}")
+            raise BenchError(
+                f"ucx_perftest ended with status {server.returncode}{last_line(said)}"
+            )
         time.sleep(_LISTEN_POLL_S)
     raise BenchError("ucx_perftest does not listen")

@@ -144,6 +144,38 @@ def test_ucx_perftest_runs_both_ways() -> None:
     assert len(found) == len(WORKS)
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo first >&2; echo no libucp.so.0 >&2; exit 127", "127: no libucp.so.0$"),
+        ("exit 3", "status 3$"),
+    ],
+)
+def test_a_ucx_perftest_that_ends_says_why(
+    script: str, said: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "ucx_perftest"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    contender = UcxPerftest("tcp", {}, str(program))
+    with pytest.raises(BenchError, match=said):
+        contender.round(WORKS[0])
+
+
+def test_the_libraries_of_a_wheel_are_found_beside_its_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before those that the user names; of another program nothing is added."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/named")
+    program = tmp_path / "bin" / "ucx_perftest"
+    (tmp_path / "lib").mkdir()
+    other = UcxPerftest("tcp", {}, str(program))
+    (tmp_path / "lib" / "libucp.so.0").touch()
+    of_wheel = UcxPerftest("tcp", {}, str(program))
+    paths = [c._environment["LD_LIBRARY_PATH"] for c in (other, of_wheel)]
+    assert paths == ["/named", f"{tmp_path / 'lib'}:/named"]
+
+
 def does_every_work(contender: Contender) -> list[Sample]:
     """Checked, then timed; what a round reports is plausible."""
     samples = []
@@ -208,6 +240,13 @@ def test_a_peer_that_refuses_is_a_failure_with_its_reason(
     forged.start()
     with pytest.raises(BenchError, match="a batch of 256 fragments returned -1"):
         forged.check(WORKS[0])
+    forged.stop()
+
+
+def test_a_peer_that_ends_says_why(forged: PeerContender, tmp_path: Path) -> None:
+    (tmp_path / "mooncake" / "engine.py").write_text("raise SystemExit('no libnuma')")
+    with pytest.raises(BenchError, match="ended with status 1: no libnuma$"):
+        forged.start()
     forged.stop()
 
 
