@@ -147,10 +147,20 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something that would have been measured too, if it were installed."""
+    """Something that would have been measured too.
+
+    Attributes:
+        name: What.
+        remedy: What would change that.
+        reason: Why it was not.
+    """
 
     name: str
     remedy: str
+    reason: str = "is not installed"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason} and was left out: {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

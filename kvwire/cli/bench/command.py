@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
@@ -21,6 +20,7 @@ from kvwire.cli.bench.messages import messages as benchmark_messages
 from kvwire.cli.bench.output import Output, Rounds, measure, show
 from kvwire.cli.bench.plot import draw
 from kvwire.cli.bench.table import render
+from kvwire.cli.plot import Plot
 from kvwire.limits import MIB
 
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))]
@@ -53,7 +53,7 @@ def messages(
     rounds: Rounds = 10,
     round_mib: Mebibytes = 256,
     json: Output = None,
-    plot: Path | None = None,
+    plot: Plot = None,
 ) -> None:
     """Round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
 
@@ -66,7 +66,7 @@ def messages(
         rounds: How often everybody does their work; more rounds, firmer medians.
         round_mib: MiB that each contender of a rate moves in a round.
         json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture (SVG) to this file.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
     """
     benchmark = benchmark_messages(
         transport=transport, loop=loop, round_bytes=round_mib * MIB

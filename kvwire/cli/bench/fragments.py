@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from kvwire import UsageError
+from kvwire import UsageError, registry
 from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.case import Contender, Missing
 from kvwire.cli.bench.fragment_work import ARENA, FragmentWork, work_of
@@ -26,6 +26,7 @@ from kvwire.cli.bench.solo import (
     UcxPerftest,
     ucx_perftest,
 )
+from kvwire.types import MemoryKind
 
 TCP: Final = "TCP"
 SAME_HOST: Final = "same host"
@@ -146,6 +147,19 @@ def registered() -> list[str]:
     return sorted({entry.name for entry in entry_points(group="kvwire.backends")})
 
 
+def why_not(transport: str) -> str:
+    """Why a backend that is installed cannot take part here; "" if it can."""
+    found = registry.availability(transport)
+    if not found.available:
+        return "; ".join(filter(None, (found.reason, found.remedy)))
+    can = registry.load(transport).capabilities
+    if MemoryKind.HOST not in can.memory_kinds:
+        return "it moves no host memory, which this benchmark measures"
+    if not can.lanes:
+        return "it has no lanes, and this benchmark joins two processes over tcp"
+    return ""
+
+
 def size_name(nbytes: int) -> str:
     """Such as ``64 KiB``."""
     kib = nbytes // 1024
@@ -175,6 +189,10 @@ def _add_transport(team: _Team, transport: str, loop: str, pool_bytes: int) -> N
             f"--transport {transport}: no such backend is installed; there are "
             f"{', '.join(registered())}"
         )
+    reason = why_not(transport)
+    if reason:
+        team.missing.append(Missing(name, reason, "cannot run here"))
+        return
     if transport == "inproc":
         team.add(SAME_HOST, SoloContender(name, "inproc", options))
     elif transport == "ucx":

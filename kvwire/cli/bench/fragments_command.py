@@ -22,6 +22,7 @@ from kvwire.cli.bench.fragments_report import document, render
 from kvwire.cli.bench.output import Output, Rounds, measure, show
 from kvwire.cli.bench.peer import PEERS, interpreters
 from kvwire.cli.bench.solo import NO_UCX_PERFTEST
+from kvwire.cli.plot import Plot
 from kvwire.limits import KIB, MIB
 
 SIZES_KIB = (4, 16, 64, 256, 1024, 16_384)
@@ -50,7 +51,7 @@ def command(  # noqa: PLR0913 - each is an option
     rounds: Rounds = 5,
     round_mib: Mebibytes = 64,
     json: Output = None,
-    plot: Path | None = None,
+    plot: Plot = None,
 ) -> int:
     """Blocks of a paged cache, scattered on both sides: push and pull, 4 KiB to 16 MiB.
 
@@ -70,7 +71,7 @@ def command(  # noqa: PLR0913 - each is an option
         rounds: How often everybody does their work; more rounds, firmer medians.
         round_mib: MiB that each moves in a round.
         json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture (SVG) to this file.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
 
     Returns:
         1 if a transport of kvwire that was asked for by name failed.
@@ -104,7 +105,8 @@ def command(  # noqa: PLR0913 - each is an option
         json=json,
         plot=plot,
     )
-    failed = {name for f in findings for name in f.failures if name in benchmark.ours}
+    failed = [name for f in findings for name in f.failures if name in benchmark.ours]
+    failed += [m.name for m in benchmark.missing if m.name not in choice.peers]
     return int(transport != "all" and bool(failed))
 
 

@@ -1,4 +1,4 @@
-"""What ``kvwire bench fragments`` found: as tables of at most 100 columns, as JSON."""
+"""What ``kvwire bench fragments`` found: as tables of at most 80 columns, as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any, Final
 
+from rich.box import MINIMAL
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 import kvwire
@@ -15,11 +17,13 @@ from kvwire.cli.bench.case import GIGABYTES_PER_SECOND, Samples
 from kvwire.cli.bench.document import machine, samples_of
 from kvwire.cli.bench.fragment_claims import Rates, Verdict, judge, peers_of
 from kvwire.cli.bench.fragments import TCP, VERBS, WIRES, Fragments, Row, size_name
-from kvwire.cli.bench.table import MET, MISSED, new_table
+from kvwire.cli.bench.table import MET, MISSED, WIDTH, new_table, short
 from kvwire.cli.bench.turns import Finding
 
 Findings = Sequence[Finding[Row]]
 
+# A rate, the CPU it took, and a line before them: "12.3 0.45".
+_CELL: Final = 9
 _DISPLAYED: Final = {False: "a tensor for each layer", True: "blocks across layers"}
 
 
@@ -35,10 +39,11 @@ def render(benchmark: Fragments, findings: Findings) -> RenderableType:
                     for f in findings
                     if (f.case.wire, f.case.work.verb) == (wire, verb)
                     and f.case.work.cross_layer is cross_layer
+                    and f.samples
                 ]
                 if rows:
                     parts += _rates(benchmark, rows)
-    if {f.case.work.cross_layer for f in findings} == {False, True}:
+    if {f.case.work.cross_layer for f in findings if f.samples} == {False, True}:
         parts += _layouts(findings, rates)
     verdicts = judge(rates, VERBS)
     if verdicts:
@@ -82,32 +87,46 @@ def document(
 
 
 def _rates(benchmark: Fragments, rows: Findings) -> Iterator[RenderableType]:
-    """A column for each size; below the line, kvwire beside the best of the others."""
+    """A column for each size; below the line, kvwire beside the best of the others.
+
+    Who has failed at every size has no row; the lines below all tables say why.
+    """
     first = rows[0].case
     how = _DISPLAYED[first.work.cross_layer]
     over = "over TCP" if first.wire == TCP else "on one host"
     yield Text(f"{first.work.verb} {over}, {how}: GB/s, CPU s/GiB", style="italic")
-    table = new_table()
+    names = [c.name for c in first.contenders if any(c.name in r.samples for r in rows)]
+    count = max(1, (WIDTH - max(map(len, names))) // (_CELL + 1))
+    for begin in range(0, len(rows), count):
+        yield _rates_table(benchmark, rows[begin : begin + count], names)
+    yield Text()
+
+
+def _rates_table(benchmark: Fragments, rows: Findings, names: Sequence[str]) -> Table:
+    table = new_table(box=MINIMAL)
     for row in rows:
         size = size_name(row.case.work.layer_bytes)
-        table.add_column(size, justify="right", no_wrap=True)
-    for contender in first.contenders:
-        cells = [_cell(row.samples.get(contender.name)) for row in rows]
-        table.add_row(contender.name, *cells)
-    table.add_section()
-    for name in benchmark.ours:
-        ratios = [_ratio(benchmark, row, name) for row in rows]
-        if any(ratios):
-            table.add_row(f"{name} / best other", *ratios)
-    yield table
-    yield Text()
+        table.add_column(size, justify="right", no_wrap=True, width=_CELL)
+    for name in names:
+        table.add_row(name, *(_cell(row.samples.get(name)) for row in rows))
+    ratios = {n: [_ratio(benchmark, row, n) for row in rows] for n in benchmark.ours}
+    if any(any(cells) for cells in ratios.values()):
+        table.add_section()
+        table.add_row("over best other:")
+        for name, cells in ratios.items():
+            if any(cells):
+                table.add_row(name, *cells)
+    return table
 
 
 def _cell(samples: Samples | None) -> str:
     if samples is None:
         return "failed"
-    rate = median(samples.values) * GIGABYTES_PER_SECOND.scale
-    return f"{rate:.2f} {samples.cpu_s_per_gib:.2f}"
+    return f"{_gigabytes(samples)} {short(samples.cpu_s_per_gib):>4}"
+
+
+def _gigabytes(samples: Samples) -> str:
+    return short(median(samples.values) * GIGABYTES_PER_SECOND.scale)
 
 
 def _ratio(benchmark: Fragments, row: Finding[Row], name: str) -> str:
@@ -118,24 +137,24 @@ def _ratio(benchmark: Fragments, row: Finding[Row], name: str) -> str:
     }
     if not medians or name not in row.samples:
         return ""
-    return f"{median(row.samples[name].values) / max(medians.values()):.2f}x     "
+    return f"{short(median(row.samples[name].values) / max(medians.values()))}x    "
 
 
 def _layouts(findings: Findings, rates: Rates) -> Iterator[RenderableType]:
     """The smallest size in both layouts, for everybody to whom they differ."""
-    wide = [f.case for f in findings if f.case.work.cross_layer]
-    smallest = min(case.work.layer_bytes for case in wide)
-    layers = wide[0].work.layers
+    wide = [f for f in findings if f.case.work.cross_layer and f.samples]
+    smallest = min(f.case.work.layer_bytes for f in wide)
+    layers = wide[0].case.work.layers
     yield Text(
-        f"{size_name(smallest)} a layer, {layers} layers: a tensor for each layer, "
-        "blocks across layers, GB/s; CPU: how many times less of it",
+        f"{size_name(smallest)} a layer, {layers} layers, GB/s: a tensor for each "
+        "layer, blocks across layers; CPU: how many times less of it",
         style="italic",
     )
     table = new_table()
     for verb in VERBS:
-        for name in (f"{verb} each", "across", "ratio", "CPU"):
+        for name in (verb, "across", "ratio", "CPU"):
             table.add_column(name, justify="right", no_wrap=True)
-    for name in dict.fromkeys(c.name for case in wide for c in case.contenders):
+    for name in dict.fromkeys(name for f in wide for name in f.samples):
         cells: list[str] = []
         for verb in VERBS:
             cells += _both_layouts(
@@ -148,15 +167,12 @@ def _layouts(findings: Findings, rates: Rates) -> Iterator[RenderableType]:
 
 
 def _both_layouts(layered: Samples | None, across: Samples | None) -> list[str]:
-    shown = [
-        "" if s is None else f"{median(s.values) * GIGABYTES_PER_SECOND.scale:.2f}"
-        for s in (layered, across)
-    ]
+    shown = ["" if s is None else _gigabytes(s) for s in (layered, across)]
     if layered is None or across is None:
         return [*shown, "", ""]
     ratio = median(across.values) / median(layered.values)
     cpu_ratio = layered.cpu_s_per_gib / across.cpu_s_per_gib
-    return [*shown, f"{ratio:.2f}", f"{cpu_ratio:.2f}"]
+    return [*shown, short(ratio), short(cpu_ratio)]
 
 
 def _targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
@@ -182,9 +198,9 @@ def _targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
             size_name(claim.layer_bytes),
             others,
             verdict.verb,
-            f"{verdict.ratio:.2f}",
+            short(verdict.ratio),
             Text(f">= {claim.target:g} ") + (MET if verdict.met else MISSED),
-            f"{verdict.cpu_ratio:.2f}",
+            short(verdict.cpu_ratio),
         )
     yield table
     yield Text()
@@ -199,8 +215,7 @@ def _lines(benchmark: Fragments, findings: Findings) -> Iterator[str]:
     for (name, reason), where in reasons.items():
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
         yield f"{name} failed, {where[0]}{more}: {reason}"
-    for absent in benchmark.missing:
-        yield f"{absent.name} is not installed and was left out: {absent.remedy}"
+    yield from map(str, benchmark.missing)
 
 
 def _notes(benchmark: Fragments) -> Iterator[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -16,6 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from kvwire import UsageError
 from kvwire.cli.bench.document import as_text
 from kvwire.cli.bench.turns import E, Finding, Plan, steps, take_turns
+from kvwire.cli.plot import save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
 # "-" is a file name here, and no option.
@@ -57,12 +61,19 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 def show(
     table: RenderableType,
     document: Callable[[], dict[str, Any]],
-    picture: Callable[[], str] | None,
+    pictures: Callable[[], Mapping[str, Figure]] | None,
     *,
     json: Path | None,
     plot: Path | None,
 ) -> None:
-    """Print the table, and write the document and the picture where they are wanted.
+    """Print the table, and write the document and the pictures where they are wanted.
+
+    Args:
+        table: What is printed.
+        document: Makes the document.
+        pictures: Makes the pictures, by what is added to the name of ``plot``.
+        json: Where the document goes; - is the output.
+        plot: Where the pictures go.
 
     Raises:
         UsageError: A file cannot be written.
@@ -76,8 +87,9 @@ def show(
             sys.stdout.write(text)
         else:
             _write(json, text)
-    if plot is not None and picture is not None:
-        _write(plot, picture())
+    if plot is not None and pictures is not None:
+        for added, figure in pictures().items():
+            save(figure, plot.with_stem(plot.stem + added))
 
 
 def _write(path: Path, text: str) -> None:

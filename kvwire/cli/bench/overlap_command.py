@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -13,6 +12,7 @@ from kvwire.cli.bench.output import Output, Rounds, progress_bar, show
 from kvwire.cli.bench.overlap import LAYER_BYTES, LAYERS, overlap, steps
 from kvwire.cli.bench.overlap_pair import started
 from kvwire.cli.bench.overlap_report import document, draw, render
+from kvwire.cli.plot import Plot
 from kvwire.limits import KIB
 
 Kibibytes = Annotated[int, Parameter(validator=Number(gte=64, lte=1_048_576))]
@@ -32,7 +32,7 @@ def command(
     layer_kib: Kibibytes = LAYER_BYTES // KIB,
     rounds: Rounds = 15,
     json: Output = None,
-    plot: Path | None = None,
+    plot: Plot = None,
 ) -> None:
     """How much of a transfer hides behind the compute that makes its bytes.
 
@@ -48,7 +48,7 @@ def command(
         layer_kib: KiB of one layer, in blocks of 64 KiB.
         rounds: How often everything is measured.
         json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture (SVG) to this file.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
     """
     if transport == "inproc":
         raise UsageError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from math import ceil, floor, log10
 from statistics import median
-from typing import Any, Final
-from xml.sax.saxutils import escape
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -28,13 +26,11 @@ from kvwire.cli.bench.overlap import (
     Setting,
 )
 from kvwire.cli.bench.table import MET, MISSED
+from kvwire.cli.plot import colors, new_figure
 from kvwire.limits import KIB, MIB
 
-WIDTH: Final = 720
-HEIGHT: Final = 360
-_MARGIN: Final = 60
-_INK: Final = "#1f2933"
-_GRID: Final = "#d5dbe1"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 # --- the table ------------------------------------------------------------------------
@@ -170,70 +166,36 @@ def document(found: Overlap, settings: dict[str, Any]) -> dict[str, Any]:
 
 # --- the picture ----------------------------------------------------------------------
 
-_CURVES: Final[tuple[tuple[str, str, Callable[[Setting], float]], ...]] = (
-    ("sent whole", "#9aa5b1", lambda s: median(s.whole_s)),
-    ("streamed", "#0b6e99", lambda s: median(s.streamed_s)),
-    ("what no schedule can hide", "#bcc5ce", lambda s: s.ideal_s),
+_CURVES: Final[tuple[tuple[str, Callable[[Setting], float]], ...]] = (
+    ("sent whole", lambda s: median(s.whole_s)),
+    ("streamed", lambda s: median(s.streamed_s)),
+    ("what no schedule can hide", lambda s: s.ideal_s),
 )
 
 
-def draw(found: Overlap) -> str:
-    """Exposed time over the number of layers, where compute is longer, as SVG."""
+def draw(found: Overlap) -> dict[str, Figure]:
+    """Draw exposed time over the number of layers, where compute is longer.
+
+    Returns:
+        The picture, by what is added to the name of the file: nothing.
+    """
     longest = max(s.compute_s / median(s.layer_s) for s in found.settings if s.judged)
     settings = [
         s
         for s in found.settings
         if s.judged and s.compute_s / median(s.layer_s) > longest / 2
     ]
-    times = [value(s) * 1e3 for s in settings for _, _, value in _CURVES]
-    low, high = floor(log10(min(times))), ceil(log10(max(times)))
-    widest = max(s.layers for s in settings)
-
-    def at(layers: int, seconds: float) -> tuple[float, float]:
-        x = _MARGIN + (WIDTH - 4 * _MARGIN) * layers / widest
-        share = (log10(seconds * 1e3) - low) / max(1, high - low)
-        return x, HEIGHT - _MARGIN - (HEIGHT - 2 * _MARGIN) * share
-
-    title = "kvwire bench overlap: ms exposed after the last mark"
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="11" '
-        f'fill="{_INK}">'
-    )
-    shapes = [
-        head,
-        f"<title>{title}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="8" y="20" font-size="14">{title}</text>',
-        *_grid(range(low, high + 1), at),
-        *(
-            f'<text x="{at(s.layers, 1.0)[0]:.1f}" y="{HEIGHT - _MARGIN + 18}" '
-            f'text-anchor="middle">{s.layers} layers</text>'
-            for s in settings
-        ),
-    ]
-    for name, color, value in _CURVES:
-        points = [at(s.layers, value(s)) for s in settings]
-        shapes.extend(_curve(name, color, points))
-    return "\n".join([*shapes, "</svg>\n"])
-
-
-def _grid(
-    decades: range, at: Callable[[int, float], tuple[float, float]]
-) -> Iterator[str]:
-    for decade in decades:
-        _, y = at(0, 10**decade / 1e3)
-        yield (
-            f'<path d="M{_MARGIN} {y:.1f}H{WIDTH - 3 * _MARGIN}" stroke="{_GRID}"/>'
-            f'<text x="{_MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{10.0**decade:g}</text>"
-        )
-
-
-def _curve(name: str, color: str, points: list[tuple[float, float]]) -> Iterator[str]:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    yield (f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-    for x, y in points:
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>'
-    x, y = points[-1]
-    yield f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{escape(name)}</text>'
+    layers = [s.layers for s in settings]
+    figure = new_figure(7.0, 4.0)
+    axes = figure.subplots()
+    axes.set_title("kvwire bench overlap: ms exposed after the last mark", loc="left")
+    shades = colors([name for name, _ in _CURVES])
+    for name, value in _CURVES:
+        times_ms = [value(s) * 1e3 for s in settings]
+        axes.plot(layers, times_ms, "o-", color=shades[name], label=name)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(layers, [f"{n} layers" for n in layers])
+    axes.grid(axis="y", color="0.9")
+    axes.legend(frameon=False)
+    return {"": figure}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from kvwire.cli.bench.document import document
@@ -10,6 +9,7 @@ from kvwire.cli.bench.output import Output, Rounds, measure, show
 from kvwire.cli.bench.plot import draw
 from kvwire.cli.bench.setup import setup
 from kvwire.cli.bench.table import render
+from kvwire.cli.plot import Plot
 
 
 def command(
@@ -18,7 +18,7 @@ def command(
     loop: Literal["uvloop", "asyncio"] = "uvloop",
     rounds: Rounds = 5,
     json: Output = None,
-    plot: Path | None = None,
+    plot: Plot = None,
 ) -> None:
     """The handshake of a connection, its first transfer and its second.
 
@@ -27,7 +27,7 @@ def command(
         loop: The event loop of kvwire and of the bare streams beside it.
         rounds: How often 20 connections are made by everybody.
         json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture (SVG) to this file.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
     """
     transports = transport.split(",")
     benchmark = setup(transports=transports, loop=loop)

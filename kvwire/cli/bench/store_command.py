@@ -15,10 +15,11 @@ from kvwire import UsageError
 from kvwire.cli.bench.document import document
 from kvwire.cli.bench.filesystem import filesystem
 from kvwire.cli.bench.output import Output, Rounds, measure, show
-from kvwire.cli.bench.plot import draw
 from kvwire.cli.bench.store import Choice, store
+from kvwire.cli.bench.store_plot import draw
 from kvwire.cli.bench.store_report import render
 from kvwire.cli.bench.store_work import SHAPES, TIERS
+from kvwire.cli.plot import Plot
 from kvwire.limits import MIB
 
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=4, lte=4096))]
@@ -38,7 +39,7 @@ def command(  # noqa: PLR0913 - each is an option
     round_mib: Mebibytes = 64,
     quick: bool = False,
     json: Output = None,
-    plot: Path | None = None,
+    plot: Plot = None,
 ) -> None:
     """Blocks into each tier of a store, and out of it: put, get, one block, match.
 
@@ -60,7 +61,8 @@ def command(  # noqa: PLR0913 - each is an option
         round_mib: MiB of one put or get.
         quick: 2 rounds of 8 MiB, to see that it runs; such figures mean little.
         json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture (SVG) to this file.
+        plot: Write a picture of the rates to this file, .svg, .png or .pdf, and one of
+            the times beside it: found.svg and found-times.svg. Needs matplotlib.
     """
     if quick:
         rounds, round_mib = QUICK_ROUNDS, QUICK_MIB

@@ -25,7 +25,7 @@ def render(benchmark: Benchmark, findings: Sequence[Row]) -> RenderableType:
     parts: list[RenderableType] = [
         Text("kvwire bench store: medians; behind those of others kvwire's / theirs")
     ]
-    for tier, rows in groupby(findings, key=lambda row: _work(row).tier):
+    for tier, rows in groupby(findings, key=lambda row: store_work(row).tier):
         parts += _table(tier, list(rows))
     parts += [Text(line) for line in lines_below(benchmark, findings)]
     return Group(*parts)
@@ -42,13 +42,14 @@ def _table(tier: str, rows: Sequence[Row]) -> Iterator[RenderableType]:
         table.add_column(name.partition(" ")[0], justify="right", no_wrap=True)
     for _, alike in groupby(rows, key=lambda row: row.case.work.nbytes):
         first = next(alike)
-        table.add_row(_what(_work(first)))
+        table.add_row(size_of(store_work(first)))
         for row in (first, *alike):
             table.add_row(*_cells(row, list(peers)))
     yield table
 
 
-def _what(work: StoreWork) -> str:
+def size_of(work: StoreWork) -> str:
+    """Name what a work moves: blocks of a size, or hashes."""
     if work.verb == MATCH:
         return f"{work.count:,} hashes"
     return f"{size_name(work.nbytes)} a block"
@@ -79,6 +80,7 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
-def _work(row: Row) -> StoreWork:
+def store_work(row: Row) -> StoreWork:
+    """Return the work of a row, which is one of a store."""
     assert isinstance(row.case.work, StoreWork)
     return row.case.work

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
 
-from rich.box import SIMPLE_HEAD
+from rich.box import SIMPLE_HEAD, Box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +15,9 @@ from kvwire.cli.bench.case import Benchmark, Case, Samples
 from kvwire.cli.bench.summary import Comparison, Summary, compare
 from kvwire.cli.bench.turns import Finding
 
+# At most; a file or a pipe is as wide.
+WIDTH: Final = 80
+OURS: Final = "kvwire"
 MET: Final = Text("met", style="green")
 MISSED: Final = Text("missed", style="red")
 
@@ -43,7 +46,7 @@ def _judged(benchmark: Benchmark, findings: Sequence[Finding[Case]]) -> Table:
             _shown(case, ours.median),
             _shown(case, ours.p99) if case.tail else "",
             _best(finding, comparison),
-            "" if comparison.ratio is None else f"{comparison.ratio:.2f}",
+            "" if comparison.ratio is None else short(comparison.ratio),
             _target(case, comparison),
         )
     return table
@@ -64,34 +67,40 @@ def _best(finding: Finding[Case], comparison: Comparison) -> str:
 
 
 def _everybody(findings: Sequence[Finding[Case]]) -> Table:
-    """Who did what, and what it cost: CPU seconds of both sides for a GiB."""
+    """Who did what, and what it cost: CPU seconds of both sides for a GiB.
+
+    kvwire is one column, whichever transport a row names.
+    """
     table = new_table("everybody: median, CPU s/GiB")
-    names = list(dict.fromkeys(name for f in findings for name in f.samples))
+    by_column = [
+        {(OURS if n == f.case.ours.name else n): s for n, s in f.samples.items()}
+        for f in findings
+    ]
+    names = list(dict.fromkeys(name for samples in by_column for name in samples))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    for finding in findings:
-        cells = [
-            _cell(finding.case, finding.samples[name])
-            if name in finding.samples
-            else ""
-            for name in names
-        ]
+    for finding, samples in zip(findings, by_column, strict=True):
+        cells = [_cell(finding.case, samples.get(name)) for name in names]
         table.add_row(_name(finding.case), *cells)
     return table
 
 
-def _cell(case: Case, samples: Samples) -> str:
+def _cell(case: Case, samples: Samples | None) -> str:
+    if samples is None:
+        return ""
     shown = _shown(case, median(samples.values))
-    return shown if case.unit.less_is_better else f"{shown} {samples.cpu_s_per_gib:.2f}"
+    return (
+        shown if case.unit.less_is_better else f"{shown} {short(samples.cpu_s_per_gib)}"
+    )
 
 
-def new_table(title: str | None = None) -> Table:
-    """An empty one with a column for what a row is."""
+def new_table(title: str | None = None, box: Box = SIMPLE_HEAD) -> Table:
+    """An empty one with a column for what a row is; its columns touch a line."""
     table = Table(
         title=title,
         title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        box=box,
+        padding=(0, 1 if box is SIMPLE_HEAD else 0, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
@@ -104,7 +113,15 @@ def _name(case: Case) -> str:
 
 
 def _shown(case: Case, value: float) -> str:
-    return f"{value * case.unit.scale:.{1 if case.unit.less_is_better else 2}f}"
+    scaled = value * case.unit.scale
+    if case.unit.less_is_better:
+        return f"{scaled:.{1 if scaled < 1000 else 0}f}"
+    return short(scaled)
+
+
+def short(value: float) -> str:
+    """A number of at least three digits, in four characters up to 9999."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def lines_below(
@@ -115,5 +132,4 @@ def lines_below(
     for finding in findings:
         for name, reason in finding.failures.items():
             yield f"{name} failed, {finding.case.name}: {reason}"
-    for absent in benchmark.missing:
-        yield f"{absent.name} is not installed and was left out: {absent.remedy}"
+    yield from map(str, benchmark.missing)
