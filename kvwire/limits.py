@@ -12,6 +12,7 @@ from typing import Final
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
+TIB: Final = 1024 * GIB
 
 # --- frames ---------------------------------------------------------------------------
 # Fixed, so that a link can receive a header without knowing anything else.
@@ -156,7 +157,7 @@ STORE_SLAB_BYTES_MIN: Final = 64 * KIB
 STORE_SLAB_BYTES_MAX: Final = 16 * GIB
 # Slots of one slab, so that tables by slot stay short: 64 KiB each in one of 64 MiB.
 STORE_SLOTS_MAX: Final = 1024
-STORE_TIER_BYTES_MAX: Final = 1024 * 1024 * GIB
+STORE_TIER_BYTES_MAX: Final = 1024 * TIB
 # SHA-256 has 32; engines put the number of the cache group behind it.
 STORE_HASH_BYTES_MAX: Final = 64
 # Moved between two looks at what else is to be done: enough to pay for a thread's

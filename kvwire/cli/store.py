@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.table import Table
 
 import kvwire
 from kvwire import Config, KVWireError
@@ -87,12 +87,7 @@ def stats(
         document = msgspec.json.encode(_plain(report))
         sys.stdout.buffer.write(msgspec.json.format(document) + b"\n")
         return
-    console = Console(highlight=False, markup=False)
-    console.print(_tiers(report))
-    for tier in report.tiers:
-        if tier.trouble:
-            console.print(f"{tier.name}: {tier.trouble}")
-    console.print(_clients(report))
+    _show(report)
 
 
 def _run(work: Any, address: str) -> Any:
@@ -124,45 +119,62 @@ async def _serve(
         await stop.wait()
 
 
-def _tiers(report: Report) -> Table:
-    mode = ", read-only" if report.read_only else ""
-    table = Table(title=f"{report.name}{mode}", title_justify="left")
-    table.add_column("tier", overflow="fold")
-    for column in ("blocks", "used", "of", "read", "written", "evicted", "failed"):
-        table.add_column(column, justify="right")
+def _show(report: Report) -> None:
+    """Print the tiers and the clients; a name has a line of its own above its row."""
+    # Not wrapped: a name may be longer than a screen is wide.
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(report.name + (", read-only" if report.read_only else ""))
+    head = ("blocks", "used", "of", "read", "written", "evicted", "failed")
+    for line in _lines(head, [(tier.name, _numbers(tier)) for tier in report.tiers]):
+        console.print(line)
     for tier in report.tiers:
-        counts = tier.stats
-        table.add_row(
-            tier.name,
-            f"{counts.blocks:,}",
-            in_bytes(counts.used_bytes),
-            in_bytes(counts.size_bytes) if counts.size_bytes else "-",
-            f"{counts.read_blocks:,}",
-            f"{counts.written_blocks:,}",
-            f"{counts.evicted_blocks:,}",
-            f"{counts.damaged_blocks + counts.failed_blocks:,}",
-        )
-    return table
-
-
-def _clients(report: Report) -> Table:
+        if tier.trouble:
+            console.print(f"{tier.name}: {tier.trouble}")
     dropped = f", {report.dropped} dropped" if report.dropped else ""
-    title = f"clients: {len(report.clients)}{dropped}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("client", overflow="fold")
-    table.add_column("address", overflow="fold")
-    for column in ("open", "requests", "read", "written"):
-        table.add_column(column, justify="right")
-    for client in report.clients:
-        table.add_row(
-            client.name,
-            client.address,
-            f"{client.requests:,}",
-            f"{client.asked:,}",
-            in_bytes(client.read_bytes),
-            in_bytes(client.written_bytes),
+    console.print(f"\nclients: {len(report.clients)}{dropped}")
+    head = ("open", "requests", "read", "written")
+    clients = [
+        (
+            f"{client.name} at {client.address}",
+            (
+                f"{client.requests:,}",
+                f"{client.asked:,}",
+                in_bytes(client.read_bytes),
+                in_bytes(client.written_bytes),
+            ),
         )
-    return table
+        for client in report.clients
+    ]
+    for line in _lines(head, clients):
+        console.print(line)
+
+
+def _numbers(tier: TierRow) -> Sequence[str]:
+    counts = tier.stats
+    return (
+        f"{counts.blocks:,}",
+        in_bytes(counts.used_bytes),
+        in_bytes(counts.size_bytes) if counts.size_bytes else "-",
+        f"{counts.read_blocks:,}",
+        f"{counts.written_blocks:,}",
+        f"{counts.evicted_blocks:,}",
+        f"{counts.damaged_blocks + counts.failed_blocks:,}",
+    )
+
+
+def _lines(
+    head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
+) -> Iterator[str]:
+    """Return a table's lines: the head, then the name and the cells of each row."""
+    if not rows:
+        return
+    columns = zip(head, *(cells for _, cells in rows), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    for name, cells in (("", head), *rows):
+        if name:
+            yield name
+        shown = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        yield "  " + "  ".join(shown)
 
 
 def _plain(report: Report) -> dict[str, Any]:

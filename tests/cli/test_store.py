@@ -1,37 +1,42 @@
-"""``kvwire store``, run as a user runs it."""
+"""``kvwire store``: a server in a process of its own, and who looks at it."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvwire import BlockStore
+from kvwire.cli import store as command
 from kvwire.cli.main import main
+from kvwire.store.requests import ClientRow, Report, TierRow
+from kvwire.store.tier import TierStats
 from kvwire.trust import write_key_file
 from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
-from tests.support.tree import ROOT
 
 
-async def run(*arguments: str) -> tuple[int, str, str]:
-    """Run the command: exit status, output, errors."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvwire", "store", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 
 
-async def test_what_is_served_is_shown(tmp_path: Path) -> None:
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command on a thread: exit status, output, errors."""
+
+    async def running(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = await asyncio.to_thread(main, ["store", *arguments])
+        return status, *capsys.readouterr()
+
+    return running
+
+
+async def test_what_is_served_is_shown(tmp_path: Path, run: Run) -> None:
     disk = f"disk:{tmp_path / 'kv'}?size=1MiB"
     tiers = ("--tier", "memory:1MiB", "--tier", disk)
     async with serving(*tiers) as server:
@@ -56,7 +61,7 @@ async def test_what_is_served_is_shown(tmp_path: Path) -> None:
         assert await store.match(chain(3)) == 3
 
 
-async def test_read_only_and_with_a_key(tmp_path: Path) -> None:
+async def test_read_only_and_with_a_key(tmp_path: Path, run: Run) -> None:
     key = tmp_path / "key"
     write_key_file(key)
     arguments = ("--tier", "memory:1MiB", "--psk-file", str(key), "--read-only")
@@ -71,6 +76,43 @@ async def test_read_only_and_with_a_key(tmp_path: Path) -> None:
         async with BlockStore.open([f"{server.where}?psk_file={key}"]) as store:
             put = await store.put(chain(1), Filled(seed=1).cache, [0])
             assert "read-only" in put.missing["kv", 0]
+
+
+def test_long_names_have_a_line_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """None is broken, and the numbers stand below each other in 80 columns."""
+    disk = f"disk:/srv/{'very/' * 20}long?size=100TiB"
+    full = TierStats(
+        blocks=999_999_999,
+        used_bytes=999 << 30,
+        size_bytes=999 << 40,
+        read_blocks=999_999_999,
+        written_blocks=999_999_999,
+        evicted_blocks=999_999,
+        failed_blocks=999,
+    )
+    client = ClientRow("decode-0", "[2001:db8::1]:50123", 64, 999_999_999, 1 << 40, 7)
+    report = Report(
+        1,
+        "store-0",
+        read_only=True,
+        tiers=(TierRow("memory:8GiB", "", TierStats()), TierRow(disk, "full", full)),
+        clients=(client,),
+        dropped=2,
+    )
+    command._show(report)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "store-0, read-only"
+    assert lines[2] == "memory:8GiB"
+    assert lines[4] == disk
+    assert f"{disk}: full" in lines
+    assert "clients: 1, 2 dropped" in lines
+    assert "decode-0 at [2001:db8::1]:50123" in lines
+    table = [lines[number] for number in (1, 3, 5)]
+    assert len({len(line) for line in table}) == 1
+    assert len(table[0]) <= 80
+    assert table[2].split()[:5] == ["999,999,999", "999", "GiB", "999", "TiB"]
 
 
 @pytest.mark.parametrize(

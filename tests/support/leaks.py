@@ -99,7 +99,9 @@ def open_descriptors() -> dict[int, str]:
 
 
 def _opened_since(before: dict[int, str]) -> list[tuple[int, str]]:
-    return sorted(set(open_descriptors().items()) - set(before.items()))
+    opened = sorted(set(open_descriptors().items()) - set(before.items()))
+    # matplotlib keeps the fonts that it has used.
+    return [(number, what) for number, what in opened if not what.endswith(".ttf")]
 
 
 def _started_since(before: set[threading.Thread]) -> list[threading.Thread]:

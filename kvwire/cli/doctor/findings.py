@@ -19,7 +19,7 @@ from kvwire.cli.doctor.process import (
     UNLIMITED,
     Process,
 )
-from kvwire.limits import GIB, KIB, LANES_MAX, MIB
+from kvwire.limits import GIB, KIB, LANES_MAX, MIB, TIB
 
 # What most systems give by default. A connection takes a descriptor, and one for each
 # lane; what the engine itself has open comes on top.
@@ -206,7 +206,7 @@ def descriptors(machine: Machine, process: Process) -> Finding:
 
 def in_bytes(count: int) -> str:
     """A size as people say it: "64 KiB", "1.5 GiB"."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if count >= unit:
             return f"{count / unit:.4g} {name}"
     return f"{count} B"

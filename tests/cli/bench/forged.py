@@ -48,8 +48,13 @@ def measured(benchmark: Fragments) -> Findings:
     return take_turns(benchmark, 2, lambda _: None)
 
 
-def of_one_size(rates: dict[str, float], *, verb: str = "push") -> Fragments:
+def of_one_size(
+    rates: dict[str, float], *, verb: str = "push", failing: str = ""
+) -> Fragments:
     """GB/s of fragments of 4 KiB; kvwire tcp is ours."""
     work = work_of(verb, 4 * KIB, cross_layer=False, round_bytes=MIB)
-    contenders = [Scripted(name, [[rate * 1e9]]) for name, rate in rates.items()]
+    contenders = [
+        Scripted(name, [[rate * 1e9]], failing="round" if name == failing else "")
+        for name, rate in rates.items()
+    ]
     return Fragments([Row(TCP, work, contenders)], ["kvwire tcp"])

@@ -37,7 +37,9 @@ def test_everything_is_in_it_and_comes_back_from_json() -> None:
         "kvwire": {"version": "kvwire 1"},
         "other": {"version": "other 1"},
     }
-    assert found["missing"] == [{"name": "iperf3", "remedy": "install it"}]
+    assert found["missing"] == [
+        {"name": "iperf3", "remedy": "install it", "reason": "is not installed"}
+    ]
     assert found["notes"] == ["a note"]
 
     (only,) = found["cases"]

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from kvwire.cli.bench.fragments import Fragments
+from kvwire import registry
+from kvwire.backend import Availability, Capabilities
+from kvwire.cli.bench.fragment_work import work_of
+from kvwire.cli.bench.fragments import (
+    SAME_HOST,
+    Choice,
+    Fragments,
+    Row,
+    fragments,
+    why_not,
+)
 from kvwire.cli.bench.fragments_report import document, render
+from kvwire.limits import KIB, MIB
+from kvwire_inproc import InprocBackend
+from tests.cli.bench.contenders import Scripted
 from tests.cli.bench.forged import measured, plan
 
 
 def lines(benchmark: Fragments) -> list[str]:
     output = io.StringIO()
-    Console(file=output, width=100).print(render(benchmark, measured(benchmark)))
+    Console(file=output, width=80).print(render(benchmark, measured(benchmark)))
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
 def row(shown: list[str], first: str) -> list[str]:
-    return next(line for line in shown if line.startswith(first)).split()
+    found = next(line for line in shown if line.startswith(first))
+    return found.replace("│", " ").split()
 
 
 def test_each_table_ends_with_the_ratio_to_the_best_that_counts() -> None:
     """A buffer that stays in the cache is no peer, however fast it is."""
     shown = lines(plan())
-    assert row(shown, "kvwire tcp / best other")[-2:] == ["6.00x", "2.00x"]
+    start = shown.index(next(line for line in shown if "over best other" in line))
+    assert row(shown[start:], "kvwire tcp") == ["kvwire", "tcp", "6.00x", "2.00x"]
     assert "push over TCP, a tensor for each layer: GB/s, CPU s/GiB" in shown
 
 
@@ -49,4 +65,66 @@ def test_the_document_has_every_sample_and_every_failure() -> None:
     assert first["contenders"]["kvwire tcp"]["rounds"] == [[3e9], [3e9]]
     assert first["failures"] == {"nixl tcp": "nixl tcp failed to round"}
     assert first["work"]["count"] == 256
-    assert found["missing"] == [{"name": "gloo", "remedy": "pip install torch"}]
+    (absent,) = found["missing"]
+    assert (absent["name"], absent["remedy"]) == ("gloo", "pip install torch")
+
+
+def test_who_failed_everywhere_has_no_row() -> None:
+    """Only the line below says so: a row of failures tells nothing more."""
+    shown = lines(plan(failing="ucx_perftest tcp"))
+    assert not [line for line in shown if line.startswith("ucx_perftest tcp  ")]
+    assert any(line.startswith("ucx_perftest tcp failed, 4 KiB") for line in shown)
+
+
+def test_six_sizes_fit_80_columns_and_more_begin_a_new_table() -> None:
+    """With the longest of our names, and numbers of four characters."""
+    names = ["kvwire local arena", "ucx_perftest tcp"]
+    for count, tables in ((6, 1), (8, 2)):
+        works = [
+            work_of("push", 4 * KIB << number, cross_layer=False, round_bytes=MIB)
+            for number in range(count)
+        ]
+        contenders = [Scripted(name, [[123.4e9]]) for name in names]
+        rows = [Row(SAME_HOST, work, contenders) for work in works]
+        shown = lines(Fragments(rows, names[:1]))
+        assert max(map(len, shown)) <= 80
+        assert "…" not in "".join(shown)
+        assert sum(line.startswith("what") for line in shown) == tables
+        assert "512 KiB" in "".join(shown) or count == 6
+
+
+def test_a_backend_that_cannot_run_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It did not fail: nobody tried."""
+    found = Availability(available=False, reason="no GPU", remedy="buy one")
+    monkeypatch.setattr(registry, "availability", lambda _: found)
+    choice = Choice(
+        transports=["nccl"],
+        peers=["memcpy"],
+        interpreters=[],
+        layer_bytes=[4 * KIB],
+        round_bytes=MIB,
+        loop="asyncio",
+    )
+    benchmark = fragments(choice)
+    assert [c.name for c in benchmark.contenders] == ["memcpy"]
+    (line,) = map(str, benchmark.missing)
+    assert line == "kvwire nccl cannot run here and was left out: no GPU; buy one"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "said"),
+    [
+        (Capabilities(lanes=True), ""),
+        (Capabilities(lanes=False), "no lanes"),
+        (Capabilities(lanes=True, memory_kinds=frozenset()), "no host memory"),
+    ],
+)
+def test_a_backend_that_this_benchmark_cannot_use_says_why(
+    capabilities: Capabilities, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InprocBackend, "capabilities", capabilities)
+    reason = why_not("inproc")
+    assert said in reason
+    assert bool(said) == bool(reason)

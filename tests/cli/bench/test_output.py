@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from kvwire import UsageError
 from kvwire.cli.bench.output import measure, progress_bar, show
+from kvwire.cli.plot import new_figure
 from tests.cli.bench.contenders import Scripted, benchmark, case
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 FOUND: dict[str, Any] = {"found": [1, 2.5], "met": True}
+
+
+def two_pictures() -> dict[str, Figure]:
+    return {"": new_figure(1, 1), "-times": new_figure(1, 1)}
 
 
 def never() -> Any:
@@ -28,9 +37,10 @@ def test_the_table_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_files_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file, plot = tmp_path / "found.json", tmp_path / "found.svg"
-    show("a table", lambda: FOUND, lambda: "<svg/>", json=json_file, plot=plot)
+    show("a table", lambda: FOUND, two_pictures, json=json_file, plot=plot)
     assert json.loads(json_file.read_text()) == FOUND
-    assert plot.read_text() == "<svg/>"
+    for name in ("found.svg", "found-times.svg"):
+        assert ET.parse(tmp_path / name).getroot().tag.endswith("svg")
     assert capsys.readouterr().out == "a table\n"
 
 
@@ -50,9 +60,9 @@ def test_a_benchmark_without_a_picture_writes_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["json", "plot"])
 def test_a_file_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> None:
-    files = {"json": None, "plot": None, option: tmp_path / "no" / "file"}
-    with pytest.raises(UsageError, match=r"no/file: No such file or directory"):
-        show("a table", lambda: FOUND, lambda: "<svg/>", **files)
+    files = {"json": None, "plot": None, option: tmp_path / "no" / "file.svg"}
+    with pytest.raises(UsageError, match=r"no/file\.svg: No such file or directory"):
+        show("a table", lambda: FOUND, two_pictures, **files)
 
 
 def test_the_bar_is_drawn_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -52,11 +52,16 @@ def test_the_document_has_every_sample(scripted: Overlap) -> None:
 
 
 def test_the_picture_shows_where_compute_is_longer(scripted: Overlap) -> None:
-    root = ET.fromstring(draw(scripted))
-    names = {"{http://www.w3.org/2000/svg}polyline": 3}
-    assert [node.tag for node in root].count(next(iter(names))) == 3
-    said = [node.text for node in root if node.text]
-    assert "8 layers" in said
-    assert "80 layers" in said
-    circles = [node for node in root if node.tag.endswith("circle")]
-    assert len(circles) == 3 * 2
+    (figure,) = draw(scripted).values()
+    (axes,) = figure.axes
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["8 layers", "80 layers"]
+    lines = axes.get_lines()
+    shown = {
+        str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in lines
+    }
+    assert shown == {
+        "sent whole": pytest.approx([20, 200]),
+        "streamed": pytest.approx([2, 2]),
+        "what no schedule can hide": pytest.approx([2, 2]),
+    }
+    assert len({line.get_color() for line in lines}) == len(shown)

@@ -1,72 +1,77 @@
-"""The picture: well-formed, one bar for each contender, lengths in proportion."""
+"""The picture: a panel for each case, a bar or a point for each who was measured."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from xml.etree import ElementTree as ET
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from kvwire.cli.bench.case import MICROSECONDS, Benchmark
-from kvwire.cli.bench.plot import WIDTH, draw
+from kvwire.cli.bench.plot import draw
 from kvwire.cli.bench.turns import take_turns
 from tests.cli.bench.contenders import Scripted, benchmark, case
 
-SVG = "{http://www.w3.org/2000/svg}"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def drawn(whole: Benchmark) -> ET.Element:
-    picture = draw(whole, take_turns(whole, 1, lambda _: None))
-    return ET.fromstring(picture)
+def drawn(whole: Benchmark) -> list[Axes]:
+    pictures = draw(whole, take_turns(whole, 1, lambda _: None))
+    assert list(pictures) == [""]
+    return pictures[""].axes
 
 
-def bars(picture: ET.Element) -> list[float]:
-    # The first one is the background.
-    return [float(r.attrib["width"]) for r in picture.findall(f"{SVG}rect")[1:]]
+def bars(axes: Axes) -> list[float]:
+    widths = [container.datavalues for container in axes.containers]  # type: ignore[attr-defined]
+    return [float(width) for bar in widths for width in bar]
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
 
 
 def test_bars_are_as_long_as_the_medians() -> None:
-    picture = drawn(
-        benchmark(case(Scripted("kvwire", [[1.0, 2.0, 3.0]]), Scripted("b", [[4.0]])))
+    (axes,) = drawn(
+        benchmark(case(Scripted("kvwire", [[1e9, 2e9, 3e9]]), Scripted("b", [[4e9]])))
     )
-    ours, theirs = bars(picture)
-    assert theirs == pytest.approx(2 * ours, rel=1e-3)
+    assert bars(axes) == pytest.approx([2.0, 4.0])
+    assert texts(axes) == ["2.00", "4.00"]
+    assert axes.get_xlim()[0] == 0
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["kvwire", "b"]
+    assert axes.get_title(loc="left") == "1 KiB send, GB/s"
 
 
-def test_each_case_has_its_own_scale() -> None:
-    small = case(Scripted("kvwire", [[1e-6]]), unit=MICROSECONDS)
-    large = case(Scripted("kvwire", [[1e9]]))
-    first, second = bars(drawn(benchmark(small, large)))
-    assert first == second
+def test_the_thin_line_goes_from_the_smallest_to_the_99th_percentile() -> None:
+    (axes,) = drawn(benchmark(case(Scripted("kvwire", [[1e9, 2e9, 9e9]]))))
+    (line,) = axes.lines
+    assert np.asarray(line.get_xdata()).tolist() == pytest.approx([1.0, 9.0])
 
 
-def test_the_numbers_are_written_beside_the_bars() -> None:
-    picture = drawn(benchmark(case(Scripted("kvwire", [[2.5e9]]))))
-    texts = [text.text for text in picture.findall(f"{SVG}text")]
-    assert "2.50 GB/s kvwire" in texts
-    assert "1 KiB send" in texts
+def test_times_are_points_on_a_logarithmic_axis() -> None:
+    """From 20 us to 20 ms no bar could be compared with another."""
+    times = case(
+        Scripted("kvwire", [[2e-2]]), Scripted("b", [[2e-5]]), unit=MICROSECONDS
+    )
+    (axes,) = drawn(benchmark(times))
+    assert axes.get_xscale() == "log"
+    points = [line.get_xdata() for line in axes.lines if line.get_marker() == "o"]
+    assert np.concatenate(points).tolist() == pytest.approx([2e4, 20.0])
+    assert texts(axes) == ["20000", "20.0"]
 
 
-def test_a_long_name_moves_the_bars() -> None:
-    row = case(Scripted("kvwire"))
-    long = replace(row, name="server over local, 64 KiB, get of one")
-    begins = [
-        [
-            float(r.attrib["x"])
-            for r in drawn(benchmark(*rows)).findall(f"{SVG}rect")[1:]
-        ]
-        for rows in ([row], [row, long])
-    ]
-    assert begins[0] == [150.0]
-    assert begins[1] == [(len(long.name) + 2) * 6.0] * 2
+def test_each_case_has_its_own_scale_and_everybody_one_colour() -> None:
+    peer = Scripted("b", [[1e9]])
+    slow = case(Scripted("kvwire", [[1e8]]), peer)
+    fast = case(Scripted("kvwire", [[9e9]]), peer)
+    first, second = drawn(benchmark(slow, fast))
+    assert first.get_xlim()[1] < 2 < 9 < second.get_xlim()[1]
+    shades = [[bar.get_facecolor() for bar in axes.patches] for axes in (first, second)]
+    assert shades[0] == shades[1]
+    assert len(set(shades[0])) == 2
 
 
-def test_everything_is_inside_and_escaped() -> None:
-    whole = benchmark(case(Scripted("<kvwire> & co", [[1.0, 1000.0]]), Scripted("b")))
-    picture = drawn(whole)
-    assert float(picture.attrib["width"]) == WIDTH
-    for rectangle in picture.findall(f"{SVG}rect"):
-        end = float(rectangle.attrib.get("x", 0)) + float(rectangle.attrib["width"])
-        assert end <= WIDTH
-        bottom = float(rectangle.attrib.get("y", 0)) + float(rectangle.attrib["height"])
-        assert bottom <= float(picture.attrib["height"])
+def test_who_failed_is_not_in_it() -> None:
+    whole = benchmark(case(Scripted("kvwire"), Scripted("b", failing="round")))
+    (axes,) = drawn(whole)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["kvwire"]

@@ -62,7 +62,8 @@ def test_a_round_is_about_as_large_as_it_should_be(
 ) -> None:
     work = work_of(DISK, PUT, shape, round_bytes)
     assert work.moved_bytes == work.set_bytes
-    assert round_bytes * 3 / 4 < work.set_bytes <= round_bytes
+    # Whole slabs: of 7 blocks 4 are left.
+    assert round_bytes / 2 < work.set_bytes <= round_bytes
     assert work.transfer.moved_bytes == work.set_bytes
 
 

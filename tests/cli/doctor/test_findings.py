@@ -180,7 +180,13 @@ def test_every_judge_is_asked_once() -> None:
 
 @pytest.mark.parametrize(
     ("count", "said"),
-    [(0, "0 B"), (1023, "1023 B"), (4096, "4 KiB"), (3 * GIB // 2, "1.5 GiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (4096, "4 KiB"),
+        (3 * GIB // 2, "1.5 GiB"),
+        (2 * TIB, "2 TiB"),
+    ],
 )
 def test_sizes(count: int, said: str) -> None:
     assert findings.in_bytes(count) == said
