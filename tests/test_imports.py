@@ -166,7 +166,8 @@ TABLE = (
             *("kvwire.backend", "kvwire.registry"),
         },
         # The benchmark's processes run on a loop of their choice; doctors speak JSON.
-        others={"cyclopts", "msgspec", "numpy", "rich", "uvloop"},
+        # matplotlib draws pictures, when one is asked for.
+        others={"cyclopts", "matplotlib", "msgspec", "numpy", "rich", "uvloop"},
     ),
     Layer(
         covers=("kvwire.testing.pytest_plugin",),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from kvwire.errors import UsageError
+from kvwire.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ def _can_be_written(_type: object, path: Path | None) -> None:
     if path is None:
         return
     if find_spec("matplotlib") is None:
-        raise ValueError("a picture needs matplotlib: pip install matplotlib")
+        raise ValueError(_needs_matplotlib())
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"the name of a picture ends in {', '.join(_SUFFIXES)}")
 
@@ -47,8 +48,12 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - it may be missing
     except ModuleNotFoundError:
-        raise UsageError("a picture needs matplotlib: pip install matplotlib") from None
+        raise UsageError(_needs_matplotlib()) from None
     return Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def _needs_matplotlib() -> str:
+    return f"a picture needs matplotlib: {install_command('plot')}"
 
 
 def colors(names: Sequence[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from cyclopts import App, Parameter
@@ -22,6 +22,9 @@ from kvwire.store.asking import ask_report
 from kvwire.store.requests import Report, TierRow
 
 app = App(name="store")
+
+_TIER_COLUMNS: Final = ("blocks", "used", "of", "read", "written", "evicted", "failed")
+_CLIENT_COLUMNS: Final = ("open", "requests", "read", "written")
 
 
 @app.command
@@ -124,15 +127,14 @@ def _show(report: Report) -> None:
     # Not wrapped: a name may be longer than a screen is wide.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(report.name + (", read-only" if report.read_only else ""))
-    head = ("blocks", "used", "of", "read", "written", "evicted", "failed")
-    for line in _lines(head, [(tier.name, _numbers(tier)) for tier in report.tiers]):
+    tiers = [(tier.name, _numbers(tier)) for tier in report.tiers]
+    for line in _lines(_TIER_COLUMNS, tiers):
         console.print(line)
     for tier in report.tiers:
         if tier.trouble:
             console.print(f"{tier.name}: {tier.trouble}")
     dropped = f", {report.dropped} dropped" if report.dropped else ""
     console.print(f"\nclients: {len(report.clients)}{dropped}")
-    head = ("open", "requests", "read", "written")
     clients = [
         (
             f"{client.name} at {client.address}",
@@ -145,7 +147,7 @@ def _show(report: Report) -> None:
         )
         for client in report.clients
     ]
-    for line in _lines(head, clients):
+    for line in _lines(_CLIENT_COLUMNS, clients):
         console.print(line)
 
 

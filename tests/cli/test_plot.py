@@ -17,7 +17,7 @@ from kvwire.cli.plot import add_legend, colors, new_figure, save
 @pytest.mark.parametrize(
     ("name", "found", "said"),
     [
-        ("found.svg", None, "needs matplotlib: pip install matplotlib"),
+        ("found.svg", None, "a picture needs matplotlib: pip install"),
         ("found.gif", object(), "ends in .svg, .png, .pdf"),
         ("found", object(), "ends in .svg, .png, .pdf"),
     ],
@@ -39,7 +39,7 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
 
 def test_without_matplotlib_there_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="pip install matplotlib"):
+    with pytest.raises(UsageError, match="needs matplotlib: pip install"):
         new_figure(1, 1)
 
 

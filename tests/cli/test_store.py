@@ -20,7 +20,6 @@ from kvwire.trust import write_key_file
 from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
 
-
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 
 

@@ -40,7 +40,9 @@ def draw(benchmark: Fragments, findings: Findings) -> dict[str, Figure]:
     looks = _looks([name for name in names if name in present], benchmark.ours)
     width, height = _PANEL_IN
     figure = new_figure(len(verbs) * width + _LEGEND_IN, len(wires) * height)
-    figure.suptitle("kvwire bench fragments: median rates; hollow: across layers")
+    across = any(finding.case.work.cross_layer for finding in measured)
+    hollow = "; hollow: blocks across layers" if across else ""
+    figure.suptitle(f"kvwire bench fragments: median rates{hollow}")
     panels = figure.subplots(
         len(wires), len(verbs), squeeze=False, sharex=True, sharey=True
     )

@@ -15,7 +15,7 @@ from kvwire.cli.doctor.process import (
     UNLIMITED,
     Process,
 )
-from kvwire.limits import GIB, MIB
+from kvwire.limits import GIB, MIB, TIB
 from tests.cli.doctor.trees import machine, port
 
 TRACER = Process(capabilities=1 << CAP_SYS_PTRACE)
