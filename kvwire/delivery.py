@@ -33,6 +33,8 @@ class Delivery(Attempt):
         suspended: Its link was lost, and it waits for another.
         origin: The consumer's.
         planned: The consumer was met, and this is its plan.
+        confirmed: The consumer has said something that shows that it knows our half:
+            only then does what it had before count as landed on its side too.
     """
 
     plan: TransferPlan
@@ -45,6 +47,7 @@ class Delivery(Attempt):
         self.asked = False
         self.suspended = False
         self.planned = False
+        self.confirmed = False
         self.reason = ""
         self._phases = Phases(outgoing.phases.created)
         self._resumed = False
@@ -85,6 +88,7 @@ class Delivery(Attempt):
         """
         self._phases.note("met")
         out, self.peer_end = self.outgoing, description.end
+        self.confirmed = self.confirmed or bool(description.met)
         self.connection.staged.open(out.cache.device)
         description.require_same_hashes(out.hashes)
         peer = description.read_geometry()
@@ -134,6 +138,7 @@ class Delivery(Attempt):
     def event(self, event: TransferEvent) -> None:
         """See Attempt."""
         assert isinstance(event, SegmentsAcknowledged)
+        self.confirmed = True
         for number in event.numbers:
             self.landed.mark(self._sent[number])
         self.outgoing.renew_lease()
@@ -145,6 +150,7 @@ class Delivery(Attempt):
         """See Attempt."""
         if error is None:
             assert self.core is not None
+            self.confirmed = True
             damaged = self.connection.core.transfers.transfer(self.core).damaged
             self._damaged = [self._sent[number] for number in damaged]
         self.outgoing.delivery_ended(self, error)
@@ -166,7 +172,7 @@ class Delivery(Attempt):
     def outcome(self, reason: str) -> Outcome:
         """What this consumer got."""
         return outcome_of(
-            self.landed,
+            self.landed if self.confirmed else Landed(self.plan, held=False),
             reasons=[(DAMAGED, self.plan.covering(self._damaged))],
             otherwise=self.reason or reason,
             timings=self._phases.timings(memory=self.asked),

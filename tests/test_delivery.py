@@ -381,3 +381,36 @@ def test_damage_is_named_on_both_sides() -> None:
             assert outcome.usable_prefix == 1
 
     play(scenario, "inproc")
+
+
+# --- what the consumer has ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_what_the_consumer_had_counts_once_it_knows_of_us(
+    agreed: bool,
+) -> None:
+    """The producer lists no block as landed that the consumer does not."""
+    hashes = [b"%d" % n for n in range(len(LIST))]
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST, hashes=hashes)
+        if not agreed:
+            w.freeze(w.pull_side)
+        inc = w.pull_side.pull(
+            "t", w.target.cache, DEST, hashes=hashes, have=hashes[:2]
+        )
+        await w.until(lambda: out.deliveries and out.deliveries[0].planned)
+        if agreed:
+            out.ready(layers=0)
+            await inc.layer(0)
+            await w.until(lambda: not out.deliveries[0]._under_way)
+        w.cut()
+        produced, consumed = await out, await inc
+        assert not produced.complete
+        positions = {LIST.index(block) for _, block in produced.landed}
+        assert positions == {DEST.index(block) for _, block in consumed.landed}
+        assert positions == ({0, 1} if agreed else set())
+        assert produced.usable_prefix == consumed.usable_prefix == 2 * agreed
+
+    play(scenario, "inproc", resume=False)

@@ -23,18 +23,19 @@ class Landed:
     """The landed cells of one transfer, seen from one side.
 
     Args:
-        plan: This side's plan. What the consumer had before counts as landed.
+        plan: This side's plan.
+        held: What the consumer had before counts as landed.
     """
 
     __slots__ = ("_cells", "_left", "plan")
 
-    def __init__(self, plan: TransferPlan) -> None:
+    def __init__(self, plan: TransferPlan, *, held: bool = True) -> None:
         self.plan = plan
         self._cells: list[Bits] = []
         self._left: list[npt.NDArray[np.int64]] = []
         for index, walk in enumerate(plan.groups):
-            held = ~plan.wanted(index)
-            cells = np.repeat(held[None, :], len(walk.layers), axis=0)
+            here = ~plan.wanted(index) & held
+            cells = np.repeat(here[None, :], len(walk.layers), axis=0)
             self._cells.append(cells)
             self._left.append(np.count_nonzero(~cells, axis=1))
 
