@@ -75,7 +75,7 @@ wheel: $(DEV_STAMP)
 
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
 demo: $(DEMO_STAMP)
-	@$(DEMO_VENV)/bin/kvwire demo $(ARGS)
+	@$(DEMO_VENV)/bin/python $(RUN) kvwire demo $(ARGS)
 
 # The tests that need torch and transformers.
 test-torch: $(TORCH_STAMP)

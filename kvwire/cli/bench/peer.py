@@ -82,7 +82,7 @@ PEERS: Final = {
         Peer(
             name="gloo",
             module="torch",
-            install="pip install torch numpy (torch==2.13.0 is a CPU build)",
+            install="pip install torch numpy",
         ),
         Peer(
             name="ucxx",

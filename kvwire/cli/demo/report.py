@@ -114,8 +114,8 @@ def _shown(records: Sequence[Record]) -> Iterator[str]:
     prefill_ms = median((r.marked[-1] - r.began) * 1e3 for r in records)
     exposed_ms = median(r.exposed_s * 1e3 for r in records)
     yield (
-        f"Overlap: KV moved while prefill computed ({prefill_ms:.0f} ms, median); what "
-        f"was left of the transfer after the last layer's KV was {exposed_ms:.1f} ms."
+        f"Overlap: KV moved while prefill computed, {prefill_ms:.0f} ms up to the last "
+        f"layer's KV; {exposed_ms:.1f} ms after that, decode had all of it (medians)."
     )
     for record in records:
         arrived = record.arrived
