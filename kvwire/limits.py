@@ -97,8 +97,8 @@ REGIONS_MAX: Final = 65_536
 # Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS
 # allows 64 MiB, but that is payload.
 CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
-# Connections per listener, and handshakes that may be pending on it. With 16 KiB of
-# buffers each, strangers pin at most 8 MiB together.
+# Connections per listener, and handshakes that may be pending on it. At 32 KiB each
+# (tests/fault/test_strangers.py), strangers pin at most 8 MiB together.
 CONNECTIONS_MAX: Final = 4096
 PENDING_HANDSHAKES_MAX: Final = 256
 BACKENDS_MAX: Final = 32

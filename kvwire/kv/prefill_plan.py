@@ -1,10 +1,9 @@
-"""What to prefill where a transfer did not bring everything: only what is missing.
+"""What to prefill where a transfer did not bring everything: behind the first hole.
 
 A decode engine that waited for KV asks for each request: go on decoding, or compute
 some of the prompt here? The answer is per block, not per request, because requests
-share
-blocks: a prefix that two prompts have in common lies in the same blocks, which only one
-of their transfers brought.
+share blocks: a prefix that two prompts have in common lies in the same blocks, which
+only one of their transfers brought.
 
 Theory
 ------
