@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("obstore", reason="needs obstore: pip install 'kvwire[dev]'")
+pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
 

@@ -20,6 +20,7 @@ from kvwire.cli.demo.progress import Bars
 from kvwire.cli.demo.report import print_report, summary
 from kvwire.cli.demo.run import Request, run
 from kvwire.cli.demo.trace import trace
+from kvwire.extras import install_command
 
 # Which request loses blocks: with one only, that one.
 _UNLUCKY = 1
@@ -110,5 +111,5 @@ def _require(option: str, extra: str, modules: tuple[str, ...]) -> None:
     if missing:
         raise UsageError(
             f"{option} needs {' and '.join(missing)}, which is not installed here: "
-            f"pip install '.[{extra}]' in a clone of kvwire"
+            f"{install_command(extra)}"
         )

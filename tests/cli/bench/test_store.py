@@ -27,7 +27,7 @@ def test_everything_is_measured_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One round; every row has a sample of everybody, and nothing is left behind."""
-    pytest.importorskip("obstore", reason="needs obstore: pip install 'kvwire[dev]'")
+    pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
     monkeypatch.setattr(store_command, "QUICK_ROUNDS", 1)
     monkeypatch.setattr(store_command, "QUICK_MIB", 4)
     monkeypatch.setenv("COLUMNS", "80")
