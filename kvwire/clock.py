@@ -1,11 +1,13 @@
-"""Deadlines: one reading of what a caller may pass, on the running loop's clock."""
+"""Deadlines and patience, on the running loop's clock."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Coroutine, Iterable
 from datetime import timedelta
+from typing import Any
 
 from kvwire.errors import UsageError
 
@@ -36,3 +38,22 @@ def absolute(deadline: float | timedelta | None) -> float | None:
             f"(loop.time() + 2), or a timedelta from now"
         )
     return now + seconds if from_now else seconds
+
+
+async def at_most(
+    timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, None]]
+) -> None:
+    """Run coroutines side by side; what is not through in time is cancelled.
+
+    Cancel safety: all of them are cancelled as well.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    if not tasks:
+        return
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for task in done:
+        task.result()

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from kvwire import registry
 from kvwire.after import fired
 from kvwire.backend import API_VERSION, Backend, Link, Listener
 from kvwire.buffer_table import BufferTable
+from kvwire.clock import at_most
 from kvwire.config import Config
 from kvwire.connection import Connection
 from kvwire.counters import Counters
@@ -153,6 +154,8 @@ class Communicator(Offering):
         self._pumps: set[Pump] = set()
         self._connections: set[Connection] = set()
         self._closed = False
+        # No link is made or taken any more, not even to say a last word.
+        self._links_ended = False
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._connections)} connections"
@@ -174,6 +177,11 @@ class Communicator(Offering):
     def closed(self) -> bool:
         """Whether it is closing, or closed."""
         return self._closed
+
+    @property
+    def links_ended(self) -> bool:
+        """Whether it makes and takes no links any more, for nothing."""
+        return self._links_ended or (self._closed and not self.exchange.unsaid)
 
     # --- connections ------------------------------------------------------------------
 
@@ -242,6 +250,7 @@ class Communicator(Offering):
 
         Cancel safety: safe, a half-made connection is aborted.
         """
+        self._check_open()
         connection = await self._connect(address, transport, timeout_s)
         self.exchange.reattach(connection)
         return connection
@@ -267,7 +276,6 @@ class Communicator(Offering):
         timeout_s: float | None,
         resumes: bytes = b"",
     ) -> Connection:
-        self._check_open()
         config = wishes(self.config, transport)
         where = Address.parse(address)
         backend = self._backend(where.scheme, config)
@@ -425,6 +433,9 @@ class Communicator(Offering):
     async def close(self) -> None:
         """Close every listener and connection, gracefully; at most ``close_timeout_s``.
 
+        A producer whose transfer is settled here, and whose link was lost before it
+        knew, is told so over another link within that time.
+
         A transport that cannot say by then that it touches no memory any more is left
         alone with it, and an error is logged: that memory stays in quarantine.
 
@@ -432,12 +443,15 @@ class Communicator(Offering):
         rest.
         """
         self._stop()
-        await self.recovery.close()
-        for listener in self._listeners:
-            await listener.close()
+        if self.links_ended:
+            await self._end_links()
         self.exchange.closing()
         patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
-        await _at_most(patience_s, [c.close() for c in self._connections])
+        closing = [c.close() for c in self._connections]
+        await at_most(patience_s, [self.exchange.all_said(), *closing])
+        await self._end_links()
+        # Those that were made to say a last word.
+        await at_most(CLOSE_SLACK_S, [c.close() for c in self._connections])
         self.exchange.stop(ClosedOK("the communicator was closed"))
         for pump in self._pumps:
             pump.link.abort()
@@ -458,6 +472,7 @@ class Communicator(Offering):
     def abort(self) -> None:
         """End every connection now. Never raises; ``close`` waits for what is left."""
         self._stop()
+        self._links_ended = True
         for connection in list(self._connections):
             connection.abort("the communicator was aborted")
 
@@ -477,7 +492,7 @@ class Communicator(Offering):
         if not isinstance(error, ClosedOK):
             logger.info("connection to %s ended: %s", connection.peer, error)
             self.counters.connections_lost += 1
-            if not self._closed:
+            if not self.links_ended:
                 self.recovery.lost(connection)
 
     # --- inside -----------------------------------------------------------------------
@@ -486,6 +501,13 @@ class Communicator(Offering):
         if not self._closed:
             self._closed = True
             self._reception.inbound.close()
+
+    async def _end_links(self) -> None:
+        """Make and take no links any more."""
+        self._links_ended = True
+        await self.recovery.close()
+        for listener in self._listeners:
+            await listener.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -525,7 +547,7 @@ class Communicator(Offering):
             return self._begin(pump, opening, agreement)
 
         pump.open(opening, agreed)
-        if self._closed:
+        if self.links_ended:
             link.abort()
         return pump
 
@@ -554,22 +576,6 @@ class Communicator(Offering):
         self._connections.add(connection)
         self.counters.connections += 1
         return connection
-
-
-async def _at_most(
-    timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, None]]
-) -> None:
-    """Run them side by side; what is not through in time is cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    if not tasks:
-        return
-    try:
-        done, _ = await asyncio.wait(tasks, timeout=timeout_s)
-    finally:
-        for task in tasks:
-            task.cancel()
-    for task in done:
-        task.result()
 
 
 async def _lanes_up(connection: Connection, count: int) -> None:

@@ -8,6 +8,7 @@ reason behind, so that a peer who asks too late gets an answer and not a wait.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -72,6 +73,8 @@ class Exchange:
         # Settled here on links that we take for alive; by key and end.
         self._settling: dict[tuple[bytes, bytes], None] = {}
         self._last_words: dict[tuple[bytes, bytes], LastWord] = {}
+        self._all_said = asyncio.Event()
+        self._all_said.set()
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
 
     # --- our side ---------------------------------------------------------------------
@@ -121,6 +124,7 @@ class Exchange:
         self.live.pop(end, None)
         if isinstance(end, Incoming) and end.settling:
             self._settling[end.key, end.end] = None
+            self._all_said.clear()
         key = _key(end)
         if self._waiting.get(key) is not end:
             return
@@ -239,6 +243,9 @@ class Exchange:
         for end in list(self.live):
             if end.interrupted(origin):
                 end.stop(error, WireCode.GOING_AWAY)
+        for word in list(self._last_words.values()):
+            if word.origin == origin:
+                self.confirmed(word)
 
     def end(self, id: str | bytes | int, reason: str) -> None:
         """Abort whatever here has this name and waits for its peer."""
@@ -251,6 +258,7 @@ class Exchange:
         """The producer of a settled transfer knows that, or its link is lost."""
         if (end.key, end.end) in self._settling:
             del self._settling[end.key, end.end]
+            self._note_said()
             self._ask_again(_key(end))
 
     def unconfirmed(self, last_word: LastWord) -> None:
@@ -259,6 +267,7 @@ class Exchange:
         Kept for as long as the producer would wait for another link.
         """
         self._last_words[last_word.key] = last_word
+        self._all_said.clear()
         end = last_word.incoming
         end.loop.call_later(end.lease_s, self.confirmed, last_word)
 
@@ -266,6 +275,23 @@ class Exchange:
         """Its producer knows, or has stopped waiting."""
         if self._last_words.get(last_word.key) is last_word:
             del self._last_words[last_word.key]
+            self._note_said()
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether a producer may not know what has landed here."""
+        return bool(self._settling or self._last_words)
+
+    async def all_said(self) -> None:
+        """Wait until every producer knows what has landed here, or has given up.
+
+        Cancel safety: safe, it only watches.
+        """
+        await self._all_said.wait()
+
+    def _note_said(self) -> None:
+        if not self.unsaid:
+            self._all_said.set()
 
     def closing(self, connection: Connection | None = None) -> None:
         """A connection, or the communicator, is closed gracefully.

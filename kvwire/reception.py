@@ -105,12 +105,13 @@ class Reception:
             communicator.recovery.taken_over(connection, resumes)
         else:
             communicator.exchange.reattach(connection)
-            self.inbound.put(connection)
+            if not communicator.closed:
+                self.inbound.put(connection)
 
     def _why_not(self, link: Link, backend: Backend) -> str:
         """Why a link is not even asked who it is; "" if it is."""
         remote = link.remote_address
-        if self._communicator.closed:
+        if self._communicator.links_ended:
             return "the communicator is closed"
         proves_nothing = self._communicator.identity.trust is TrustMode.LOOPBACK
         if remote is None or not proves_nothing or not crosses_hosts(backend):

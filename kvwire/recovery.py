@@ -41,7 +41,7 @@ class Recovery:
 
     def taken_over(self, connection: Connection, resumes: bytes) -> None:
         """A peer has come back, and says which connection it has lost."""
-        if not self._communicator.closed:
+        if not self._communicator.links_ended:
             self._run(self._take_over(connection, resumes))
 
     async def close(self) -> None:

@@ -260,3 +260,74 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
             pull_side.link.wake()  # type: ignore[attr-defined]
 
     virtual_time.run(main())
+
+
+# --- a consumer that closes -----------------------------------------------------------
+
+
+async def settled_unheard(w: World, push: bool) -> kvwire.Outgoing:
+    """A transfer that is complete for its consumer; the producer does not know yet."""
+    out, inc = begin(w, push)
+    await w.until(lambda: inc.planned and out.deliveries[0].planned)
+    w.freeze(w.push_side)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    return out
+
+
+@PUSH
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_consumer_that_closes_says_its_last_word_first(
+    push: bool, noticed: bool
+) -> None:
+    """The producer does not hold its blocks for a lease, nor call them missing."""
+
+    async def scenario(w: World) -> None:
+        out = await settled_unheard(w, push)
+        w.cut()
+        if noticed:
+            await w.turns_until(lambda: w.d.exchange._last_words)
+        await w.d.close()
+        assert out.done()
+        assert (await out).complete
+        assert out.is_drained
+        assert not w.d.exchange.unsaid
+        assert not w.p.live_connections
+
+    play(scenario, "inproc")
+
+
+@PUSH
+def test_nor_does_one_that_waits_for_its_producer_to_come_back(push: bool) -> None:
+    """It listens until it has been asked, also where others find it closed."""
+
+    async def scenario(w: World) -> None:
+        address = await w.d.listen("inproc://")
+        dialled, taken = await w.p.connect(address), await w.d.accept()
+        await w.pull_side.close()
+        w.pull_side, w.push_side = taken, dialled
+        out = await settled_unheard(w, push)
+        w.cut()
+        closing = w.d.loop.create_task(w.d.close())
+        await w.until(lambda: w.d.closed)
+        with pytest.raises(kvwire.ClosedOK):
+            await w.d.connect(w.address)
+        await closing
+        assert (await out).complete
+        with pytest.raises(kvwire.ConnectError):
+            await w.p.connect(address)
+
+    play(scenario, "inproc")
+
+
+def test_nor_is_a_close_held_up_by_a_producer_that_is_gone() -> None:
+    async def scenario(w: World) -> None:
+        await settled_unheard(w, push=False)
+        w.p.abort()
+        await w.p.close()
+        begun = w.d.loop.time()
+        await w.d.close()
+        assert w.d.loop.time() - begun < w.d.config.close_timeout_s + 3
+
+    play(scenario, "inproc")
