@@ -18,6 +18,7 @@ VERBS = ("send", "put", "get")
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("sides")
 def test_messages_measures_everything_once(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -17,6 +17,7 @@ from kvwire.cli.main import main
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 def test_everything_is_measured_and_written(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -42,6 +43,7 @@ def test_everything_is_measured_and_written(
         assert 0 < first["stalls"]["cpu_p999_s"] <= first["stalls"]["cpu_max_s"]
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_transport_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--transport", "pigeons", "--rounds", "1", "--round-mib", "1"]
     assert main(["bench", "cost", *arguments]) == 1

@@ -54,6 +54,7 @@ POOL = f"pool_bytes={POOL_BYTES}"
 LOCAL = ["transport=local", "loop=asyncio", POOL]
 
 
+@pytest.mark.usefixtures("sides")
 def test_everything_is_measured_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,17 +88,23 @@ def test_everything_is_measured_and_written(
     assert ET.parse(plot).getroot().tag.endswith("svg")
 
 
+@pytest.mark.usefixtures("sides")
 @pytest.mark.parametrize(
     "contender",
     [
         FragmentPair("tcp", "fragments", ["transport=tcp", "loop=asyncio", POOL]),
-        FragmentPair("arena", "fragments", [*LOCAL, "memory=arena"]),
         SoloContender("inproc", "inproc", ["transport=inproc", POOL]),
         SoloContender("memcpy", "memcpy", [POOL]),
     ],
     ids=lambda c: c.name,
 )
 def test_our_own_sides_do_every_work(contender: Contender) -> None:
+    assert len(does_every_work(contender)) == len(WORKS)
+
+
+@pytest.mark.slow
+def test_two_processes_move_fragments_in_arenas() -> None:
+    contender = FragmentPair("arena", "fragments", [*LOCAL, "memory=arena"])
     assert len(does_every_work(contender)) == len(WORKS)
 
 
@@ -297,6 +304,7 @@ def test_the_help_says_how_to_install_each_peer(
     assert "ucx_perftest: apt-get install ucx-utils" in printed
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_transport_that_cannot_run_is_named_with_its_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from kvwire.limits import MIB
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.usefixtures("sides")
 def test_everything_is_measured_and_written(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

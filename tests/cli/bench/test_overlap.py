@@ -97,10 +97,10 @@ def test_everything_is_measured_in_turns() -> None:
     assert checked == {(8, 1 << 20), (32, 1 << 20), (32, overlap.SHORT_LAYER_BYTES)}
 
 
-# --- real processes -------------------------------------------------------------------
+# --- real transfers -------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("sides")
 def test_a_small_real_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +120,7 @@ def test_a_small_real_run(
     assert ET.parse(plot).getroot().tag.endswith("svg")
 
 
+@pytest.mark.usefixtures("threads")
 def test_damaged_bytes_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with started("tcp", "asyncio") as pair:
         pair.check(2, BLOCK_BYTES)

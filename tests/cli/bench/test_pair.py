@@ -39,7 +39,12 @@ def side() -> Iterator[Side]:
 
 @pytest.mark.parametrize(
     ("role", "works"),
-    [("kvwire", [PING, *BULK]), ("streams", [PING]), ("sockets", BULK)],
+    [
+        ("kvwire", [PING, *BULK]),
+        # Both take part in `bench messages`, which is tested with threads as well.
+        pytest.param("streams", [PING], marks=pytest.mark.slow),
+        pytest.param("sockets", BULK, marks=pytest.mark.slow),
+    ],
 )
 def test_each_role_does_its_works(role: str, works: list[Work]) -> None:
     """Checked, then timed twice; what a round reports is plausible."""
@@ -62,6 +67,7 @@ def test_each_role_does_its_works(role: str, works: list[Work]) -> None:
         contender.stop()
 
 
+@pytest.mark.usefixtures("threads")
 def test_bytes_that_change_on_the_way_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +105,7 @@ def test_a_process_that_ends_is_an_error(side: Side) -> None:
 
 
 def test_a_process_that_is_stuck_is_an_error(
-    side: Side, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, side: Side
 ) -> None:
     side.call("listen")
     monkeypatch.setattr(pair, "ANSWER_TIMEOUT_S", 0.05)

@@ -15,6 +15,7 @@ from kvwire.cli.main import CALLED_WRONG, main
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.usefixtures("sides")
 def test_everything_is_measured_and_written(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -63,7 +63,9 @@ async def test_they_do_every_work(name: str, tmp_path: Path) -> None:
     await peer.start()
     try:
         for verb in (PUT, FIRST_PUT, FLUSHED_PUT, GET, ONE):
-            done = work(verb)
+            # An object for each block: few.
+            shape = "large" if name == "obstore" else "small"
+            done = work_of("any", verb, SHAPES[shape], 4 * MIB)
             checked = await peer.check(done)
             assert checked["sent"] == checked["arrived"]
             for _ in range(SETS + 1):

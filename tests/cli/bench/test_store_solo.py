@@ -77,6 +77,23 @@ async def test_memory_that_nobody_has_written_to_is_that_of_a_store_of_its_own()
         await solo.close()
 
 
+async def test_a_store_of_its_own_that_nobody_has_put_into_is_closed_too() -> None:
+    """A check is prepared like a round and puts elsewhere; then a round is prepared."""
+    solo = StoreSolo(MEMORY, "")
+    done = work(FIRST_PUT, MEMORY)
+    made = []
+    try:
+        for _ in range(2):
+            await solo.prepare(done)
+            made.append(solo._stocks[done.nbytes]._new)
+    finally:
+        await solo.close()
+    for new in made:
+        assert new is not None
+        with pytest.raises(kvwire.ClosedOK):
+            await new.match([b"1"])
+
+
 async def test_a_server_is_a_tier_too() -> None:
     server, solo = StoreServerSide(), StoreSolo(SERVER, "")
     done = work(GET, SERVER)

@@ -160,6 +160,7 @@ class Stock:
     async def prepare(self, work: StoreWork) -> None:
         """Get ready for a round: nothing is on its way, and the wanted cache empty."""
         if work.verb == FIRST_PUT:
+            await self._close_new()
             self._new = await kvwire.BlockStore.open([work.memory(1)])
         if self._directory:
             await self._store.flush()
@@ -244,8 +245,14 @@ class Stock:
             raise RuntimeError("what was got are not the bytes that were put")
 
     async def close(self) -> None:
-        """Close the store."""
+        """Close the store, and the one that was made for a put."""
+        await self._close_new()
         await self._store.close()
+
+    async def _close_new(self) -> None:
+        new, self._new = self._new, None
+        if new is not None:
+            await new.close()
 
     def _read_blocks(self) -> int:
         """Blocks that have come from the lowest tier."""

@@ -1,0 +1,84 @@
+"""The two sides of a benchmark as threads of this process: what they do, in a second.
+
+What a process adds, tests of :mod:`kvwire.cli.bench.pair` show, and those marked slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import uvloop
+
+from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, Side
+from kvwire.cli.bench.sides.__main__ import HALVES, Role, answer
+
+_LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+class ThreadSide(Side):
+    """A side on a loop of its own; see Side."""
+
+    def __init__(
+        self,
+        role: str,
+        options: Sequence[str] = (),
+        *,
+        program: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        quiet: bool = False,
+    ) -> None:
+        assert program is None, "a peer is a program of its own"
+        assert not quiet, "nothing is written to a standard error"
+        # Undone by the fixture; all sides of one test get the same.
+        os.environ.update(environment or {})
+        self.role = role
+        self._options = dict(option.split("=", 1) for option in options)
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._asked: asyncio.Queue[bytes] = asyncio.Queue()
+        self._stopped = asyncio.Event()
+        self._loop = _LOOPS[self._options.get("loop", "asyncio")]()
+        self._thread = threading.Thread(target=self._run, name=f"side {role}")
+        self._thread.start()
+
+    def ask(self, name: str, **arguments: Any) -> None:
+        line = json.dumps({"call": name, "arguments": arguments}).encode()
+        self._loop.call_soon_threadsafe(self._asked.put_nowait, line)
+
+    def pause(self) -> None:
+        raise AssertionError("only a peer is stopped")
+
+    resume = pause
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    def _line(self) -> bytes:
+        return self._answers.get(timeout=ANSWER_TIMEOUT_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._obey())
+
+    async def _obey(self) -> None:
+        half = HALVES[self.role](self._options)
+        obeying = asyncio.create_task(self._answer_all(half))
+        await self._stopped.wait()
+        # It may wait for somebody who will never come; a process is killed then.
+        obeying.cancel()
+        await asyncio.wait([obeying])
+        await half.close()
+
+    async def _answer_all(self, half: Role) -> None:
+        while True:
+            line = await self._asked.get()
+            self._answers.put(json.dumps(await answer(half, line)).encode())
