@@ -22,7 +22,7 @@ from kvwire.after import Afters, Failure
 from kvwire.claims import Claims
 from kvwire.devices import Devices
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import UNNAMED, Ids
+from kvwire.kv.blocks import UNNAMED, Ids, among
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
 
@@ -62,7 +62,7 @@ class _Group:
                 f"extend: {ids.size} more blocks of group {group!r}; {self.named} of "
                 f"{self.ids.size} are named already"
             )
-        twice = ids[np.isin(ids, self.ids[: self.named])]
+        twice = ids[among(ids, self.ids[: self.named])]
         if twice.size:
             raise UsageError(
                 f"extend: block {int(twice[0])} of group {group!r} was named before"

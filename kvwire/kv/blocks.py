@@ -154,16 +154,26 @@ _Block = TypeVar("_Block")
 Number = TypeVar("Number", bound=np.generic)
 
 
-def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """Each value once, in order. ``np.unique`` would import a package of NumPy's first.
+# NumPy has both, but there the first call imports a package, `numpy.ma`. That stops an
+# event loop for 50 ms, and fails in a process that may not read files any more.
 
-    That stops an event loop for 50 ms, and fails in a process that may not read files
-    any more.
-    """
+
+def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
+    """Each value once, in order, as ``np.unique``."""
     ordered = np.sort(values)
     first = np.ones(ordered.size, np.bool_)
     first[1:] = ordered[1:] != ordered[:-1]
     return ordered[first]
+
+
+def among(values: npt.NDArray[Number], others: npt.NDArray[Number]) -> Bits:
+    """Which values are among others, as ``np.isin``."""
+    if not others.size:
+        return np.zeros(values.size, np.bool_)
+    ordered = np.sort(others)
+    at = np.searchsorted(ordered, values)
+    found: Bits = ordered.take(at, mode="clip") == values
+    return found
 
 
 def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Bits, Blocks, BlockSet, Ids
+from kvwire.kv.blocks import Bits, Blocks, BlockSet, Ids, among
 from kvwire.kv.geometry import Tokens, describe
 from kvwire.kv.landed import Landed
 from kvwire.kv.missing import Codes, MissingBlocks, MissingOfGroup, join_missing
@@ -182,7 +182,7 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
         _require_same_lists(first, outcome)
     missing = join_missing([outcome.missing for outcome in outcomes])
     landed = {
-        group: ids[~np.isin(ids, missing.ids(group))]
+        group: ids[~among(ids, missing.ids(group))]
         for group, ids in first.lists.items()
     }
     phases = {

@@ -39,6 +39,7 @@ from kvwire.kv.blocks import (
     Bits,
     Blocks,
     Ids,
+    among,
     block_lists,
     distinct,
 )
@@ -293,7 +294,7 @@ class _Blocks(Generic[Id]):
         listed, size = end.lists[name], self._block_tokens[name]
         tokens = np.full(listed.size, size)
         tokens[-1:] -= listed.size * size - end.tokens[name]
-        landed = ~np.isin(listed, end.missing.ids(name))
+        landed = ~among(listed, end.missing.ids(name))
         at, known = self._find(name, listed[landed])
         valid = self._valid[name]
         valid[at] = np.maximum(valid[at], tokens[landed][known])
@@ -301,7 +302,7 @@ class _Blocks(Generic[Id]):
     def _find(self, name: str, ids: Ids) -> tuple[Ids, Bits]:
         """Where those that some request names are, and which of ``ids`` they are."""
         table = self._ids[name]
-        known: Bits = np.isin(ids, table)
+        known: Bits = among(ids, table)
         return np.searchsorted(table, ids[known]), known
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, among
 from kvwire.kv.outcome import Outcome
 from kvwire.store.index import Keys, as_keys, once
 from kvwire.store.share import Share
@@ -102,7 +102,7 @@ class Get(Work):
         tier = self.tiers.below[number]
         read = await self._read(share, asked[found], orders[found], tier)
         self._next[share][read[1]] = number + 1
-        done[np.isin(positions, read[0])] = True
+        done[among(positions, read[0])] = True
         return done
 
     async def _read(

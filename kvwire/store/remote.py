@@ -18,7 +18,7 @@ import numpy as np
 import kvwire
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Ids, among
 from kvwire.limits import (
     STORE_KEYS_MAX,
     STORE_REQUEST_BYTES_MAX,
@@ -252,7 +252,7 @@ class RemoteTier(Tier):
         )
         async with up.moving(incoming, images):
             outcome = await incoming
-        here = np.isin(images.ids, outcome.landed.ids(space.group))
+        here = among(images.ids, outcome.landed.ids(space.group))
         fates[coming[~here]] = Fate.FAILED
         if not here.all():
             self.trouble = "; ".join(outcome.missing.reasons)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvwire.errors import ConnectionClosed, KVWireError, UsageError
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, among
 from kvwire.kv.outcome import Outcome
 from kvwire.limits import (
     NAME_CHARS_MAX,
@@ -278,7 +278,7 @@ def _hashes(request: Moving) -> Keys:
 
 def _landed(outcome: Outcome, space: Space, ids: Ids) -> Bits:
     """Which blocks landed, by their position in the list."""
-    return np.isin(ids, outcome.landed.ids(space.group))
+    return among(ids, outcome.landed.ids(space.group))
 
 
 def _lost(got: Outcome, space: Space) -> Fates:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvwire import limits
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import BlockSet, block_lists, distinct
+from kvwire.kv.blocks import BlockSet, among, block_lists, distinct
 from tests.support.depth import examples
 
 ONE = {"kv": 10}
@@ -111,6 +111,14 @@ def test_a_block_set_is_a_set(
 @given(st.lists(st.integers(-5, 5)))
 def test_distinct_values_are_those_of_a_set(values: list[int]) -> None:
     assert distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
+
+
+@given(st.lists(st.integers(-5, 5)), st.lists(st.integers(-5, 5)))
+def test_values_among_others_are_those_of_a_set(
+    values: list[int], others: list[int]
+) -> None:
+    found = among(np.array(values, np.int64), np.array(others, np.int64))
+    assert found.tolist() == [value in set(others) for value in values]
 
 
 def test_positions_and_ids() -> None:

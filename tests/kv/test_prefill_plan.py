@@ -74,8 +74,9 @@ def plan(*requests: PrefillRequest[str], **outcomes: Outcome) -> PrefillPlan[str
 
 
 def test_the_first_plan_waits_for_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``np.unique`` imports numpy.ma at its first call: 50 ms of an event loop."""
+    """These two import numpy.ma at their first call: 50 ms of an event loop."""
     monkeypatch.delattr(np, "unique")
+    monkeypatch.delattr(np, "isin")
     end = outcome([4, 5, 6], {5})
     plan = plan_prefill([request("a", [4, 5, 6])], {"a": end})
     assert [(part.start, part.stop) for part in plan.prefill["a"]] == [(4, 12)]
