@@ -148,7 +148,7 @@ TABLE = (
     Layer(
         covers=("kvwire.cli.demo",),
         kvwire={
-            *(*_PUBLIC, "kvwire.integrations"),
+            *(*_PUBLIC, "kvwire.cli.plot", "kvwire.integrations"),
             *("kvwire.testing.proxy", "kvwire.testing.toxics"),
         },
         others={

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +16,12 @@ from rich.console import Console
 from kvwire import UsageError
 from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
 from kvwire.cli.demo.llama import CONTEXT, blocks_for
+from kvwire.cli.demo.picture import draw
 from kvwire.cli.demo.progress import Bars
 from kvwire.cli.demo.report import print_report, summary
 from kvwire.cli.demo.run import Request, run
 from kvwire.cli.demo.trace import trace
+from kvwire.cli.plot import Plot, save
 from kvwire.extras import install_command
 
 # Which request loses blocks: with one only, that one.
@@ -38,7 +40,7 @@ def command(
     torch: Flag = False,
     wire_gbit: Gigabits = None,
     json: Flag = False,
-    plot: Path | None = None,
+    plot: Plot = None,
     trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
 ) -> int:
     """Prefill in one process, decode in another, KV layer by layer between them.
@@ -56,8 +58,7 @@ def command(
         torch: Compute with torch and transformers instead of NumPy.
         wire_gbit: As over a wire of so many gigabits a second.
         json: Print figures as JSON.
-        plot: Draw when each layer was computed and moved into this file; needs
-            matplotlib.
+        plot: Draw when each layer was computed and moved into this file.
         trace_file: Write the same as a trace for https://ui.perfetto.dev.
     """
     if prompt + new > CONTEXT:
@@ -65,8 +66,10 @@ def command(
             f"--prompt {prompt} --new {new}: both together are at most {CONTEXT} "
             "tokens; the model has never seen more"
         )
-    _require("--torch", "demo", ("torch", "transformers") if torch else ())
-    _require("--plot", "plot", ("matplotlib",) if plot else ())
+    if torch and not (find_spec("torch") and find_spec("transformers")):
+        raise UsageError(
+            f"--torch needs torch and transformers: {install_command('demo')}"
+        )
     library = "torch" if torch else "numpy"
     screen = Console(stderr=json)
     console = Console(stderr=json, width=min(80, screen.width))
@@ -82,12 +85,12 @@ def command(
         prompts = {request.name: request.tokens for request in asked}
         print_report(console, records, prompts, tokenizer.decode)
     if plot:
-        # Needs matplotlib.
-        from kvwire.cli.demo.picture import save  # noqa: PLC0415
-
-        save(records, plot)
+        save(draw(records), plot)
     if trace_file:
-        trace_file.write_bytes(msgspec.json.encode(trace(records)))
+        try:
+            trace_file.write_bytes(msgspec.json.encode(trace(records)))
+        except OSError as exc:
+            raise UsageError(f"{trace_file}: {exc.strerror}") from None
     faults = [fault for record in records for fault in record.faults()]
     for fault in faults:
         print(fault, file=sys.stderr)
@@ -104,12 +107,3 @@ def _requests(tokenizer: Tokenizer, count: int, prompt: int, new: int) -> list[R
         lose = (third, 2 * third) if unlucky else (0, 0)
         requests.append(Request(name, tokens, new, lose))
     return requests
-
-
-def _require(option: str, extra: str, modules: tuple[str, ...]) -> None:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{option} needs {' and '.join(missing)}, which is not installed here: "
-            f"{install_command(extra)}"
-        )

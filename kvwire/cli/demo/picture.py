@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Final
 
 from kvwire.cli.demo.record import Record
 from kvwire.cli.demo.report import title
+from kvwire.cli.plot import add_legend, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS: Final = {"compute": "#4c78a8", "transfer": "#f58518", "recompute": "#b279a2"}
 _LABELS: Final = {
@@ -25,21 +24,16 @@ _NOTE: Final = (
 )
 
 
-def save(records: Sequence[Record], path: Path) -> None:
-    """Draw all requests in the order they were prefilled; the suffix is the format."""
+def draw(records: Sequence[Record]) -> Figure:
+    """Draw all requests in the order they were prefilled."""
     ordered = sorted(records, key=lambda record: record.began)
-    height = 0.9 + 2.0 * len(ordered)
-    # The same run gives the same file: no date, and no random names inside.
-    with mpl.rc_context({"svg.hashsalt": "kvwire", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9.6, height), layout="constrained")
-        panels = figure.subplots(len(ordered), sharex=True, squeeze=False)[:, 0]
-        for record, axes in zip(ordered, panels, strict=True):
-            _panel(axes, record)
-        panels[-1].set_xlabel(f"ms since the request's prefill began. {_NOTE}")
-        patches = [Patch(color=COLORS[kind], label=_LABELS[kind]) for kind in COLORS]
-        figure.legend(handles=patches, loc="outside upper left", ncols=3, frameon=False)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata)
+    figure = new_figure(9.6, 0.9 + 2.0 * len(ordered))
+    panels = figure.subplots(len(ordered), sharex=True, squeeze=False)[:, 0]
+    for record, axes in zip(ordered, panels, strict=True):
+        _panel(axes, record)
+    panels[-1].set_xlabel(f"ms since the request's prefill began. {_NOTE}")
+    add_legend(figure, {_LABELS[kind]: color for kind, color in COLORS.items()})
+    return figure
 
 
 def _panel(axes: Axes, record: Record) -> None:

@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from kvwire.cli.demo.lines import Arrived, LayerSpan, Prefilled, Recomputed, Token
-from kvwire.cli.demo.picture import save
+from kvwire.cli.demo.picture import draw
 from kvwire.cli.demo.record import Record
 from kvwire.cli.demo.report import print_report, summary
 from kvwire.cli.demo.timeline import timeline
 from kvwire.cli.demo.trace import DECODE, PREFILL, trace
+from kvwire.cli.plot import save
 
 LAYERS = 4
 SVG = "{http://www.w3.org/2000/svg}"
@@ -121,7 +122,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """Two of the same. For the module, since matplotlib keeps its fonts open."""
     files = [tmp_path_factory.mktemp("pictures") / f"{name}.svg" for name in "ab"]
     for file in files:
-        save([broken(), whole()], file)
+        save(draw([broken(), whole()]), file)
     return [file.read_bytes() for file in files]
 
 
