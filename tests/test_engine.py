@@ -97,6 +97,7 @@ def test_layer_by_layer(scheme: str, verb: str) -> None:
     assert "over" in repr(out)
 
 
+@pytest.mark.slow
 def test_marks_from_several_threads_while_the_loop_is_busy() -> None:
     """Every mark counts once, whoever makes it; the last one need not come last."""
     with engines() as e, ThreadPoolExecutor(LAYERS + 1) as pool:

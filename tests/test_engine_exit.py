@@ -14,6 +14,8 @@ import textwrap
 
 import pytest
 
+from tests.support.depth import parameters
+
 # Two interpreters start within it, also on a busy machine.
 TIMEOUT_S = 15
 BEGIN = """
@@ -58,6 +60,7 @@ def test_exit_without_close() -> None:
     assert out == "last line\n"
 
 
+@pytest.mark.slow
 def test_exit_of_the_interpreter_ends_connections_properly() -> None:
     """The peer learns that it was meant, and not that a process died."""
     out = _run(
@@ -101,7 +104,9 @@ def test_exit_while_threads_wait() -> None:
     assert out == "last line\n"
 
 
-@pytest.mark.parametrize("state", ["runs", "main waits", "closing", "closed"])
+@pytest.mark.parametrize(
+    "state", parameters(["runs", "main waits", "closing", "closed"], every=4)
+)
 def test_exit_by_a_signal(state: str) -> None:
     """SIGINT in the middle of each state: the process ends, as Python ends by it."""
     program = {
@@ -133,6 +138,7 @@ def test_exit_by_a_signal(state: str) -> None:
     assert "Fatal" not in said
 
 
+@pytest.mark.slow
 def test_exit_by_an_exception() -> None:
     """The exception is what the user sees, and the status is its."""
     program = BEGIN + "raise SystemExit(3)"

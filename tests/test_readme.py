@@ -97,9 +97,15 @@ _PYTHON = [block for block in _BLOCKS if block.language == "python"]
 _READERS = {k: v for k, v in os.environ.items() if not k.startswith("KVWIRE_")}
 
 
+def _program(block: Block) -> pytest.ParameterSet:
+    """README and tutorials are what everybody runs; the others are for test-all."""
+    common = block.place.startswith(("README.md", "docs/tutorial/"))
+    return pytest.param(block, marks=() if common else pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "program",
-    [block for block in _PYTHON if not block.fragment],
+    [_program(block) for block in _PYTHON if not block.fragment],
     ids=lambda block: block.place,
 )
 def test_a_program_runs_as_pasted(program: Block, tmp_path: Path) -> None:

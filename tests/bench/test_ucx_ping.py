@@ -3,12 +3,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.backends.kvwire_ucx.support import needs_ucx
 from tests.bench.ucx_ping import WIRES
 
 pytestmark = needs_ucx
 
 
+@pytest.mark.slow
 def test_every_way_is_measured() -> None:
     """In a process of its own: it forks, and this one may have used UCX."""
     done = subprocess.run(

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.depth import parameters
 from tests.support.tree import ROOT
 from toy_model import ToyModel, text_of, tokens_of
 
@@ -44,7 +45,9 @@ def run_example(name: str, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["prefill_decode_pull.py", "prefill_decode_push.py"])
+@pytest.mark.parametrize(
+    "name", parameters(["prefill_decode_pull.py", "prefill_decode_push.py"], every=2)
+)
 def test_decode_says_what_one_process_says(name: str, tmp_path: Path) -> None:
     """The example asserts it too; here the words are seen to be no blanks."""
     said = re.search(r"decode says '([^']*)', as one", run_example(name, tmp_path))
@@ -52,6 +55,7 @@ def test_decode_says_what_one_process_says(name: str, tmp_path: Path) -> None:
     assert len(set(said[1])) > 5
 
 
+@pytest.mark.slow
 def test_chunks_that_were_never_computed_are_what_decode_computes(
     tmp_path: Path,
 ) -> None:

@@ -21,6 +21,7 @@ from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Cut, Direction, Ending
 from tests.fault.child import child
 from tests.support.child import Child
+from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
 
 INTERVAL_S, MISSES = 0.2, 3
@@ -59,7 +60,7 @@ async def under_way(there: Child, what: str) -> list[Request[int]]:
 # --- R12: a killed process ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["idle", "sending"])
+@pytest.mark.parametrize("what", parameters(["sending", "idle"], every=2))
 async def test_a_killed_peer_is_known_at_once(comm: Communicator, what: str) -> None:
     async with child(comm) as there:
         requests: list[Request[Any]] = [*await under_way(there, what)]
@@ -81,7 +82,7 @@ async def test_a_killed_peer_is_known_at_once(comm: Communicator, what: str) -> 
 
 
 @one_loop
-@pytest.mark.parametrize("what", ["idle", "sending"])
+@pytest.mark.parametrize("what", parameters(["sending", "idle"], every=2))
 async def test_a_stopped_peer_is_given_up(comm: Communicator, what: str) -> None:
     async with child(comm) as there:
         requests = await under_way(there, what)
@@ -135,7 +136,7 @@ async def expect_alive(there: Child) -> None:
 
 
 @one_loop
-@pytest.mark.parametrize("what", ["idle", "sending"])
+@pytest.mark.parametrize("what", parameters(["sending", "idle"], every=2))
 async def test_our_own_stall_is_forgiven(comm: Communicator, what: str) -> None:
     """A loop that a GPU synchronisation holds up for longer than peers may be silent.
 

@@ -14,7 +14,7 @@ from tests.support.depth import parameters
 BUGS = (*memory.BUGS, *access.BUGS, *progress.BUGS, *lanes.BUGS)
 
 
-@pytest.mark.parametrize("bug", parameters(BUGS, every=8), ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", parameters(BUGS, every=20), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Planted) -> None:
     with planted(bug) as other:
         results = map(other.run_seed, range(bug.seeds))

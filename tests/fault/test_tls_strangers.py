@@ -147,6 +147,7 @@ async def test_nonsense_costs_its_own_connection(
 # --- stalled --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_thousand_that_stall_do_not_stop_an_honest_one(
     authority: Authority,
 ) -> None:
@@ -226,6 +227,7 @@ async def test_a_stranger_pins_little_memory(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm is Linux's")
 @pytest.mark.asyncio(loop_factories=["asyncio"])
+@pytest.mark.slow
 async def test_handshakes_that_fail_leave_nothing(authority: Authority) -> None:
     asyncio.get_running_loop().set_debug(False)
     hello = client_hello()

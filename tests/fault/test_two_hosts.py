@@ -167,6 +167,7 @@ async def test_a_cut_is_known_and_the_next_connection_works(
         assert await right.do("get") == "equal"
 
 
+@pytest.mark.slow
 async def test_a_cut_during_a_transfer_fails_it(wire: Wire, tmp_path: Path) -> None:
     """And not the next one, over another connection."""
     write_key_file(tmp_path / "key")

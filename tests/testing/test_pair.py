@@ -46,6 +46,7 @@ def test_own_identities_and_handshakes() -> None:
     assert named.server.core.agreement.peer.name == "three"
 
 
+@pytest.mark.slow
 def test_time_passes_when_it_is_told_to() -> None:
     """Pings keep a quiet pair alive for a day; a lost end is noticed in 6.5 s."""
     pair = ConnectionPair()

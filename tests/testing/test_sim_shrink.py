@@ -82,6 +82,7 @@ def test_failures_beyond_the_third_are_named_only(
     assert "\nand: " in told
 
 
+@pytest.mark.slow
 def test_seeds_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module("kvwire.testing.sim.__main__").main
     assert main(["--seeds", "60", "--jobs", "2"]) == 0
