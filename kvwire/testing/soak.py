@@ -1,15 +1,19 @@
 """A soak: KV transfers under connection drops, every byte checked.
 
     python -m kvwire.testing.soak --gib 10 [--seed 0] [--drop-s 0.5] [--psk]
+        [--transport tcp|local|ucx] [--processes]
 
-Two communicators in one process move blocks over TCP, in both directions of asking,
-with prefill in one piece and in chunks, aborts, partial commits and connections that
-are cut at random moments. Each 64-byte line of the producer's blocks is stamped with
-(transfer, layer, block, generation, line), so a byte that is misplaced, mixed or stale
-is told apart from one that is missing. A block of the consumer is poisoned when its
-transfer has drained, and the poison has to be there still when the block is used again:
-a late write shows, whenever it comes. A producer that reports a whole transfer of which
-its consumer has a part has made a *false report*.
+Two communicators in one process move blocks, in both directions of asking, with prefill
+in one piece and in chunks, aborts, partial commits and connections that are cut at
+random moments. Each 64-byte line of the producer's blocks is stamped with (transfer,
+layer, block, generation, line), so a byte that is misplaced, mixed or stale is told
+apart from one that is missing. A block of the consumer is poisoned when its transfer
+has drained, and the poison has to be there still when the block is used again: a late
+write shows, whenever it comes. A producer that reports a whole transfer of which its
+consumer has a part has made a *false report*.
+
+With ``--processes`` the two sides are processes that are stopped, continued and killed
+as well: :mod:`kvwire.testing.soak_processes`.
 """
 
 from __future__ import annotations
@@ -92,6 +96,20 @@ class StampedCache:
             block = blocks[position]
             self.words[layer][block] = self.stamp(transfer, layer, position, generation)
 
+    def check(
+        self, transfer: int, blocks: list[int], outcome: kvwire.Outcome, tally: Tally
+    ) -> None:
+        """Compare the blocks that have landed with their stamps."""
+        landed = set(outcome.landed.ids().tolist())
+        for position, block in enumerate(blocks):
+            if block not in landed:
+                continue
+            for layer, words in enumerate(self.words):
+                expected = self.stamp(transfer, layer, position, transfer)
+                wrong = int(np.count_nonzero(words[block] != expected)) * 8
+                tally.wrong_bytes += wrong
+                tally.nbytes += expected.nbytes
+
     def poison(self, blocks: list[int]) -> None:
         """Mark blocks as free."""
         for words in self.words:
@@ -124,10 +142,17 @@ class Soak:
     """Moves stamped blocks until enough bytes have landed."""
 
     def __init__(
-        self, *, seed: int, goal_bytes: int, drop_s: float, psk_file: str = ""
+        self,
+        *,
+        seed: int,
+        goal_bytes: int,
+        drop_s: float,
+        psk_file: str = "",
+        transport: str = "tcp",
     ) -> None:
         self.tally = Tally()
         self._psk_file = psk_file
+        self._transport = transport
         self._random = random.Random(seed)  # noqa: S311 - a schedule, no secret
         self._goal_bytes = goal_bytes
         self._drop_s = drop_s
@@ -156,7 +181,7 @@ class Soak:
             kvwire.open(config, name="soak-c") as c,
         ):
             address = await p.listen("127.0.0.1:0")
-            conn = await c.connect(address)
+            conn = await c.connect(address, transport=self._transport)
             dropper = asyncio.create_task(self._drop(p, c))
             try:
                 while self.tally.nbytes < self._goal_bytes and not self.tally.failed:
@@ -181,8 +206,8 @@ class Soak:
     ) -> None:
         self._number += 1
         number, count = self._number, self._random.randint(1, BLOCKS_EACH_MAX)
-        source = _take(self._free_out, count, self._random)
-        target = _take(self._free_in, count, self._random)
+        source = take_blocks(self._free_out, count, self._random)
+        target = take_blocks(self._free_in, count, self._random)
         self.tally.late_bytes += self._consumer.poisoned(target)
         try:
             if self._random.random() < 0.5:
@@ -252,15 +277,7 @@ class Soak:
         """Compare what landed with what was sent, and with what the producer says."""
         self.tally.false_reports += claimed.complete and not outcome.complete
         self.tally.counts["complete" if outcome.complete else "partial"] += 1
-        landed = set(outcome.landed.ids().tolist())
-        for position, block in enumerate(target):
-            if block not in landed:
-                continue
-            for layer, words in enumerate(self._consumer.words):
-                expected = self._consumer.stamp(number, layer, position, number)
-                wrong = int(np.count_nonzero(words[block] != expected)) * 8
-                self.tally.wrong_bytes += wrong
-                self.tally.nbytes += expected.nbytes
+        self._consumer.check(number, target, outcome, self.tally)
 
     async def _drop(self, p: kvwire.Communicator, c: kvwire.Communicator) -> None:
         """Cut connections, at either end, at random moments."""
@@ -281,8 +298,8 @@ class Soak:
         while conn.closed:
             await conn.wait_closed()
             try:
-                conn = await c.connect(address)
-            except kvwire.ConnectionClosed:
+                conn = await c.connect(address, transport=self._transport)
+            except (kvwire.ConnectionClosed, kvwire.BackendUnavailable):
                 self.tally.counts["cut while connecting"] += 1
         return conn
 
@@ -302,7 +319,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--psk", action="store_true", help="prove a key and seal control frames"
     )
+    parser.add_argument("--transport", choices=("tcp", "local", "ucx"), default="tcp")
+    parser.add_argument(
+        "--processes",
+        action="store_true",
+        help="two processes, which are stopped and killed too",
+    )
     given = parser.parse_args(arguments)
+    if given.processes and given.psk:
+        parser.error("--psk is for one process; leave out --processes")
     with tempfile.TemporaryDirectory() as folder:
         psk_file = ""
         if given.psk:
@@ -314,12 +339,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace, psk_file: str) -> Tally:
     console = Console()
-    soak = Soak(
-        seed=given.seed,
-        goal_bytes=int(given.gib * GIB),
-        drop_s=given.drop_s,
-        psk_file=psk_file,
-    )
+    soak: Soak | ProcessSoak
+    if given.processes:
+        from kvwire.testing.soak_processes import ProcessSoak  # noqa: PLC0415 - a cycle
+
+        soak = ProcessSoak(
+            seed=given.seed,
+            goal_bytes=int(given.gib * GIB),
+            fault_s=given.drop_s,
+            transport=given.transport,
+        )
+    else:
+        soak = Soak(
+            seed=given.seed,
+            goal_bytes=int(given.gib * GIB),
+            drop_s=given.drop_s,
+            psk_file=psk_file,
+            transport=given.transport,
+        )
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -337,7 +374,8 @@ def _run(given: argparse.Namespace, psk_file: str) -> Tally:
     return tally
 
 
-def _take(free: list[int], count: int, source: random.Random) -> list[int]:
+def take_blocks(free: list[int], count: int, source: random.Random) -> list[int]:
+    """Take some of the free blocks, whichever."""
     source.shuffle(free)
     taken, free[:] = free[:count], free[count:]
     return taken
