@@ -61,8 +61,20 @@ def availability(name: str) -> Availability:
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
-    """Every offer, by name; one for each distribution, however it is installed."""
-    return _installed(tuple(sys.path))
+    """Every offer, by name; one for each distribution, however it is installed.
+
+    Raises:
+        BackendUnavailable: What is installed cannot be read.
+    """
+    try:
+        found = _installed(tuple(sys.path))
+    except OSError as exc:
+        raise BackendUnavailable(f"installed packages cannot be read: {exc}") from exc
+    if not found:
+        # Without a descriptor a folder looks empty, and would be remembered as that.
+        _installed.cache_clear()
+        metadata.MetadataPathFinder().invalidate_caches()
+    return found
 
 
 @lru_cache(maxsize=1)
