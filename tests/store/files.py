@@ -44,11 +44,11 @@ class Scripted(File):
         self._ask("allocate", None, offset)
         super().allocate(offset, nbytes)
 
-    def tear(self, window: tuple[int, int], offset: int) -> None:
+    def tear(self, window: tuple[int, int], offset: int) -> int:
         """Write half of the first iovec: what a call leaves that is cut off."""
         address, length = (ctypes.c_uint64 * 2).from_address(window[0])
         half = (ctypes.c_char * max(1, length // 2)).from_address(address)
-        os.pwrite(self._fd, half, offset)
+        return os.pwrite(self._fd, half, offset)
 
     def _ask(self, call: str, window: tuple[int, int] | None, offset: int) -> None:
         type(self).hook(call, self, window, offset)

@@ -1,0 +1,90 @@
+"""Blocks of which every byte says whose it is, in caches of several sizes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire import KVSpec, PagedCache
+from kvwire.store.space import Space
+
+Words = npt.NDArray[np.uint64]
+
+# One page, one page and a bit, two pages, three.
+HEAD_DIMS = (256, 296, 512, 768)
+_TOKENS = 8
+_ODD = 0x9E37_79B9_7F4A_7C15
+
+
+class Block(NamedTuple):
+    """One block of the model: which kind of cache it is of, and which one it is."""
+
+    kind: int
+    number: int
+
+    @property
+    def hash(self) -> bytes:
+        """The name it is put under."""
+        return hashlib.sha256(repr(tuple(self)).encode()).digest()
+
+    @property
+    def key(self) -> bytes:
+        """Its key in a tier."""
+        return space_of_kind(self.kind).digest + self.hash
+
+
+def spec_of(kind: int) -> KVSpec:
+    """The spec of one kind of blocks."""
+    return KVSpec(
+        layers=1,
+        kv_heads=1,
+        head_dim=HEAD_DIMS[kind],
+        block_tokens=_TOKENS,
+        dtype="uint8",
+        fingerprint=f"kind {kind}",
+    )
+
+
+@cache
+def space_of_kind(kind: int) -> Space:
+    """The space of one kind of blocks."""
+    return Space("kv", spec_of(kind))
+
+
+@dataclass
+class Cache:
+    """A cache of one kind, seen as a row of words for each block."""
+
+    kind: int
+    rows: Words
+
+    @classmethod
+    def empty(cls, kind: int, blocks: int) -> Cache:
+        """A cache of zeros."""
+        return cls(kind, np.zeros((blocks, spec_of(kind).block_bytes // 8), np.uint64))
+
+    @classmethod
+    def of(cls, kind: int, blocks: Iterable[Block]) -> Cache:
+        """A cache that holds some blocks, in this order."""
+        numbers = np.array([block.number for block in blocks], np.uint64)
+        return cls(kind, contents(kind, numbers))
+
+    @property
+    def paged(self) -> PagedCache:
+        """It, as kvwire sees it."""
+        shape = (len(self.rows), 2, _TOKENS, 1, HEAD_DIMS[self.kind])
+        return PagedCache(spec_of(self.kind), [self.rows.view(np.uint8).reshape(shape)])
+
+
+def contents(kind: int, numbers: Words) -> Words:
+    """What the blocks of some numbers hold: no word is in two of them, or twice."""
+    words = np.arange(spec_of(kind).block_bytes // 8, dtype=np.uint64)
+    stamps = numbers[:, None] * np.uint64(1 << 20) + words + np.uint64(kind << 56)
+    mixed: Words = stamps * np.uint64(_ODD)
+    return mixed

@@ -1,0 +1,190 @@
+"""A store on a disk that is open, and a shadow of what has to be in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvwire.store.address import TierAddress
+from kvwire.store.disk import DiskTier
+from kvwire.store.index import as_keys
+from kvwire.store.space import ABSENT
+from kvwire.store.store import BlockStore
+from tests.store.files import store_on
+from tests.store.model.faults import PointedFile
+from tests.store.model.kinds import Block, Cache, contents, space_of_kind
+
+
+class Wrong(AssertionError):
+    """The store has broken a promise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How large a store's tiers are, and what is put into them.
+
+    Attributes:
+        memory: The size of the memory tier, as in its address.
+        disk: What stands behind ``disk:DIRECTORY?``.
+        kinds: The kinds of blocks.
+        numbers: How many blocks there are of each kind.
+        batch: The most blocks of a put.
+        puts: The most puts between two restarts.
+        evicts: Whether there are more blocks than room.
+    """
+
+    memory: str
+    disk: str
+    kinds: tuple[int, ...]
+    numbers: int
+    batch: int
+    puts: int
+    evicts: bool = True
+
+
+@dataclass
+class Shadow:
+    """What has to be found.
+
+    Attributes:
+        sure: Blocks that were acknowledged, and that nobody has evicted since.
+        tried: Blocks that were put at all.
+    """
+
+    sure: set[Block] = field(default_factory=set)
+    tried: set[Block] = field(default_factory=set)
+
+
+class Life:
+    """One store from its opening to its end, with every answer checked."""
+
+    def __init__(self, directory: Path, room: Room, shadow: Shadow) -> None:
+        self.directory = directory
+        self.room = room
+        self.shadow = shadow
+        self._tier: DiskTier | None = None
+        self._store: BlockStore | None = None
+
+    async def open(self) -> None:
+        """Open the store.
+
+        Raises:
+            UsageError: It cannot be opened.
+        """
+        address = TierAddress.parse(f"disk:{self.directory}?{self.room.disk}")
+        self._tier = None
+        self._tier = await DiskTier.open(address, file_type=PointedFile)
+        self._store = store_on(self._tier, memory=f"memory:{self.room.memory}")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is between its opening and its end."""
+        return self._store is not None
+
+    async def close(self) -> None:
+        """Close the store in order, if it is open."""
+        if self._store is None:
+            return
+        before, evicted = set(self.shadow.sure), self._evicted
+        store, self._store = self._store, None
+        await store.close()
+        # What memory still had was written to the disk, in the place of something.
+        self._check_present(before, evicted)
+
+    async def put(self, blocks: Sequence[Block]) -> list[Block]:
+        """Put blocks of one kind; those that were not acknowledged."""
+        kind, cache = blocks[0].kind, Cache.of(blocks[0].kind, blocks)
+        before, evicted = set(self.shadow.sure), self._evicted
+        self.shadow.tried.update(blocks)
+        hashes, ids = [block.hash for block in blocks], list(range(len(blocks)))
+        assert self._store is not None
+        outcome = await self._store.put(hashes, cache.paged, ids)
+        if not np.array_equal(cache.rows, Cache.of(kind, blocks).rows):
+            raise Wrong("a put has changed the caller's cache")
+        landed = {blocks[place] for place in outcome.landed.ids().tolist()}
+        if landed | {blocks[place] for _, place in outcome.missing} != set(blocks):
+            raise Wrong("an outcome does not speak of every block")
+        self.shadow.sure |= landed
+        self._check_present(before | landed, evicted)
+        return [block for block in blocks if block not in landed]
+
+    async def get(self, blocks: Sequence[Block]) -> None:
+        """Get blocks of one kind; all that have to be there, with all their bytes."""
+        kind, cache = blocks[0].kind, Cache.empty(blocks[0].kind, len(blocks))
+        before, evicted = set(self.shadow.sure), self._evicted
+        hashes, ids = [block.hash for block in blocks], list(range(len(blocks)))
+        assert self._store is not None
+        outcome = await self._store.get(hashes, cache.paged, ids)
+        here = outcome.landed.ids()
+        numbers = np.array([block.number for block in blocks], np.uint64)[here]
+        wrong = (cache.rows[here] != contents(kind, numbers)).any(axis=1)
+        if wrong.any():
+            raise Wrong(f"wrong bytes: {[blocks[at] for at in here[wrong]]}")
+        strange = {blocks[at] for at in here} - self.shadow.tried
+        if strange:
+            raise Wrong(f"blocks that nobody has put: {sorted(strange)[:5]}")
+        self._check_present(before, evicted)
+        missed = self.shadow.sure & {blocks[at] for _, at in outcome.missing}
+        if len(missed) > self._evicted - evicted:
+            raise Wrong(
+                f"{len(missed)} acknowledged blocks are lost: {sorted(missed)[:5]}; "
+                f"{'; '.join(outcome.missing.reasons)}"
+            )
+
+    async def get_all(self) -> None:
+        """Get every block that was ever put, some at a time."""
+        for kind in self.room.kinds:
+            blocks = sorted(one for one in self.shadow.tried if one.kind == kind)
+            for first in range(0, len(blocks), 256):
+                await self.get(blocks[first : first + 256])
+
+    async def flush(self) -> None:
+        """Flush the store."""
+        assert self._store is not None
+        await self._store.flush()
+
+    def present(self, blocks: Iterable[Block]) -> set[Block]:
+        """Those of some blocks that the disk tier says it has; from any thread."""
+        listed = list(blocks)
+        if self._tier is None:
+            return set(listed)  # it is being opened, and nothing is evicted by that
+        keys = as_keys(block.key for block in listed)
+        looking = self._tier.find(keys)
+        try:
+            looking.send(None)
+        except StopIteration as done:
+            found = done.value != ABSENT
+            return {b for b, here in zip(listed, found, strict=True) if here}
+        raise AssertionError("a disk tier waits before it answers")
+
+    def damage(self, block: Block) -> None:
+        """Change a byte of a block, wherever it is on the disk."""
+        image = contents(block.kind, np.array([block.number], np.uint64)).tobytes()
+        self.shadow.sure.discard(block)
+        for file in self.directory.iterdir():
+            with file.open("r+b") as opened:
+                data, place = opened.read(), -1
+                while (place := data.find(image, place + 1)) >= 0:
+                    opened.seek(place + len(image) // 2)
+                    opened.write(bytes([data[place + len(image) // 2] ^ 1]))
+
+    # --- inside -----------------------------------------------------------------------
+
+    @property
+    def _evicted(self) -> int:
+        assert self._tier is not None
+        return self._tier.stats().evicted_blocks
+
+    def _check_present(self, expected: set[Block], evicted: int) -> None:
+        """What is not there any more was evicted, and nothing else."""
+        gone = expected - self.present(expected)
+        count = self._evicted - evicted
+        if len(gone) > count or (gone and not self.room.evicts):
+            raise Wrong(
+                f"{len(gone)} blocks are gone and {count} were evicted: "
+                f"{sorted(gone)[:5]}"
+            )
+        self.shadow.sure -= gone
