@@ -1,49 +1,50 @@
 """A tier of slots in one file, which is found again after a restart.
 
-The index is in memory; the file has it again, as :mod:`kvwire.store.slab_file` says.
-Writing is done by one thread at a time, in the order in which it has to be on the disk:
-heads of new slabs, images, entries. Reading needs no order: who reads has the slots
-pinned, so that nothing else is written there.
+Which slot has which image is known in memory, and on the disk in SQLite
+(:mod:`kvwire.store.disk_index`). Writing is done by one thread at a time: images first,
+then the rows that name them, in one transaction. Reading needs no order: who reads has
+the slots pinned, so that nothing else is written there.
 
-Errors of the disk end no request otherwise than by a reason. After one while writing,
-nothing is written any more until the tier is opened again, since where the file ends up
-after it is not known; what is there is still read, and checked. A block that cannot be
-read, or is not what was written, is forgotten here and on the disk.
+Errors of the disk end no request otherwise than by a reason, and no later request: each
+is tried anew. What was written when one failed is not named, so nobody finds it.
+
+Trust
+-----
+A row of a tier that was not closed in order may name an image that was being written
+over. So until it was read and compared, its block is found, and is not *held*: a put of
+it reads it first, and writes it again unless it is whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import errno
+import sqlite3
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
 from kvwire.store.directory import Directory
-from kvwire.store.file import File, fragments_of
+from kvwire.store.disk_index import Rows
+from kvwire.store.file import File
 from kvwire.store.filling import Filling
+from kvwire.store.images import images_in
 from kvwire.store.index import Index, Keys, Orders, once
-from kvwire.store.slab_file import (
-    ENTRY_BYTES,
-    SUPERBLOCK_BYTES,
-    Found,
-    Sums,
-    image_sums,
-    make_entries,
-    make_head,
-    scan,
-    slab_offset,
-)
 from kvwire.store.slabs import GRAIN_BYTES, Slabs, rounded
 from kvwire.store.space import ABSENT, Space
+from kvwire.store.sums import Sums, image_sums, named_sums, views_of
 from kvwire.store.threads import Threads
 from kvwire.store.tier import Batch, Fate, Fates, Tier, TierStats
+
+_SYNCS: Final = ("flush", "put")
+_ERRORS: Final = (OSError, sqlite3.Error)
 
 
 class DiskTier(Tier):
@@ -51,33 +52,42 @@ class DiskTier(Tier):
 
     durable = True
 
-    def __init__(self, name: str, directory: Directory, threads: Threads) -> None:
-        slabs = Slabs(directory.slabs, directory.slab_bytes, entry_bytes=ENTRY_BYTES)
+    def __init__(
+        self, name: str, directory: Directory, threads: Threads, *, synced: bool
+    ) -> None:
         self.name = name
         self.trouble = ""
         self._directory = directory
+        self._rows = directory.index
         self._file = directory.file
-        self._slabs = slabs
-        self._index = Index(slabs)
-        self._sums = np.zeros(slabs.slots, np.uint64)
-        # What the head of each slab on the disk says: the bytes of its slots.
-        self._heads = np.zeros(len(slabs), np.int64)
+        self._slabs = Slabs(directory.slabs, directory.index.slab_bytes)
+        self._index = Index(self._slabs)
+        self._sums = np.zeros(self._slabs.slots, np.uint64)
+        self._trusted = np.zeros(self._slabs.slots, np.bool_)
+        # The size of slots that the rows of each slab are of; 0 without any.
+        self._named_bytes = np.zeros(len(self._slabs), np.int64)
+        # Slots whose rows name what is not there any more.
+        self._stale: set[int] = set()
         self._serial = 0
-        self._counts = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
+        self._counts = TierStats(size_bytes=len(self._slabs) * self._slabs.slab_bytes)
         self._filling = Filling()
         self._writing = asyncio.Lock()
         self._threads = threads
-        self._taking = True
+        self._synced = synced
+        # What a flush has failed with since it was opened; whether the last write has.
+        self._unflushed = ""
+        self._failing = False
+        self._restore()
 
     @classmethod
     async def open(
         cls, address: TierAddress, *, file_type: type[File] = File
     ) -> DiskTier:
-        """Open a tier: ``disk:DIRECTORY?size=SIZE``.
+        """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=flush|put``.
 
         Args:
             address: As the user has written it.
-            file_type: How the file is read and written.
+            file_type: How images are read and written.
 
         Raises:
             UsageError: The address is wrong, the directory cannot be used, another
@@ -85,36 +95,45 @@ class DiskTier(Tier):
 
         Cancel safety: the directory is let go of again.
         """
-        address.require("size", "slab")
+        address.require("size", "slab", "sync")
         if not address.place or "size" not in address.options:
             raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
         nbytes = address.size(address.options["size"])
-        slab_bytes = address.slab_bytes(nbytes - SUPERBLOCK_BYTES)
+        slab_bytes = address.slab_bytes(nbytes)
+        sync = address.options.get("sync", "flush")
+        if sync not in _SYNCS:
+            raise UsageError(f"tier {address.text!r}: sync={sync!r}: flush or put")
         threads = Threads()
         opened: list[Directory] = []
 
-        def open_it() -> None:
-            path = Path(address.place)
-            opened.append(Directory.open(path, nbytes, slab_bytes, file_type))
+        def open_it() -> DiskTier:
+            directory = Directory(
+                Path(address.place),
+                nbytes,
+                slab_bytes,
+                synced=sync == "put",
+                file_type=file_type,
+            )
+            opened.append(directory)
+            return cls(address.text, directory, threads, synced=sync == "put")
 
         try:
-            await threads.run(open_it)
-            tier = cls(address.text, opened[0], threads)
-            tier._restore(await threads.run(tier._scan))
+            return await threads.run(open_it)
         except BaseException as exc:
             # Also when this was cancelled while the thread was opening it.
             for directory in opened:
-                directory.close()
+                directory.close(in_order=False)
             threads.close()
-            if isinstance(exc, OSError):
-                raise UsageError(f"tier {address.text!r}: {exc}") from exc
+            if _is_full(exc):
+                raise UsageError(
+                    f"tier {address.text!r}: the disk has no room for {nbytes} bytes; "
+                    f"give it less with ?size="
+                ) from exc
+            if isinstance(exc, _ERRORS):
+                passes = isinstance(exc, OSError | sqlite3.OperationalError)
+                hint = "" if passes else "; delete the directory, or give another one"
+                raise UsageError(f"tier {address.text!r}: {exc}{hint}") from exc
             raise
-        return tier
-
-    @property
-    def taking(self) -> bool:
-        """Whether it takes blocks: until the first error while writing."""
-        return self._taking
 
     async def find(self, keys: Keys) -> Orders:
         """The order of each block's image, or ``ABSENT``.
@@ -126,13 +145,20 @@ class DiskTier(Tier):
         found[slots >= 0] = self._index.orders(slots[slots >= 0])
         return found
 
+    async def holds(self, keys: Keys) -> Bits:
+        """Which blocks are there, with their images written or read by this process.
+
+        Cancel safety: safe, it only looks.
+        """
+        return self._held(self._index.find(keys))
+
     def touch(self, keys: Keys) -> None:
         """See Tier."""
         slots = self._index.find(keys)
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
     async def write(self, space: Space, batch: Batch) -> Fates:
-        """Take blocks; those that are there already are touched.
+        """Take blocks; those that are held already are touched.
 
         Cancel safety: the write is finished first.
         """
@@ -145,13 +171,11 @@ class DiskTier(Tier):
                 f"several blocks"
             )
             return fates
-        while (busy := batch.keys[self._filling.busy(batch.keys)]).size:
-            await self._filling.ended(busy[0])
-        there = self._index.find(batch.keys) >= 0
-        self.touch(batch.keys[there])
-        fates[there] = Fate.LANDED
-        lacking = np.flatnonzero(~there)
-        if not self._taking or not lacking.size:
+        held = await self._look(space, batch.keys)
+        self.touch(batch.keys[held])
+        fates[held] = Fate.LANDED
+        lacking = np.flatnonzero(~held)
+        if not lacking.size:
             return fates
         slots = self._room(nbytes, lacking.size)
         if slots.size < lacking.size:
@@ -176,11 +200,12 @@ class DiskTier(Tier):
         self._index.pin(part.keys, slots)
         bad = np.zeros(here.size, np.bool_)
         try:
-            got = await self._threads.run(
-                partial(self._read_slots, part.images, slots, space.image_bytes)
-            )
+            got = await self._threads.run(partial(self._read_slots, part, slots))
             fates[here] = got
-            bad = got != Fate.LANDED
+            self._trusted[slots[got == Fate.LANDED]] = True
+            # One that could not be read may be whole, and be read the next time.
+            self._trusted[slots[got == Fate.FAILED]] = False
+            bad = got == Fate.DAMAGED
         finally:
             self._index.unpin(part.keys[~bad], slots[~bad])
         if bad.any():
@@ -197,68 +222,90 @@ class DiskTier(Tier):
 
     def spaces(self) -> Iterable[Space]:
         """See Tier."""
-        return tuple(self._directory.spaces.values())
+        return tuple(self._rows.spaces.values())
 
     async def flush(self) -> None:
         """Return when what was written survives a power cut as well.
 
+        Raises:
+            OSError: It does not, as far as anybody knows. What a disk has failed to
+                take once it may have dropped, so that is so until the tier is opened
+                again.
+
         Cancel safety: safe, it may be called again.
         """
-        try:
-            async with self._writing:
-                await self._threads.run(self._file.sync)
-        except OSError as exc:
-            self._failed("flushing", exc)
+        async with self._writing:
+            try:
+                await self._threads.run(self._sync)
+            except _ERRORS as exc:
+                said = self._failed("flushing", exc)
+                if not _is_full(exc):
+                    self._unflushed = said
+                raise OSError(f"{self.name}: {said}") from exc
+        if self._unflushed:
+            raise OSError(f"{self.name}: {self._unflushed}")
 
     async def close(self) -> None:
         """Flush, and let go of the directory. Never raises.
 
         Cancel safety: the directory is let go of in any case.
         """
+        in_order = False
         try:
+            in_order = await self._settled()
             await self.flush()
+        except OSError:
+            in_order = False  # `trouble` says why
         finally:
-            self._threads.close()
+            closing = partial(self._directory.close, in_order=in_order)
             try:
-                self._directory.close()
-            except OSError as exc:
+                await self._threads.run(closing)
+            except _ERRORS as exc:
                 self._failed("closing", exc)
+            finally:
+                self._threads.close()
 
     # --- on the loop ------------------------------------------------------------------
 
-    def _restore(self, found: list[Found]) -> None:
-        """Take up what the file has; of two slots with one key the later counts."""
-        if not found:
-            return
-        keys = np.concatenate([one.keys for one in found])
-        slots = np.concatenate([one.slots for one in found])
-        serials = np.concatenate([one.serials for one in found])
-        self._sums[slots] = np.concatenate([one.sums for one in found])
-        orders = np.zeros(self._slabs.slots, np.uint8)
-        orders[slots] = np.concatenate([one.orders for one in found])
-        self._serial = int(serials.max(initial=0))
-        newest_first = np.argsort(serials, kind="stable")[::-1]
-        keys, slots = keys[newest_first], slots[newest_first]
-        latest = once(keys)
-        keys, slots = keys[latest], slots[latest]
-        slabs = slots // self._slabs.stride
-        for one in found:
-            self._heads[one.slab] = one.slot_bytes
-            mine = slots[slabs == one.slab]
-            if mine.size:
-                self._slabs.restore(one.slab, one.slot_bytes, mine)
-        sizes = self._slabs.slot_bytes[slabs]
-        # A size that was written to last is the one that was used last.
-        for size in reversed(dict.fromkeys(sizes.tolist())):
-            mine = sizes == size
-            self._index.adopt(keys[mine], slots[mine], orders[slots[mine]])
+    def _held(self, slots: Ids) -> Bits:
+        held: Bits = (slots >= 0) & self._trusted[slots]
+        return held
+
+    async def _look(self, space: Space, keys: Keys) -> Bits:
+        """Which blocks are held, now that nobody writes them and all there are known.
+
+        The others are not there. Nothing has been awaited since.
+        """
+        while True:
+            slots = self._index.find(keys)
+            doubtful = (slots >= 0) & ~self._trusted[slots]
+            if busy := keys[self._filling.busy(keys)].tolist():
+                await self._filling.ended(busy[0])
+            elif doubtful.any():
+                await self._verify(space, keys[doubtful], slots[doubtful])
+            else:
+                return slots >= 0
+
+    async def _verify(self, space: Space, keys: Keys, slots: Ids) -> None:
+        """Read blocks that may be damaged; those that cannot be read are forgotten."""
+        scratch = np.empty(keys.size * space.image_bytes, np.uint8)
+        images = images_in(scratch, space.image_bytes, keys.size)
+        fates = await self.read(space, Batch(keys, self._index.orders(slots), images))
+        failed = keys[fates == Fate.FAILED]
+        slots = self._index.find(failed)
+        failed, slots = failed[slots >= 0], slots[slots >= 0]
+        self._index.pin(failed, slots)
+        self._stale.update(slots[self._index.drop(failed, slots)].tolist())
 
     def _room(self, nbytes: int, count: int) -> Ids:
         """Slots for some blocks, as many as there are without those in use."""
         slots = self._index.take(nbytes, count)
         while slots.size < count:
-            if not self._index.evict(nbytes, count - slots.size).slots.size:
+            evicted = self._index.evict(nbytes, count - slots.size).slots
+            if not evicted.size:
                 break
+            # Their rows may be of images that are there no more, and stay.
+            self._stale.update(evicted[~self._trusted[evicted]].tolist())
             more = self._index.take(nbytes, count - slots.size)
             slots = np.concatenate((slots, more))
         return np.sort(slots)
@@ -269,129 +316,163 @@ class DiskTier(Tier):
         written = False
         try:
             async with self._writing:
-                if self._taking:
-                    job = partial(self._write_slots, space, batch, slots)
-                    self._sums[slots] = await self._threads.run(job)
-                    written = True
-        except OSError as exc:
+                # What is said of them is not so from here on, whatever happens.
+                self._stale.update(slots.tolist())
+                await self._threads.run(partial(self._write_slots, space, batch, slots))
+                self._stale.difference_update(slots.tolist())
+                written = True
+        except _ERRORS as exc:
             self._failed("writing", exc)
+            self._failing = True
         finally:
             self._filling.end(batch.keys)
             if written:
+                self._trusted[slots] = True
                 self._index.mark(slots, batch.orders)
                 self._index.name(batch.keys, slots)
                 self._index.unpin(batch.keys, slots)
             else:
                 self._index.give_back(slots)
+        if written and self._failing:
+            self.trouble, self._failing = "", False
         fate = Fate.LANDED if written else Fate.FAILED
         return np.full(batch.keys.size, fate, np.uint8)
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
         """Forget pinned blocks that are no good, here and on the disk.
 
-        A slot is free only when its entry is erased: nobody else's is, by then.
+        A slot is free only when its row is erased: nobody else's is, by then.
         """
         gone = slots[self._index.forget(keys, slots)]
+        self._stale.update(gone.tolist())
         try:
-            if gone.size and self._taking:
-                async with self._writing:
-                    await self._threads.run(partial(self._erase_slots, gone))
-        except OSError as exc:
-            self._failed("writing", exc)
+            await self._settled()
         finally:
             self._index.give_back(gone)
 
-    def _failed(self, what: str, error: OSError) -> None:
-        self.trouble = f"{what} failed: {error.strerror or error}; nothing is written"
-        self._taking = False
+    async def _settled(self) -> bool:
+        """Erase stale rows; whether every row is true, as far as this process knows."""
+        try:
+            async with self._writing:
+                stale = [range(slot, slot + 1) for slot in sorted(self._stale)]
+                if stale:
+                    await self._threads.run(partial(self._rows.erase, stale))
+                self._stale.difference_update(slot for (slot,) in stale)
+        except _ERRORS as exc:
+            self._failed("writing", exc)
+        return not self._stale and bool(self._trusted[self._index.named().slots].all())
+
+    def _failed(self, what: str, error: Exception) -> str:
+        said = getattr(error, "strerror", None) or str(error)
+        self.trouble = f"{what} failed: {said}"
+        return self.trouble
 
     # --- on a thread ------------------------------------------------------------------
 
-    def _scan(self) -> list[Found]:
-        """What the file has."""
-        return list(scan(self._file, self._slabs))
+    def _restore(self) -> None:
+        """Take up what the index has; of two slots with one key the later counts."""
+        found = list(self._rows.rows())
+        if not found:
+            return
+        rows = Rows(*map(np.concatenate, zip(*found, strict=True)))
+        self._serial = int(rows.serials.max())
+        newest = np.argsort(rows.serials, kind="stable")[::-1]
+        rows = rows.selected(newest)
+        slabs, sizes = rows.slots // self._slabs.stride, rounded(rows.nbytes)
+        # All rows of a slab are of slots of one size; those that are not make no sense.
+        inside = slabs < len(self._slabs)
+        known, first = np.unique(slabs[inside], return_index=True)
+        self._named_bytes[known] = sizes[inside][first]
+        inside[inside] = sizes[inside] == self._named_bytes[slabs[inside]]
+        inside &= rows.slots % self._slabs.stride < self._slabs.slab_bytes // sizes
+        inside[inside] = once(rows.keys[inside])
+        self._stale.update(rows.slots[~inside].tolist())
+        self._adopt(rows.selected(inside), sizes[inside])
 
-    def _write_slots(self, space: Space, batch: Batch, slots: Ids) -> Sums:
-        """Heads, images, entries: in this order. Returns the images' checksums."""
-        self._directory.describe(space)
-        slabs = slots // self._slabs.stride
-        for slab in sorted(set(slabs.tolist())):
-            self._write_head(slab, rounded(space.image_bytes))
-        sums = image_sums(batch.images)
+    def _adopt(self, rows: Rows, sizes: Ids) -> None:
+        """Take up rows that fit each other, the newest first."""
+        self._sums[rows.slots] = rows.sums
+        self._trusted[rows.slots] = self._directory.whole
+        slots = np.sort(rows.slots)
+        borders = np.flatnonzero(np.diff(slots // self._slabs.stride)) + 1
+        for taken in np.split(slots, borders):
+            slab = int(taken[0]) // self._slabs.stride
+            self._slabs.restore(slab, int(self._named_bytes[slab]), taken)
+        # A size that was written to last is the one that was used last.
+        for size in reversed(dict.fromkeys(sizes.tolist())):
+            mine = sizes == size
+            self._index.adopt(rows.keys[mine], rows.slots[mine], rows.orders[mine])
+
+    def _write_slots(self, space: Space, batch: Batch, slots: Ids) -> None:
+        """Write images, and then their rows."""
+        self._rows.dirty()
+        size = rounded(space.image_bytes)
+        slabs = np.unique(slots // self._slabs.stride)
+        before = self._named_bytes[slabs]
+        moved = slabs[(before != size) & (before > 0)]
+        if moved.size:
+            # Slots of another size begin elsewhere: these rows will fit nothing.
+            begins = (moved * self._slabs.stride).tolist()
+            self._rows.erase(range(at, at + self._slabs.stride) for at in begins)
+        self._named_bytes[slabs] = size
+        sums = _sums_of(batch)
         for run, offset in self._runs(slots, space.image_bytes):
             self._file.write(_padded(batch.images.selected(run)), offset)
+        if self._synced:
+            self._file.sync()
         count = slots.size
         # The head of a chain is younger than what follows it; see Index.unpin.
         serials = self._serial + np.arange(count, 0, -1)
         self._serial += count
-        entries = make_entries(
-            batch.keys,
-            batch.orders,
-            space.image_bytes,
-            sums,
-            serials.astype(np.uint64),
-        )
-        self._write_entries(slots, entries)
-        return sums
+        nbytes = np.full(count, space.image_bytes)
+        rows = Rows(slots, batch.keys, batch.orders, nbytes, sums, serials)
+        self._rows.record(space, rows)
+        self._sums[slots] = sums
 
-    def _write_head(self, slab: int, slot_bytes: int) -> None:
-        """The head of a slab, unless it is the one that is there."""
-        if self._heads[slab] == slot_bytes:
-            return
-        head = np.frombuffer(make_head(slot_bytes), np.uint8)
-        begin = slab_offset(slab, self._slabs.slab_bytes)
-        self._file.write(fragments_of(head), begin)
-        self._heads[slab] = slot_bytes
+    def _sync(self) -> None:
+        self._file.sync()
+        self._rows.sync()
 
-    def _write_entries(self, slots: Ids, entries: np.ndarray[tuple[int], Any]) -> None:
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        for run in np.split(np.arange(slots.size), breaks):
-            slab, place = divmod(int(slots[run[0]]), self._slabs.stride)
-            offset = slab_offset(slab, self._slabs.slab_bytes)
-            offset += (1 + place) * ENTRY_BYTES
-            self._file.write(fragments_of(entries[run]), offset)
-
-    def _erase_slots(self, slots: Ids) -> None:
-        slots = np.sort(slots)
-        empty = np.zeros(slots.size, np.dtype((np.void, ENTRY_BYTES)))
-        self._write_entries(slots, empty)
-
-    def _read_slots(self, images: Fragments, slots: Ids, nbytes: int) -> Fates:
+    def _read_slots(self, batch: Batch, slots: Ids) -> Fates:
         """Read images, and say of each whether it is what was written."""
         order = np.argsort(slots)
         fates = np.full(slots.size, Fate.LANDED, np.uint8)
+        nbytes = int(batch.images.lengths[0])
         for run, offset in self._runs(slots[order], nbytes):
             part = order[run]
             try:
-                self._file.read(_padded(images.selected(part)), offset)
+                self._file.read(_padded(batch.images.selected(part)), offset)
             except OSError as exc:
                 fates[part] = Fate.FAILED
-                self.trouble = f"reading failed: {exc.strerror or exc}"
-        whole = image_sums(images) == self._sums[slots]
+                self._failed("reading", exc)
+        whole = _sums_of(batch) == self._sums[slots]
         fates[(fates == Fate.LANDED) & ~whole] = Fate.DAMAGED
         return fates
 
     def _runs(self, slots: Ids, nbytes: int) -> Iterable[tuple[Ids, int]]:
         """Slots whose images lie side by side in the file, and where they begin."""
-        offsets = self._slabs.offsets(slots) + SUPERBLOCK_BYTES
+        offsets = self._slabs.offsets(slots)
         breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes)) + 1
         for run in np.split(np.arange(slots.size), breaks):
             yield run, int(offsets[run[0]])
 
 
+def _sums_of(batch: Batch) -> Sums:
+    return image_sums(batch.images) ^ named_sums(batch.keys, batch.orders)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether nothing else is wrong than that a disk has no room."""
+    name = getattr(error, "sqlite_errorname", "")
+    return name == "SQLITE_FULL" or getattr(error, "errno", 0) == errno.ENOSPC
+
+
 # Read and written where a slot is longer than its image; nobody looks at it.
-_PAD = np.zeros(GRAIN_BYTES, np.uint8)
+_PAD: Final = memoryview(bytearray(GRAIN_BYTES))
 
 
-def _padded(images: Fragments) -> Fragments:
+def _padded(images: Fragments) -> Sequence[memoryview]:
     """Images with what fills their slots behind each of them."""
-    nbytes = int(images.lengths[0])
-    pad = rounded(nbytes) - nbytes
-    if not pad:
-        return images
-    addresses = np.full((len(images), 2), _PAD.ctypes.data, np.uint64)
-    lengths = np.full((len(images), 2), pad, np.uint64)
-    addresses[:, 0], lengths[:, 0] = images.addresses, images.lengths
-    return Fragments(
-        addresses.ravel(), lengths.ravel(), owner=(images, _PAD), writable=True
-    )
+    views = views_of(images)
+    pad = _PAD[: rounded(views[0].nbytes) - views[0].nbytes]
+    return [piece for view in views for piece in (view, pad)] if pad else views

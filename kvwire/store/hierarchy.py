@@ -108,7 +108,7 @@ class Hierarchy:
         if not self.through:
             return kept
         for tier in self.keepers:
-            found = await tier.find(keys) != ABSENT
+            found = await tier.holds(keys)
             tier.touch(keys[found])
             kept |= found
         return kept
@@ -141,7 +141,7 @@ class Hierarchy:
     async def _write(self, tier: Tier, space: Space, batch: Batch) -> Fates:
         """Bring images to one tier, but those that it has."""
         fates = np.full(batch.keys.size, Fate.LANDED, np.uint8)
-        lacking = await tier.find(batch.keys) == ABSENT
+        lacking = ~await tier.holds(batch.keys)
         tier.touch(batch.keys[~lacking])
         if not lacking.any():
             return fates
@@ -151,18 +151,36 @@ class Hierarchy:
         fates[lacking] = await tier.write(space, batch.selected(lacking))
         return fates
 
-    async def _demote(self, named: Named) -> None:
-        """Bring blocks that leave memory to the next tier, if none below has them."""
+    async def flush(self) -> None:
+        """Return when what was put survives a power cut, where anything does.
+
+        Raises:
+            OSError: It does not, as far as anybody knows.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if not self.through:
+            await self.memory.write_down()
+        for tier in self.below:
+            await tier.flush()
+
+    async def _demote(self, named: Named) -> str:
+        """Bring blocks of memory to the next tier below, if none there has them."""
         lacking = np.ones(named.keys.size, np.bool_)
         for tier in self.below:
-            lacking[lacking] = await tier.find(named.keys[lacking]) == ABSENT
+            lacking[lacking] = ~await tier.holds(named.keys[lacking])
         taker = next((tier for tier in self.below if tier.taking), None)
-        if taker is None or not lacking.any():
-            return
+        if not lacking.any():
+            return ""
+        if taker is None:
+            return "; ".join(f"{tier.name}: {tier.trouble}" for tier in self.below)
+        taken = True
         keys, slots = named.keys[lacking], named.slots[lacking]
         digests = np.array(list(map(_digest, keys.tolist())), object)
         for digest in set(digests.tolist()):
             space, mine = self.spaces[digest], digests == digest
             orders = self.memory.index.orders(slots[mine])
             images = self.memory.images(slots[mine], space.image_bytes)
-            await taker.write(space, Batch(keys[mine], orders, images))
+            fates = await taker.write(space, Batch(keys[mine], orders, images))
+            taken &= bool((fates == Fate.LANDED).all())
+        return "" if taken else f"{taker.name}: {taker.trouble}"

@@ -108,6 +108,11 @@ class Index:
         """The sizes of slots that there have been."""
         return tuple(self._lists)
 
+    def named(self) -> Named:
+        """Every block that has a name, and where it is."""
+        slots = np.fromiter(self._slots.values(), np.int64, len(self._slots))
+        return Named(as_keys(self._slots), slots)
+
     def find(self, keys: Keys) -> Ids:
         """The slot of each block, or ``NO_SLOT``."""
         found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))

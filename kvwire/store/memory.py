@@ -39,8 +39,8 @@ from kvwire.store.tier import TierStats
 
 logger = logging.getLogger("kvwire")
 
-Demote = Callable[[Named], Awaitable[None]]
-"""Gives blocks that are about to be evicted to the tiers below that lack them."""
+Demote = Callable[[Named], Awaitable[str]]
+"""Gives blocks to the tiers below that lack them; why some of them were not taken."""
 
 
 class Memory:
@@ -133,6 +133,29 @@ class Memory:
         """
         if self._clearing is not None:
             await asyncio.wait((self._clearing,))
+
+    async def write_down(self) -> None:
+        """Bring everything to the tiers below that lack it; it stays here as well.
+
+        Raises:
+            OSError: Something was not taken, and why.
+
+        Cancel safety: what is being written is finished first.
+        """
+        every = self.index.named().keys
+        step = max(1, STORE_BATCH_BYTES // max(self.index.sizes, default=1))
+        for first in range(0, every.size if self._demote else 0, step):
+            keys = every[first : first + step]
+            slots = self.index.find(keys)
+            named = Named(keys[slots >= 0], slots[slots >= 0])
+            self.index.pin(*named)
+            try:
+                assert self._demote is not None
+                trouble = await self._demote(named)
+            finally:
+                self.unpin(*named)
+            if trouble:
+                raise OSError(f"some blocks are in memory only: {trouble}")
 
     async def empty(self) -> None:
         """Evict everything, so that the tiers below have it; nothing is in use.

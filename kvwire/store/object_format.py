@@ -18,8 +18,8 @@ import xxhash
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.index import Key
-from kvwire.store.slab_file import image_sums
 from kvwire.store.space import DIGEST_BYTES, ORDERS
+from kvwire.store.sums import image_sums
 from kvwire.store.threads import copy_in_turns
 from kvwire.store.tier import Batch, Fate, Fates
 

@@ -162,15 +162,20 @@ class RemoteTier(Tier):
     async def flush(self) -> None:
         """Return when what was written survives a power cut as well.
 
+        Raises:
+            OSError: The server cannot be asked, or could not do it.
+
         Cancel safety: safe, it may be called again.
         """
         try:
             up = self._line.now()
             await self._tell_touches(up)
             number = self._line.number()
-            await up.call(number, Flush(number), Done)
+            self.trouble = (await up.call(number, Flush(number), Done)).reason
         except KVWireError as exc:
             self.trouble = said(exc)
+        if self.trouble:
+            raise OSError(f"{self.name}: {self.trouble}")
 
     async def close(self) -> None:
         """End the connection. Never raises.

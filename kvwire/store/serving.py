@@ -19,6 +19,7 @@ from kvwire.kv.blocks import Bits, Ids, among
 from kvwire.kv.outcome import Outcome
 from kvwire.limits import (
     NAME_CHARS_MAX,
+    REASON_CHARS_MAX,
     STORE_PIECES_MAX,
     STORE_REQUESTS_MAX,
     STORE_SPACES_MAX,
@@ -230,9 +231,13 @@ class Serving:
         self._read_bytes += outcome.nbytes
 
     async def _flush(self, request: Flush) -> Done:
+        said = ""
         if not self._server.read_only:
-            await self._store.flush()
-        return Done(request.number)
+            try:
+                await self._store.flush()
+            except OSError as exc:
+                said = str(exc) or type(exc).__name__
+        return Done(request.number, reason=said[:REASON_CHARS_MAX])
 
     def _refusal(self, request: Moving, space: Space) -> str:
         """Why blocks cannot move for a request; empty if they can."""

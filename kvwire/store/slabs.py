@@ -11,7 +11,7 @@ slab may have. So tables by slot number are short, however small the slots of so
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,17 @@ from kvwire.limits import KIB, STORE_SLOTS_MAX
 GRAIN_BYTES: Final = 4 * KIB
 
 
-def rounded(nbytes: int) -> int:
+_Bytes = TypeVar("_Bytes", int, Ids)
+
+
+def rounded(nbytes: _Bytes) -> _Bytes:
     """So many bytes in whole grains."""
     return -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def stride_of(slab_bytes: int) -> int:
+    """The slot numbers of a slab of so many bytes. They are on disks: for ever."""
+    return min(slab_bytes // GRAIN_BYTES, STORE_SLOTS_MAX)
 
 
 class Slabs:
@@ -33,37 +41,30 @@ class Slabs:
     Args:
         slabs: How many slabs.
         slab_bytes: Bytes of each, in whole grains.
-        entry_bytes: Bytes kept at the head of a slab for each of its slots, and for one
-            more, which describes the slab.
 
     Attributes:
         stride: Slot numbers of one slab.
         slot_bytes: Shape (slabs,): bytes of its slots; 0 while it belongs to no size.
-        first: Shape (slabs,): where in the slab its first slot begins.
         used: Shape (slabs,): how many of its slots are taken.
     """
 
     __slots__ = (
         "_blank",
-        "_entry_bytes",
         "_free",
         "_open",
-        "first",
         "slab_bytes",
         "slot_bytes",
         "stride",
         "used",
     )
 
-    def __init__(self, slabs: int, slab_bytes: int, *, entry_bytes: int = 0) -> None:
+    def __init__(self, slabs: int, slab_bytes: int) -> None:
         assert slabs >= 1
         assert slab_bytes % GRAIN_BYTES == 0
         self.slab_bytes = slab_bytes
-        self.stride = min(slab_bytes // GRAIN_BYTES, STORE_SLOTS_MAX)
+        self.stride = stride_of(slab_bytes)
         self.slot_bytes = np.zeros(slabs, np.int64)
-        self.first = np.zeros(slabs, np.int64)
         self.used = np.zeros(slabs, np.int64)
-        self._entry_bytes = entry_bytes
         self._free: list[list[int]] = [[] for _ in range(slabs)]
         # For each size the slabs with a free slot, the one to be filled first in front.
         self._open: dict[int, dict[int, None]] = {}
@@ -86,11 +87,7 @@ class Slabs:
 
     def capacity(self, nbytes: int) -> int:
         """Slots for blocks of so many bytes in one slab; 0 if none fits."""
-        slot = rounded(nbytes)
-        count = min(self.stride, self.slab_bytes // slot)
-        while count and self._head_bytes(count) + count * slot > self.slab_bytes:
-            count -= 1
-        return count
+        return min(self.stride, self.slab_bytes // rounded(nbytes))
 
     def free(self, nbytes: int) -> int:
         """Slots for blocks of so many bytes that :meth:`take` can give."""
@@ -146,14 +143,13 @@ class Slabs:
     def offsets(self, slots: Ids) -> Ids:
         """Where in the tier each slot begins, in bytes."""
         slabs = slots // self.stride
-        inside = self.first[slabs] + slots % self.stride * self.slot_bytes[slabs]
+        inside = slots % self.stride * self.slot_bytes[slabs]
         return slabs * self.slab_bytes + inside
 
     def assign(self, slab: int, slot_bytes: int) -> None:
         """Make a slab one of slots of a size, all of them free."""
         count = self.capacity(slot_bytes)
         self.slot_bytes[slab] = slot_bytes
-        self.first[slab] = self._head_bytes(count)
         begin = slab * self.stride
         # Taken from the end: those in front first, so that they lie side by side.
         self._free[slab] = list(range(begin + count - 1, begin - 1, -1))
@@ -168,6 +164,3 @@ class Slabs:
         self.used[slab] = taken.size
         if not self._free[slab]:
             del self._open[slot_bytes][slab]
-
-    def _head_bytes(self, count: int) -> int:
-        return rounded(self._entry_bytes * (count + 1)) if self._entry_bytes else 0

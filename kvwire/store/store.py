@@ -241,12 +241,15 @@ class BlockStore:
     async def flush(self) -> None:
         """Return when the blocks of every put so far survive a power cut as well.
 
+        Raises:
+            OSError: They do not, as far as anybody knows: a disk is full or fails.
+            ClosedOK: The store is closed.
+
         Cancel safety: safe, it may be called again.
         """
         self._check_open()
         await self._settled()
-        for tier in self._tiers.below:
-            await tier.flush()
+        await self._tiers.flush()
 
     async def close(self) -> None:
         """End the store, once what was begun is over. Any number of times.

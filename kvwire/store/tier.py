@@ -38,7 +38,7 @@ import numpy.typing as npt
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.index import Keys, Orders
-from kvwire.store.space import Space
+from kvwire.store.space import ABSENT, Space
 
 
 class Fate(enum.IntEnum):
@@ -137,6 +137,14 @@ class Tier(ABC):
         Cancel safety: safe, it only looks.
         """
 
+    async def holds(self, keys: Keys) -> Bits:
+        """Which blocks need not be written: those that it has as far as it knows.
+
+        Cancel safety: safe, it only looks.
+        """
+        held: Bits = await self.find(keys) != ABSENT
+        return held
+
     @abstractmethod
     async def write(self, space: Space, batch: Batch) -> Fates:
         """Take blocks; those that are there already are touched.
@@ -166,6 +174,9 @@ class Tier(ABC):
     @abstractmethod
     async def flush(self) -> None:
         """Return when what was written survives a power cut as well.
+
+        Raises:
+            OSError: It does not, as far as anybody knows.
 
         Cancel safety: safe, it may be called again.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import signal
@@ -11,12 +10,12 @@ from typing import Any
 
 from kvwire.store.address import TierAddress
 from kvwire.store.disk import DiskTier
-from kvwire.store.file import File
+from kvwire.store.file import File, Views
 from kvwire.store.store import BlockStore
 from kvwire.store.tier import Tier
 
-Hook = Callable[[str, "Scripted", tuple[int, int] | None, int], None]
-"""Called in front of each system call, with its name, window and offset."""
+Hook = Callable[[str, "Scripted", Views | None, int], None]
+"""Called in front of each system call, with its name, memory and offset."""
 
 
 class Scripted(File):
@@ -24,15 +23,15 @@ class Scripted(File):
 
     hook: Hook
 
-    def preadv(self, window: tuple[int, int], offset: int) -> int:
+    def preadv(self, views: Views, offset: int) -> int:
         """See File."""
-        self._ask("preadv", window, offset)
-        return super().preadv(window, offset)
+        self._ask("preadv", views, offset)
+        return super().preadv(views, offset)
 
-    def pwritev(self, window: tuple[int, int], offset: int) -> int:
+    def pwritev(self, views: Views, offset: int) -> int:
         """See File."""
-        self._ask("pwritev", window, offset)
-        return super().pwritev(window, offset)
+        self._ask("pwritev", views, offset)
+        return super().pwritev(views, offset)
 
     def sync(self) -> None:
         """See File."""
@@ -44,14 +43,12 @@ class Scripted(File):
         self._ask("allocate", None, offset)
         super().allocate(offset, nbytes)
 
-    def tear(self, window: tuple[int, int], offset: int) -> int:
-        """Write half of the first iovec: what a call leaves that is cut off."""
-        address, length = (ctypes.c_uint64 * 2).from_address(window[0])
-        half = (ctypes.c_char * max(1, length // 2)).from_address(address)
-        return os.pwrite(self._fd, half, offset)
+    def tear(self, views: Views, offset: int) -> int:
+        """Write half of the first piece: what a call leaves that is cut off."""
+        return os.pwrite(self._fd, views[0][: max(1, views[0].nbytes // 2)], offset)
 
-    def _ask(self, call: str, window: tuple[int, int] | None, offset: int) -> None:
-        type(self).hook(call, self, window, offset)
+    def _ask(self, call: str, views: Views | None, offset: int) -> None:
+        type(self).hook(call, self, views, offset)
 
 
 def scripted(hook: Hook) -> type[Scripted]:
@@ -66,19 +63,28 @@ class Faults:
         self.calls: list[str] = []
         self.failing: dict[str, int] = {}
         """The error of each call that fails."""
+        self.tearing: set[str] = set()
+        """Those that have done half of it by then."""
 
     def __call__(
-        self, call: str, file: Scripted, window: tuple[int, int] | None, offset: int
+        self, call: str, file: Scripted, views: Views | None, offset: int
     ) -> None:
         """Count the call, and fail it if it is one that fails."""
         self.calls.append(call)
         if call in self.failing:
             code = self.failing[call]
+            if call in self.tearing and views is not None:
+                file.tear(views, offset)
             raise OSError(code, os.strerror(code))
 
     def full(self) -> None:
         """From now on there is no room on the disk."""
         self.failing["pwritev"] = errno.ENOSPC
+
+    def torn(self, call: str, code: int) -> None:
+        """From now on a call does half of what it should, and fails."""
+        self.failing[call] = code
+        self.tearing.add(call)
 
     def broken(self) -> None:
         """From now on nothing can be read or written."""
@@ -101,12 +107,12 @@ class Killer:
         self._end = end
 
     def __call__(
-        self, call: str, file: Scripted, window: tuple[int, int] | None, offset: int
+        self, call: str, file: Scripted, views: Views | None, offset: int
     ) -> None:
         """Count the call, and end the process if it is the one."""
         if self.count == self.at and self._torn and call == "pwritev":
-            assert window is not None
-            file.tear(window, offset)
+            assert views is not None
+            file.tear(views, offset)
         if self.count >= self.at:
             self._end()
         self.count += 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,41 +14,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvwire.kv.fragments import Fragments
-from kvwire.store.file import File, fragments_of
+from kvwire.store.file import File, Views
 
 SIZE = 10_000
 
 
 class Reluctant(File):
-    """Moves at most so many bytes in a call, and is interrupted before each."""
+    """Moves at most so many bytes in a call."""
 
     most = 7
-    interrupted = True
 
-    def preadv(self, window: tuple[int, int], offset: int) -> int:
-        self._interrupt()
-        address, length = self._first(window)
-        raw = os.pread(self._fd, min(length, self.most), offset)
-        ctypes.memmove(address, raw, len(raw))
-        return len(raw)
+    def preadv(self, views: Views, offset: int) -> int:
+        return os.preadv(self._fd, [views[0][: self.most]], offset)
 
-    def pwritev(self, window: tuple[int, int], offset: int) -> int:
-        self._interrupt()
-        address, length = self._first(window)
-        return os.pwrite(
-            self._fd, ctypes.string_at(address, min(length, self.most)), offset
-        )
-
-    def _first(self, window: tuple[int, int]) -> tuple[int, int]:
-        """The first iovec: an address and a length."""
-        address, length = (ctypes.c_uint64 * 2).from_address(window[0])
-        return address, length
-
-    def _interrupt(self) -> None:
-        self.interrupted = not self.interrupted
-        if not self.interrupted:
-            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+    def pwritev(self, views: Views, offset: int) -> int:
+        return os.pwritev(self._fd, [views[0][: self.most]], offset)
 
 
 @pytest.fixture(params=[File, Reluctant])
@@ -59,17 +39,10 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[File]:
         yield made
 
 
-def pieces(
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]], cuts: set[int]
-) -> Fragments:
-    """An array as fragments, in the reverse of their order in memory."""
-    borders = np.array([0, *sorted(cuts), array.size], np.uint64)
-    return Fragments(
-        (borders[:-1] + np.uint64(array.ctypes.data))[::-1].copy(),
-        np.diff(borders)[::-1].copy(),
-        owner=array,
-        writable=True,
-    )
+def pieces(array: np.ndarray[tuple[int], np.dtype[np.uint8]], cuts: set[int]) -> Views:
+    """An array in pieces, in the reverse of their order in memory."""
+    borders, whole = [0, *sorted(cuts), array.size], memoryview(array.data)
+    return [whole[begin:end] for begin, end in pairwise(borders)][::-1]
 
 
 @given(
@@ -90,11 +63,11 @@ def test_what_is_written_is_read(
     target, before = np.zeros(nbytes, np.uint8), file.path.read_bytes()
     from_, into = ({c for c in one if c < nbytes} for one in (cuts, others))
     file.write(pieces(source, from_), offset)
-    stream = b"".join(map(ctypes.string_at, *_pairs(pieces(source, from_))))
+    stream = b"".join(pieces(source, from_))
     after = file.path.read_bytes()
     assert after == before[:offset] + stream + before[offset + nbytes :]
     file.read(pieces(target, into), offset)
-    assert b"".join(map(ctypes.string_at, *_pairs(pieces(target, into)))) == stream
+    assert b"".join(pieces(target, into)) == stream
 
 
 def test_more_pieces_than_a_call_takes(file: File) -> None:
@@ -111,9 +84,9 @@ def test_more_pieces_than_a_call_takes(file: File) -> None:
 def test_reading_past_the_end_is_an_error(file: File) -> None:
     target = np.zeros(100, np.uint8)
     with pytest.raises(OSError, match="shorter than it was"):
-        file.read(fragments_of(target), SIZE - 99)
+        file.read([target.data], SIZE - 99)
     with pytest.raises(OSError, match="shorter than it was"):
-        file.read(fragments_of(target), 2 * SIZE)
+        file.read([target.data], 2 * SIZE)
 
 
 def test_the_error_of_a_system_call_is_its_own(tmp_path: Path) -> None:
@@ -124,10 +97,10 @@ def test_the_error_of_a_system_call_is_its_own(tmp_path: Path) -> None:
         os.close(file._fd)
         file._fd = os.open(path, os.O_RDONLY)
         with pytest.raises(OSError, match="Bad file descriptor") as caught:
-            file.write(fragments_of(np.zeros(8, np.uint8)), 0)
+            file.write([memoryview(bytearray(8))], 0)
         assert caught.value.errno == errno.EBADF
         # It fails where it stands, and the next call is not about it.
-        file.read(fragments_of(np.zeros(8, np.uint8)), 0)
+        file.read([memoryview(bytearray(8))], 0)
 
 
 def test_a_file_is_as_long_as_it_was_made(file: File) -> None:
@@ -150,7 +123,3 @@ def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         File(tmp_path / "none")
     assert not list(tmp_path.iterdir())
-
-
-def _pairs(fragments: Fragments) -> tuple[list[int], list[int]]:
-    return fragments.addresses.tolist(), fragments.lengths.tolist()

@@ -28,11 +28,13 @@ class Below:
     def __init__(self) -> None:
         self.given: list[bytes] = []
         self.before: Callable[[], Awaitable[object]] | None = None
+        self.trouble = ""
 
-    async def demote(self, named: Named) -> None:
+    async def demote(self, named: Named) -> str:
         if self.before is not None:
             await self.before()
         self.given += named.keys.tolist()
+        return self.trouble
 
 
 @pytest.fixture
@@ -258,3 +260,17 @@ async def test_memory_that_somebody_keeps_is_said(
     del images
     assert memory._arena is not None
     memory._arena.close()
+
+
+async def test_what_is_written_down_stays(memory: Memory, below: Below) -> None:
+    keys = as_keys(chain(4))
+    slots = memory.index.take(BYTES, 4)
+    name(memory, keys, slots)
+    await memory.write_down()
+    assert sorted(below.given) == sorted(keys.tolist())
+    assert (memory.index.find(keys) == slots).all()
+    below.trouble = "no room"
+    with pytest.raises(OSError, match="some blocks are in memory only: no room"):
+        await memory.write_down()
+    # And nothing is held: all of it may go.
+    assert len(memory.index.victims(BYTES, 9).slots) == 4

@@ -310,7 +310,7 @@ async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> No
     async with serving("memory:64KiB", f"disk:{tmp_path}?size=1MiB") as (store, server):
         await store.put([hashes[0], hashes[2]], source.cache, [0, 2])
         await store.hierarchy.memory.empty()
-        _damage(tmp_path / "blocks", source.tensors[0][2].tobytes())
+        _damage(tmp_path / "images", source.tensors[0][2].tobytes())
         async with client(server) as one:
             done = await one.ask(moving(Get, hashes))
             fates = [Fate.LANDED, Fate.MISSING, Fate.FAILED]

@@ -39,14 +39,6 @@ def test_what_does_not_fit_gets_nothing() -> None:
     assert slabs.take(SLAB, 9).size == 3
 
 
-def test_entries_have_room_in_front_of_the_slots() -> None:
-    slabs = Slabs(1, SLAB, entry_bytes=128)
-    slots = slabs.take(GRAIN_BYTES, 99)
-    assert slots.size == 15
-    assert slabs.offsets(slots)[0] == GRAIN_BYTES
-    assert slabs.offsets(slots)[-1] + GRAIN_BYTES == SLAB
-
-
 def test_restored_slots_are_not_given_out() -> None:
     slabs = Slabs(2, SLAB)
     slabs.restore(1, 4 * GRAIN_BYTES, np.array([16, 18]))
@@ -58,7 +50,7 @@ def test_restored_slots_are_not_given_out() -> None:
 @given(st.data())
 def test_no_two_slots_overlap(data: st.DataObject) -> None:
     """Whatever is taken and given back, against a list of byte ranges."""
-    slabs = Slabs(4, SLAB, entry_bytes=data.draw(st.sampled_from([0, 128])))
+    slabs = Slabs(4, SLAB)
     live: dict[int, tuple[int, int]] = {}
     for _ in range(data.draw(st.integers(1, 12))):
         giving = bool(live) and data.draw(st.integers(0, 1)) == 1

@@ -15,8 +15,6 @@ from typing import Final, Generic, TypeVar
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.fragment_work import FragmentWork
 from kvwire.limits import KIB, STORE_SLOTS_MAX
-from kvwire.store.slab_file import ENTRY_BYTES, SUPERBLOCK_BYTES
-from kvwire.store.slabs import rounded
 
 T = TypeVar("T")
 
@@ -126,10 +124,8 @@ class StoreWork(Work):
 
     def disk(self, directory: str) -> str:
         """A disk tier with room for :data:`SETS` sets."""
-        head = rounded(ENTRY_BYTES * (self.slab_blocks + 1))
-        slab = head + self.slab_blocks * self.nbytes
-        slabs = SETS * self.set_blocks // self.slab_blocks
-        return f"disk:{directory}?size={SUPERBLOCK_BYTES + slabs * slab}B&slab={slab}B"
+        size, slab = SETS * self.set_bytes, self.slab_blocks * self.nbytes
+        return f"disk:{directory}?size={size}B&slab={slab}B"
 
 
 def work_of(tier: str, verb: str, shape: Shape, round_bytes: int) -> StoreWork:

@@ -21,19 +21,18 @@ from kvwire.cli.bench.store_work import (
 )
 from kvwire.limits import GIB, KIB, MIB
 from kvwire.store.address import TierAddress
-from kvwire.store.slab_file import ENTRY_BYTES, SUPERBLOCK_BYTES
 from kvwire.store.slabs import Slabs
 
 shapes = st.sampled_from(list(SHAPES.values()))
 rounds = st.integers(4, 4096).map(lambda mib: mib * MIB)
 
 
-def room(work: StoreWork, text: str, *, taken: int = 0, entry_bytes: int = 0) -> int:
+def room(work: StoreWork, text: str) -> int:
     """How many blocks of a work a tier takes."""
     address = TierAddress.parse(text)
-    nbytes = address.size(address.options.get("size") or address.place) - taken
+    nbytes = address.size(address.options.get("size") or address.place)
     slab = address.slab_bytes(nbytes)
-    slabs = Slabs(nbytes // slab, slab, entry_bytes=entry_bytes)
+    slabs = Slabs(nbytes // slab, slab)
     return len(slabs) * slabs.capacity(work.nbytes)
 
 
@@ -50,10 +49,7 @@ def test_memory_has_room_for_whole_sets_and_no_more(
 def test_a_disk_has_room_for_its_sets(shape: Shape, round_bytes: int) -> None:
     for verb in (PUT, MATCH):
         work = work_of(DISK, verb, shape, round_bytes)
-        found = room(
-            work, work.disk("/kv"), taken=SUPERBLOCK_BYTES, entry_bytes=ENTRY_BYTES
-        )
-        assert found == SETS * work.set_blocks
+        assert room(work, work.disk("/kv")) == SETS * work.set_blocks
 
 
 @given(shape=shapes, round_bytes=rounds)

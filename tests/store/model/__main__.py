@@ -18,12 +18,11 @@ from rich.progress import track
 from tests.store.model.rounds import EVENTS, ROOMS, Round
 
 
-async def one(
-    seed: int, events: tuple[str, ...], room: str, found: Counter[str]
-) -> str:
+async def one(seed: int, asked: argparse.Namespace, found: Counter[str]) -> str:
     """Run a round; what it has found wrong, or nothing."""
-    with tempfile.TemporaryDirectory(prefix="kvwire-model-") as directory:
-        this = Round(seed, Path(directory), events=events, room=room)
+    events = tuple(event for event in asked.events.split(",") if event)
+    with tempfile.TemporaryDirectory(prefix="kvwire-", dir=asked.directory) as base:
+        this = Round(seed, Path(base), events=events, room=asked.room)
         try:
             await this.run()
         except Exception as exc:  # noqa: BLE001 - a store that raises is wrong as well
@@ -40,15 +39,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--events", default=",".join(EVENTS))
     parser.add_argument("--room", default="", choices=["", *ROOMS])
+    parser.add_argument("--directory", default=None, help="where tiers are made")
     parser.add_argument("--keep-going", action="store_true")
     asked = parser.parse_args()
-    events = tuple(event for event in asked.events.split(",") if event)
     found: Counter[str] = Counter()
     wrong: list[str] = []
     began = time.monotonic()
     seeds = range(asked.seed, asked.seed + asked.rounds)
     for seed in track(seeds, "rounds", disable=not sys.stderr.isatty()):
-        said = asyncio.run(one(seed, events, asked.room, found))
+        said = asyncio.run(one(seed, asked, found))
         if said:
             wrong.append(said)
             print(said, flush=True)

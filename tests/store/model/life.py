@@ -15,7 +15,7 @@ from kvwire.store.space import ABSENT
 from kvwire.store.store import BlockStore
 from tests.store.files import store_on
 from tests.store.model.faults import PointedFile
-from tests.store.model.kinds import Block, Cache, contents, space_of_kind
+from tests.store.model.kinds import Block, Cache, contents
 
 
 class Wrong(AssertionError):
@@ -51,11 +51,20 @@ class Shadow:
 
     Attributes:
         sure: Blocks that were acknowledged, and that nobody has evicted since.
+        flushed: Those of them that a power cut leaves as well.
         tried: Blocks that were put at all.
+        rotten: Blocks damaged on the disk, which is known once one is read.
     """
 
     sure: set[Block] = field(default_factory=set)
+    flushed: set[Block] = field(default_factory=set)
     tried: set[Block] = field(default_factory=set)
+    rotten: set[Block] = field(default_factory=set)
+
+    def forget(self, blocks: set[Block]) -> None:
+        """These may be missing from now on."""
+        self.sure -= blocks
+        self.flushed -= blocks
 
 
 class Life:
@@ -107,12 +116,21 @@ class Life:
         landed = {blocks[place] for place in outcome.landed.ids().tolist()}
         if landed | {blocks[place] for _, place in outcome.missing} != set(blocks):
             raise Wrong("an outcome does not speak of every block")
+        self.shadow.rotten &= self.present(self.shadow.rotten)
+        landed -= self.shadow.rotten
         self.shadow.sure |= landed
+        if "sync=put" in self.room.disk:
+            self.shadow.flushed |= landed
         self._check_present(before | landed, evicted)
-        return [block for block in blocks if block not in landed]
+        return [blocks[place] for _, place in outcome.missing]
 
-    async def get(self, blocks: Sequence[Block]) -> None:
-        """Get blocks of one kind; all that have to be there, with all their bytes."""
+    async def get(self, blocks: Sequence[Block], *, failing: bool = False) -> None:
+        """Get blocks of one kind; all that have to be there, with all their bytes.
+
+        Args:
+            blocks: Which.
+            failing: Whether reading may fail: then they need only be there.
+        """
         kind, cache = blocks[0].kind, Cache.empty(blocks[0].kind, len(blocks))
         before, evicted = set(self.shadow.sure), self._evicted
         hashes, ids = [block.hash for block in blocks], list(range(len(blocks)))
@@ -128,7 +146,7 @@ class Life:
             raise Wrong(f"blocks that nobody has put: {sorted(strange)[:5]}")
         self._check_present(before, evicted)
         missed = self.shadow.sure & {blocks[at] for _, at in outcome.missing}
-        if len(missed) > self._evicted - evicted:
+        if len(missed) > self._evicted - evicted and not failing:
             raise Wrong(
                 f"{len(missed)} acknowledged blocks are lost: {sorted(missed)[:5]}; "
                 f"{'; '.join(outcome.missing.reasons)}"
@@ -142,9 +160,14 @@ class Life:
                 await self.get(blocks[first : first + 256])
 
     async def flush(self) -> None:
-        """Flush the store."""
+        """Flush the store.
+
+        Raises:
+            OSError: It could not be flushed.
+        """
         assert self._store is not None
         await self._store.flush()
+        self.shadow.flushed |= self.shadow.sure
 
     def present(self, blocks: Iterable[Block]) -> set[Block]:
         """Those of some blocks that the disk tier says it has; from any thread."""
@@ -163,7 +186,8 @@ class Life:
     def damage(self, block: Block) -> None:
         """Change a byte of a block, wherever it is on the disk."""
         image = contents(block.kind, np.array([block.number], np.uint64)).tobytes()
-        self.shadow.sure.discard(block)
+        self.shadow.forget({block})
+        self.shadow.rotten.add(block)
         for file in self.directory.iterdir():
             with file.open("r+b") as opened:
                 data, place = opened.read(), -1
@@ -187,4 +211,4 @@ class Life:
                 f"{len(gone)} blocks are gone and {count} were evicted: "
                 f"{sorted(gone)[:5]}"
             )
-        self.shadow.sure -= gone
+        self.shadow.forget(gone)

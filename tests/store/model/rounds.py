@@ -1,4 +1,4 @@
-"""One round of the model: a store lives, fails, is killed, restarts; all from a seed."""
+"""One round of the model: a store lives, fails, ends and begins again, by a seed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from errno import EIO
+from functools import partial
 from pathlib import Path
 
 from kvwire.errors import UsageError
@@ -25,7 +27,7 @@ ROOMS = {
     # Slabs with as many slots as a slab can have.
     "wide": Room("4MiB", "size=14MiB&slab=4500KiB", (0,), 2600, 300, 16, evicts=False),
 }
-EVENTS = ("kill", "error", "damage")
+EVENTS = ("kill", "power", "error", "short", "unreadable", "damage")
 # Calls that write, of a put and what goes with it.
 _CALLS = 10
 
@@ -41,6 +43,7 @@ class Round:
         events: What happens beside puts, gets and restarts; of :data:`EVENTS`.
         room: The name of the room; empty to draw one.
         kill: Ends this process, in place of going on with what it would leave.
+        shadow: What a former process has left in the directory.
     """
 
     def __init__(
@@ -51,16 +54,27 @@ class Round:
         events: tuple[str, ...] = EVENTS,
         room: str = "",
         kill: Callable[[Shadow], None] | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._draw = random.Random(seed)
         self._base = directory
         self._events = events
         self.room = room or self._draw.choice(sorted(ROOMS))
-        self.life = Life(directory / "0", ROOMS[self.room], Shadow())
+        room_of = ROOMS[self.room]
+        if self._draw.random() < 0.5:
+            room_of = replace(room_of, disk=f"{room_of.disk}&sync=put")
+        self.life = Life(directory / "0", room_of, shadow or Shadow())
+        # A disk that has failed to sync once is not believed any more.
+        self._flushes = True
         self._kill = kill
+        self._ends = 0
         # What a killed process has left, and what has to be found in it.
         self._left: Life | None = None
+
+    def use(self, disk: str) -> None:
+        """Have another disk, as in its address; it is not open yet."""
+        self.life.room = replace(self.life.room, disk=disk)
 
     async def run(self) -> None:
         """Live several lives, and look at everything after each.
@@ -70,10 +84,14 @@ class Round:
         """
         try:
             await self.life.open()
+            await self.life.get_all()
             for _ in range(self._draw.randint(1, 6)):
                 for _ in range(self._draw.randint(1, self.life.room.puts)):
                     await self._step()
                 await self._restart()
+            await self.life.close()
+            await self.life.open()
+            await self.life.get_all()
         finally:
             POINTS.disarm()
             await self.life.close()
@@ -83,20 +101,52 @@ class Round:
         if draw < 0.6:
             await self._with_event(self._put)
         elif draw < 0.9:
-            await self.life.get(self._blocks())
+            await self._get()
         elif draw < 0.95 and "damage" in self._events:
             await self._damage()
         else:
-            await self._with_event(self.life.flush)
+            await self._with_event(self._flush)
 
-    async def _put(self) -> None:
-        blocks = self._blocks()
+    async def _look_around(self) -> None:
+        """Get everything, or put again what may be there and may be whole, or neither.
+
+        Whoever gets a block that is damaged makes that known; a put must notice itself.
+        """
+        draw, shadow = self._draw.random(), self.life.shadow
+        if draw < 0.4:
+            await self.life.get_all()
+        elif draw < 0.8:
+            doubtful = self.life.present(shadow.tried - shadow.sure - shadow.rotten)
+            for kind in self.life.room.kinds:
+                blocks = sorted(one for one in doubtful if one.kind == kind)
+                if blocks:
+                    await self._put(blocks[: self.life.room.batch])
+
+    async def _put(self, some: list[Block] | None = None) -> None:
+        blocks = some or self._blocks()
         lacking = await self.life.put(blocks)
         self.counts["puts"] += 1
         if lacking and not POINTS.disarm():
             raise Wrong(f"{len(lacking)} blocks were refused, and nothing has failed")
         if lacking and await self.life.put(blocks):
             raise Wrong("nothing fails any more, and blocks are still refused")
+
+    async def _get(self) -> None:
+        if "unreadable" in self._events and self._draw.random() < 0.2:
+            POINTS.arm(Plan(reads=True, code=EIO, calls=self._draw.choice((1, 10**6))))
+            await self.life.get(blocks := self._blocks(), failing=True)
+            self.counts["unreadable"] += bool(POINTS.disarm())
+            await self.life.get(blocks)
+        else:
+            await self.life.get(self._blocks())
+
+    async def _flush(self) -> None:
+        try:
+            await self.life.flush()
+        except OSError:
+            if not POINTS.disarm() and self._flushes:
+                raise
+            self._flushes = False
 
     async def _damage(self) -> None:
         if self.life.shadow.sure:
@@ -109,9 +159,10 @@ class Round:
         self.counts["restarts"] += 1
         await self._with_event(self.life.close)
         await self._with_event(self._open)
-        await self.life.get_all()
+        await self._look_around()
 
     async def _open(self) -> None:
+        self._flushes = True
         if self.life.is_open:
             return  # it was killed while it was closed
         try:
@@ -132,11 +183,12 @@ class Round:
 
     async def _with_event(self, work: Work) -> None:
         """Do something, and let something happen meanwhile."""
-        events = [event for event in self._events if event != "damage"]
-        event = self._draw.choice(events) if events and self._draw.random() < 0.4 else ""
+        events = [one for one in self._events if one not in ("damage", "unreadable")]
+        happens = bool(events) and self._draw.random() < 0.4
+        event = self._draw.choice(events) if happens else ""
         plan = Plan(at=self._draw.randrange(_CALLS), torn=self._draw.random() < 0.5)
-        if event == "kill":
-            plan = replace(plan, end=self._ended)
+        if event in ("kill", "power"):
+            plan = replace(plan, end=partial(self.ended, power=event == "power"))
         elif event == "error":
             code, calls = self._draw.choice(ERRORS), self._draw.choice((1, 3, 10**6))
             plan = replace(plan, code=code, calls=calls)
@@ -147,22 +199,28 @@ class Round:
         await work()
         self.counts[event] += bool(POINTS.disarm())
         if self._left is not None:
-            await self._go_on()
+            await self.go_on()
 
-    def _ended(self) -> None:
+    def ended(self, *, power: bool) -> None:
         """This process ends here; another one goes on with what it leaves."""
-        life = self.life
-        shadow = Shadow(life.present(life.shadow.sure), set(life.shadow.tried))
+        life, then = self.life, self.life.shadow
+        flushed = life.present(then.flushed)
+        sure = flushed if power else life.present(then.sure)
+        shadow = Shadow(set(sure), flushed, set(then.tried), set(then.rotten))
         if self._kill is not None:
             self._kill(shadow)
-        self._left = Life(self._base / str(self.counts["kill"] + 1), life.room, shadow)
-        copied(life.directory, self._left.directory)
+        self._ends += 1
+        self._left = Life(self._base / str(self._ends), life.room, shadow)
+        if power:
+            POINTS.cut(life.directory, self._left.directory, self._draw)
+        else:
+            copied(life.directory, self._left.directory)
 
-    async def _go_on(self) -> None:
+    async def go_on(self) -> None:
         """Live on where another process was killed; look at everything, or put."""
         assert self._left is not None
         await self.life.close()
         self.life, self._left = self._left, None
+        self._flushes = True
         await self.life.open()
-        if self._draw.random() < 0.5:
-            await self.life.get_all()
+        await self._look_around()

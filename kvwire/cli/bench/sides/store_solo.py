@@ -35,7 +35,7 @@ from kvwire.cli.bench.store_work import (
 )
 
 # The file of a disk tier, in its directory.
-_BLOCKS: Final = "blocks"
+_IMAGES: Final = "images"
 
 
 class StoreSolo(Solo):
@@ -167,7 +167,7 @@ class Stock:
         while len(self._sets) < 2 and work.verb not in PUTS:
             await self.put()
         if work.verb == COLD_GET:
-            drop(Path(self._directory) / _BLOCKS)
+            drop(Path(self._directory) / _IMAGES)
         self.want.memory[:] = 0
 
     async def put(self, verb: str = "") -> float:
