@@ -56,6 +56,15 @@ class Directory:
                 f"does not read that format; delete the directory, or give another one"
             )
         with contextlib.ExitStack() as opened:
+            made = not (path / _IMAGES).exists()
+            self.file = file_type(path / _IMAGES, create=made)
+            opened.callback(self.file.close)
+            # SQLite's own locks end when this process closes any descriptor of theirs.
+            if not self.file.lock():
+                raise UsageError(
+                    f"{path}: another process has this store open; one at a time can, "
+                    f"so give each its own directory"
+                )
             self.index = DiskIndex(path / _INDEX, slab_bytes, synced=synced)
             opened.callback(self.index.close, in_order=False)
             slab_bytes = self.index.slab_bytes
@@ -65,9 +74,6 @@ class Directory:
                     f"{path}: its slabs have {slab_bytes} bytes, so size={nbytes} is "
                     f"too little; give it a larger size, or an empty directory"
                 )
-            made = not (path / _IMAGES).exists()
-            self.file = file_type(path / _IMAGES, create=made)
-            opened.callback(self.file.close)
             self.whole = self.index.closed
             self._resize(self.slabs * slab_bytes)
             if made:

@@ -116,7 +116,7 @@ class DiskIndex:
             that is needed to find a block.
 
     Raises:
-        UsageError: Another process has it, or it is of another version.
+        UsageError: It is of another version.
         OSError, sqlite3.Error: It cannot be read, or there is no room for it.
     """
 
@@ -135,13 +135,8 @@ class DiskIndex:
             self.slab_bytes: int = found[0]
             self.closed = bool(found[1])
             self.spaces = dict(self._read_spaces())
-        except BaseException as exc:
+        except BaseException:
             self._db.close()
-            if getattr(exc, "sqlite_errorname", "") == "SQLITE_BUSY":
-                raise UsageError(
-                    f"{path.parent}: another process has this store open; one at a "
-                    f"time can, so give each its own directory"
-                ) from None
             raise
 
     def rows(self) -> Iterator[Rows]:

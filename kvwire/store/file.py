@@ -7,6 +7,7 @@ any of them fail, or end the process in front of it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,14 +24,14 @@ class File:
 
     Args:
         path: Where it is.
-        create: Whether it is made anew.
+        create: Whether it is made if it is not there.
 
     Raises:
         OSError: It cannot be opened.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self.path = path
         self._fd = os.open(path, flags, 0o600)
 
@@ -66,6 +67,18 @@ class File:
             os.ftruncate(self._fd, nbytes)
         elif nbytes > have:
             self.allocate(have, nbytes - have)
+
+    def lock(self) -> bool:
+        """Keep other processes from locking it until it is closed; whether that is so.
+
+        Raises:
+            OSError: The file system cannot do that.
+        """
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def close(self) -> None:
         """Close it; nobody uses it any more."""

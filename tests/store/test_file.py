@@ -123,3 +123,14 @@ def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         File(tmp_path / "none")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_one_files_and_ends_with_it(file: File) -> None:
+    """Also while the process opens and closes the same file otherwise."""
+    assert file.lock()
+    assert len(file.path.read_bytes()) == SIZE
+    with closing(File(file.path)) as other:
+        assert not other.lock()
+        file.close()
+        assert other.lock()
+        file._fd = os.dup(other._fd)

@@ -55,6 +55,7 @@ class Points:
         self._plan: Plan | None = None
         self._seen = self._hits = 0
         self._synced: dict[Path, bytes] = {}
+        self._watched: set[Path] = set()
 
     def arm(self, plan: Plan) -> None:
         """From the next call on this is the plan."""
@@ -93,9 +94,14 @@ class Points:
             raise OSError(plan.code, os.strerror(plan.code))
         return plan.short
 
+    def watch(self, directory: Path) -> None:
+        """From now on what is synced in a directory is kept in mind."""
+        self._watched.add(directory)
+
     def synced(self, path: Path) -> None:
         """What a file holds now survives a power cut."""
-        self._synced[path] = path.read_bytes()
+        if path.parent in self._watched:
+            self._synced[path] = path.read_bytes()
 
     def cut(self, directory: Path, into: Path, draw: random.Random) -> None:
         """What a power cut now leaves: of what was not synced, any sectors."""
@@ -125,6 +131,7 @@ def files(directory: Path) -> list[Path]:
 def copied(directory: Path, into: Path) -> None:
     """What a process that is killed now leaves in a directory."""
     into.mkdir()
+    POINTS.watch(into)
     for path in files(directory):
         (into / path.name).write_bytes(path.read_bytes())
         POINTS.synced(into / path.name)

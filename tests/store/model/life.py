@@ -14,7 +14,7 @@ from kvwire.store.index import as_keys
 from kvwire.store.space import ABSENT
 from kvwire.store.store import BlockStore
 from tests.store.files import store_on
-from tests.store.model.faults import PointedFile
+from tests.store.model.faults import POINTS, PointedFile
 from tests.store.model.kinds import Block, Cache, contents
 
 
@@ -84,6 +84,7 @@ class Life:
             UsageError: It cannot be opened.
         """
         address = TierAddress.parse(f"disk:{self.directory}?{self.room.disk}")
+        POINTS.watch(self.directory)
         self._tier = None
         self._tier = await DiskTier.open(address, file_type=PointedFile)
         self._store = store_on(self._tier, memory=f"memory:{self.room.memory}")

@@ -20,8 +20,9 @@ _FULL: Final = 13
 _IO_ERROR: Final = 10
 _ENOSPC: Final = 28
 
-_Open = CFUNCTYPE(c_int, c_void_p, c_char_p, c_void_p, c_int, POINTER(c_int))
-_Delete = CFUNCTYPE(c_int, c_void_p, c_char_p, c_int)
+# A name is passed on as the pointer that it is: parameters follow it in memory.
+_Open = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, POINTER(c_int))
+_Delete = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int)
 _Write = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_int64)
 _Truncate = CFUNCTYPE(c_int, c_void_p, c_int64)
 _Sync = CFUNCTYPE(c_int, c_void_p, c_int)
@@ -95,14 +96,14 @@ class AskingVfs:
 
     # --- the calls --------------------------------------------------------------------
 
-    def _open(self, vfs: int, name: bytes | None, file: int, how: int, got: Any) -> int:
+    def _open(self, vfs: int, name: int | None, file: int, how: int, got: Any) -> int:
         code = self._open_usual(vfs, name, file, how, got)
         # A file without a name is a temporary one.
         if code or name is None:
             return int(code)
         usual = _Methods.from_address(c_void_p.from_address(file).value or 0)
         methods = self._methods_like(usual)
-        self._files[file] = Path(name.decode()), usual
+        self._files[file] = _path_at(name), usual
         c_void_p.from_address(file).value = ctypes.addressof(methods)
         return 0
 
@@ -120,8 +121,8 @@ class AskingVfs:
         self._kept.append((ctypes.addressof(usual), methods))
         return methods
 
-    def _delete(self, vfs: int, name: bytes, sync: int) -> int:
-        failed = self._asked("delete", Path(name.decode()), None, 0x0A)
+    def _delete(self, vfs: int, name: int, sync: int) -> int:
+        failed = self._asked("delete", _path_at(name), None, 0x0A)
         return failed or int(self._delete_usual(vfs, name, sync))
 
     def _close(self, file: int) -> int:
@@ -156,3 +157,7 @@ class AskingVfs:
         except OSError as exc:
             return _FULL if exc.errno == _ENOSPC else _IO_ERROR | kind << 8
         return 0
+
+
+def _path_at(name: int) -> Path:
+    return Path(ctypes.string_at(name).decode())
