@@ -216,8 +216,7 @@ class Incoming(KVTransfer):
         """See KVTransfer."""
         if self.receipt is not None:
             self.receipt.refuse(error, code)
-        if self.outcome is None:
-            self._end(error)
+        self._end(error)
 
     def runs_on(self, connection: Connection) -> bool:
         """See KVTransfer."""
@@ -292,6 +291,8 @@ class Incoming(KVTransfer):
                     LastWord(self, receipt, asks=receipt.asked)
                 )
             self.communicator.exchange.settled(self)
+        elif self.ending:
+            return
         elif recoverable(error) and self.communicator.config.resume:
             receipt.suspended = True
             self.start_lease()
@@ -343,6 +344,9 @@ class Incoming(KVTransfer):
                 _open(gates)
 
     def _end(self, error: KVWireError) -> None:
+        self.end_with(lambda: self._end_now(error))
+
+    def _end_now(self, error: KVWireError) -> None:
         self._error, reason = error, str(error)
         attempts = [] if self.receipt is None else [self.receipt]
         outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)

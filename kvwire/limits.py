@@ -248,6 +248,8 @@ QUARANTINE_BYTES: Final = 4 * GIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.
 REDIAL_S: Final = 0.05
 REDIAL_S_MAX: Final = 0.5
+# An outcome that there was no memory for is tried again after this.
+NO_MEMORY_S: Final = 0.1
 # How late our own loop may be before we say that we, and not the peer, had stalled.
 STALL_TOLERANCE_S: Final = 0.25
 

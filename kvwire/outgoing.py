@@ -245,8 +245,7 @@ class Outgoing(KVTransfer):
         """See KVTransfer."""
         for delivery in list(self.deliveries):
             delivery.refuse(error, code)
-        if self.outcome is None:
-            self._finish(str(error))
+        self._finish(str(error))
 
     @property
     def finishing(self) -> bool:
@@ -267,7 +266,7 @@ class Outgoing(KVTransfer):
 
     def delivery_ended(self, delivery: Delivery, error: KVWireError | None) -> None:
         """One consumer is served, or lost."""
-        if self.outcome is not None:
+        if self.ending:
             return
         if recoverable(error) and self.communicator.config.resume:
             delivery.suspend()
@@ -280,8 +279,7 @@ class Outgoing(KVTransfer):
             rest = [d for d in self.deliveries if not d.over]
             for other in rest:
                 other.refuse(RequestCancelled(str(error)), WireCode.CANCELLED)
-            if self.outcome is None:
-                self._finish(str(error))
+            self._finish(str(error))
         elif sum(d.over for d in self.deliveries) == self.consumers:
             self._finish(UNMARKED)
 
@@ -338,10 +336,14 @@ class Outgoing(KVTransfer):
             delivery.send_marks()
 
     def _finish(self, reason: str) -> None:
+        self.end_with(lambda: self._finish_now(reason))
+
+    def _finish_now(self, reason: str) -> None:
         outcomes = [d.outcome(reason) for d in self.deliveries if d.planned]
         if len(outcomes) < self.consumers:
             # Those who never came have nothing.
             tokens = dict(outcomes[0].tokens) if outcomes else None
             outcomes.append(self.nothing(reason, tokens))
+        outcome = join_outcomes(outcomes)
         self.communicator.exchange.over(self, reason)
-        self.record(join_outcomes(outcomes), self.deliveries)
+        self.record(outcome, self.deliveries)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import math
 import secrets
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.clock import absolute
@@ -30,7 +31,7 @@ from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
-from kvwire.limits import PRIORITY_MAX, TRANSFER_ID_BYTES_MAX
+from kvwire.limits import NO_MEMORY_S, PRIORITY_MAX, TRANSFER_ID_BYTES_MAX
 from kvwire.phases import Phases
 from kvwire.proto.events import (
     SegmentLanded,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
     from kvwire.communicator import Communicator
     from kvwire.connection import Connection
+
+logger = logging.getLogger("kvwire")
 
 DAMAGED = "its bytes arrived damaged"
 UNMARKED = "it was not marked ready by the producer"
@@ -195,6 +198,8 @@ class KVTransfer:
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
         self.phases = Phases()
         self.end = secrets.token_bytes(END_BYTES)
+        # Its end has begun; it has an outcome as soon as there is memory for one.
+        self.ending = False
         self._begun = False
         self._outcome: Outcome | None = None
         self._done: asyncio.Future[Outcome] = self.loop.create_future()
@@ -319,6 +324,25 @@ class KVTransfer:
         if self._lease is not None:
             self.stop_lease()
             self.start_lease()
+
+    def end_with(self, end: Callable[[], None]) -> None:
+        """Call what makes the outcome and records it, once.
+
+        Where there is no memory for an outcome it is called again in a moment: nobody
+        would ever end the transfer otherwise.
+        """
+        if not self.ending:
+            self.ending = True
+            self._try_to_end(end)
+
+    def _try_to_end(self, end: Callable[[], None]) -> None:
+        try:
+            end()
+        except MemoryError:
+            if self._outcome is not None:
+                raise
+            logger.error("transfer %r: no memory for its outcome", self.id)
+            self.loop.call_later(NO_MEMORY_S, self._try_to_end, end)
 
     def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
         """Record the outcome; the memory drains when the attempts' buffers have."""

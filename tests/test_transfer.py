@@ -164,3 +164,44 @@ def test_drained_waits_for_the_outcome() -> None:
         assert inc.done()
 
     play(scenario, "inproc")
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+@pytest.mark.parametrize("end", ["settled", "abort", "cut", "deadline"])
+@pytest.mark.parametrize("side", [kvwire.Incoming, kvwire.Outgoing])
+def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
+    side: type[kvwire.Incoming | kvwire.Outgoing],
+    end: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for ever, and nothing is free before it has drained."""
+    name = "_end_now" if side is kvwire.Incoming else "_finish_now"
+    real, refusals = getattr(side, name), [MemoryError(), MemoryError()]
+
+    def short(self: object, reason: object) -> None:
+        if refusals:
+            raise refusals.pop()
+        real(self, reason)
+
+    monkeypatch.setattr(side, name, short)
+
+    async def scenario(w: World) -> None:
+        within = 0.2 if end == "deadline" else None
+        out = w.p.publish("t", w.source.cache, LIST, deadline=within)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        out.ready(layers=slice(0, LAYERS - (end != "settled")))
+        if end == "settled":
+            out.finish()
+        elif end == "abort":
+            inc.abort()
+        elif end == "cut":
+            w.cut()
+        outcomes = [await inc, await out]
+        assert not refusals
+        assert all(outcome.complete == (end == "settled") for outcome in outcomes)
+        await inc.drained()
+        await out.drained()
+
+    play(scenario, transport, resume=False)
