@@ -179,22 +179,22 @@ def draw(found: Overlap) -> dict[str, Figure]:
     Returns:
         The picture, by what is added to the name of the file: nothing.
     """
-    longest = max(s.compute_s / median(s.layer_s) for s in found.settings if s.judged)
-    settings = [
-        s
-        for s in found.settings
-        if s.judged and s.compute_s / median(s.layer_s) > longest / 2
-    ]
-    layers = [s.layers for s in settings]
+    # Of each number of layers two are judged: compute is longer, or shorter.
+    by_compute = sorted(
+        (s for s in found.settings if s.judged), key=lambda s: s.compute_s
+    )
+    settings = {s.layers: s for s in by_compute}
+    layers = sorted(settings)
     figure = new_figure(7.0, 4.0)
     axes = figure.subplots()
     axes.set_title("kvwire bench overlap: ms exposed after the last mark", loc="left")
     shades = colors([name for name, _ in _CURVES])
     for name, value in _CURVES:
-        times_ms = [value(s) * 1e3 for s in settings]
+        times_ms = [value(settings[count]) * 1e3 for count in layers]
         axes.plot(layers, times_ms, "o-", color=shades[name], label=name)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xticks(layers, [f"{n} layers" for n in layers])
     axes.grid(axis="y", color="0.9")
     axes.legend(frameon=False)

@@ -130,8 +130,8 @@ class UcxPerftest(Contender):
         server = subprocess.Popen(  # noqa: S603 - arguments of ours
             [self._program, "-p", str(port)],
             env=self._environment,
-            stdout=subprocess.DEVNULL,
-            stderr=said,
+            stdout=said,
+            stderr=subprocess.STDOUT,
         )
         try:
             _wait_for(port, server, said)
@@ -222,7 +222,8 @@ def _children_cpu_s() -> float:
 
 def _wait_for(port: int, server: subprocess.Popen[bytes], said: IO[bytes]) -> None:
     """Until the server listens, without connecting: it takes one client only."""
-    wanted = f":{port:04X} "
+    # Its own end, with no other one, and listening: not a connection of anybody's.
+    wanted = f":{port:04X} 00000000:0000 0A "
     for _ in range(_LISTEN_LOOKS):
         if wanted in Path("/proc/net/tcp").read_text():
             return
