@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import resource
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -38,6 +39,7 @@ from tests.fault.stranger import Stranger, dial
 from tests.support.pairs import Pair, connected, until
 
 HANDSHAKE_S = 0.3
+DESCRIPTORS = 4096
 SLACK_S = 5.0
 
 
@@ -51,6 +53,7 @@ class Crowd:
     """Sockets that have connected and do not shake hands."""
 
     def __init__(self, address: Address) -> None:
+        _allow_descriptors()
         self._target = (address.host, address.port)
         self._loop = asyncio.get_running_loop()
         self._stack = ExitStack()
@@ -84,6 +87,15 @@ class Crowd:
 
     async def __aexit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def _allow_descriptors() -> None:
+    """Have enough for both ends of a thousand, where a user has 1024 to begin with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < DESCRIPTORS and hard != resource.RLIM_INFINITY:
+        pytest.skip(f"needs {DESCRIPTORS} descriptors; `ulimit -Hn` is {hard}")
+    if soft < DESCRIPTORS and soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
 
 
 async def round_trips(pair: Pair, stop: asyncio.Event) -> list[float]:

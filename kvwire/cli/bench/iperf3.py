@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,9 @@ ROUND_BYTES_MIN: Final = 1 * GIB
 # The largest block that iperf3 takes.
 _BLOCK_BYTES_MAX: Final = 1 * MIB
 _TIMEOUT_S: Final = 60.0
+# Below what Linux and macOS give to connections.
+_PORTS: Final = range(20_000, 32_768)
+_TRIES: Final = 100
 
 
 def missing() -> Missing | None:
@@ -129,9 +133,17 @@ def _command(*arguments: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, just now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
-    assert isinstance(port, int)
-    return port
+    """A port that nobody listens on, just now.
+
+    None of those that the kernel gives to connections: one of them would have it before
+    the program that is told to listen there.
+
+    Raises:
+        BenchError: All that were tried are taken.
+    """
+    for _ in range(_TRIES):
+        port = _PORTS[secrets.randbelow(len(_PORTS))]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise BenchError(f"no free port was found in {_PORTS.start} to {_PORTS.stop - 1}")

@@ -30,6 +30,7 @@ from tests.backends.kvwire_local.child import (
     child,
     open_lane,
 )
+from tests.support.leaks import open_descriptors
 
 # A child takes a third of a second to start.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -202,9 +203,15 @@ async def test_strangers_are_turned_away() -> None:
 
 
 def _abstract_names() -> list[bytes]:
+    """Of this process: the table has those of all."""
+    ours = set(open_descriptors().values())
     table = Path("/proc/net/unix").read_text().splitlines()
-    names = [line.split()[-1] for line in table if "@kvwire-" in line]
-    return [b"\0" + name[1:].encode() for name in names]
+    rows = [line.split() for line in table if "@kvwire-" in line]
+    return [
+        b"\0" + name[1:].encode()
+        for *_, inode, name in rows
+        if f"socket:[{inode}]" in ours
+    ]
 
 
 @one_loop

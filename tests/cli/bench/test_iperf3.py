@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_a_server_that_does_not_start_is_an_error(
             contender.start()
     finally:
         contender.stop()
+
+
+def test_a_free_port_is_no_one_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 20_000 <= iperf3.free_port() < 32_768
+    with socket.create_server((iperf3.HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(iperf3, "_PORTS", range(port, port + 1))
+        with pytest.raises(BenchError, match="no free port was found"):
+            iperf3.free_port()
 
 
 @pytest.mark.skipif(
