@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Final
 
 from kvwire.errors import UsageError
-from kvwire.store.disk_index import SLOTS_MAX, DiskIndex
+from kvwire.store.disk_index import DiskIndex
 from kvwire.store.file import File
 from kvwire.store.slabs import stride_of
 
@@ -32,6 +31,7 @@ class Directory:
         index: Which image is where.
         file: The images.
         slabs: How many slabs the file has.
+        synced: As it was opened.
         whole: Whether every image is what its row says, as far as can be known.
 
     Raises:
@@ -45,10 +45,10 @@ class Directory:
         path: Path,
         nbytes: int,
         slab_bytes: int,
-        *,
         synced: bool,
         file_type: type[File],
     ) -> None:
+        self.synced = synced
         path.mkdir(parents=True, exist_ok=True)
         if (path / _FORMER).exists():
             raise UsageError(
@@ -56,10 +56,10 @@ class Directory:
                 f"does not read that format; delete the directory, or give another one"
             )
         with contextlib.ExitStack() as opened:
-            made = not (path / _IMAGES).exists()
-            self.file = file_type(path / _IMAGES, create=made)
+            self.file = file_type(path / _IMAGES, create=True)
             opened.callback(self.file.close)
-            # SQLite's own locks end when this process closes any descriptor of theirs.
+            # SQLite's ends when this process closes any descriptor of its file; and its
+            # first sync makes the names of both files safe.
             if not self.file.lock():
                 raise UsageError(
                     f"{path}: another process has this store open; one at a time can, "
@@ -76,19 +76,10 @@ class Directory:
                 )
             self.whole = self.index.closed
             self._resize(self.slabs * slab_bytes)
-            if made:
-                _sync_names(path)
             opened.pop_all()  # they are this one's now
 
     def close(self, *, in_order: bool) -> None:
-        """Close everything, and let other processes have the directory.
-
-        Args:
-            in_order: Whether every row fits its image, and both are safe.
-
-        Raises:
-            OSError, sqlite3.Error: The disk fails; all is closed nevertheless.
-        """
+        """Close everything, whether the disk fails or not; see :class:`DiskIndex`."""
         try:
             self.index.close(in_order=in_order)
         finally:
@@ -98,16 +89,8 @@ class Directory:
         if self.file.nbytes > nbytes:
             # First their rows: they would fit nothing once the file grows again.
             end = self.slabs * stride_of(self.index.slab_bytes)
-            self.index.erase([range(end, SLOTS_MAX)])
+            self.index.erase([range(end, 2**62)])
         elif self.file.nbytes < nbytes:
             # Somebody may have cut it, or taken it away.
             self.whole = False
         self.file.resize(nbytes)
-
-
-def _sync_names(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,12 +1,9 @@
 """A tier of slots in one file, which is found again after a restart.
 
-Which slot has which image is known in memory, and on the disk in SQLite
-(:mod:`kvwire.store.disk_index`). Writing is done by one thread at a time: images first,
-then the rows that name them, in one transaction. Reading needs no order: who reads has
-the slots pinned, so that nothing else is written there.
-
-Errors of the disk end no request otherwise than by a reason, and no later request: each
-is tried anew. What was written when one failed is not named, so nobody finds it.
+Which slot has which image is known in memory, and on the disk in SQLite. One thread at
+a time writes: images first, then the rows that name them, in one transaction. Who reads
+has the slots pinned, so that nothing else is written there. An error of the disk ends a
+request by a reason, and no later one: each is tried anew.
 
 Trust
 -----
@@ -52,9 +49,7 @@ class DiskTier(Tier):
 
     durable = True
 
-    def __init__(
-        self, name: str, directory: Directory, threads: Threads, *, synced: bool
-    ) -> None:
+    def __init__(self, name: str, directory: Directory, threads: Threads) -> None:
         self.name = name
         self.trouble = ""
         self._directory = directory
@@ -73,10 +68,8 @@ class DiskTier(Tier):
         self._filling = Filling()
         self._writing = asyncio.Lock()
         self._threads = threads
-        self._synced = synced
-        # What a flush has failed with since it was opened; whether the last write has.
+        # What a flush has failed with since it was opened.
         self._unflushed = ""
-        self._failing = False
         self._restore()
 
     @classmethod
@@ -103,19 +96,14 @@ class DiskTier(Tier):
         sync = address.options.get("sync", "flush")
         if sync not in _SYNCS:
             raise UsageError(f"tier {address.text!r}: sync={sync!r}: flush or put")
-        threads = Threads()
+        place, threads = Path(address.place), Threads()
         opened: list[Directory] = []
 
         def open_it() -> DiskTier:
-            directory = Directory(
-                Path(address.place),
-                nbytes,
-                slab_bytes,
-                synced=sync == "put",
-                file_type=file_type,
+            opened.append(
+                Directory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
-            opened.append(directory)
-            return cls(address.text, directory, threads, synced=sync == "put")
+            return cls(address.text, opened[0], threads)
 
         try:
             return await threads.run(open_it)
@@ -125,10 +113,8 @@ class DiskTier(Tier):
                 directory.close(in_order=False)
             threads.close()
             if _is_full(exc):
-                raise UsageError(
-                    f"tier {address.text!r}: the disk has no room for {nbytes} bytes; "
-                    f"give it less with ?size="
-                ) from exc
+                said = f"the disk has no room for {nbytes} bytes; give it less: ?size="
+                raise UsageError(f"tier {address.text!r}: {said}") from exc
             if isinstance(exc, _ERRORS):
                 passes = isinstance(exc, OSError | sqlite3.OperationalError)
                 hint = "" if passes else "; delete the directory, or give another one"
@@ -150,7 +136,9 @@ class DiskTier(Tier):
 
         Cancel safety: safe, it only looks.
         """
-        return self._held(self._index.find(keys))
+        slots = self._index.find(keys)
+        held: Bits = (slots >= 0) & self._trusted[slots]
+        return held
 
     def touch(self, keys: Keys) -> None:
         """See Tier."""
@@ -178,11 +166,11 @@ class DiskTier(Tier):
         if not lacking.size:
             return fates
         slots = self._room(nbytes, lacking.size)
-        if slots.size < lacking.size:
-            self.trouble = "every slot is being read or written"
         mine = lacking[: slots.size]
         if mine.size:
             fates[mine] = await self._write(space, batch.selected(mine), slots)
+        if mine.size < lacking.size:
+            self.trouble = "every slot is being read or written"
         self._counts.count(fates[mine], written=True)
         return fates
 
@@ -228,9 +216,8 @@ class DiskTier(Tier):
         """Return when what was written survives a power cut as well.
 
         Raises:
-            OSError: It does not, as far as anybody knows. What a disk has failed to
-                take once it may have dropped, so that is so until the tier is opened
-                again.
+            OSError: It does not, as far as anybody knows. A disk may have dropped what
+                it has failed to take once, so that lasts until the tier is closed.
 
         Cancel safety: safe, it may be called again.
         """
@@ -238,10 +225,10 @@ class DiskTier(Tier):
             try:
                 await self._threads.run(self._sync)
             except _ERRORS as exc:
-                said = self._failed("flushing", exc)
+                self._failed("flushing", exc)
                 if not _is_full(exc):
-                    self._unflushed = said
-                raise OSError(f"{self.name}: {said}") from exc
+                    self._unflushed = self.trouble
+                raise OSError(f"{self.name}: {self.trouble}") from exc
         if self._unflushed:
             raise OSError(f"{self.name}: {self._unflushed}")
 
@@ -266,10 +253,6 @@ class DiskTier(Tier):
                 self._threads.close()
 
     # --- on the loop ------------------------------------------------------------------
-
-    def _held(self, slots: Ids) -> Bits:
-        held: Bits = (slots >= 0) & self._trusted[slots]
-        return held
 
     async def _look(self, space: Space, keys: Keys) -> Bits:
         """Which blocks are held, now that nobody writes them and all there are known.
@@ -323,26 +306,21 @@ class DiskTier(Tier):
                 written = True
         except _ERRORS as exc:
             self._failed("writing", exc)
-            self._failing = True
         finally:
             self._filling.end(batch.keys)
             if written:
+                self.trouble = ""
                 self._trusted[slots] = True
                 self._index.mark(slots, batch.orders)
                 self._index.name(batch.keys, slots)
                 self._index.unpin(batch.keys, slots)
             else:
                 self._index.give_back(slots)
-        if written and self._failing:
-            self.trouble, self._failing = "", False
         fate = Fate.LANDED if written else Fate.FAILED
         return np.full(batch.keys.size, fate, np.uint8)
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
-        """Forget pinned blocks that are no good, here and on the disk.
-
-        A slot is free only when its row is erased: nobody else's is, by then.
-        """
+        """Forget pinned blocks that are no good, here and on the disk."""
         gone = slots[self._index.forget(keys, slots)]
         self._stale.update(gone.tolist())
         try:
@@ -362,10 +340,9 @@ class DiskTier(Tier):
             self._failed("writing", exc)
         return not self._stale and bool(self._trusted[self._index.named().slots].all())
 
-    def _failed(self, what: str, error: Exception) -> str:
+    def _failed(self, what: str, error: Exception) -> None:
         said = getattr(error, "strerror", None) or str(error)
         self.trouble = f"{what} failed: {said}"
-        return self.trouble
 
     # --- on a thread ------------------------------------------------------------------
 
@@ -418,13 +395,12 @@ class DiskTier(Tier):
         sums = _sums_of(batch)
         for run, offset in self._runs(slots, space.image_bytes):
             self._file.write(_padded(batch.images.selected(run)), offset)
-        if self._synced:
+        if self._directory.synced:
             self._file.sync()
-        count = slots.size
         # The head of a chain is younger than what follows it; see Index.unpin.
-        serials = self._serial + np.arange(count, 0, -1)
-        self._serial += count
-        nbytes = np.full(count, space.image_bytes)
+        serials = self._serial + np.arange(slots.size, 0, -1)
+        self._serial += slots.size
+        nbytes = np.full(slots.size, space.image_bytes)
         rows = Rows(slots, batch.keys, batch.orders, nbytes, sums, serials)
         self._rows.record(space, rows)
         self._sums[slots] = sums

@@ -1,9 +1,8 @@
 """Which image is in which slot of a disk tier, in SQLite.
 
 A row of ``blocks`` says what a slot of the file of images holds: key, order and length,
-a checksum over these and the image, and when it was written. Rows change in
-transactions, after their images: a row whose image was not written, or is written over
-by now, does not fit it. See docs/adr/0017-an-engine-under-the-disk-tier.md.
+a checksum over these and the image, and when it was written. A row whose image was not
+written, or is written over by now, does not fit it. See docs/adr/0017.
 
 The index is *closed in order* or it is not. It says so itself, from before the first
 image is written until after the last row is. If it was not, rows may be there of images
@@ -40,9 +39,6 @@ from kvwire.unreadable import UNREADABLE
 FORMAT: Final = 2
 """Of the tables and the file of images. Format 1 had no SQLite."""
 
-SLOTS_MAX: Final = 2**62
-"""No slot has this number, nor a larger one."""
-
 _SETTINGS: Final = (
     # One process has it: no lock and no shared memory for each transaction.
     "locking_mode=EXCLUSIVE",
@@ -68,10 +64,8 @@ _ROWS: Final = """
     AND length(key) > ? AND length(key) <= ? AND image_order BETWEEN 0 AND ?
     AND nbytes BETWEEN 1 AND ? AND serial BETWEEN 0 AND ?
 """
-_LIMITS: Final = (
-    *(DIGEST_BYTES, DIGEST_BYTES + STORE_HASH_BYTES_MAX, len(ORDERS) - 1),
-    *(STORE_SLAB_BYTES_MAX, 2**62),
-)
+_KEY_BYTES: Final = (DIGEST_BYTES, DIGEST_BYTES + STORE_HASH_BYTES_MAX)
+_LIMITS: Final = (*_KEY_BYTES, len(ORDERS) - 1, STORE_SLAB_BYTES_MAX, 2**62)
 _SLABS: Final = range(GRAIN_BYTES, STORE_SLAB_BYTES_MAX + 1, GRAIN_BYTES)
 # Rows that are read at once: some of Python's objects for each.
 _AT_ONCE: Final = 64 * 1024

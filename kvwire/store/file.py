@@ -69,11 +69,7 @@ class File:
             self.allocate(have, nbytes - have)
 
     def lock(self) -> bool:
-        """Keep other processes from locking it until it is closed; whether that is so.
-
-        Raises:
-            OSError: The file system cannot do that.
-        """
+        """Keep others from locking it until it is closed; False if somebody has it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

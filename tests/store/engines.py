@@ -9,6 +9,7 @@ docs/adr/0017-an-engine-under-the-disk-tier.md.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import resource
@@ -27,6 +28,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from kvwire import KVSpec
+from kvwire.store.address import TierAddress
+from kvwire.store.disk import DiskTier
+from kvwire.store.disk_index import Rows
+from kvwire.store.file import File
+from kvwire.store.index import as_keys
+from kvwire.store.space import Space
+
 ENTRIES = 1_000_000
 BATCH = 100
 RUN = 20
@@ -37,7 +46,7 @@ BLOCKS = 4096
 BATCH_BLOCKS = 16
 KILLS = 10
 
-Rows = list[tuple[int, bytes]]
+Pairs = list[tuple[int, bytes]]
 
 
 class Engine(ABC):
@@ -47,7 +56,7 @@ class Engine(ABC):
     def __init__(self, path: Path, *, synced: bool) -> None: ...
 
     @abstractmethod
-    def put(self, rows: Rows) -> None:
+    def put(self, rows: Pairs) -> None:
         """Write rows, all or none."""
 
     @abstractmethod
@@ -80,7 +89,7 @@ class Sqlite(Engine):
             "CREATE TABLE IF NOT EXISTS e(slot INTEGER PRIMARY KEY, entry BLOB)"
         )
 
-    def put(self, rows: Rows) -> None:
+    def put(self, rows: Pairs) -> None:
         self._db.execute("BEGIN")
         self._db.executemany("INSERT OR REPLACE INTO e VALUES (?, ?)", rows)
         self._db.execute("COMMIT")
@@ -105,7 +114,7 @@ class Lmdb(Engine):
         size = 4 << 30
         self._env = lmdb.open(str(path / "lmdb"), map_size=size, sync=synced)
 
-    def put(self, rows: Rows) -> None:
+    def put(self, rows: Pairs) -> None:
         with self._env.begin(write=True) as txn:
             pairs = ((struct.pack(">Q", slot), entry) for slot, entry in rows)
             txn.cursor().putmulti(pairs)
@@ -136,7 +145,7 @@ class Rocks(Engine):
         how.sync = synced
         self._how = how
 
-    def put(self, rows: Rows) -> None:
+    def put(self, rows: Pairs) -> None:
         batch = self._module.WriteBatch(raw_mode=True)
         for slot, entry in rows:
             batch.put(struct.pack(">Q", slot), entry)
@@ -162,7 +171,7 @@ class Slots(Engine):
         if os.fstat(self._fd).st_size == 0:
             os.posix_fallocate(self._fd, 0, ENTRIES * 128)
 
-    def put(self, rows: Rows) -> None:
+    def put(self, rows: Pairs) -> None:
         for slot, entry in rows:
             body = entry.ljust(120, b"\0")
             summed = body + xxhash.xxh3_64_digest(body)
@@ -319,7 +328,54 @@ def kills(name: str, path: Path) -> None:
     print(f"{name}: {KILLS} kills, {lost} acknowledged rows lost", flush=True)
 
 
-STEPS = {"load": load, "restart": restart, "data": data, "kills": kills, "child": child}
+class Sparse(File):
+    """A file without room of its own: nothing is written to it here."""
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """See File."""
+        os.truncate(self.path, offset + nbytes)
+
+
+def tier(name: str, path: Path) -> None:
+    """Open a disk tier of a million blocks, and look for a thousand."""
+    asyncio.run(_tier(path))
+
+
+async def _tier(path: Path) -> None:
+    text = f"disk:{path}?size={ENTRIES * 4 // 1024}MiB&slab=4MiB"
+    address = TierAddress.parse(text)
+    space = Space("kv", KVSpec(layers=1, kv_heads=1, head_dim=64, block_tokens=16))
+    made = await DiskTier.open(address, file_type=Sparse)
+    numbers = np.arange(made.stats().size_bytes // 4096)
+    keys = as_keys(space.digest + n.to_bytes(32, "big") for n in numbers.tolist())
+    blank = np.zeros(keys.size, np.uint8)
+    nbytes, sums = np.full(keys.size, space.image_bytes), numbers.astype(np.uint64)
+    rows = Rows(numbers, keys, blank, nbytes, sums, numbers)
+    made._rows.record(space, rows)
+    await made.close()
+    before, began = resident(), time.process_time()
+    opened = await DiskTier.open(address, file_type=Sparse)
+    took, more = time.process_time() - began, resident() - before
+    began = time.perf_counter()
+    found = await opened.find(keys[:1000])
+    looked = time.perf_counter() - began
+    assert (found == 0).all()
+    print(
+        f"tier: {opened.stats().blocks} blocks in {took:.1f} s of CPU, {more:.0f} MiB; "
+        f"1000 found in {looked * 1e3:.2f} ms",
+        flush=True,
+    )
+    await opened.close()
+
+
+STEPS = {
+    "load": load,
+    "restart": restart,
+    "data": data,
+    "kills": kills,
+    "child": child,
+    "tier": tier,
+}
 
 
 def main() -> None:
@@ -335,6 +391,7 @@ def main() -> None:
             path = base / (step if step in ("data", "kills") else "index") / name
             command = [sys.executable, "-m", "tests.store.engines", step, name, path]
             subprocess.run(command, check=True)
+    tier("", base / "tier")
     shutil.rmtree(base)
 
 

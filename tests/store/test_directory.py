@@ -33,7 +33,7 @@ def opened(
     slab_bytes: int = SLAB,
     file_type: type[File] = File,
 ) -> Iterator[Directory]:
-    directory = Directory(path, nbytes, slab_bytes, synced=False, file_type=file_type)
+    directory = Directory(path, nbytes, slab_bytes, False, file_type)
     try:
         yield directory
     finally:
@@ -83,7 +83,7 @@ def test_a_directory_is_one_users(tmp_path: Path) -> None:
         opened(tmp_path),
         pytest.raises(UsageError, match="another process has this store open"),
     ):
-        Directory(tmp_path, SIZE, SLAB, synced=False, file_type=File)
+        Directory(tmp_path, SIZE, SLAB, False, File)
     with opened(tmp_path) as directory:
         assert directory.slabs == 4
 

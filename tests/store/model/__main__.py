@@ -48,6 +48,8 @@ def main() -> int:
     seeds = range(asked.seed, asked.seed + asked.rounds)
     for seed in track(seeds, "rounds", disable=not sys.stderr.isatty()):
         said = asyncio.run(one(seed, asked, found))
+        if not sys.stderr.isatty() and not (seed - asked.seed + 1) % 50:
+            print(f"{seed - asked.seed + 1} rounds", flush=True)
         if said:
             wrong.append(said)
             print(said, flush=True)

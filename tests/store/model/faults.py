@@ -94,6 +94,12 @@ class Points:
             raise OSError(plan.code, os.strerror(plan.code))
         return plan.short
 
+    def forget(self) -> None:
+        """Nothing is watched any more."""
+        self.disarm()
+        self._watched.clear()
+        self._synced.clear()
+
     def watch(self, directory: Path) -> None:
         """From now on what is synced in a directory is kept in mind."""
         self._watched.add(directory)

@@ -95,6 +95,7 @@ class Round:
         finally:
             POINTS.disarm()
             await self.life.close()
+            POINTS.forget()
 
     async def _step(self) -> None:
         draw = self._draw.random()

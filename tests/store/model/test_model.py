@@ -126,6 +126,7 @@ async def _ended_at(base: Path, at: int, power: bool) -> bool:
     finally:
         POINTS.disarm()
         await this.life.close()
+        POINTS.forget()
     return ended
 
 
