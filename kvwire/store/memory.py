@@ -180,18 +180,26 @@ class Memory:
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _evict(self, nbytes: int, count: int) -> bool:
-        """Make room for some blocks; whether any slot may have become free."""
+    async def _evict(self, nbytes: int, count: int, *, lose: bool = True) -> bool:
+        """Make room for some blocks; whether any slot may have become free.
+
+        Args:
+            nbytes: Of one block.
+            count: Of the blocks.
+            lose: Whether blocks go that no tier below has taken.
+        """
         named = self.index.victims(nbytes, count)
         if not named.slots.size:
             return False
-        if self._demote is not None:
-            try:
-                await self._demote(named)
-            except BaseException:
-                # They may be nowhere else, so they stay.
+        kept = True
+        try:
+            trouble = await self._demote(named) if self._demote is not None else ""
+            kept = bool(trouble) and not lose
+        finally:
+            if kept:  # they may be nowhere else
                 self.unpin(named.keys[::-1], named.slots[::-1])
-                raise
+        if kept:
+            return False
         gone = self.index.drop(*named)
         self.index.evicted += int(np.count_nonzero(gone))
         self._notify()
@@ -207,7 +215,8 @@ class Memory:
     async def _clear(self, nbytes: int) -> None:
         step = max(1, self._headroom_bytes // 4 // nbytes)
         while self._lacks_headroom(nbytes):
-            if not await self._evict(nbytes, step):
+            # Nobody waits for this room, so it costs nobody a block.
+            if not await self._evict(nbytes, step, lose=False):
                 return
 
     def _lacks_headroom(self, nbytes: int) -> bool:

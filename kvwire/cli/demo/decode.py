@@ -15,6 +15,7 @@ import kvwire
 from kvwire import PrefillRequest, plan_prefill
 from kvwire.cli.demo.free_list import FreeList
 from kvwire.cli.demo.lines import (
+    PATIENCE_S,
     Arrived,
     Connect,
     Decode,
@@ -38,7 +39,7 @@ async def run(library: str) -> None:
     first = await anext(todo)
     assert isinstance(first, Connect)
     with ThreadPoolExecutor(1) as compute:
-        async with kvwire.open(name="decode") as comm:
+        async with kvwire.open(name="decode", handshake_timeout_s=PATIENCE_S) as comm:
             role = DecodeRole(await comm.connect(first.address), llama, compute)
             say(Up("decode"))
             async with asyncio.TaskGroup() as tasks:

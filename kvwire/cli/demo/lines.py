@@ -17,6 +17,9 @@ from typing import Final
 
 import msgspec
 
+# Both sides compute while they connect, and a busy machine has other things to do.
+PATIENCE_S: Final = 60.0
+
 
 class Connect(msgspec.Struct, tag=True):
     """Order, the first that decode gets: where prefill listens."""

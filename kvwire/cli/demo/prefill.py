@@ -13,7 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import kvwire
 from kvwire.cli.demo.free_list import FreeList
-from kvwire.cli.demo.lines import LayerSpan, Prefill, Prefilled, Up, orders, say
+from kvwire.cli.demo.lines import (
+    PATIENCE_S,
+    LayerSpan,
+    Prefill,
+    Prefilled,
+    Up,
+    orders,
+    say,
+)
 from kvwire.cli.demo.llama import BLOCK_TOKENS, Llama, blocks_for, load
 from kvwire.integrations.marks import LayerMarks
 
@@ -27,7 +35,10 @@ async def run(library: str) -> None:
     free = FreeList(NUM_BLOCKS, seed=1)
     # One prompt at a time: two at once on one core would only make both late.
     with ThreadPoolExecutor(1) as compute:
-        async with kvwire.open(name="prefill") as comm, asyncio.TaskGroup() as tasks:
+        async with (
+            kvwire.open(name="prefill", handshake_timeout_s=PATIENCE_S) as comm,
+            asyncio.TaskGroup() as tasks,
+        ):
             say(Up("prefill", str(await comm.listen("127.0.0.1:0"))))
             async for order in orders():
                 assert isinstance(order, Prefill)
