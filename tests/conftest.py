@@ -23,3 +23,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A shell starts what runs in the background with Ctrl-C ignored, and the processes that
 # tests end by it would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Hook of pytest-xdist: one process more than cores, since many tests wait."""
+    return min((os.cpu_count() or 1) + 1, 8)

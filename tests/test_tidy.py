@@ -10,6 +10,9 @@ from tests.support.tree import Source
 
 _FOLDERS = {"kvwire", "backends", "examples", "tests", "docs", ".ci"}
 
+# Rules about the text of files: `make check` runs them, and so does make test-all.
+pytestmark = pytest.mark.slow
+
 every_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 
 

@@ -21,6 +21,7 @@ from kvwire.store.disk_index import FORMAT, DiskIndex, Rows
 from kvwire.store.space import ORDERS, Space
 from tests.store.caches import SPEC
 from tests.store.test_directory import rows
+from tests.support.depth import examples
 
 SLAB = 64 * KIB
 SPACE = Space("kv", SPEC)
@@ -143,7 +144,7 @@ _values = st.one_of(
 
 @given(values=st.lists(_values, min_size=5, max_size=5))
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_a_row_of_anything_makes_sense_or_is_none(
@@ -203,7 +204,7 @@ _texts = st.one_of(
     raw=st.one_of(st.none(), st.binary(max_size=20), st.integers(0, 9), st.text()),
 )
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_description_is_a_space_or_none(

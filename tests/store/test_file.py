@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvwire.store.file import File, Views
+from tests.support.depth import examples
 
 SIZE = 10_000
 
@@ -52,7 +53,7 @@ def pieces(array: np.ndarray[tuple[int], np.dtype[np.uint8]], cuts: set[int]) ->
     others=st.sets(st.integers(1, 59), max_size=6),
 )
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_what_is_written_is_read(

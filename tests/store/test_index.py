@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from kvwire.kv.blocks import Ids
 from kvwire.store.index import NO_SLOT, Index, Keys, as_keys, once
 from kvwire.store.slabs import GRAIN_BYTES, Slabs
+from tests.support.depth import examples
 
 SIZES = (1, 2, 5)
 """Slots in grains; a slab has 8 grains."""
@@ -163,7 +164,10 @@ def test_any_order_of_calls() -> None:
     run_state_machine_as_test(
         Model,
         settings=settings(
-            max_examples=150, stateful_step_count=30, derandomize=True, deadline=None
+            max_examples=examples(150),
+            stateful_step_count=30,
+            derandomize=True,
+            deadline=None,
         ),
     )
 

@@ -70,6 +70,7 @@ async def test_blocks_of_one_process_are_got_by_another() -> None:
 PATIENT = "?timeout=600"
 
 
+@pytest.mark.slow
 async def test_a_server_killed_in_the_middle_of_a_put() -> None:
     source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
     async with (
@@ -124,6 +125,7 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
             assert not memory.index.slabs.used_bytes
 
 
+@pytest.mark.slow
 async def test_a_server_that_comes_back_is_used_again() -> None:
     source, target, hashes = Filled(seed=1), Filled(), chain(4)
     async with serving("--tier", "memory:1MiB") as server:
@@ -153,6 +155,7 @@ async def test_a_server_that_is_not_there_yet() -> None:
                 assert again.complete
 
 
+@pytest.mark.slow
 async def test_a_server_that_stands_still_is_given_up() -> None:
     """By the deadline the request is over, and nobody waits for the next ones."""
     source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
@@ -173,6 +176,7 @@ async def test_a_server_that_stands_still_is_given_up() -> None:
 # --- a client that dies ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["put", "get"])
 async def test_a_client_killed_in_the_middle(verb: str) -> None:
     """The server forgets it, keeps what had landed whole, and serves the others."""

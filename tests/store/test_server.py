@@ -409,6 +409,7 @@ async def test_without_a_key_it_listens_to_this_host_only() -> None:
 # --- many -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_eight_clients_at_once_under_eviction() -> None:
     """A store of 64 blocks, and 8 clients that put 40 of their own each, and get."""
     async with serving("memory:256KiB") as (store, server):

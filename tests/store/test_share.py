@@ -16,6 +16,7 @@ from kvwire.store.share import Share
 from kvwire.store.space import ORDERS, order_of
 from tests.kv.reference import Element, Store, shapes
 from tests.store.caches import chain
+from tests.support.depth import examples
 
 SIZES = [(1, 1), (4, 4), (2, 4), (4, 2), (6, 4), (4, 6), (1, 3), (3, 1)]
 """Tokens of a block, and of a hash."""
@@ -47,7 +48,7 @@ def slow_image(store: Store, ids: Sequence[int], tokens: range, order: int) -> b
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     """Any layout, block size and order; and back into another layout."""
     block_tokens, hash_tokens = data.draw(st.sampled_from(SIZES))

@@ -18,6 +18,7 @@ from kvwire.store.request import StoreRequest
 from kvwire.store.threads import copy_in_turns
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.files import Faults, Scripted, disk, store_on
+from tests.support.depth import parameters
 
 CHAINS = 10
 BLOCKS = 12
@@ -39,7 +40,7 @@ async def get_chain(store: BlockStore, seed: int) -> int:
     return len(here)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", parameters(range(2), every=2))
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("room", ["16KiB", "64KiB", "1MiB"])
 async def test_storm(tmp_path: Path, write: Any, room: str, seed: int) -> None:

@@ -18,10 +18,13 @@ from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import Bootstrap
 from kvwire_nccl.lane import NcclLane
 from tests.backends.kvwire_nccl.fake import FakeBackend, FakeLibrary, Faults, Notes
+from tests.support.depth import parameters
 from tests.support.pairs import until
 
 
-@pytest.mark.parametrize("check", LANE_CHECKS, ids=lambda check: check.id)
+@pytest.mark.parametrize(
+    "check", parameters(LANE_CHECKS, every=4), ids=lambda check: check.id
+)
 async def test_it_keeps_every_promise(check: LaneCheck) -> None:
     """The conformance kit, over communicators of this process."""
     result = await run_lane_check(check, FakeBackend)
