@@ -51,7 +51,7 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
-	$(BIN)/python -m pytest --quiet -m '' tests/test_tidy.py
+	$(BIN)/python -m pytest --quiet -m '' tests/test_tidy.py tests/test_rules.py
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format $(CODE)

@@ -82,6 +82,7 @@ def problems(
             yield f'{rule}: no test is marked rule("{rule}", "{side}")'
 
 
+@pytest.mark.slow  # it reads all tests; `make check` runs it
 def test_every_rule_is_shown_both_ways() -> None:
     """The document, the code and the tests name the same rules."""
     documents = sources(DOCUMENT)
