@@ -49,7 +49,7 @@ def shortfall(pair: Pair, root: Path) -> str:
         ran = _run(
             root,
             *("-m", "coverage", "run", "--branch", data, include),
-            *("-m", "pytest", "-q", str(pair.test)),
+            *("-m", "pytest", "-q", "-m", "", str(pair.test)),
         )
         if ran.returncode:
             return ran.stdout + ran.stderr
