@@ -59,18 +59,17 @@ BUGS: Final = (
     Planted(
         name="a receive that is too small takes the message with it",
         module="kvwire.proto.messages",
-        before="                    tell=None,\n                )\n"
-        "                continue\n",
-        after="                    tell=None,\n                )\n"
-        "                del queue[waiting]\n                self._trim(tag)\n"
-        "                continue\n",
+        before='                end = "it waits for a larger buffer"\n',
+        after='                end = "it is gone"\n'
+        "                del queue[waiting]\n                self._trim(tag)\n",
         rules=frozenset({"KeyError", "ValueError", "credit", "completion"}),
     ),
     Planted(
         name="the size that a sender announces is believed",
         module="kvwire.proto.messages",
-        before="            if waiting.nbytes > request.nbytes:\n",
-        after="            if request.buffer and waiting.nbytes > request.nbytes:\n",
+        before="            fits = waiting.nbytes <= request.nbytes\n",
+        after="            fits = not request.buffer or (\n"
+        "                waiting.nbytes <= request.nbytes)\n",
         rules=frozenset({"limit"}),
     ),
     Planted(
