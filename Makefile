@@ -51,6 +51,7 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
+	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quiet -m '' tests/test_tidy.py tests/test_rules.py
 
 format: $(DEV_STAMP)

@@ -51,20 +51,19 @@ if TYPE_CHECKING:
     from kvwire.config import Config
     from kvwire.connection import Connection
     from kvwire.engine import Engine
-    from kvwire.grant import Grant
-    from kvwire.incoming import Incoming
-    from kvwire.joined import Joined, join
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
     from kvwire.kv.pool import BlockPool
     from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
     from kvwire.kv.spec import KVSpec
-    from kvwire.outgoing import Outgoing
-    from kvwire.region import Region
+    from kvwire.region import Grant, Region
     from kvwire.request import Request
     from kvwire.store.request import StoreRequest
     from kvwire.store.server import StoreServer
     from kvwire.store.store import BlockStore
+    from kvwire.transfers.incoming import Incoming
+    from kvwire.transfers.join import Joined, join
+    from kvwire.transfers.outgoing import Outgoing
 
 __version__ = "0.1.0"
 
@@ -135,10 +134,10 @@ _HOMES: Final = {
     "Config": "kvwire.config",
     "Connection": "kvwire.connection",
     "Engine": "kvwire.engine",
-    "Grant": "kvwire.grant",
-    "Incoming": "kvwire.incoming",
-    "Joined": "kvwire.joined",
-    "join": "kvwire.joined",
+    "Grant": "kvwire.region",
+    "Incoming": "kvwire.transfers.incoming",
+    "Joined": "kvwire.transfers.join",
+    "join": "kvwire.transfers.join",
     "Outcome": "kvwire.kv.outcome",
     "Timings": "kvwire.kv.outcome",
     "PagedCache": "kvwire.kv.paged",
@@ -147,7 +146,7 @@ _HOMES: Final = {
     "PrefillRequest": "kvwire.kv.prefill_plan",
     "plan_prefill": "kvwire.kv.prefill_plan",
     "KVSpec": "kvwire.kv.spec",
-    "Outgoing": "kvwire.outgoing",
+    "Outgoing": "kvwire.transfers.outgoing",
     "Region": "kvwire.region",
     "Request": "kvwire.request",
     "StoreRequest": "kvwire.store.request",

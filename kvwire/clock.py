@@ -1,15 +1,28 @@
-"""Deadlines and patience, on the running loop's clock."""
+"""Deadlines and pauses on the running loop's clock, and turns for other tasks.
+
+An operation that fails at once lets the loop run before it raises. Programs try again
+in a loop: ``while True: try: await connection.recv(tag) except RequestError:
+continue``. An ``await`` that fails without suspending its task would keep such a loop
+running and nothing else, no timer and no other connection, for as long as the reason
+lasts. So every awaitable of the public API that can fail gives the event loop one turn
+before it raises.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
+import random
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from kvwire.errors import UsageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _STARTED = time.monotonic()
 """No instant of this process lies before it."""
@@ -57,3 +70,45 @@ async def at_most(
             task.cancel()
     for task in done:
         task.result()
+
+
+class Backoff:
+    """A random part of a limit that doubles, up to a last one.
+
+    So many that have lost the same thing at once do not come back at once, and what
+    stays away is asked for less and less often. Never less than half of the limit: a
+    pause of nothing is none.
+
+    Args:
+        first_s: The longest first pause.
+        last_s: The longest of all.
+    """
+
+    def __init__(self, first_s: float, last_s: float) -> None:
+        self._first_s = self._limit_s = first_s
+        self._last_s = last_s
+
+    def pause_s(self) -> float:
+        """How long to wait before the next try; the one after may wait twice that."""
+        limit_s, self._limit_s = self._limit_s, min(2 * self._limit_s, self._last_s)
+        return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
+
+    def reset(self) -> None:
+        """It has worked for long enough: begin with the first pause again."""
+        self._limit_s = self._first_s
+
+
+def yields_before_raising(
+    function: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorate a coroutine function: it raises after one turn of the event loop."""
+
+    @functools.wraps(function)
+    async def run(*args: P.args, **keywords: P.kwargs) -> T:
+        try:
+            return await function(*args, **keywords)
+        except Exception:
+            await asyncio.sleep(0)
+            raise
+
+    return run

@@ -14,15 +14,19 @@ from collections.abc import AsyncIterator, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Self
 
-from kvwire import registry
-from kvwire.after import fired
-from kvwire.backend import API_VERSION, Backend, Link, Listener
-from kvwire.buffer_table import BufferTable
-from kvwire.clock import at_most
+from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
+from kvwire.backend.selection import control_refusal, local_refusal, wishes
+from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
 from kvwire.connection import Connection
-from kvwire.counters import Counters
-from kvwire.devices import Devices
+from kvwire.driver.acceptor import Reception
+from kvwire.driver.buffers import BufferTable
+from kvwire.driver.checksums import Checks
+from kvwire.driver.connection_driver import Pump
+from kvwire.driver.counters import Counters
+from kvwire.driver.devices import Devices
+from kvwire.driver.handshake import Opening, hands_shaken, report_of
+from kvwire.driver.reconnect import Recovery
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
@@ -32,29 +36,23 @@ from kvwire.errors import (
     ListenError,
     UsageError,
 )
-from kvwire.exchange import Exchange
-from kvwire.fairness import yields_before_raising
-from kvwire.incoming import Incoming
-from kvwire.integrity import Checks
 from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
-from kvwire.opening import Opening, hands_shaken, report_of
-from kvwire.outgoing import Outgoing
 from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.handshake import ClientHandshake
 from kvwire.proto.regions import Region as CoreRegion
 from kvwire.proto.regions import Regions
-from kvwire.pump import Pump
-from kvwire.reception import Reception
-from kvwire.recovery import Recovery
 from kvwire.region import Region
-from kvwire.selection import control_refusal, local_refusal, wishes
-from kvwire.tls import CredentialFiles
-from kvwire.transfer_verbs import Offering
-from kvwire.trust import crosses_hosts, load_keys, resolve
+from kvwire.security.keys import crosses_hosts, load_keys, resolve
+from kvwire.security.tls import CredentialFiles
+from kvwire.transfers.event_wait import fired
+from kvwire.transfers.incoming import Incoming
+from kvwire.transfers.matching import Exchange
+from kvwire.transfers.observers import Watchers
+from kvwire.transfers.outgoing import Outgoing
+from kvwire.transfers.verbs import Offering
 from kvwire.types import Access, Address
-from kvwire.watchers import Watchers
 from kvwire.wire.control import BackendOffer, Offer
 from kvwire.wire.hello import NONCE_BYTES, Terms
 

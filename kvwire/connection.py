@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 from kvwire.backend import Link
 from kvwire.clock import absolute
-from kvwire.description import Description
+from kvwire.driver.connection_driver import Pump
+from kvwire.driver.lanes.setup import LaneEvent, Raising, Route
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -22,14 +23,11 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.grant import Grant
-from kvwire.incoming import Incoming
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
 from kvwire.memory.buffers import as_payload, slice_payload, uncleared
 from kvwire.memory.checksum import checksum
 from kvwire.memory.copy import copy
-from kvwire.outgoing import Outgoing
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.events import (
     AsideReceived,
@@ -42,15 +40,17 @@ from kvwire.proto.events import (
     TransferAgreed,
     TransferOpened,
 )
+from kvwire.proto.records import Transfer
 from kvwire.proto.regions import Region as CoreRegion
 from kvwire.proto.requests import Request as CoreRequest
-from kvwire.proto.segments import Transfer
 from kvwire.proto.state import Kind
-from kvwire.pump import Pump
-from kvwire.raising import LaneEvent, Raising, Route
+from kvwire.region import Grant
 from kvwire.request import Request
-from kvwire.transfer import Attempt, TransferEvent
-from kvwire.transfer_verbs import Asking
+from kvwire.transfers.base import Attempt, TransferEvent
+from kvwire.transfers.description import Description
+from kvwire.transfers.incoming import Incoming
+from kvwire.transfers.outgoing import Outgoing
+from kvwire.transfers.verbs import Asking
 from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
 from kvwire.wire.control import Access as AccessBody
 

@@ -23,13 +23,13 @@ from kvwire.communicator import Communicator
 from kvwire.communicator import open as open_communicator
 from kvwire.config import Config
 from kvwire.connection import Connection
-from kvwire.incoming import Incoming
-from kvwire.io_thread import IOThread, bind_thread
+from kvwire.driver.io_thread import IOThread, bind_thread
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
-from kvwire.marks import Which
-from kvwire.outgoing import Outgoing
+from kvwire.transfers.incoming import Incoming
+from kvwire.transfers.outgoing import Outgoing
+from kvwire.transfers.ready_log import Which
 from kvwire.types import Address, PeerInfo, TransportReport
 
 T = TypeVar("T")

@@ -163,7 +163,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
                     self._stop_waiting(waiter, owner)
                     raise
         if self._error is not None:
-            yield  # one turn of the loop: see kvwire.fairness
+            yield  # one turn of the loop: see kvwire.clock
             raise self._error
         return self._result  # type: ignore[return-value]
 

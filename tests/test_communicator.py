@@ -27,10 +27,10 @@ from kvwire import (
     ProfileMismatch,
     UsageError,
 )
-from kvwire.trust import write_key_file
+from kvwire.security.keys import write_key_file
+from tests.security.test_keys import MALFORMED, REACHABLE, UNKNOWN
 from tests.support.leaks import open_descriptors
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
-from tests.test_trust import MALFORMED, REACHABLE, UNKNOWN
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
 _TCP_LISTEN = "0A"

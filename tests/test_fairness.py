@@ -19,7 +19,7 @@ from kvwire import (
     RequestError,
     limits,
 )
-from kvwire.fairness import yields_before_raising
+from kvwire.clock import yields_before_raising
 from kvwire.wire.control import Announce, Fail, decode_body
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import dial

@@ -8,12 +8,12 @@ from msgspec import inspect
 
 from kvwire import limits
 from kvwire.backend import API_VERSION
-from kvwire.description import Description
 from kvwire.errors import WireCode
 from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec
 from kvwire.proto.auth import Keys
+from kvwire.transfers.description import Description
 from kvwire.types import Role
 from kvwire.wire.control import _BODIES
 from kvwire.wire.header import _BODY_BYTES, FIRST_PAYLOAD_TYPE, FrameType

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
-from kvwire.lane import Lane, LaneContext
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.types import Address
 from kvwire_inproc.faults import FaultyWay
 from kvwire_inproc.lane import InprocLane

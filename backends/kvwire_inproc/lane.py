@@ -15,13 +15,13 @@ from itertools import count
 from typing import Final
 
 from kvwire.backend import Landing, Payload
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionLost,
     MalformedFrame,
     UsageError,
 )
-from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import WAKEUP_BYTES
 from kvwire.memory.copy import copy
 

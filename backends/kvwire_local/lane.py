@@ -39,8 +39,8 @@ import asyncio
 from collections.abc import Callable
 
 from kvwire.backend import Landing, Payload
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
-from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.host import Host

@@ -15,9 +15,9 @@ from kvwire.backend import (
     Link,
     Listener,
 )
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
-from kvwire.lane import Lane, LaneContext
 from kvwire.types import Address, MemoryKind
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import Library, chosen

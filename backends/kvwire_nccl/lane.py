@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvwire.backend import Landing, Payload
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ProtocolError
-from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import KIB, MIB
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import Bootstrap
@@ -68,26 +68,26 @@ class NcclLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._own.encode()
 
     @property
     def description(self) -> str:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._library.version
 
     @property
     def queued_bytes(self) -> int:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._queued_bytes
 
     @property
     def received_bytes(self) -> int:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See :class:`~kvwire.lane.Lane`; the communicators come up behind it.
+        """See :class:`~kvwire.backend.lane.Lane`; the communicators come up behind it.
 
         Raises:
             BackendUnavailable: The peer has loaded another version.
@@ -115,7 +115,7 @@ class NcclLane(Lane):
         self._inbound.start()
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         if self._ended or self._closing:
             return b""
         reason = refusal(payload, self.memory_kinds)
@@ -129,7 +129,7 @@ class NcclLane(Lane):
         return b""
 
     def receive(self, ticket: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.lane.Lane`.
+        """See :class:`~kvwire.backend.lane.Lane`.
 
         Raises:
             ProtocolError: There is something in the ticket.
@@ -149,7 +149,7 @@ class NcclLane(Lane):
         )
 
     def flush(self) -> None:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         if self._ended or self._outbound is None or self._inbound is None:
             return
         sending, self._sending = self._sending, []
@@ -161,7 +161,7 @@ class NcclLane(Lane):
             self._inbound.submit(receiving)
 
     def close(self) -> None:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         self.flush()
         self._closing = True
         if self._outbound is None or self._inbound is None:
@@ -172,7 +172,7 @@ class NcclLane(Lane):
         self._inbound.close()
 
     def abort(self) -> None:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`."""
         self._end(None)
 
     # --- inside -----------------------------------------------------------------------

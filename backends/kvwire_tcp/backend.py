@@ -18,9 +18,9 @@ from kvwire.backend import (
     Link,
     Listener,
 )
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
-from kvwire.lane import Lane, LaneContext
-from kvwire.tls import CredentialFiles
+from kvwire.security.tls import CredentialFiles
 from kvwire.types import Address, Role
 from kvwire_tcp import buffers
 from kvwire_tcp.door import Door

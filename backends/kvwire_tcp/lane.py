@@ -21,13 +21,13 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kvwire.backend import Landing, Payload
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import (
     AuthenticationFailed,
     BackendUnavailable,
     ConnectionLost,
     ProtocolError,
 )
-from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.types import Address, Role
 from kvwire_tcp.door import Door, Guest
 from kvwire_tcp.duplex import Duplex

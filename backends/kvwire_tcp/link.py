@@ -13,7 +13,7 @@ import asyncio
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
-from kvwire.tls import Proven
+from kvwire.security.tls import Proven
 from kvwire.types import Address
 from kvwire_tcp.door import Door
 from kvwire_tcp.duplex import Duplex

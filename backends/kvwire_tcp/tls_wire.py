@@ -40,8 +40,8 @@ from typing import Final, NoReturn, cast, final
 from kvwire.errors import AuthenticationFailed
 from kvwire.limits import KIB
 from kvwire.memory.iovec import Iovecs
-from kvwire.tls import Credentials, Proven
-from kvwire.tls_errors import explained
+from kvwire.security.tls import Credentials, Proven
+from kvwire.security.tls_errors import explained
 from kvwire.types import Role
 from kvwire_tcp.wire import Bytes
 
@@ -335,7 +335,8 @@ class TlsWire:
         """Tell the peer, whom the alert may reach, and whoever has called.
 
         Raises:
-            OSError, AuthenticationFailed: See :func:`kvwire.tls_errors.explained`.
+            OSError, AuthenticationFailed: See
+            :func:`kvwire.security.tls_errors.explained`.
         """
         with contextlib.suppress(OSError):
             self.flush()

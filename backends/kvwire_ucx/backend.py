@@ -15,8 +15,8 @@ from kvwire.backend import (
     Link,
     Listener,
 )
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
-from kvwire.lane import Lane, LaneContext
 from kvwire.limits import CLOSE_TIMEOUT_S
 from kvwire.types import Address
 from kvwire_ucx import diagnosis

@@ -42,8 +42,8 @@ from collections.abc import Callable
 from typing import Final, final
 
 from kvwire.backend import Landing, Payload
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ConnectionLost, MalformedFrame
-from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_ucx.binding import ERR_MESSAGE_TRUNCATED, OK
@@ -159,18 +159,18 @@ class UcxLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.Lane`."""
         return self._bootstrap
 
     @property
     def description(self) -> str:
-        """See :class:`~kvwire.lane.Lane`: the transports that UCX has chosen."""
+        """See :class:`~kvwire.backend.Lane`: the transports that UCX has chosen."""
         if self._endpoint is None or not self._endpoint.transports:
             return f"UCX {self._own.version}"
         return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See :class:`~kvwire.lane.Lane`; a client's returns when the server answers.
+        """See :class:`~kvwire.backend.Lane`; a client returns when the server answers.
 
         Raises:
             BackendUnavailable: The bootstrap is none, UCX finds no way to the peer, or
@@ -245,16 +245,16 @@ class UcxLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """See :class:`~kvwire.lane.Lane`: UCX takes everything at once."""
+        """See :class:`~kvwire.backend.Lane`: UCX takes everything at once."""
         return 0
 
     @property
     def received_bytes(self) -> int:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.Lane`."""
         return self._received_bytes
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.Lane`."""
         if self._state is not _State.UP:
             return b""
         assert self._endpoint is not None
@@ -275,7 +275,7 @@ class UcxLane(Lane):
         return said
 
     def receive(self, ticket: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.lane.Lane`.
+        """See :class:`~kvwire.backend.Lane`.
 
         Raises:
             ProtocolError: The ticket is not one that the peer's lane would make.
@@ -297,7 +297,7 @@ class UcxLane(Lane):
             self._post_receive(parts, piece, message)
 
     def flush(self) -> None:
-        """See :class:`~kvwire.lane.Lane`: what UCX can send at once, it has sent."""
+        """See :class:`~kvwire.backend.Lane`: what UCX can send at once, it has sent."""
         self._worker.wake()
 
     def _post_receive(self, parts: _Parts, piece: Payload, message: int) -> None:
@@ -341,7 +341,7 @@ class UcxLane(Lane):
     # --- ending -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.Lane`."""
         if self._state is _State.UP:
             self._state = _State.DRAINING
             self._loop.call_soon(self._check_drained)
@@ -349,7 +349,7 @@ class UcxLane(Lane):
             self.abort()
 
     def abort(self) -> None:
-        """See :class:`~kvwire.lane.Lane`."""
+        """See :class:`~kvwire.backend.Lane`."""
         self._end(None)
 
     @property

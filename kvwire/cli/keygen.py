@@ -16,7 +16,7 @@ def keygen(file: Path, /) -> None:
     Args:
         file: Where to write it.
     """
-    from kvwire.trust import write_key_file  # noqa: PLC0415 - not for `kvwire --help`
+    from kvwire.security.keys import write_key_file  # noqa: PLC0415 - not for `kvwire --help`
 
     write_key_file(file)
     # Not wrapped and not coloured: the three lines are there to be copied.

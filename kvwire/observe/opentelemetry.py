@@ -9,7 +9,7 @@ serving stack passes between its processes joins them into one trace.
 ==============================  ======================================================
 attribute                       says
 ==============================  ======================================================
-``kvwire.transfer.id``          its id
+``kvwire.transfers.base.id``          its id
 ``kvwire.communicator``         this side's name
 ``kvwire.blocks``               blocks in its list
 ``kvwire.outcome``              ``complete``, ``partial`` or ``failed``
@@ -76,7 +76,7 @@ class TransferTracer:
         self.close()
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """See :class:`kvwire.watchers.Watcher`."""
+        """See :class:`kvwire.transfers.observers.Watcher`."""
         verb, kind = "send", SpanKind.PRODUCER
         if transfer.receives:
             verb, kind = "receive", SpanKind.CONSUMER
@@ -84,7 +84,7 @@ class TransferTracer:
             f"kvwire {verb}",
             kind=kind,
             attributes={
-                "kvwire.transfer.id": _text(transfer.id),
+                "kvwire.transfers.base.id": _text(transfer.id),
                 "kvwire.communicator": self._communicator.name,
                 "kvwire.blocks": sum(map(len, transfer.lists.values())),
             },
@@ -96,7 +96,7 @@ class TransferTracer:
         outcome: Outcome,
         connections: tuple[Connection, ...],
     ) -> None:
-        """See :class:`kvwire.watchers.Watcher`."""
+        """See :class:`kvwire.transfers.observers.Watcher`."""
         span = self._spans.pop(transfer, None)
         if span is None:  # begun before us
             return

@@ -30,22 +30,22 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.proto.agreement import Agreement
+from kvwire.proto.chunks import Arrival, Chunk, Flows, Place
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, Parts, check_numbers
 from kvwire.proto.events import Ended
-from kvwire.proto.flows import Arrival, Chunk, Flows, Place
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
+from kvwire.proto.keepalive import Voice
 from kvwire.proto.lanes import Lanes
 from kvwire.proto.liveness import Liveness, Verdict
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
 from kvwire.proto.outbox import Outbox
+from kvwire.proto.records import Transfer
 from kvwire.proto.regions import GrantRow, Grants, Region
 from kvwire.proto.requests import Request, Requests
-from kvwire.proto.segments import Transfer
 from kvwire.proto.state import PHASE_TRANSITIONS, Kind, Phase, State, Turn
 from kvwire.proto.transfers import Transfers
-from kvwire.proto.voice import Voice
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId, RegionId
 from kvwire.wire.control import (

@@ -13,9 +13,9 @@ from kvwire.errors import ConnectionClosed, KVWireError
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
-    from kvwire.proto.flows import Arrival
+    from kvwire.proto.chunks import Arrival
+    from kvwire.proto.records import Segment
     from kvwire.proto.requests import Request
-    from kvwire.proto.segments import Segment
 
 
 class RequestDone(msgspec.Struct, frozen=True, kw_only=True):

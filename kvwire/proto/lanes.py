@@ -51,6 +51,7 @@ from kvwire.limits import (
     LANES_MAX,
     REASON_CHARS_MAX,
 )
+from kvwire.proto.chunks import Arrival, Chunk, Flows
 from kvwire.proto.events import (
     AsideReceived,
     LaneAnswered,
@@ -58,7 +59,6 @@ from kvwire.proto.events import (
     LaneLowered,
     LaneRaised,
 )
-from kvwire.proto.flows import Arrival, Chunk, Flows
 from kvwire.proto.outbox import Outbox
 from kvwire.types import Role
 from kvwire.wire.control import (

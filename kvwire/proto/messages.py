@@ -29,9 +29,9 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REQUESTS_MAX
+from kvwire.proto.chunks import Arrival, Flows, Place
 from kvwire.proto.credits import ReceiveCredit, SendCredit
 from kvwire.proto.events import MemoryWanted
-from kvwire.proto.flows import Arrival, Flows, Place
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import Request, Requests

@@ -15,7 +15,7 @@ from kvwire.errors import (
     UnexpectedFrame,
     WireCode,
 )
-from kvwire.proto.flows import Flows
+from kvwire.proto.chunks import Flows
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.regions import Grants
 from kvwire.proto.requests import SERVING, Request, Requests

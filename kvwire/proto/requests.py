@@ -23,10 +23,10 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
+from kvwire.proto.chunk_set import Seen
 from kvwire.proto.events import RequestDone
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.seen import Seen
 from kvwire.proto.state import (
     FIRST_STATE,
     REQUEST_TRANSITIONS,

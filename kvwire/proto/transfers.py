@@ -39,6 +39,7 @@ from kvwire.limits import (
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
 )
+from kvwire.proto.chunks import Arrival, Flows, Place
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -48,17 +49,16 @@ from kvwire.proto.events import (
     TransferOpened,
     TransferSettled,
 )
-from kvwire.proto.flows import Arrival, Flows, Place
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.requests import Request, Requests
-from kvwire.proto.segments import (
+from kvwire.proto.records import (
     CHUNK_ARRIVING,
     CHUNK_LANDED,
     Box,
     Segment,
     Transfer,
 )
+from kvwire.proto.requests import Request, Requests
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
 from kvwire.wire.control import Agree, Commit, Landed, Mark, Open, Settled

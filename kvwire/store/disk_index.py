@@ -34,7 +34,7 @@ from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.slabs import GRAIN_BYTES
 from kvwire.store.space import DIGEST_BYTES, ORDERS, Space
 from kvwire.store.sums import Sums
-from kvwire.unreadable import UNREADABLE
+from kvwire.wire.decode_errors import UNREADABLE
 
 FORMAT: Final = 2
 """Of the tables and the file of images. Format 1 had no SQLite."""

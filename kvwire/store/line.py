@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvwire.backoff import Backoff
+from kvwire.clock import Backoff
 from kvwire.errors import (
     ConnectError,
     ConnectionClosed,

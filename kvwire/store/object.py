@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvwire.backoff import Backoff
+from kvwire.clock import Backoff
 from kvwire.limits import (
     REASON_CHARS_MAX,
     STORE_OBJECT_ABSENT_S,

@@ -48,7 +48,7 @@ from kvwire.limits import (
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.space import ABSENT, DIGEST_BYTES, ORDERS, Space
 from kvwire.store.tier import Fate, Fates, TierStats
-from kvwire.unreadable import UNREADABLE
+from kvwire.wire.decode_errors import UNREADABLE
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""

@@ -18,8 +18,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, overload
 
+from kvwire.clock import yields_before_raising
 from kvwire.errors import ClosedOK, UsageError
-from kvwire.fairness import yields_before_raising
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache

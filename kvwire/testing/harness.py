@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvwire
-from kvwire import Address, Communicator, Config, Connection, UsageError, registry
+from kvwire import Address, Communicator, Config, Connection, UsageError
+from kvwire.backend import registry
 from kvwire.testing.faults import FaultPlan, injected
 
 

@@ -19,13 +19,13 @@ from itertools import count
 from typing import Final
 
 from kvwire.memory.checksum import checksum
+from kvwire.proto.chunks import Arrival, Chunk
 from kvwire.proto.events import (
     AsideReceived,
     LaneAnswered,
     LaneAsked,
     LaneLowered,
 )
-from kvwire.proto.flows import Arrival, Chunk
 from kvwire.testing.handshakes import Frame
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import LaneEvent, Peer

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvwire.errors import KVWireError, ProtocolError
 from kvwire.memory.checksum import checksum
+from kvwire.proto.chunks import Arrival, Chunk, Place
 from kvwire.proto.connection import Connection
 from kvwire.proto.events import (
     AsideReceived,
@@ -26,12 +27,11 @@ from kvwire.proto.events import (
     RequestDone,
     SegmentMarked,
 )
-from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.proto.handshake import Handshake
 from kvwire.proto.holds import Holds
+from kvwire.proto.records import Segment, Transfer
 from kvwire.proto.regions import Region, Regions
 from kvwire.proto.requests import Request as CoreRequest
-from kvwire.proto.segments import Segment, Transfer
 from kvwire.testing.handshakes import Frame
 from kvwire.testing.inlet import Inlet
 from kvwire.types import Access as Direction

@@ -11,8 +11,8 @@ from typing import Final
 
 from kvwire.errors import RequestCancelled, WireCode
 from kvwire.proto.events import TransferOpened
+from kvwire.proto.records import Transfer
 from kvwire.proto.requests import Request
-from kvwire.proto.segments import Transfer
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import PairLanes
 from kvwire.testing.peer import Peer

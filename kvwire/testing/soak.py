@@ -38,7 +38,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvwire
 from kvwire.limits import GIB
-from kvwire.trust import write_key_file
+from kvwire.security.keys import write_key_file
 
 LINE_BYTES = 64
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)

@@ -33,7 +33,7 @@ from kvwire.limits import (
     TICKET_BYTES_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
-from kvwire.unreadable import UNREADABLE
+from kvwire.wire.decode_errors import UNREADABLE
 from kvwire.wire.header import FrameType
 
 U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvwire import registry
-from kvwire.backend import Availability, Backend, Capabilities
+from kvwire.backend import Availability, Backend, Capabilities, registry
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.testing import check_backend
 from kvwire.testing.conformance import CHECKS, Check, CheckFailed, Result, run_check

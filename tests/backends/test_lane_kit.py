@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvwire.backend import Capabilities, Landing, Payload
+from kvwire.backend.lane import Lane, LaneHandler
 from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.lane import Lane, LaneHandler
 from kvwire.memory.copy import as_fragments, copy
 from kvwire.testing.conformance import CheckFailed, Result
 from kvwire.testing.conformance.__main__ import main

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from kvwire import registry
-from kvwire.backend import Backend, Landing, Link, LinkHandler
+from kvwire.backend import Backend, Landing, Link, LinkHandler, registry
 from kvwire.limits import HEADER_BYTES, KIB
 from kvwire.types import Address
 from tests.support.pairs import anywhere, until

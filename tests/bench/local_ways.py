@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.backend import Landing
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.kv.fragments import Fragments
-from kvwire.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
 from kvwire.types import Role

@@ -95,7 +95,7 @@ def functions(profiler: cProfile.Profile) -> list[dict[str, Any]]:
 
 
 def _named(code: Any) -> tuple[str, str]:
-    """Such as ``kvwire/pump.py run``, and its kind."""
+    """Such as ``kvwire/driver/connection_driver.py run``, and its kind."""
     if isinstance(code, str):
         return code.strip("<>").removeprefix("built-in method "), BUILT_IN
     if code.co_filename == foreign.WHERE:

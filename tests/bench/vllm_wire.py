@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvwire.trust import write_key_file
+from kvwire.security.keys import write_key_file
 
 # What the kernel lets through at once: several of its largest segments, so that the
 # limit is the rate and not the timer's turns.

@@ -10,7 +10,7 @@ import pytest
 
 import kvwire
 from kvwire.cli.main import CALLED_WRONG, main
-from kvwire.trust import read_key_file
+from kvwire.security.keys import read_key_file
 
 
 def test_the_file_is_private_and_holds_a_key(tmp_path: Path) -> None:

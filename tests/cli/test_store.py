@@ -14,9 +14,9 @@ import pytest
 from kvwire import BlockStore
 from kvwire.cli import store as command
 from kvwire.cli.main import main
+from kvwire.security.keys import write_key_file
 from kvwire.store.requests import ClientRow, Report, TierRow
 from kvwire.store.tier import TierStats
-from kvwire.trust import write_key_file
 from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
 

@@ -22,10 +22,10 @@ from kvwire import (
     Region,
     Request,
 )
-from kvwire.opening import Opening
+from kvwire.driver.connection_driver import Pump
+from kvwire.driver.handshake import Opening
 from kvwire.proto.connection import Connection as Core
 from kvwire.proto.requests import Request as CoreRequest
-from kvwire.pump import Pump
 from tests.support.leaks import open_descriptors
 from tests.support.pairs import Pair, communicators, until
 

@@ -16,9 +16,9 @@ import pytest
 import kvwire
 from kvwire import Address, Communicator, ConnectionLost, HandshakeTimeout
 from kvwire.backend import Backend, Link
+from kvwire.security.keys import write_key_file
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Cut, Direction, Ending
-from kvwire.trust import write_key_file
 from tests.support.depth import sample
 from tests.support.pairs import until
 

@@ -18,8 +18,8 @@ import kvwire
 from kvwire import Connection, ConnectionClosed, ConnectionLost, IntegrityError, limits
 from kvwire.errors import ProtocolError
 from kvwire.proto.agreement import Identity
+from kvwire.security.keys import read_key_file, write_key_file
 from kvwire.testing.handshakes import identity
-from kvwire.trust import read_key_file, write_key_file
 from kvwire.types import TrustMode
 from kvwire.wire.control import Access, Announce, Close, Credit, Done, Ping, Ready
 from kvwire.wire.header import FrameType, encode_header

@@ -19,11 +19,11 @@ import pytest
 
 import kvwire
 from kvwire import Connection, Grant, KVWireError, Request
+from kvwire.driver.connection_driver import Pump
 from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.auth import Keys, key_id
-from kvwire.pump import Pump
+from kvwire.security.keys import read_key_file, write_key_file
 from kvwire.testing.handshakes import identity
-from kvwire.trust import read_key_file, write_key_file
 from tests.fault.stranger import TERMS, dial
 from tests.support.pairs import connected
 

@@ -21,9 +21,8 @@ from kvwire import (
     Connection,
     ConnectionLost,
     PeerUnresponsive,
-    pump,
-    reception,
 )
+from kvwire.driver import acceptor, connection_driver
 from kvwire.limits import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -128,7 +127,7 @@ async def test_a_stranger_pins_little_memory(monkeypatch: pytest.MonkeyPatch) ->
     """500 strangers say 10 bytes each; both ends of them live in this process."""
     asyncio.get_running_loop().set_debug(False)
     count = 500
-    monkeypatch.setattr(reception, "PENDING_HANDSHAKES_MAX", 2 * count)
+    monkeypatch.setattr(acceptor, "PENDING_HANDSHAKES_MAX", 2 * count)
     async with (
         kvwire.open(handshake_timeout_s=60) as comm,
         Crowd(await comm.listen("127.0.0.1:0")) as crowd,
@@ -228,7 +227,7 @@ async def test_answers_to_a_deaf_peer_are_bounded(
     """It asks and asks, and never reads an answer."""
     asyncio.get_running_loop().set_debug(False)
     limit = 256 * KIB
-    monkeypatch.setattr(pump, "CONTROL_QUEUE_BYTES_MAX", limit)
+    monkeypatch.setattr(connection_driver, "CONTROL_QUEUE_BYTES_MAX", limit)
     async with dial(pair.address) as stranger:
         there = await pair.far.accept()
         await ask_until_given_up(stranger, there)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire import Communicator, ConnectionLost, HandshakeError, reception
+from kvwire import Communicator, ConnectionLost, HandshakeError
+from kvwire.driver import acceptor
 from kvwire.limits import KIB, MIB, PENDING_HANDSHAKES_MAX
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Cut, Direction, Ending
@@ -205,7 +206,7 @@ async def test_a_stranger_pins_little_memory(
         said
     ]
     count = PENDING_HANDSHAKES_MAX
-    monkeypatch.setattr(reception, "PENDING_HANDSHAKES_MAX", 2 * count)
+    monkeypatch.setattr(acceptor, "PENDING_HANDSHAKES_MAX", 2 * count)
     async with (
         kvwire.open(handshake_timeout_s=60, **authority.config(FAR)) as comm,
         Crowd(await comm.listen("127.0.0.1:0")) as crowd,

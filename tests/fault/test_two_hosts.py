@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from kvwire import registry
+from kvwire.backend import registry
 from kvwire.limits import PING_INTERVAL_S, PING_MISSES
-from kvwire.trust import write_key_file
+from kvwire.security.keys import write_key_file
 from tests.support.depth import parameters
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -16,12 +16,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kvwire.description import Description
-from kvwire.grant import Grant
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import HEADER_BYTES
+from kvwire.region import Grant
 from kvwire.store import requests
 from kvwire.store.requests import (
     Done,
@@ -36,6 +35,7 @@ from kvwire.store.requests import (
     Welcome,
 )
 from kvwire.testing.transcripts import Transcript
+from kvwire.transfers.description import Description
 from kvwire.types import Access, Role
 from kvwire_local.host import Host
 from kvwire_local.ticket import Kind, encode, encode_piece

@@ -16,8 +16,18 @@ Edge = tuple[str, int, int]
 """A file, and two lines of it that were run one after the other."""
 
 _CORE: Final = (
-    *("kvwire/wire/", "kvwire/proto/", "kvwire/grant.py", "kvwire/description.py"),
-    *("kvwire/kv/", "kvwire/receipt.py", "kvwire/store/requests.py", "backends/"),
+    *(
+        "kvwire/wire/",
+        "kvwire/proto/",
+        "kvwire/region.py",
+        "kvwire/transfers/description.py",
+    ),
+    *(
+        "kvwire/kv/",
+        "kvwire/transfers/receiver.py",
+        "kvwire/store/requests.py",
+        "backends/",
+    ),
 )
 
 

@@ -8,8 +8,14 @@ import sys
 import atheris
 
 _INSTRUMENTED = [
-    *("kvwire.wire", "kvwire.proto", "kvwire.grant", "kvwire.description", "kvwire.kv"),
-    *("kvwire.receipt", "kvwire.store.requests", "kvwire.memory"),
+    *(
+        "kvwire.wire",
+        "kvwire.proto",
+        "kvwire.region",
+        "kvwire.transfers.description",
+        "kvwire.kv",
+    ),
+    *("kvwire.transfers.receiver", "kvwire.store.requests", "kvwire.memory"),
     *("kvwire_local", "kvwire_tcp", "kvwire_ucx", "kvwire_nccl"),
 ]
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvwire.backend import Landing
+from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
-from kvwire.lane import LaneContext
 from kvwire.types import Role
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import chosen

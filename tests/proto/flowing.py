@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvwire.proto.chunks import Chunk, Flows
 from kvwire.proto.events import RequestDone
-from kvwire.proto.flows import Chunk, Flows
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
+from kvwire.proto.records import Segment
 from kvwire.proto.requests import Request, Requests
-from kvwire.proto.segments import Segment
 from kvwire.proto.state import Input, Kind
 from kvwire.types import Role
 from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header

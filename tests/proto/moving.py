@@ -10,8 +10,8 @@ import pytest
 from kvwire.proto.events import (
     TransferOpened,
 )
+from kvwire.proto.records import Segment, Transfer
 from kvwire.proto.requests import Request
-from kvwire.proto.segments import Segment, Transfer
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
 from kvwire.types import BufferId

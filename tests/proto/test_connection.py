@@ -24,7 +24,7 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX
-from kvwire.proto.flows import Place
+from kvwire.proto.chunks import Place
 from kvwire.proto.state import Phase
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import PairLanes

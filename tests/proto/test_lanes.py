@@ -6,13 +6,13 @@ import pytest
 
 from kvwire.errors import IntegrityError
 from kvwire.limits import LANE_PAYLOADS_MAX, SEAL_BYTES
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import (
     LaneAnswered,
     LaneAsked,
     LaneLowered,
     LaneRaised,
 )
-from kvwire.proto.flows import Chunk
 from kvwire.proto.lanes import Stage
 from kvwire.proto.state import Phase
 from kvwire.testing.pair import ConnectionPair

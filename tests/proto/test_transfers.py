@@ -22,7 +22,7 @@ from kvwire.proto.events import (
     TransferCommitted,
     TransferOpened,
 )
-from kvwire.proto.segments import Segment
+from kvwire.proto.records import Segment
 from kvwire.testing.pair import ConnectionPair
 from kvwire.wire.control import Agree, Commit, Done, Landed, Mark, Open, Settled
 from kvwire.wire.header import FrameType

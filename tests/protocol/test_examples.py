@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 
-from kvwire.description import Description
 from kvwire.kv.canonical import negotiate
 from kvwire.proto.auth import Keys
 from kvwire.proto.auth import key_id as kvwire_key_id
 from kvwire.proto.framing import Framing
+from kvwire.transfers.description import Description
 from kvwire.types import Role
 from kvwire.wire.control import Ping, encode_body
 from kvwire.wire.header import FrameType

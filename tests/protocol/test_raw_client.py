@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.trust import read_key_file, write_key_file
+from kvwire.security.keys import read_key_file, write_key_file
 from tests.protocol.raw_client import ask, consume, produce
 from tests.protocol.raw_link import (
     AGREE,

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvwire
-from kvwire.dedup import digest
-from kvwire.description import pack_have
 from kvwire.errors import ProfileMismatch
 from kvwire.kv.canonical import negotiate
 from kvwire.kv.geometry import Geometry, describe
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import DTYPE_BYTES
+from kvwire.transfers.dedup import digest
+from kvwire.transfers.description import pack_have
 from tests.kv.reference import walk_elements
 from tests.kv.scenarios import Scenario, scenarios
 from tests.protocol.raw_plan import (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.backoff import Backoff
+from kvwire.clock import Backoff
 from kvwire.limits import KIB
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Direction, Latency, Slice

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire import registry
-from kvwire.backend import Landing, Link, LinkHandler
+from kvwire.backend import Landing, Link, LinkHandler, registry
 from kvwire.kv.hashing import HashScheme
 from kvwire.limits import MIB
 from kvwire.wire.header import Flag, FrameType, encode_header

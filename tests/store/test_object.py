@@ -18,7 +18,7 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 import obstore.store
 
 from kvwire import BlockStore, UsageError
-from kvwire.backoff import Backoff
+from kvwire.clock import Backoff
 from kvwire.extras import install_command
 from kvwire.store.index import as_keys
 from kvwire.store.object import ObjectTier

@@ -16,6 +16,7 @@ import kvwire
 import kvwire.store.serving
 from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError
 from kvwire.limits import STORE_KEYS_MAX, STORE_REQUEST_BYTES_MAX, STORE_REQUESTS_MAX
+from kvwire.security.keys import write_key_file
 from kvwire.store.images import ImageCache, images_in
 from kvwire.store.index import as_keys
 from kvwire.store.requests import (
@@ -38,7 +39,6 @@ from kvwire.store.requests import (
 )
 from kvwire.store.space import ABSENT, Space
 from kvwire.store.tier import Fate
-from kvwire.trust import write_key_file
 from tests.store.caches import SPEC, Filled, chain
 from tests.support.pairs import until
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 import kvwire
-from kvwire.backoff import Backoff
-from kvwire.lane import Lane, LaneContext
+from kvwire.backend.lane import Lane, LaneContext
+from kvwire.clock import Backoff
 from kvwire.limits import KIB, MIB
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from kvwire import UsageError, registry
+from kvwire import UsageError
+from kvwire.backend import registry
 from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.case import Contender, Missing
 from kvwire.cli.bench.fragment_work import ARENA, FragmentWork, work_of

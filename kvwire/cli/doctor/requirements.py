@@ -14,8 +14,8 @@ from kvwire.backend import Finding
 from kvwire.cli.doctor.transports import Transport
 from kvwire.config import Config
 from kvwire.errors import UsageError
-from kvwire.tls import Credentials
-from kvwire.trust import load_keys
+from kvwire.security.keys import load_keys
+from kvwire.security.tls import Credentials
 
 
 def asked(config: Config, transports: Sequence[Transport]) -> tuple[Finding, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvwire import registry
-from kvwire.backend import Finding
+from kvwire.backend import Finding, registry
 from kvwire.errors import BackendUnavailable
 
 

@@ -96,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         "--address", help="any free port or name, such as tcp://[::1]:0"
     )
     parser.add_argument(
-        "--lanes", action="store_true", help="check its lanes, against kvwire.lane"
+        "--lanes",
+        action="store_true",
+        help="check its lanes, against kvwire.backend.lane",
     )
     parser.add_argument(
         "--setting",

@@ -6,8 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
-from kvwire import registry
-from kvwire.backend import Backend
+from kvwire.backend import Backend, registry
 from kvwire.errors import UsageError
 from kvwire.testing.conformance.check import CheckFailed, CheckOf
 from kvwire.testing.conformance.groups import (

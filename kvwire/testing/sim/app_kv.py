@@ -24,8 +24,8 @@ from kvwire.proto.events import (
     TransferOpened,
     TransferSettled,
 )
+from kvwire.proto.records import Transfer
 from kvwire.proto.requests import Request
-from kvwire.proto.segments import Transfer
 from kvwire.proto.state import Kind, State
 from kvwire.testing.sim.ask import Ask, Part
 from kvwire.testing.sim.content import content

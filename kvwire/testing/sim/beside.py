@@ -14,6 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from kvwire.limits import LANES_MAX
+from kvwire.proto.chunks import Arrival, Chunk
 from kvwire.proto.events import (
     AsideReceived,
     LaneAnswered,
@@ -21,7 +22,6 @@ from kvwire.proto.events import (
     LaneLowered,
     LaneRaised,
 )
-from kvwire.proto.flows import Arrival, Chunk
 from kvwire.testing.sim.lane import Frame
 from kvwire.testing.sim.memory import Lease
 from kvwire.testing.sim.violation import demand

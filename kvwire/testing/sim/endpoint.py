@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ConnectionLost, ProtocolError
+from kvwire.proto.chunks import Arrival, Chunk, Place
 from kvwire.proto.connection import Connection
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
-from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Known
 from kvwire.testing.sim.beside import Beside, Half, LaneEvent

@@ -10,8 +10,8 @@ from bisect import bisect
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ClosedOK, MessageTooLarge
+from kvwire.proto.chunks import Arrival, Chunk, Place
 from kvwire.proto.events import MemoryWanted, RequestDone
-from kvwire.proto.flows import Arrival, Chunk, Place
 from kvwire.proto.requests import Request
 from kvwire.proto.state import Kind
 from kvwire.testing.sim import inside

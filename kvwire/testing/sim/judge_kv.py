@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvwire.proto.flows import Arrival
-from kvwire.proto.segments import Segment
+from kvwire.proto.chunks import Arrival
+from kvwire.proto.records import Segment
 from kvwire.proto.state import Kind
 from kvwire.testing.sim.ask import Ask, Part
 from kvwire.testing.sim.content import content

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
-from kvwire.proto.flows import Chunk
+from kvwire.proto.chunks import Chunk
 from kvwire.testing.sim.ask import Mailbox
 from kvwire.testing.sim.memory import Lease
 from kvwire.testing.sim.violation import demand

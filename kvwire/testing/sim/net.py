@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ConnectionLost
-from kvwire.proto.flows import Chunk
+from kvwire.proto.chunks import Chunk
 from kvwire.testing.sim.lane import Frame, Handler, Lane
 
 if TYPE_CHECKING:

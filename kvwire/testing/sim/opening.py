@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
 from kvwire.limits import HANDSHAKE_TIMEOUT_S
 from kvwire.proto.agreement import Agreement
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import Connection
-from kvwire.proto.flows import Chunk
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.testing.sim.endpoint import Endpoint
 from kvwire.testing.sim.lane import Frame, Landing

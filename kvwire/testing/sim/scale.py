@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import Final
 
 from kvwire.proto import (
-    flows,
+    chunks,
     lanes,
     messages,
     regions,
     requests,
+    scheduler,
     transfers,
-    turns,
 )
 from kvwire.wire import hello
 
@@ -29,8 +29,8 @@ _ALWAYS: Final[tuple[_Change, ...]] = ((hello, "CHUNK_BYTES_MIN", SMALL_CHUNK_BY
 _SMALL_TABLES: Final[tuple[_Change, ...]] = (
     (requests, "REQUESTS_MAX", 6),
     (messages, "REQUESTS_MAX", 6),
-    (turns, "REQUESTS_MAX", 6),
-    (flows, "LINK_CHUNKS_MAX", 6),
+    (scheduler, "REQUESTS_MAX", 6),
+    (chunks, "LINK_CHUNKS_MAX", 6),
     (lanes, "LANE_PAYLOADS_MAX", 3),
     (regions, "GRANTS_MAX", 4),
     (transfers, "TRANSFERS_WAITING_MAX", 3),

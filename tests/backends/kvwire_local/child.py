@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.backend import Landing
-from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.memory.arena import Arena
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.types import Role

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvwire import registry
+from kvwire.backend import registry
 from kvwire.errors import BackendUnavailable
 from kvwire.types import Address
 from kvwire_local import LocalBackend

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from kvwire.backend import Availability, Landing, Payload
-from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend

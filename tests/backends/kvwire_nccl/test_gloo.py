@@ -15,8 +15,8 @@ import pytest
 
 from kvwire import KVSpec, PagedCache
 from kvwire.backend import Availability, Landing
+from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
-from kvwire.lane import LaneContext
 from kvwire.types import Role
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane

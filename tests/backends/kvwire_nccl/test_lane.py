@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvwire.backend import Landing
+from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
-from kvwire.lane import LaneContext
 from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
 from kvwire.testing.conformance.lanes.rig import LaneCheck
 from kvwire.types import MemoryKind, Role

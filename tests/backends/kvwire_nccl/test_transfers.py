@@ -12,8 +12,8 @@ import pytest
 
 from kvwire import KVSpec, PagedCache
 from kvwire.backend import Availability, Payload
+from kvwire.backend.lane import LaneContext
 from kvwire.kv.fragments import Fragments
-from kvwire.lane import LaneContext
 from kvwire.limits import KIB
 from kvwire.memory.copy import copy
 from kvwire.memory.device.ops import device_ops

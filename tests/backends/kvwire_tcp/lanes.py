@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 
 from kvwire.backend import Landing, Link
-from kvwire.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import TcpLane

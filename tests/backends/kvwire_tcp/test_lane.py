@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvwire.backend import Link
+from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
-from kvwire.lane import LaneContext
 from kvwire.limits import KIB, MIB
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from kvwire.config import Config
+from kvwire.security.tls import CredentialFiles
 from kvwire.testing.conformance import CHECKS, Check, run_check
 from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
 from kvwire.testing.conformance.lanes.rig import LaneCheck
-from kvwire.tls import CredentialFiles
 from kvwire.types import Address
 from kvwire_tcp import TcpBackend
 from tests.backends.kvwire_tcp.recorder import ANYWHERE

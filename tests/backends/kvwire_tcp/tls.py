@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 from kvwire.config import Config
-from kvwire.tls import Credentials
+from kvwire.security.tls import Credentials
 from kvwire.types import Role
 from kvwire_tcp.tls_wire import Buffers, TlsWire
 from tests.support.certificates import FAR, NEAR, Authority

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from kvwire import registry
+from kvwire.backend import registry
+from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
-from kvwire.lane import LaneContext
 from kvwire.testing.harness import loopback
 from kvwire.types import Address, Role
 from kvwire_ucx import UcxBackend, diagnosis

@@ -180,7 +180,7 @@ def test_an_exit_in_the_middle_is_clean(tls: str) -> None:
 @pytest.mark.parametrize("tls", TRANSPORTS)
 def test_a_fork_before_the_first_lane_works(tls: str) -> None:
     code = """
-from kvwire import registry
+from kvwire.backend import registry
 assert registry.availability("ucx").available
 child = os.fork()
 asyncio.run(exchange())

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvwire import registry
-from kvwire.backend import Availability, Capabilities
+from kvwire.backend import Availability, Capabilities, registry
 from kvwire.cli.bench.fragment_work import work_of
 from kvwire.cli.bench.fragments import (
     SAME_HOST,

@@ -8,7 +8,7 @@ import kvwire
 from kvwire.backend import Finding
 from kvwire.cli.doctor.requirements import asked
 from kvwire.cli.doctor.transports import Transport
-from kvwire.trust import write_key_file
+from kvwire.security.keys import write_key_file
 from tests.support.certificates import FAR, Authority
 
 TCP = Transport(name="tcp", available=True, reason="sockets")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire import registry
-from kvwire.backend import Availability, Finding
+from kvwire.backend import Availability, Finding, registry
 from kvwire.cli.doctor.transports import installed
 from kvwire_tcp import TcpBackend
 

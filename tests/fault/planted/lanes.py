@@ -38,7 +38,7 @@ BUGS: Final = (
     ),
     Planted(
         name="an arrival on a lane that broke counts as one that came",
-        module="kvwire.proto.flows",
+        module="kvwire.proto.chunks",
         before="            arrival.request.arrived.forget(number)\n",
         after="            assert number >= 0\n",
         rules=frozenset({"accused"}),

@@ -38,14 +38,14 @@ BUGS: Final = (
     ),
     Planted(
         name="memory is not held while a payload lands in it",
-        module="kvwire.proto.flows",
+        module="kvwire.proto.chunks",
         before="        self._holds.take(buffer)\n",
         after="",
         rules=_TOUCHED,
     ),
     Planted(
         name="memory is not held while the link reads it",
-        module="kvwire.proto.flows",
+        module="kvwire.proto.chunks",
         before="        self._holds.take(chunk.buffer)\n",
         after="",
         rules=_TOUCHED,
@@ -59,7 +59,7 @@ BUGS: Final = (
     ),
     Planted(
         name="what was landing when the link died stays held for ever",
-        module="kvwire.proto.flows",
+        module="kvwire.proto.chunks",
         before="        for arrival in [a for a in self._landing if not a.lane]:\n"
         "            self.release(arrival)\n",
         after="",
@@ -67,7 +67,7 @@ BUGS: Final = (
     ),
     Planted(
         name="what was being sent when the link died stays held for ever",
-        module="kvwire.proto.flows",
+        module="kvwire.proto.chunks",
         before="            chunk.mover.in_flight -= 1\n"
         "            self._holds.drop(chunk.buffer)\n",
         after="            chunk.mover.in_flight -= 1\n",

@@ -74,7 +74,7 @@ BUGS: Final = (
     ),
     Planted(
         name="a movement ends when its last chunk is under way",
-        module="kvwire.proto.flows",
+        module="kvwire.proto.chunks",
         before="        if request.moved < request.nbytes:\n            return\n"
         "        request.advance(Input.MOVED)\n        if request.kind",
         after="        if request.moved + self._chunk_bytes <= request.nbytes:\n"
@@ -84,7 +84,7 @@ BUGS: Final = (
     ),
     Planted(
         name="damage to a chunk is not looked at",
-        module="kvwire.proto.flows",
+        module="kvwire.proto.chunks",
         before="        if not intact:\n",
         after="        if not intact and arrival.length < 0:\n",
         rules=frozenset({"completion", "content"}),

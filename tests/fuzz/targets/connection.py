@@ -20,9 +20,9 @@ from msgspec import inspect
 from kvwire.errors import ConnectionClosed, UsageError
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.lanes import Stage
+from kvwire.proto.records import Transfer
 from kvwire.proto.regions import Region
 from kvwire.proto.requests import Request
-from kvwire.proto.segments import Transfer
 from kvwire.proto.state import Kind, State
 from kvwire.testing.handshakes import SMALL, Shaking, begin, identity, shake
 from kvwire.testing.pair import ConnectionPair

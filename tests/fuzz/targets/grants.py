@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvwire.errors import AccessDenied, StaleRegion, UsageError
-from kvwire.grant import Grant
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.proto.regions import GrantRow, Grants, Region, Regions
+from kvwire.region import Grant
 from kvwire.types import Access, BufferId
 from tests.fuzz.reader import Reader
 

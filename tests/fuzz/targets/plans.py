@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.description import Description
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.landed import Landed
@@ -22,8 +21,9 @@ from kvwire.kv.layout import AXES
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import KVSpec
-from kvwire.proto.segments import Segment as CoreSegment
-from kvwire.receipt import missing_chunks
+from kvwire.proto.records import Segment as CoreSegment
+from kvwire.transfers.description import Description
+from kvwire.transfers.receiver import missing_chunks
 from tests.fuzz.reader import Reader
 
 _SPEC: Final = KVSpec(layers=2, kv_heads=2, head_dim=2, block_tokens=4)

@@ -20,7 +20,7 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     EngineFailed,
 )
 from kvwire.integrations.vllm.proxy.engines import Engine
-from kvwire.unreadable import UNREADABLE
+from kvwire.wire.decode_errors import UNREADABLE
 
 with needed_by("the proxy", extra="vllm"):
     import httpx

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from kvwire.backend import Backend, Landing, Link, LinkHandler, Listener
-from kvwire.lane import LaneContext
+from kvwire.backend.lane import LaneContext
 from kvwire.testing.conformance.bench import Bench
 from kvwire.testing.conformance.check import CheckOf, GroupOf, require
 from kvwire.testing.conformance.lanes.side import LaneSide

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from kvwire import registry
-from kvwire.backend import Backend
+from kvwire.backend import Backend, registry
 from kvwire.errors import UsageError
 from kvwire.testing.conformance.lanes.groups import (
     aborting,
@@ -52,7 +51,7 @@ async def check_lanes(
     first_only: bool = False,
     progress: Callable[[Result], None] | None = None,
 ) -> Report:
-    """Hold a backend's lanes against the contract of :mod:`kvwire.lane`.
+    """Hold a backend's lanes against the contract of :mod:`kvwire.backend.lane`.
 
     Args:
         backend: A class, which is made twice for each check, once for each side; or the

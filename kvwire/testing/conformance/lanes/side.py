@@ -1,8 +1,8 @@
 """One side of a lane under test: it sends, records what it is told, and judges it.
 
 Whatever a check is about, every callback is held against the contract of
-:mod:`kvwire.lane`: on the loop's thread, not from inside a call other than ``flush``,
-for a payload that is under way, and nothing after ``lane_closed``.
+:mod:`kvwire.backend.lane`: on the loop's thread, not from inside a call other than
+``flush``, for a payload that is under way, and nothing after ``lane_closed``.
 
 A side plays the core as well: it hands each ticket to the side across, in order, as a
 control link would, and names the memory that its payload lands in.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvwire.backend import Landing
-from kvwire.lane import Lane, LaneHandler
+from kvwire.backend.lane import Lane, LaneHandler
 from kvwire.limits import TICKET_BYTES_MAX
 from kvwire.testing.conformance.content import Cut, Memory, pattern
 from kvwire.testing.conformance.witness import Token, Verdicts, Witness, nothing
@@ -180,12 +180,12 @@ class LaneSide(Witness, LaneHandler):
     # --- what the lane does -----------------------------------------------------------
 
     def payload_sent(self, lane: Lane, token: object) -> None:
-        """See :class:`~kvwire.lane.LaneHandler`."""
+        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("payload_sent", lane):
             self._given_back("payload_sent", token)
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
-        """See :class:`~kvwire.lane.LaneHandler`."""
+        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("payload_received", lane):
             if not isinstance(landing, LaneLanding) or landing not in self._landings:
                 self.wrong(f"payload_received for {landing!r}, which is not awaited")
@@ -204,7 +204,7 @@ class LaneSide(Witness, LaneHandler):
             self.on_received(landing)
 
     def lane_writable(self, lane: Lane) -> None:
-        """See :class:`~kvwire.lane.LaneHandler`."""
+        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("lane_writable", lane):
             self.writable += 1
             if lane.queued_bytes:
@@ -212,7 +212,7 @@ class LaneSide(Witness, LaneHandler):
             self.on_writable()
 
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        """See :class:`~kvwire.lane.LaneHandler`."""
+        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("lane_closed", lane):
             self.closed.append(error)
             self.on_closed()

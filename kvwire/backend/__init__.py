@@ -1,0 +1,36 @@
+"""The contract between kvwire and a transport: links, lanes, finding and choosing one.
+
+A backend imports from here, from ``kvwire.errors``, ``limits``, ``types`` and
+``memory``, and from nothing else of kvwire. :mod:`kvwire.backend.link` says what it
+promises, and :mod:`kvwire.backend.lane` what the lanes of one add.
+"""
+
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend.link import (
+    API_VERSION,
+    Availability,
+    Backend,
+    Capabilities,
+    Finding,
+    Landing,
+    Link,
+    LinkHandler,
+    Listener,
+    Payload,
+)
+
+__all__ = [
+    "API_VERSION",
+    "Availability",
+    "Backend",
+    "Capabilities",
+    "Finding",
+    "Landing",
+    "Lane",
+    "LaneContext",
+    "LaneHandler",
+    "Link",
+    "LinkHandler",
+    "Listener",
+    "Payload",
+]

@@ -1,0 +1,111 @@
+"""Finds backends: the entry-point group ``kvwire.backends`` is the only mechanism.
+
+In-tree backends use it too, so that a third-party one is never second class. Two
+distributions that claim one name are an error naming both: whichever came first on the
+path would otherwise win silently.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from functools import lru_cache
+from importlib import metadata
+
+from kvwire.backend.link import API_VERSION, Availability, Backend
+from kvwire.errors import BackendUnavailable
+
+GROUP = "kvwire.backends"
+
+
+def names() -> tuple[str, ...]:
+    """The schemes that some installed distribution offers, sorted."""
+    return tuple(sorted(_entry_points()))
+
+
+def load(name: str) -> type[Backend]:
+    """Import the backend called ``name``.
+
+    Raises:
+        BackendUnavailable: Nobody offers it, two distributions do, it cannot be
+            imported, or what it offers is no backend of that name and contract version.
+    """
+    found = _entry_points().get(name, [])
+    if not found:
+        known = ", ".join(names()) or "none"
+        raise BackendUnavailable(
+            f"no backend called {name!r} is installed; there is: {known}"
+        )
+    if len(found) > 1:
+        owners = " and ".join(sorted(_owner(point) for point in found))
+        raise BackendUnavailable(
+            f"backend {name!r} is claimed by {owners}; uninstall one of them"
+        )
+    try:
+        cls = found[0].load()
+    # A plug-in may raise anything: OSError for a shared library that is not there, say.
+    except Exception as exc:
+        raise BackendUnavailable(
+            f"backend {name!r} of {_owner(found[0])} cannot be imported: "
+            f"{type(exc).__name__}: {exc}"
+        ) from exc
+    return _checked(name, cls)
+
+
+def availability(name: str) -> Availability:
+    """Whether the backend called ``name`` can run here; never raises."""
+    try:
+        return load(name).availability()
+    except BackendUnavailable as exc:
+        return Availability(available=False, reason=str(exc))
+
+
+def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
+    """Every offer, by name; one for each distribution, however it is installed.
+
+    Raises:
+        BackendUnavailable: What is installed cannot be read.
+    """
+    try:
+        found = _installed(tuple(sys.path))
+    except OSError as exc:
+        raise BackendUnavailable(f"installed packages cannot be read: {exc}") from exc
+    if not found:
+        # Without a descriptor a folder looks empty, and would be remembered as that.
+        _installed.cache_clear()
+        metadata.MetadataPathFinder().invalidate_caches()
+    return found
+
+
+@lru_cache(maxsize=1)
+def _installed(_path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
+    """Read once for a path: it opens a file of each distribution, every handshake asks.
+
+    A backend that is installed into a running process is found by the next one.
+    """
+    found: dict[str, dict[str, metadata.EntryPoint]] = defaultdict(dict)
+    for point in metadata.entry_points(group=GROUP):
+        found[point.name][f"{_owner(point)}: {point.value}"] = point
+    return {name: list(points.values()) for name, points in found.items()}
+
+
+def _owner(point: metadata.EntryPoint) -> str:
+    dist = point.dist
+    return f"{dist.name} {dist.version}" if dist else point.value
+
+
+def _checked(name: str, cls: object) -> type[Backend]:
+    if not isinstance(cls, type) or not issubclass(cls, Backend):
+        raise BackendUnavailable(
+            f"backend {name!r}: {cls!r} is no kvwire.backend.Backend"
+        )
+    if getattr(cls, "scheme", None) != name:
+        raise BackendUnavailable(
+            f"backend {name!r}: {cls.__name__}.scheme must be that name too"
+        )
+    if cls.api_version != API_VERSION:
+        raise BackendUnavailable(
+            f"backend {name!r} speaks contract {cls.api_version}, this kvwire "
+            f"{API_VERSION}; upgrade the older of the two"
+        )
+    return cls

@@ -1,0 +1,187 @@
+"""Which transport carries a connection's data, and why each other one does not.
+
+Both sides name what they have; the server decides with both sides' wishes and says why
+for every candidate. ``require`` leaves nothing else, ``forbid`` removes, ``prefer``
+orders, and those that nobody has a preference for follow by their rank. The transport
+of the control link carries data too, unless it is ruled out; the others do so on lanes
+beside it. What is possible may still fail when it is tried: then the next one is.
+Nothing is skipped in silence: the report lists every backend that either side knows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from kvwire.backend import registry
+from kvwire.backend.link import API_VERSION, Availability
+from kvwire.config import Config
+from kvwire.errors import BackendUnavailable
+from kvwire.types import Candidate, TransportReport
+
+_NOT_NEEDED = "another was preferred"
+
+
+def wishes(config: Config, transport: str | Iterable[str] | None) -> Config:
+    """The configuration with a connection's own ``transport=`` put in.
+
+    Raises:
+        BackendUnavailable: A required transport is not installed here, or cannot run.
+    """
+    if transport is not None:
+        names = (transport,) if isinstance(transport, str) else tuple(transport)
+        config = config.replace(require=names, prefer=names)
+    usable = [name for name in config.require if registry.availability(name).available]
+    if config.require and not usable:
+        reasons = "; ".join(_why_not(name) for name in config.require)
+        raise BackendUnavailable(f"none of the required transports can run: {reasons}")
+    return config
+
+
+def refusal(config: Config, name: str) -> str:
+    """Why this side's wishes rule a transport out; "" if they do not."""
+    if name in config.forbid:
+        return "forbidden by `forbid`"
+    if config.require and name not in config.require:
+        return f"not among `require` = {', '.join(config.require)}"
+    return ""
+
+
+def control_refusal(config: Config, scheme: str) -> str:
+    """Why this side does not use a transport for control links; "" if it does.
+
+    One that is not required may still carry the control link of one that is.
+    """
+    if scheme in config.forbid:
+        return "forbidden by `forbid`"
+    found = registry.availability(scheme)
+    if not found.available:
+        return f"{found.reason}{'; ' + found.remedy if found.remedy else ''}"
+    if not registry.load(scheme).capabilities.links:
+        return (
+            "has no addresses of its own; connect to a tcp:// address, and the data "
+            "goes over it"
+        )
+    if config.trust == "mtls" and not registry.load(scheme).capabilities.tls:
+        return 'it cannot be inside TLS, and trust is "mtls"; use a tcp:// address'
+    if all(local_refusal(config, name, scheme) for name in config.require):
+        return refusal(config, scheme)
+    return ""
+
+
+def local_refusal(config: Config, name: str, scheme: str) -> str:
+    """Why this side does not offer a transport beside a link of a scheme; or ""."""
+    ruled_out = refusal(config, name)
+    if ruled_out:
+        return ruled_out
+    found = registry.availability(name)
+    if not found.available:
+        return found.reason
+    if name == scheme:
+        return ""
+    capabilities = registry.load(name).capabilities
+    named = name in (*config.prefer, *config.require)
+    if not capabilities.lanes or (capabilities.links and not _stays_inside(name)):
+        return f"needs an address of its own; this connection was made over {scheme}"
+    if _stays_inside(name) and not named:
+        return "only within one process; name it in `prefer` to try it"
+    if _stays_inside(scheme) and name not in config.require:
+        return f"nothing is nearer than {scheme}"
+    if config.trust == "mtls" and not (named or protection(name)):
+        return (
+            'its payload is not encrypted, and trust is "mtls"; name it in `prefer` or '
+            "`require` to take it all the same"
+        )
+    return ""
+
+
+def protection(name: str) -> str:
+    """What keeps others from payload in ``mtls`` mode; "" if nothing does."""
+    capabilities = registry.load(name).capabilities
+    if capabilities.tls:
+        return "inside TLS"
+    near = capabilities.same_process or capabilities.same_host
+    return "it never leaves this host" if near else ""
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a transport stays within one process: no server has a use for it."""
+    found = registry.availability(name)
+    return found.available and registry.load(name).capabilities.same_process
+
+
+def judge(
+    config: Config, scheme: str, offered: Iterable[tuple[str, int]]
+) -> TransportReport:
+    """The server's verdict on every transport that either side knows of.
+
+    Args:
+        config: This side's wishes.
+        scheme: The transport the connection came in over.
+        offered: (name, contract version) of what the client offers.
+
+    Returns:
+        The candidates in the order in which they are tried. The first of those that
+        are possible is taken.
+    """
+    theirs = dict(offered)
+    candidates: list[Candidate] = []
+    taken = False
+    for name in _ordered(config, {*theirs, *registry.names()}):
+        reason = local_refusal(config, name, scheme)
+        if not reason and name not in theirs:
+            reason = "not offered by the client"
+        if not reason and theirs[name] != API_VERSION:
+            reason = f"client has contract {theirs[name]}, this side {API_VERSION}"
+        possible = not reason
+        if possible and taken:
+            reason = _NOT_NEEDED
+        candidates.append(
+            Candidate(name, not reason, reason or "offered by both sides", possible)
+        )
+        taken = taken or possible
+    return TransportReport(tuple(candidates))
+
+
+def tried(
+    report: TransportReport, taken: str, why: str, failed: Mapping[str, str]
+) -> TransportReport:
+    """The report once transports were tried, or one has broken.
+
+    Args:
+        report: The report so far.
+        taken: What carries the data now.
+        why: Why it does.
+        failed: By name, why what was tried does not.
+    """
+    return TransportReport(
+        tuple(
+            replace(c, taken=True, reason=why)
+            if c.name == taken
+            else replace(c, taken=False, reason=failed.get(c.name, _reason(c)))
+            for c in report
+        )
+    )
+
+
+def _reason(candidate: Candidate) -> str:
+    return _NOT_NEEDED if candidate.taken else candidate.reason
+
+
+def _ordered(config: Config, names: Iterable[str]) -> list[str]:
+    wished = {name: index for index, name in enumerate(config.prefer)}
+    return sorted(
+        names, key=lambda name: (wished.get(name, len(wished)), _rank(name), name)
+    )
+
+
+def _rank(name: str) -> int:
+    try:
+        return registry.load(name).rank()
+    except BackendUnavailable:
+        return 99  # it cannot be taken: last in the report
+
+
+def _why_not(name: str) -> str:
+    found: Availability = registry.availability(name)
+    return f"{found.reason}{'; ' + found.remedy if found.remedy else ''}"

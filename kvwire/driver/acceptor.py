@@ -1,0 +1,130 @@
+"""Where links come in: the handshake with whoever it is, and what that may cost.
+
+A stranger costs one link, one task and a deadline. Pending handshakes are bounded, and
+so are connections that nobody takes: both would otherwise grow with what strangers do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from kvwire.backend import Backend, Link
+from kvwire.driver.accept_queue import Inbound
+from kvwire.driver.connection_driver import Pump
+from kvwire.driver.handshake import Opening
+from kvwire.errors import KVWireError
+from kvwire.limits import PENDING_HANDSHAKES_MAX
+from kvwire.proto.handshake import ServerHandshake
+from kvwire.security.keys import crosses_hosts, is_loopback
+from kvwire.types import TrustMode
+from kvwire.wire.hello import NONCE_BYTES
+
+if TYPE_CHECKING:
+    from kvwire.communicator import Communicator
+
+logger = logging.getLogger("kvwire")
+
+
+class Reception:
+    """Turns the inbound links of a communicator into connections.
+
+    Attributes:
+        inbound: The connections that nobody has taken.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.inbound = Inbound()
+        self._communicator = communicator
+        # Links that are not a connection: not yet, or never and on their way out.
+        # Oldest first.
+        self._pending: dict[Pump, None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def accept(self, link: Link, backend: Backend) -> None:
+        """A link came in: shake hands with it, in a task of its own."""
+        communicator = self._communicator
+        reason = self._why_not(link, backend)
+        if reason:
+            logger.info("%s: not accepted: %s", link.remote_address, reason)
+            link.abort()
+            return
+        if len(self._pending) >= PENDING_HANDSHAKES_MAX:
+            # An honest handshake takes milliseconds: the oldest is the most suspect.
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            oldest.link.abort()
+        opening = Opening(
+            ServerHandshake(communicator.identity, secrets.token_bytes(NONCE_BYTES)),
+            communicator.config,
+            backend.scheme,
+            communicator.loop,
+            busy=self._busy(),
+        )
+        pump = communicator.open_link(link, opening)
+        self._pending[pump] = None  # bounded: PENDING_HANDSHAKES_MAX
+        pump.ended.add_done_callback(lambda _: self._pending.pop(pump, None))
+        task = communicator.loop.create_task(self._welcome(pump, opening))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for what is under way, once every link has ended.
+
+        Cancel safety: safe, call it again.
+        """
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _welcome(self, pump: Pump, opening: Opening) -> None:
+        communicator, remote = self._communicator, pump.link.remote_address
+        timeout_s = communicator.config.handshake_timeout_s
+        # Not cancelled by a timeout: what has ended at the last moment has ended.
+        await asyncio.wait([opening.done], timeout=timeout_s)
+        if not opening.done.done():
+            logger.info("%s: %s", remote, opening.timed_out(timeout_s))
+            opening.done.cancel()
+            pump.link.abort()
+            return
+        try:
+            connection = opening.done.result()
+        except KVWireError as exc:
+            logger.info("%s: refused: %s", remote, exc)
+            return
+        self._pending.pop(pump, None)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await connection.raising.raised()
+        except TimeoutError:
+            connection.abort(f"no transport for the data within {timeout_s:g} s")
+            return
+        resumes = connection.core.agreement.offer.resumes
+        if resumes:
+            communicator.recovery.taken_over(connection, resumes)
+        else:
+            communicator.exchange.reattach(connection)
+            if not communicator.closed:
+                self.inbound.put(connection)
+
+    def _why_not(self, link: Link, backend: Backend) -> str:
+        """Why a link is not even asked who it is; "" if it is."""
+        remote = link.remote_address
+        if self._communicator.links_ended:
+            return "the communicator is closed"
+        proves_nothing = self._communicator.identity.trust is TrustMode.LOOPBACK
+        if remote is None or not proves_nothing or not crosses_hosts(backend):
+            return ""
+        if not is_loopback(remote.host):
+            return 'it is on another host, and trust is "loopback"'
+        return ""
+
+    def _busy(self) -> str:
+        """Why there is no room for another connection; "" if there is."""
+        limit = self._communicator.config.connections_max
+        if len(self._communicator.live_connections) >= limit:
+            return f"connections_max={limit} are open"
+        if len(self.inbound) >= limit:
+            return f"connections_max={limit} wait to be taken"
+        return ""

@@ -1,0 +1,451 @@
+"""Joins one link to one protocol core, where frames, memory and time meet.
+
+Whatever happens (a frame arrives, the link has room, a timer fires, the application
+calls), the core is told, and then :meth:`Pump.run` carries out what it says: control
+frames first, then chunks while the link has room, then events. One flush of the link
+per run, so that what belongs together leaves in one system call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.driver.buffers import BufferTable
+from kvwire.driver.checksums import Checks, arrived, landing_for
+from kvwire.driver.device_staging import Staged
+from kvwire.driver.handshake import Opening
+from kvwire.driver.lanes.scheduler import Half, Lanes
+from kvwire.driver.scratch import Copies
+from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
+from kvwire.proto.chunks import Arrival, Chunk, Place
+from kvwire.proto.connection import Connection as Core
+from kvwire.proto.events import AsideReceived, Ended, Event
+from kvwire.types import BufferId
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.driver.devices import Devices
+    from kvwire.proto.agreement import Agreement
+
+logger = logging.getLogger("kvwire")
+
+
+class _Landing(Landing):
+    __slots__ = ("arrival", "place")
+
+    def __init__(self, arrival: Arrival, place: Payload | None) -> None:
+        self.length = arrival.header.length
+        self.payload = place
+        self.arrival = arrival
+        # Where it belongs; small fragments are received in one piece first.
+        self.place = place
+
+
+class Pump(LinkHandler):
+    """Runs a link, first through its handshake and then for its connection.
+
+    Attributes:
+        link: The link.
+        core: The protocol of the connection, once the handshake is over.
+        lanes: Its data paths beside the link, then too.
+        staged: What of its payload lies in device memory.
+        held: Messages that nobody has asked for yet, by the core's numbers.
+        ended: Set when the link and its lanes have closed: nothing touches memory any
+            more.
+    """
+
+    lanes: Lanes
+    staged: Staged
+    _on_event: Callable[[Event], None]
+    _on_lost: Callable[[], bool]
+
+    def __init__(
+        self,
+        link: Link,
+        buffers: BufferTable,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        checks: Checks,
+    ) -> None:
+        self.link = link
+        self.core: Core | None = None
+        # bounded: EAGER_WINDOW_BYTES, by the credit that the core gives
+        self.held: dict[BufferId, memoryview] = {}
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._opening: Opening | None = None
+        self._buffers = buffers
+        self._loop = loop
+        self._checks = checks
+        self._copies = Copies()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        # Bytes that have come, and when it was known at the latest.
+        self._seen_bytes = 0
+        self._seen_at = loop.time()
+        self._running = False
+        self._closed = False
+        self._again: asyncio.Handle | None = None
+
+    def open(self, opening: Opening, agreed: Callable[[Agreement], Connection]) -> None:
+        """Start the link and shake hands on it; ``agreed`` then calls ``connect``."""
+        self._opening = opening
+        self.link.start(self)
+        opening.begin(self.link, agreed)
+
+    def connect(
+        self,
+        core: Core,
+        devices: Devices,
+        on_event: Callable[[Event], None],
+        on_lost: Callable[[], bool],
+    ) -> None:
+        """From now on frames belong to ``core`` and its events go to ``on_event``.
+
+        ``on_lost`` is called once the link has closed and as long as it returns False:
+        something of the connection is not over.
+        """
+        self._opening = None
+        self.core = core
+        self.staged = Staged(
+            core,
+            self.link,
+            self._buffers,
+            devices,
+            run=self.run,
+            check_ended=self._check_ended,
+        )
+        self.lanes = Lanes(
+            core,
+            self.staged,
+            self._loop,
+            checks=self._checks,
+            run=self.run,
+            check_ended=self._check_ended,
+        )
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self.set_timer()
+
+    # --- the link ---------------------------------------------------------------------
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        """See LinkHandler."""
+        core = self.core
+        if core is None:
+            assert self._opening is not None
+            return self._opening.header_received(link, header)
+        try:
+            arrival = core.header_received(header)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return Landing(0, None)
+        place = self._destination(arrival)
+        landing = _Landing(arrival, place)
+        if isinstance(place, Fragments):
+            landing.payload = landing_for(place, arrival.header, self._copies, arrival)
+        return landing
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        """See LinkHandler."""
+        core = self.core
+        if core is None:
+            assert self._opening is not None
+            self._opening.body_received(link, landing)
+            return
+        assert isinstance(landing, _Landing)
+        arrival, payload = landing.arrival, landing.payload
+        now = self._loop.time()
+        self._seen_bytes, self._seen_at = link.received_bytes, now
+        try:
+            if arrival.place is Place.CONTROL:
+                assert isinstance(payload, memoryview)
+                core.body_received(arrival, now, body=bytes(payload))
+            else:
+                intact = arrived(payload, landing.place, arrival.header)
+                if payload is not landing.place:
+                    self._copies.give_back(arrival)
+                if arrival.place is Place.HOLD and intact:
+                    assert arrival.buffer is not None
+                    assert isinstance(payload, memoryview)
+                    self.held[arrival.buffer] = payload
+                if self.staged.landed(arrival, self._in_place, intact=intact):
+                    return
+                core.body_received(arrival, now, intact=intact)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return
+        self.run()
+
+    def frame_sent(self, link: Link, token: object) -> None:
+        """See LinkHandler."""
+        assert isinstance(token, Chunk)
+        assert self.core is not None
+        self.staged.sent(token)
+        self._copies.give_back(token)
+        self.core.chunk_sent(token)
+        self.run()
+
+    def link_writable(self, link: Link) -> None:
+        """See LinkHandler."""
+        if self.core is not None:
+            self.run()
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        """See LinkHandler."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._again is not None:
+            self._again.cancel()
+        if self._opening is not None:
+            self._opening.link_closed(error)
+        if self.core is not None:
+            self.lanes.end()
+            self.staged.link_gone()
+            self.core.link_lost(_as_closed(error))
+            self.run()
+        self._check_ended()
+
+    # --- carrying out -----------------------------------------------------------------
+
+    def run(self) -> None:
+        """Carry out everything the core has to say now."""
+        core = self.core
+        assert core is not None
+        if self._running:
+            return  # called from inside a run, which goes on until nothing is left
+        outbox = core.outbox
+        if outbox.events or outbox.frames or core.sending or self.staged.ready:
+            self._carry_out(core)
+        if self._buffers.holds.drained:
+            self._buffers.collect()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more can be handed to the link now, rather than when it asks."""
+        return self.link.queued_bytes < LINK_QUEUE_BYTES
+
+    def send_eager(self, header: bytes, payload: memoryview | None) -> None:
+        """Send a message whose header the core has just given; its memory is free.
+
+        Only while there is room: then no message makes the queue too long.
+        """
+        self.link.send(header, payload)
+        self.link.flush()
+
+    def set_timer(self) -> None:
+        """Be woken when the core wants to look at the clock."""
+        assert self.core is not None
+        at = self.core.next_tick
+        if self._timer is not None:
+            if at >= self._timer_at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_at(at, self._safely, self._tick)
+
+    def _carry_out(self, core: Core) -> None:
+        outbox = core.outbox
+        self._running = True
+        try:
+            while True:
+                if outbox.frames or core.sending or self.staged.ready:
+                    self._send(core)
+                flushed = self.lanes.flush()
+                if not outbox.events:
+                    if flushed:
+                        continue
+                    break
+                events, outbox.events = outbox.events, []
+                rest = iter(events)
+                try:
+                    for event in rest:
+                        self._deal_with(event)
+                finally:
+                    # After a bug: each is the only word on a request, or on memory. The
+                    # end of the link follows, and with it another run.
+                    outbox.events[:0] = rest
+        finally:
+            self._running = False
+
+    def _deal_with(self, event: Event) -> None:
+        if isinstance(event, AsideReceived):
+            self._receive_aside(event)
+            return
+        if isinstance(event, Ended):
+            self._end_link(graceful=event.graceful)
+        self._on_event(event)
+
+    def _send(self, core: Core) -> None:
+        """Hand over frames and chunks until the link is full or nothing is left."""
+        link, frames = self.link, core.outbox.frames
+        moved_bytes = 0
+        while True:
+            queued_bytes = self._queue(core)
+            link.flush()
+            moved_bytes += queued_bytes
+            if frames:
+                continue
+            if link.queued_bytes or not queued_bytes:
+                break
+            if moved_bytes >= WAKEUP_BYTES:
+                # Other connections get their turn; this one goes on right after.
+                self._run_again()
+                break
+        self._check_slow_peer()
+
+    def _run_again(self) -> None:
+        if self._again is None:
+            self._again = self._loop.call_soon(self._safely, self._next_run)
+
+    def _next_run(self) -> None:
+        self._again = None
+        self.run()
+
+    def _queue(self, core: Core) -> int:
+        """Queue every frame, and chunks while there is room; the payload's bytes."""
+        link, frames = self.link, core.outbox.frames
+        while frames:
+            header, body = frames.popleft()
+            link.send(header, memoryview(body))
+        queued_bytes = 0
+        lanes, ready = self.lanes, self.staged.ready
+        while link.queued_bytes < LINK_QUEUE_BYTES:
+            if (lanes.up or not lanes.fallback) and lanes.full:
+                break
+            if not ready and self.staged.full:
+                break
+            half = lanes.pick(link.queued_bytes) if lanes.up else None
+            if ready:
+                chunk: Chunk | None = ready.popleft()
+            elif half is not None and half.lane.span_bytes:
+                chunk = core.next_chunk(partial(lanes.span, half))
+            else:
+                chunk = core.next_chunk()
+            if chunk is None:
+                break
+            queued_bytes += self._send_chunk(core, chunk, half)
+        return queued_bytes
+
+    def _send_chunk(self, core: Core, chunk: Chunk, half: Half | None) -> int:
+        """Hand a chunk to what carries it, or to staging; the bytes handed over."""
+        payload = self.staged.payload(chunk)
+        if half is not None and self.lanes.carries(half, payload):
+            header, body = self.lanes.send(half, chunk, payload)
+            self.link.send(header, memoryview(body))
+        elif isinstance(payload, Fragments) and payload.device is not None:
+            self.staged.stage(chunk, payload)
+            return 0
+        else:
+            payload, check = self._checks.seal(payload, self._copies, chunk)
+            self.link.send(core.chunk_header(chunk, check), payload, chunk)
+        return chunk.length
+
+    def _destination(self, arrival: Arrival) -> Payload | None:
+        place, length = arrival.place, arrival.header.length
+        if place is not Place.BUFFER:
+            return None if place is Place.NOWHERE else memoryview(bytearray(length))
+        assert arrival.buffer is not None
+        part = self._buffers.part(arrival.buffer, arrival.offset, length)
+        if not isinstance(part, Fragments) or part.device is None:
+            return part
+        if arrival.lane and self.lanes.takes(arrival.lane, part.device.kind):
+            return part
+        return self.staged.land(arrival, part)
+
+    def _in_place(self, arrival: Arrival) -> None:
+        """A staged payload of the link has been copied to where it belongs."""
+        if self._closed:
+            return
+        assert self.core is not None
+        try:
+            self.core.body_received(arrival, self._loop.time())
+        except ProtocolError as exc:
+            self._broken(exc)
+
+    def _receive_aside(self, event: AsideReceived) -> None:
+        arrival = event.arrival
+        assert self.core is not None
+        if not self.core.lanes.expects(arrival):
+            return  # its lane has ended since, and with it the hold of its memory
+        payload = None if arrival.buffer is None else self._destination(arrival)
+        try:
+            self.lanes.receive(event, payload)
+        except ProtocolError as exc:
+            self._broken(exc)
+
+    def _check_ended(self) -> None:
+        if not self._closed or self.ended.done():
+            return
+        if self.core is None or (
+            self._on_lost() and self.lanes.quiet and self.staged.quiet
+        ):
+            self.ended.set_result(None)
+
+    def _end_link(self, *, graceful: bool) -> None:
+        self.lanes.end(graceful=graceful)
+        if graceful:
+            self.link.close()
+        else:
+            self.link.abort()
+
+    def _tick(self) -> None:
+        self._timer = None
+        core, now = self.core, self._loop.time()
+        assert core is not None
+        if self.link.received_bytes != self._seen_bytes:
+            # Part of a frame, some time since: counted from the earliest, so that a
+            # peer that dies in the middle of a frame is not known an interval too late.
+            core.heard(self._seen_at)
+            self._seen_bytes, self._seen_at = self.link.received_bytes, now
+        elif self.staged.paused:
+            core.heard(now)  # it is we who do not listen
+        self._copies.trim()
+        core.tick(now)
+        self.run()
+        if core.error is None:
+            self.set_timer()
+
+    def _broken(self, error: ProtocolError) -> None:
+        assert self.core is not None
+        logger.warning("peer %s: %s", self.core.agreement.peer, error)
+        self.core.fail(error)
+        self.run()
+        # Also where the connection had ended before, and only its link was closing.
+        self.link.abort()
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """Take a step that nobody called: a bug in it ends this connection only."""
+        try:
+            step()
+        except Exception:
+            logger.exception("a bug of kvwire; its connection is aborted")
+            self.link.abort()
+
+    def _check_slow_peer(self) -> None:
+        assert self.core is not None
+        # The last chunk was queued while there was room for a byte of it.
+        payload_bytes = LINK_QUEUE_BYTES + self.core.agreement.terms.chunk_bytes
+        if self.link.queued_bytes > payload_bytes + CONTROL_QUEUE_BYTES_MAX:
+            self.core.fail(
+                ConnectionLost(
+                    f"the peer does not read: {self.link.queued_bytes} bytes are queued"
+                )
+            )
+            self.run()
+
+
+def _as_closed(error: Exception | None) -> ConnectionClosed | None:
+    if error is None or isinstance(error, ConnectionClosed):
+        return error
+    lost = ConnectionLost(str(error))
+    lost.__cause__ = error
+    return lost

@@ -1,0 +1,322 @@
+"""Device memory of one connection, moved by transports that know host memory only.
+
+Outbound, a chunk whose bytes lie on a device is first copied into a slot of pinned host
+memory, and then sent from there like any other::
+
+    core        a slot is free     copied (reaper)        sent
+    next_chunk ----> stage ----------> ready ----> link or lane ----> slot is free again
+                      | no slot
+                      +--> waits; no further chunk is taken meanwhile
+
+Inbound, a chunk lands in a slot, is compared with its checksum there, and is copied to
+where it belongs. Only then does the core hear that it has landed. The link is paused
+while no slot is free, so there is one for every header that it hands over.
+
+The device touches memory that the core may let go of meanwhile: an abort, or the end of
+the link, ends the core's holds. So each copy has a hold of its own, from before it is
+queued until its event has fired. A device that fails proves nothing any more: what it
+was copying stays held, which is what quarantine means.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvwire.backend import Link, Payload
+from kvwire.driver.buffers import BufferTable
+from kvwire.errors import BackendUnavailable, ConnectionLost
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import SPAN_BYTES_MAX, STAGING_SLOTS
+from kvwire.memory.device.reaper import Done
+from kvwire.memory.staging.desk import Desk
+from kvwire.memory.staging.ring import Ring
+from kvwire.proto.chunks import Arrival, Chunk
+from kvwire.proto.connection import Connection as Core
+from kvwire.proto.state import State
+from kvwire.types import BufferId, Device
+
+if TYPE_CHECKING:
+    from kvwire.driver.devices import Devices
+
+logger = logging.getLogger("kvwire")
+
+
+class Staged:
+    """The slots of one connection, and what is in them.
+
+    Attributes:
+        ready: Chunks in host memory that are to be sent, oldest first.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        link: Link,
+        buffers: BufferTable,
+        devices: Devices,
+        *,
+        run: Callable[[], None],
+        check_ended: Callable[[], None],
+    ) -> None:
+        self.ready: deque[Chunk] = deque()
+        self._core = core
+        self._link = link
+        self._buffers = buffers
+        self._devices = devices
+        self._run = run
+        self._check_ended = check_ended
+        # As many as there are devices in this host.
+        self._slots: dict[Device, tuple[_Slots, _Slots]] = {}
+        self._waiting: Chunk | None = None
+        # Chunks and arrivals that have a slot; bounded: STAGING_SLOTS for each device
+        self._leaving: dict[Chunk, _Slot] = {}
+        self._landing: dict[Arrival, _Slot] = {}
+        self._copying = 0
+        self._paused = False
+        self._ended = False
+
+    def open(self, device: Device | None) -> None:
+        """Have slots for a device, so that no transfer lacks them half way.
+
+        None stands for the host, whose memory needs none.
+
+        Raises:
+            BackendUnavailable: The device does not work, gives no pinned memory, or the
+                link of this connection cannot be paused.
+        """
+        if device is None:
+            return
+        desk = self._devices.desk(device)
+        if desk.failed:
+            raise BackendUnavailable(f"{device} has failed: {desk.failed}")
+        if device in self._slots:
+            return
+        if not self._link.pausable:
+            raise BackendUnavailable(
+                f"memory of {device}: the control link cannot be paused, so nothing "
+                f"would bound what waits to be copied; use another transport"
+            )
+        nbytes = self._core.agreement.terms.chunk_bytes
+        span_bytes = max(nbytes, SPAN_BYTES_MAX)
+        # bounded by the devices of this host
+        self._slots[device] = _Slots(desk, nbytes), _Slots(desk, span_bytes)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no copy is under way."""
+        return not self._copying
+
+    @property
+    def paused(self) -> bool:
+        """Whether the link waits for us, so that nothing is heard of the peer."""
+        return self._paused
+
+    # --- outbound ---------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether a chunk waits for a slot; then none is taken from the core."""
+        return self._waiting is not None
+
+    def whole(self, buffer: BufferId) -> Payload:
+        """All of a buffer, where it has always been."""
+        return self._buffers.whole(buffer)
+
+    def payload(self, chunk: Chunk) -> Payload:
+        """The bytes of a chunk: in its slot, or where they have always been."""
+        slot = self._leaving.get(chunk)
+        if slot is not None:
+            return slot.view
+        return self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
+
+    def stage(self, chunk: Chunk, source: Fragments) -> None:
+        """Copy a chunk to the host; it is in ``ready`` after that."""
+        assert source.device is not None
+        slots, _ = self._slots[source.device]
+        if not slots.ring.free:
+            assert self._waiting is None
+            self._waiting = chunk
+            return
+        slot = self._leaving[chunk] = slots.take(chunk.length)
+        self._copy(
+            chunk.buffer,
+            lambda done: slots.desk.to_host(source, slot.view, done),
+            partial(self._gathered, chunk, slot),
+            slots.desk,
+        )
+
+    def sent(self, chunk: Chunk) -> None:
+        """The transport is through with a chunk: its slot is free."""
+        slot = self._leaving.pop(chunk, None)
+        if slot is not None:
+            slot.slots.ring.emptied(slot.number)
+            self._stage_waiting()
+
+    # --- inbound ----------------------------------------------------------------------
+
+    def land(self, arrival: Arrival, into: Fragments) -> memoryview:
+        """The slot that a payload lands in; there is always one."""
+        assert into.device is not None
+        _, slots = self._slots[into.device]
+        slot = self._landing[arrival] = slots.take(arrival.length)
+        if not slots.ring.free:
+            self._paused = True
+            self._link.pause()
+        return slot.view
+
+    def landed(
+        self, arrival: Arrival, then: Callable[[Arrival], None], *, intact: bool
+    ) -> bool:
+        """A payload is here; call ``then`` with it once it is where it belongs.
+
+        Returns:
+            Whether it was staged, and ``then`` is called later.
+        """
+        slot = self._landing.pop(arrival, None)
+        if slot is None or arrival.buffer is None:
+            return False
+        if not intact or arrival.buffer in self._buffers.holds.retired:
+            # It is damaged, or nobody wants it any more.
+            slot.slots.ring.dropped(slot.number)
+            self._resume()
+            return False
+        slot.slots.ring.filled(slot.number)
+        into = self._buffers.part(arrival.buffer, arrival.offset, arrival.length)
+        assert isinstance(into, Fragments)
+        self._copy(
+            arrival.buffer,
+            lambda done: slot.slots.desk.to_device(slot.view, into, done),
+            partial(self._scattered, slot, arrival, then),
+            slot.slots.desk,
+        )
+        return True
+
+    # --- the end ----------------------------------------------------------------------
+
+    def lane_gone(self, number: int) -> None:
+        """A lane touches no memory any more: what it had in slots is out of them."""
+        for chunk in [c for c in self._leaving if c.lane == number]:
+            self.sent(chunk)
+        for arrival in [a for a in self._landing if a.lane == number]:
+            slot = self._landing.pop(arrival)
+            slot.slots.ring.dropped(slot.number)
+            self._resume()
+
+    def link_gone(self) -> None:
+        """The control link has ended, so nothing more is sent or told."""
+        self._ended = True
+        self._waiting = None
+        self.ready.clear()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _copy(
+        self,
+        buffer: BufferId,
+        begin: Callable[[Done], None],
+        then: Callable[[], None],
+        desk: Desk,
+    ) -> None:
+        """Begin a copy under a hold of its own, and go on when it is done."""
+        holds = self._buffers.holds
+        holds.take(buffer)
+        self._copying += 1
+
+        def done(error: Exception | None) -> None:
+            self._copying -= 1
+            try:
+                if error is None:
+                    holds.drop(buffer)
+                    then()
+                else:
+                    self._failed(desk, error)
+                self._run()
+            except Exception:
+                # Nobody called: the reaper has others to tell.
+                logger.exception("a bug of kvwire; its connection is aborted")
+                self._link.abort()
+            self._check_ended()
+
+        try:
+            begin(done)
+        except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
+            self._copying -= 1
+            self._failed(desk, exc)
+
+    def _gathered(self, chunk: Chunk, slot: _Slot) -> None:
+        slot.slots.ring.filled(slot.number)
+        if self._ended:
+            return
+        if chunk.mover.state is State.MOVING:
+            self.ready.append(chunk)  # bounded: STAGING_SLOTS
+        else:
+            self.sent(chunk)
+            self._core.chunk_sent(chunk)
+
+    def _scattered(
+        self, slot: _Slot, arrival: Arrival, then: Callable[[Arrival], None]
+    ) -> None:
+        slot.slots.ring.emptied(slot.number)
+        then(arrival)
+        self._resume()
+
+    def _stage_waiting(self) -> None:
+        chunk, self._waiting = self._waiting, None
+        if chunk is None:
+            return
+        if chunk.mover.state is not State.MOVING:
+            self._core.chunk_sent(chunk)  # nobody wants it any more
+            return
+        source = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
+        assert isinstance(source, Fragments)
+        self.stage(chunk, source)
+
+    def _resume(self) -> None:
+        if (
+            self._paused
+            and not self._ended
+            and all(i.ring.free for _, i in self._slots.values())
+        ):
+            self._paused = False
+            self._link.resume()
+
+    def _failed(self, desk: Desk, error: Exception) -> None:
+        if not desk.failed:
+            logger.error(
+                "%s failed; what it was copying stays held",
+                desk.ops.device,
+                exc_info=error,
+            )
+            desk.failed = str(error)
+        # Transfers of other memory go on with the next link.
+        self._core.fail(ConnectionLost(f"{desk.ops.device} failed: {error}"))
+
+
+class _Slots:
+    """A ring of pinned memory for one device and direction."""
+
+    def __init__(self, desk: Desk, slot_bytes: int) -> None:
+        self.desk = desk
+        self.ring = Ring(STAGING_SLOTS)
+        memory = desk.ops.pinned(STAGING_SLOTS * slot_bytes)
+        self._views = [
+            memory[begin : begin + slot_bytes]
+            for begin in range(0, len(memory), slot_bytes)
+        ]
+
+    def take(self, nbytes: int) -> _Slot:
+        """A free slot, as long as what it is for."""
+        number = self.ring.take()
+        return _Slot(self, number, self._views[number][:nbytes])
+
+
+class _Slot(NamedTuple):
+    """A slot in use."""
+
+    slots: _Slots
+    number: int
+    view: memoryview

@@ -1,0 +1,231 @@
+"""The handshake on a link: moves its frames, and decides with selection.
+
+The connection is made within the call that brings the last frame of the handshake,
+since the bytes right behind it may be the peer's first frame of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvwire.backend import Landing, Link
+from kvwire.backend.selection import judge
+from kvwire.config import Config
+from kvwire.errors import (
+    AuthenticationFailed,
+    ConnectionLost,
+    HandshakeError,
+    HandshakeTimeout,
+    KVWireError,
+    ProtocolError,
+    WireCode,
+    printable,
+)
+from kvwire.limits import REASON_CHARS_MAX
+from kvwire.proto.agreement import Agreement
+from kvwire.proto.handshake import Handshake, HandshakeState, ServerHandshake
+from kvwire.types import Candidate, TransportReport, TrustMode
+from kvwire.wire.control import Choice, Verdict
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.driver.connection_driver import Pump
+
+
+# How a ClientHello begins (RFC 8446 5.1); no frame of ours has this type.
+_TLS_HANDSHAKE, _TLS_MAJOR = 0x16, 0x03
+
+
+class Opening:
+    """One handshake under way on one link.
+
+    Attributes:
+        handshake: The protocol's side of it.
+        scheme: The transport of the link.
+        done: The connection it led to, or the error that ended it.
+        identity: Who the peer has proved to be, in ``mtls`` mode.
+    """
+
+    _agreed: Callable[[Agreement], Connection]
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        config: Config,
+        scheme: str,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        busy: str = "",
+    ) -> None:
+        """Prepare a handshake.
+
+        Args:
+            handshake: The protocol's side of it.
+            config: This side's wishes.
+            scheme: The transport of the link.
+            loop: The running loop.
+            busy: Why there is no room for another connection, or "".
+        """
+        self.handshake = handshake
+        self.done: asyncio.Future[Connection] = loop.create_future()
+        self._config = config
+        self.scheme = scheme
+        self._busy = busy
+        self.identity = ""
+
+    def begin(self, link: Link, agreed: Callable[[Agreement], Connection]) -> None:
+        """Send what the handshake starts with; ``agreed`` makes the connection."""
+        self._agreed = agreed
+        self._flush(link)
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        """Take a header of the handshake."""
+        if self.done.done():
+            return Landing(0, None)
+        try:
+            if self.handshake.state is HandshakeState.HELLO:
+                _check_plain(header)
+            length = self.handshake.header_received(header)
+        except (AuthenticationFailed, ProtocolError) as exc:
+            self._failed(link, exc)
+            return Landing(0, None)
+        return Landing(length, memoryview(bytearray(length)))
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        """Take the body of that frame, and act."""
+        if self.done.done():
+            return  # the link is closing: nothing of the peer is read any more
+        body = landing.payload
+        assert isinstance(body, memoryview)
+        try:
+            if self._busy:
+                self.handshake.refuse(WireCode.BUSY)
+                raise HandshakeError(self._busy)
+            if self.handshake.state in (HandshakeState.HELLO, HandshakeState.ACCEPT):
+                self._know_peer(link)
+            self.handshake.body_received(bytes(body))
+            self._decide()
+        except (HandshakeError, ProtocolError) as exc:
+            self._failed(link, exc)
+            return
+        self._flush(link)
+        if self.handshake.agreement is not None and not self.done.done():
+            self.done.set_result(self._agreed(self.handshake.agreement))
+
+    def link_closed(self, error: Exception | None) -> None:
+        """The link has ended before the handshake has."""
+        if not self.done.done() and isinstance(error, HandshakeError):
+            self.done.set_exception(error)
+        if not self.done.done():
+            mtls = self.handshake.identity.trust is TrustMode.MTLS
+            hint = "; is its trust mtls as well?" if mtls else ""
+            lost = ConnectionLost(
+                f"the connection ended while the handshake waited for "
+                f"{self.handshake.state.name}"
+                + (f": {error}" if error else f", without a word from the peer{hint}")
+            )
+            lost.__cause__ = error
+            self.done.set_exception(lost)
+
+    def timed_out(self, timeout_s: float) -> HandshakeTimeout:
+        """The error when the peer took too long."""
+        return HandshakeTimeout(
+            f"no handshake within {timeout_s:g} s; it waited for "
+            f"{self.handshake.state.name} from the peer"
+        )
+
+    def _know_peer(self, link: Link) -> None:
+        """In ``mtls`` mode, bind the handshake to what TLS has proved.
+
+        Raises:
+            AuthenticationFailed: The peer is nobody whom this side accepts; it is told
+                so. Or there is no TLS.
+        """
+        handshake = self.handshake
+        if handshake.identity.trust is not TrustMode.MTLS:
+            return
+        try:
+            proven = link.proven()
+            if proven is None:
+                raise AuthenticationFailed('trust is "mtls", and this link has no TLS')
+        except AuthenticationFailed:
+            handshake.refuse(WireCode.AUTHENTICATION)
+            raise
+        handshake.bind(proven.binding)
+        self.identity = proven.identity
+
+    def _decide(self) -> None:
+        handshake = self.handshake
+        if not isinstance(handshake, ServerHandshake) or handshake.offer is None:
+            return
+        offered = [(o.name, o.api_version) for o in handshake.offer.backends]
+        report = judge(self._config, self.scheme, offered)
+        handshake.choose(
+            Choice(
+                name=self._config.name,
+                verdicts=tuple(
+                    Verdict(c.name, c.taken, c.reason[:REASON_CHARS_MAX], c.possible)
+                    for c in report.candidates
+                ),
+                profile=tuple(sorted(self._config.profile.items())),
+            )
+        )
+
+    def _failed(self, link: Link, error: KVWireError) -> None:
+        """Say the last word, if there is one, and end the link after it."""
+        self._flush(link)
+        link.close()
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def _flush(self, link: Link) -> None:
+        outgoing = self.handshake.outgoing
+        for header, body in outgoing:
+            link.send(header, memoryview(body))
+        outgoing.clear()
+        link.flush()
+
+
+async def hands_shaken(pump: Pump, opening: Opening) -> Connection:
+    """Wait for the connection; without anybody who waits, there is none.
+
+    Raises:
+        HandshakeError, ProtocolError, ConnectionLost: There is none.
+
+    Cancel safety: safe, the link is aborted.
+    """
+    try:
+        return await asyncio.shield(opening.done)
+    except KVWireError:
+        # The last word is on its way; the link ends after it.
+        raise
+    except BaseException:
+        pump.link.abort()
+        opening.done.cancel()
+        raise
+
+
+def _check_plain(header: memoryview) -> None:
+    """See whether the first bytes of a stranger are the beginning of TLS.
+
+    Raises:
+        AuthenticationFailed: They are.
+    """
+    if header[0] == _TLS_HANDSHAKE and header[1] == _TLS_MAJOR:
+        raise AuthenticationFailed(
+            'the peer speaks TLS, as trust "mtls" does, and this side does not: set '
+            "the same `trust` on both",
+            fields=("trust",),
+        )
+
+
+def report_of(choice: Choice) -> TransportReport:
+    """The server's verdicts as the report that both sides show."""
+    return TransportReport(
+        tuple(
+            Candidate(printable(v.name), v.taken, printable(v.reason), v.possible)
+            for v in choice.verdicts
+        )
+    )

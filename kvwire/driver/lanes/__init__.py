@@ -1,0 +1,1 @@
+"""Carry payload on other transports than the control link. Internal."""

@@ -1,0 +1,77 @@
+"""Raises lanes again that were up and have broken, while their connection lives.
+
+A port that was down, a device that was reset or a limit of the system may cost a lane
+and be no matter a minute later, and a connection may live for weeks. Only the client
+asks for lanes, so this is its affair alone; data goes on over what is left meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from kvwire.clock import Backoff
+from kvwire.errors import BackendUnavailable, KVWireError
+from kvwire.limits import RERAISE_S, RERAISE_S_MAX
+
+
+class Restoring:
+    """Of one connection's lanes.
+
+    Args:
+        lacks: Whether lanes are missing that are worth another try.
+        attempt: Raises one; BackendUnavailable if it does not come up, and any other
+            error of kvwire if the connection has ended.
+        ended: Called whenever nothing is being raised any more.
+    """
+
+    def __init__(
+        self,
+        lacks: Callable[[], bool],
+        attempt: Callable[[], Awaitable[None]],
+        ended: Callable[[], None],
+    ) -> None:
+        self._lacks = lacks
+        self._attempt = attempt
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._backoff = Backoff(RERAISE_S, RERAISE_S_MAX)
+        self._up_at = self._loop.time()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it waits for the next try, or makes one."""
+        return self._task is not None
+
+    def lost(self) -> None:
+        """A lane has broken: bring it back, in a task of its own."""
+        # One that breaks as soon as it is up is not to be raised without a pause.
+        if self._loop.time() - self._up_at >= RERAISE_S_MAX:
+            self._backoff.reset()
+        if self._task is None and self._lacks():
+            self._task = self._loop.create_task(self._run())
+            self._task.add_done_callback(self._done)
+
+    def cancel(self) -> None:
+        """The connection ends: nothing more comes up."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while self._lacks():
+            await asyncio.sleep(self._backoff.pause_s())
+            if not self._lacks():
+                return
+            try:
+                await self._attempt()
+            except BackendUnavailable:
+                continue
+            except KVWireError:
+                return
+            else:
+                self._up_at = self._loop.time()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        self._ended()

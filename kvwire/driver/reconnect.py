@@ -1,0 +1,124 @@
+"""After a lost connection: redial within the lease, and let transfers go on.
+
+Only the side that had connected can connect again; the other one waits for it. Either
+way an interrupted transfer asks again only when the lost link has touched memory for
+the last time, and only the same start of the peer (its origin) can go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from kvwire.clock import Backoff
+from kvwire.errors import KVWireError
+from kvwire.limits import REDIAL_S, REDIAL_S_MAX
+from kvwire.proto.state import Phase
+
+if TYPE_CHECKING:
+    from kvwire.communicator import Communicator
+    from kvwire.connection import Connection
+
+logger = logging.getLogger("kvwire")
+
+
+class Recovery:
+    """Brings interrupted transfers of one communicator onto new links."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._tasks: set[asyncio.Task[None]] = set()
+        # One redial for each peer, however many of its connections were lost.
+        self._redialling: set[bytes] = set()
+        # Peers that were redialled a moment ago.
+        self._redialled: set[bytes] = set()
+
+    def lost(self, connection: Connection) -> None:
+        """A connection has ended without having been closed."""
+        self._run(self._recover(connection))
+
+    def taken_over(self, connection: Connection, resumes: bytes) -> None:
+        """A peer has come back, and says which connection it has lost."""
+        if not self._communicator.links_ended:
+            self._run(self._take_over(connection, resumes))
+
+    async def close(self) -> None:
+        """Stop redialling, and waiting for what was lost.
+
+        Cancel safety: safe, call it again.
+        """
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _take_over(self, connection: Connection, resumes: bytes) -> None:
+        for old in self._communicator.live_connections:
+            same_peer = old.peer.origin == connection.peer.origin
+            if old.digest == resumes and same_peer:
+                old.abort("the peer has lost this connection and has come back")
+                await old.wait_closed()
+                self._communicator.exchange.connection_lost(old)
+        self._communicator.exchange.reattach(connection)
+
+    async def _recover(self, connection: Connection) -> None:
+        communicator, exchange = self._communicator, self._communicator.exchange
+        origin = connection.peer.origin
+        await connection.wait_closed()
+        exchange.connection_lost(connection)
+        for other in communicator.live_connections:
+            same_peer = other.peer.origin == origin
+            if same_peer and other.core.phase is Phase.OPEN:
+                exchange.reattach(other)
+                return
+        if connection.dialled and origin not in self._redialling:
+            self._redialling.add(origin)
+            try:
+                await self._redial(connection)
+            finally:
+                self._redialling.discard(origin)
+
+    async def _redial(self, lost: Connection) -> None:
+        """Try again until it works or nothing waits for it; leases end the waiting."""
+        exchange, origin = self._communicator.exchange, lost.peer.origin
+        backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
+        if origin in self._redialled:
+            # What breaks as soon as it is up is not to be dialled without a pause.
+            await asyncio.sleep(REDIAL_S_MAX)
+        while exchange.interrupted(origin):
+            try:
+                new = await self._communicator.redial(lost)
+            except KVWireError as exc:
+                logger.info("redialling %s: %s", lost.peer, exc)
+            else:
+                if new.peer.origin == origin:
+                    self._note_redial(origin)
+                    self._run(self._close_when_idle(new))
+                else:
+                    exchange.peer_restarted(origin)
+                    await new.close()
+                return
+            await asyncio.sleep(backoff.pause_s())
+
+    def _note_redial(self, origin: bytes) -> None:
+        self._redialled.add(origin)
+        self._communicator.loop.call_later(
+            REDIAL_S_MAX, self._redialled.discard, origin
+        )
+
+    async def _close_when_idle(self, connection: Connection) -> None:
+        """A link that was made for transfers is not kept for anything else.
+
+        Within a lease everything that waited for it has come, or has given up.
+        """
+        exchange, origin = self._communicator.exchange, connection.peer.origin
+        while not connection.closed:
+            await asyncio.sleep(self._communicator.config.lease_s)
+            if connection.core.idle and not exchange.interrupted(origin):
+                await connection.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._communicator.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

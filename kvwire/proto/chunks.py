@@ -1,0 +1,359 @@
+"""Payload on its way: which chunk to send next, and where an incoming one belongs.
+
+A request's bytes travel as chunks: pieces at multiples of the agreed chunk size, each
+in a frame of its own that says where it belongs. So the order in which they arrive
+does not matter, none can overlap another, and a request is complete when its bytes
+add up.
+
+On a lane several chunks that follow each other may travel as one *span*: what a payload
+costs beside its bytes is then paid once.
+
+Which request sends the next chunk is decided by :mod:`kvwire.proto.scheduler`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
+from kvwire.limits import LINK_CHUNKS_MAX, SPAN_BYTES_MAX
+from kvwire.proto.chunk_set import Seen
+from kvwire.proto.holds import Holds
+from kvwire.proto.records import Segment
+from kvwire.proto.requests import SENDING, Request, Requests
+from kvwire.proto.scheduler import Mover, Turns
+from kvwire.proto.state import Input, Kind, State
+from kvwire.types import BufferId
+from kvwire.wire.header import FrameType, Header
+
+_DATA = int(FrameType.DATA)
+
+
+class Place(enum.Enum):
+    """Where the body of a frame goes."""
+
+    CONTROL = "control"
+    """To the core: ``body_received`` wants its bytes."""
+    HOLD = "hold"
+    """Into new memory, of a buffer the core has just named."""
+    BUFFER = "buffer"
+    """Into ``buffer`` at ``offset``."""
+    NOWHERE = "nowhere"
+    """Dropped: the request it belongs to is over."""
+
+
+class Arrival(msgspec.Struct, eq=False):
+    """One frame whose header has been accepted and whose body is under way.
+
+    Its payload comes on the control link, or on a lane as the ``index``-th there.
+    """
+
+    place: Place
+    header: Header
+    buffer: BufferId | None = None
+    offset: int = 0
+    request: Request | None = None
+    segment: Segment | None = None
+    raw: bytes = b""
+    lane: int = 0
+    index: int = 0
+
+    @property
+    def length(self) -> int:
+        """Bytes of the body."""
+        return self.header.length
+
+
+class Chunk:
+    """One piece of payload to send: ``length`` bytes of ``buffer`` from ``offset``.
+
+    Attributes:
+        lane: Which lane carries it; 0 for the control link.
+        quiet: On a lane: whether that lane no longer needs its memory.
+        taken: On a lane: whether it has arrived; None while that is not known.
+    """
+
+    __slots__ = (
+        "buffer",
+        "index",
+        "lane",
+        "length",
+        "mover",
+        "offset",
+        "position",
+        "quiet",
+        "taken",
+    )
+
+    index: int
+    quiet: bool
+    taken: bool | None
+
+    def __init__(self, mover: Mover, position: int, length: int) -> None:
+        assert mover.buffer is not None
+        self.mover = mover
+        self.buffer = mover.buffer
+        self.position = position
+        self.offset = mover.base + position
+        self.length = length
+        self.lane = 0
+
+    @property
+    def request_and_segment(self) -> tuple[Request, int]:
+        """What the chunk is a part of, as its header says it."""
+        mover = self.mover
+        if isinstance(mover, Segment):
+            return mover.request, mover.number
+        return mover, 0
+
+
+class Flows:
+    """Everything that moves on one connection."""
+
+    def __init__(self, requests: Requests, holds: Holds, chunk_bytes: int) -> None:
+        self._requests = requests
+        self._holds = holds
+        self._chunk_bytes = chunk_bytes
+        self._turns = Turns(chunk_bytes)
+        self._on_segment_sent: Callable[[Segment], None] | None = None
+        # Ordered, so that a run of the core is the same each time.
+        self._leaving: dict[Chunk, None] = {}
+        # Chunks that got lost with their lane.
+        self._again: deque[Chunk] = deque()
+        self._landing: dict[Arrival, None] = {}
+
+    # --- sending ----------------------------------------------------------------------
+
+    def begin_send(self, request: Request) -> None:
+        """From now on the request takes its turn."""
+        assert request.kind in SENDING
+        assert request.state is State.MOVING
+        self._turns.add(request)
+
+    def begin_segment(self, segment: Segment, priority: int) -> None:
+        """From now on a segment waits for its transfer's turn, behind earlier ones."""
+        self._turns.add_segment(segment, priority)
+
+    def on_segment_sent(self, call: Callable[[Segment], None]) -> None:
+        """Call when the link is through with all chunks of a segment."""
+        self._on_segment_sent = call
+
+    @property
+    def sending(self) -> bool:
+        """Whether there may be a chunk to send."""
+        some = self._turns.count or self._again
+        return bool(some) and len(self._leaving) < LINK_CHUNKS_MAX
+
+    def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
+        """The next piece to send. Its memory is held until :meth:`chunk_sent`.
+
+        Args:
+            span: How many bytes of a buffer may go at once, where a lane would take
+                more than one chunk.
+        """
+        while self.sending:
+            if self._again:
+                chunk = self._again.popleft()
+                if chunk.mover.state is State.MOVING:
+                    self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
+                    return chunk
+                chunk.mover.in_flight -= 1
+                self._holds.drop(chunk.buffer)
+                continue
+            mover = self._turns.head()
+            if mover is None:
+                break
+            position = mover.moved
+            length = min(self._chunk_bytes, mover.nbytes - position)
+            if span is not None and length < mover.nbytes - position:
+                length = self._span(mover, span)
+            mover.moved += length
+            mover.in_flight += 1
+            chunk = Chunk(mover, position, length)
+            self._turns.sent(length)
+            return self._hold(chunk)
+        return None
+
+    def chunk_sent(self, chunk: Chunk) -> None:
+        """The link no longer needs the chunk's memory."""
+        self._leaving.pop(chunk)
+        self._holds.drop(chunk.buffer)
+        mover = chunk.mover
+        mover.in_flight -= 1
+        if (
+            mover.state is not State.MOVING
+            or mover.in_flight
+            or mover.moved < mover.nbytes
+        ):
+            return
+        if isinstance(mover, Segment):
+            assert self._on_segment_sent is not None
+            self._on_segment_sent(mover)
+            return
+        mover.advance(Input.MOVED)
+        if mover.confirmed:
+            mover.advance(Input.CONFIRMED)
+        if mover.over:
+            self._requests.finish(mover)
+
+    def chunk_missed(self, chunk: Chunk) -> None:
+        """A chunk got lost with its lane: it is sent again, before all others.
+
+        A span is sent as single chunks, which any way can carry.
+        """
+        self._leaving.pop(chunk)
+        if chunk.length <= self._chunk_bytes:
+            chunk.lane = 0
+            self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+            return
+        mover, end = chunk.mover, chunk.position + chunk.length
+        if mover.state is not State.MOVING:
+            end = chunk.position  # it is over, and its memory on its way back
+        for position in range(chunk.position, end, self._chunk_bytes):
+            part = Chunk(mover, position, min(self._chunk_bytes, end - position))
+            self._holds.take(part.buffer)
+            mover.in_flight += 1
+            self._again.append(part)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+        mover.in_flight -= 1
+        self._holds.drop(chunk.buffer)
+
+    # --- receiving --------------------------------------------------------------------
+
+    def begin_receive(self, request: Request) -> None:
+        """From now on chunks of the request are accepted."""
+        assert request.kind not in SENDING
+        assert request.state is State.MOVING
+        request.arrived = Seen()
+
+    def data_header(self, header: Header) -> Arrival:
+        """Find the place of an incoming chunk.
+
+        Raises:
+            ProtocolError: The request never was, does not receive, or the chunk is not
+                one of it or was here before.
+        """
+        request = self._requests.find(header.request)
+        if request is None:
+            return Arrival(Place.NOWHERE, header)
+        if request.arrived is None or request.state is not State.MOVING:
+            raise UnexpectedFrame(
+                "KVW-DT-01",
+                f"payload for a {request.kind.value} that is {request.state.value}",
+            )
+        for number in self.chunk_numbers(header, request.nbytes):
+            if not request.arrived.note(number):
+                raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
+        assert request.buffer is not None
+        return self.land(header, request.buffer, request.base + header.offset, request)
+
+    def chunk_numbers(self, header: Header, nbytes: int) -> range:
+        """Which chunks of a movement of ``nbytes`` a header announces.
+
+        Raises:
+            MalformedFrame: None of it, or on the control link more than one.
+        """
+        chunk_bytes = self._chunk_bytes
+        first, beside = divmod(header.offset, chunk_bytes)
+        left, length = nbytes - header.offset, header.length
+        whole = length == left or not length % chunk_bytes
+        most = chunk_bytes
+        if header.type != _DATA:
+            most = max(chunk_bytes, SPAN_BYTES_MAX)
+        if beside or left < 1 or length > min(left, most) or not whole:
+            raise MalformedFrame(
+                "KVW-DT-02",
+                f"chunk {header.offset}+{length} of {nbytes} bytes in chunks of "
+                f"{chunk_bytes}",
+            )
+        return range(first, first - (-length // chunk_bytes))
+
+    def land(
+        self,
+        header: Header,
+        buffer: BufferId,
+        offset: int,
+        request: Request | None = None,
+        segment: Segment | None = None,
+    ) -> Arrival:
+        """Let a body land in a buffer, which is held until it has."""
+        self._holds.take(buffer)
+        arrival = Arrival(Place.BUFFER, header, buffer, offset, request, segment)
+        # One on the control link, which names one payload's place at a time.
+        self._landing[arrival] = None  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+        return arrival
+
+    def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
+        """A chunk is in place, and its checksum did or did not match (KVW-DT-04)."""
+        request = arrival.request
+        assert request is not None
+        self.release(arrival)
+        if request.over:
+            return
+        if not intact:
+            error = IntegrityError(
+                f"bytes {arrival.header.offset}+{arrival.length} arrived damaged"
+            )
+            self._requests.fail(request, error, tell=WireCode.INTEGRITY)
+            return
+        request.moved += arrival.length
+        if request.moved < request.nbytes:
+            return
+        request.advance(Input.MOVED)
+        if request.kind is Kind.SERVE_PUT:
+            self._requests.tell_done(request)
+        self._requests.finish(request)
+
+    def release(self, arrival: Arrival) -> None:
+        """The link has written all of an arrival and holds its memory no more."""
+        assert arrival.buffer is not None
+        self._landing.pop(arrival)
+        self._holds.drop(arrival.buffer)
+
+    def missed(self, arrival: Arrival) -> None:
+        """An arrival got lost with its lane, and may come again."""
+        self.release(arrival)
+        for number in self.numbers(arrival):
+            if arrival.segment is not None:
+                arrival.segment.arrived[number] = 0
+            else:
+                assert arrival.request is not None
+                assert arrival.request.arrived is not None
+                arrival.request.arrived.forget(number)
+
+    def numbers(self, arrival: Arrival) -> range:
+        """The chunks of an arrival that was accepted."""
+        first = arrival.header.offset // self._chunk_bytes
+        return range(first, first - (-arrival.length // self._chunk_bytes))
+
+    # --- the end ----------------------------------------------------------------------
+
+    def link_gone(self) -> None:
+        """The control link has ended and touches nothing any more: drop its holds.
+
+        What lanes hold is dropped when they have ended.
+        """
+        for chunk in [*(c for c in self._leaving if not c.lane), *self._again]:
+            self._leaving.pop(chunk, None)
+            chunk.mover.in_flight -= 1
+            self._holds.drop(chunk.buffer)
+        for arrival in [a for a in self._landing if not a.lane]:
+            self.release(arrival)
+        self._again.clear()
+        self._turns.clear()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _span(self, mover: Mover, span: Callable[[BufferId], int]) -> int:
+        """Bytes of the next span of a mover: whole chunks, or all that is left."""
+        assert mover.buffer is not None
+        chunks = max(1, min(span(mover.buffer), SPAN_BYTES_MAX) // self._chunk_bytes)
+        return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)
+
+    def _hold(self, chunk: Chunk) -> Chunk:
+        self._holds.take(chunk.buffer)
+        self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
+        return chunk

@@ -1,0 +1,1 @@
+"""Say who may connect: pre-shared keys and certificates. Internal."""

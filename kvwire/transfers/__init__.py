@@ -1,0 +1,1 @@
+"""Carry KV caches: offer, match, send, receive, settle. Internal."""

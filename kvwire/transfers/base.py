@@ -1,0 +1,405 @@
+"""What the two ends of a KV transfer have in common: an id, a lease, an outcome.
+
+A transfer outlives the connection it runs on. Each link it runs on is an *attempt*:
+when one is lost the transfer waits, within its lease, for the next, which goes on with
+what has not landed. It ends exactly once, with an outcome. Its memory is free when it
+has ended and no attempt can touch it any more: that is ``drained``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import math
+import secrets
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvwire.clock import absolute
+from kvwire.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    KVWireError,
+    PeerUnresponsive,
+    RequestCancelled,
+    UsageError,
+    WireCode,
+)
+from kvwire.kv.blocks import BlockLists, Blocks
+from kvwire.kv.geometry import Geometry, Tokens, describe
+from kvwire.kv.outcome import Outcome, nothing_landed
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import NO_MEMORY_S, PRIORITY_MAX, TRANSFER_ID_BYTES_MAX
+from kvwire.proto.events import (
+    SegmentLanded,
+    SegmentMarked,
+    SegmentsAcknowledged,
+    TransferCommitted,
+    TransferSettled,
+)
+from kvwire.proto.requests import Request as CoreRequest
+from kvwire.transfers.description import END_BYTES, Description
+from kvwire.transfers.timings import Phases
+from kvwire.types import BufferId
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from kvwire.communicator import Communicator
+    from kvwire.connection import Connection
+
+logger = logging.getLogger("kvwire")
+
+DAMAGED = "its bytes arrived damaged"
+UNMARKED = "it was not marked ready by the producer"
+
+TransferEvent = (
+    SegmentMarked
+    | SegmentLanded
+    | SegmentsAcknowledged
+    | TransferCommitted
+    | TransferSettled
+)
+
+
+def transfer_key(id: str | bytes | int) -> bytes:
+    """The bytes that name a transfer on the wire; 1, "1" and b"1" are three names.
+
+    Raises:
+        UsageError: Another type, or too long.
+    """
+    if isinstance(id, str):
+        key = b"s" + id.encode()
+    elif isinstance(id, bytes):
+        key = b"b" + id
+    elif type(id) is int:
+        key = b"i%d" % id
+    else:
+        raise UsageError(f"transfer id {id!r}: pass a str, bytes or int")
+    if not 1 < len(key) <= TRANSFER_ID_BYTES_MAX:
+        raise UsageError(f"a transfer id of {len(key) - 1} bytes; 1 to 255 are allowed")
+    return key
+
+
+class Answer(enum.Enum):
+    """What an end of a transfer says to a peer that asks for it."""
+
+    YES = "yes"
+    NO = "no"
+    LATER = "later"
+    """Once the link that the peer has lost is known to be lost here as well."""
+
+
+class Unheard(NamedTuple):
+    """The peers of a transfer that is over who may still ask for it.
+
+    Attributes:
+        strangers: How many never came.
+        known: The ends of those who came, and may not have heard how it ended.
+    """
+
+    strangers: int
+    known: frozenset[bytes]
+
+
+class Attempt:
+    """A transfer on one connection. Subclassed by the two ends."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.core: CoreRequest | None = None
+        self.over = False
+        # The peer's end of the transfer, over all its links.
+        self.peer_end = b""
+        # This side has ended it; the peer hears of that, unless the link is lost.
+        self.refused = False
+
+    def agreed(self, description: Description) -> None:
+        """The peer has answered our OPEN."""
+        raise NotImplementedError
+
+    def event(self, event: TransferEvent) -> None:
+        """Something happened to its segments."""
+        raise NotImplementedError
+
+    def ended(self, error: KVWireError | None) -> None:
+        """The request of this attempt is over; called exactly once."""
+        raise NotImplementedError
+
+    def refuse(self, error: KVWireError, code: WireCode) -> None:
+        """End it, and tell the peer."""
+        if self.core is not None and not self.core.over:
+            self.refused = True
+            self.connection.core.refuse(self.core, error, code)
+            self.connection.run()
+
+    def retire(self) -> list[BufferId]:
+        """Let go of the memory of its segments; names the buffers."""
+        if self.core is None:
+            return []
+        return self.connection.core.transfers.retire(self.core)
+
+    def forget(self) -> None:
+        """Leave its connection, if its request is over."""
+        if self.core is not None and self.core.over:
+            self.connection.core.transfers.forget(self.core)
+            self.core.context = None
+            self.core = None
+
+
+class KVTransfer:
+    """One end of a KV transfer. Await it for its :class:`~kvwire.Outcome`.
+
+    A partial or failed transfer is an outcome and not an exception. All methods belong
+    to the loop of the communicator, unless they say otherwise.
+    """
+
+    # A push meets its peer when that has given memory.
+    waits_for_memory = False
+    # Which end it is.
+    receives = False
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        *,
+        deadline: float | timedelta | None,
+        priority: int,
+        tokens: Tokens,
+        lease_s: float | None,
+    ) -> None:
+        if not isinstance(cache, PagedCache):
+            raise UsageError(
+                f"cache: {type(cache).__name__} is not a kvwire.PagedCache"
+            )
+        if type(priority) is not int or not 0 <= priority <= PRIORITY_MAX:
+            raise UsageError(
+                f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
+            )
+        if lease_s is not None and not 0 < lease_s < math.inf:
+            raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")
+        self.id = id
+        self.key = transfer_key(id)
+        self.cache = cache
+        self.communicator = communicator
+        self.loop = communicator.loop
+        self.priority = priority
+        self.tokens = tokens
+        self.lists = self.listed(blocks)
+        self.geometry: Geometry = describe(cache, self.lists, tokens)
+        if cache.device is not None:
+            # That a device does not work is known before anything is promised.
+            communicator.devices.desk(cache.device)
+        self.deadline = absolute(deadline)
+        self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
+        self.phases = Phases()
+        self.end = secrets.token_bytes(END_BYTES)
+        # Its end has begun; it has an outcome as soon as there is memory for one.
+        self.ending = False
+        self._begun = False
+        self._outcome: Outcome | None = None
+        self._done: asyncio.Future[Outcome] = self.loop.create_future()
+        self._drained = asyncio.Event()
+        self._busy = 0
+        self._lease: asyncio.TimerHandle | None = None
+        self._lease_until: float | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if self._outcome is None else "over"
+        return f"<{type(self).__name__} {self.id!r}, {state}>"
+
+    def __await__(self) -> Generator[Any, Any, Outcome]:
+        if self._outcome is not None and not self._outcome.complete:
+            yield  # one turn of the loop: see kvwire.clock
+        # The shield keeps a cancelled waiter from cancelling the record.
+        return (yield from asyncio.shield(self._done))
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._outcome is not None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome, once it is known."""
+        return self._outcome
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing of kvwire can touch the transfer's blocks any more."""
+        return self._drained.is_set()
+
+    async def drained(self) -> None:
+        """Wait until nothing of kvwire can touch the transfer's blocks any more.
+
+        Only from here may they be used for something else. Without deadline: a timeout
+        would be a guess, and memory is either free or it is not.
+
+        Cancel safety: safe, it only watches.
+        """
+        await self._drained.wait()
+
+    def abort(self, reason: str = "aborted") -> None:
+        """End the transfer; the peer learns at once. Memory is free once drained."""
+        if self._outcome is None:
+            self.stop(RequestCancelled(reason), WireCode.CANCELLED)
+
+    # --- for the exchange -------------------------------------------------------------
+
+    def check_room(self) -> None:
+        """Refuse to begin while too much memory waits to be let go of.
+
+        Raises:
+            UsageError: It does.
+        """
+        quarantined = self.communicator.quarantined_bytes
+        limit = self.communicator.config.quarantine_bytes
+        if quarantined > limit:
+            raise UsageError(
+                f"{quarantined} bytes of transfers that are over have not drained, "
+                f"more than quarantine_bytes={limit}: wait for drained() of some of "
+                f"them"
+            )
+
+    def begin(self) -> None:
+        """It is taken on: from here on its deadline counts, and watchers know it."""
+        self._begun = True
+        self.communicator.watchers.begun(self)
+        if self._outcome is not None:  # to ask was enough to end it
+            self.communicator.watchers.ended(self, self._outcome, ())
+        elif self.deadline is not None:
+            self._expiry = self.loop.call_at(self.deadline, self._expired)
+
+    # --- for the two ends -------------------------------------------------------------
+
+    def listed(self, blocks: Blocks) -> BlockLists:
+        """The block list of each group, checked against the cache.
+
+        Raises:
+            UsageError: Names the group, the block id and the range.
+        """
+        return self.cache.block_lists(blocks)
+
+    def stop(self, error: KVWireError, code: WireCode) -> None:
+        """End every attempt with an error, and so the transfer."""
+        raise NotImplementedError
+
+    @property
+    def finishing(self) -> bool:
+        """Whether nothing but delivering it is left to do on this side."""
+        return False
+
+    def runs_on(self, connection: Connection) -> bool:
+        """Whether a connection carries it now."""
+        raise NotImplementedError
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is gone, its link has touched memory for the last time."""
+        raise NotImplementedError
+
+    def start_lease(self) -> None:
+        """A peer is missing: it ends unless that changes within the lease.
+
+        What is left of the lease when a peer comes back and is lost again without any
+        progress is all there is: a link that breaks each time does not renew it.
+        """
+        if self._lease is None and self._outcome is None:
+            if self._lease_until is None:
+                self._lease_until = self.loop.time() + self.lease_s
+            self._lease = self.loop.call_at(self._lease_until, self._lease_over)
+
+    def stop_lease(self) -> None:
+        """Every peer is at work on it."""
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+
+    def renew_lease(self) -> None:
+        """There is progress: from here on the whole of the lease is left."""
+        self._lease_until = None
+        if self._lease is not None:
+            self.stop_lease()
+            self.start_lease()
+
+    def end_with(self, end: Callable[[], None]) -> None:
+        """Call what makes the outcome and records it, once.
+
+        Where there is no memory for an outcome it is called again in a moment: nobody
+        would ever end the transfer otherwise.
+        """
+        if not self.ending:
+            self.ending = True
+            self._try_to_end(end)
+
+    def _try_to_end(self, end: Callable[[], None]) -> None:
+        try:
+            end()
+        except MemoryError:
+            if self._outcome is not None:
+                raise
+            logger.error("transfer %r: no memory for its outcome", self.id)
+            self.loop.call_later(NO_MEMORY_S, self._try_to_end, end)
+
+    def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
+        """Record the outcome; the memory drains when the attempts' buffers have."""
+        assert self._outcome is None, "a transfer ended twice"
+        self._outcome = outcome
+        self.communicator.counters.transfer_ended(outcome, received=self.receives)
+        self._done.set_result(outcome)
+        self.stop_lease()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._busy += 1
+        ran_on = []
+        for attempt in attempts:
+            ran_on.append(attempt.connection)
+            self.release(attempt)
+        self._one_free()
+        if self._begun:
+            self.communicator.watchers.ended(self, outcome, ran_on)
+
+    def release(self, attempt: Attempt) -> None:
+        """Wait for the memory of one attempt, and forget it once it is over."""
+        buffers = self.communicator.buffers
+        for buffer in attempt.retire():
+            self._busy += 1
+            buffers.on_drained(buffer, self._one_free)
+        attempt.forget()
+        buffers.collect()
+
+    def nothing(self, reason: str, tokens: Tokens = None) -> Outcome:
+        """The outcome of a transfer of which nothing was ever agreed."""
+        return nothing_landed(
+            self.cache,
+            self.lists,
+            reason,
+            tokens=self.tokens if tokens is None else tokens,
+            timings=self.phases.timings(memory=self.waits_for_memory),
+        )
+
+    def _one_free(self) -> None:
+        self._busy -= 1
+        if not self._busy and self._outcome is not None:
+            self._drained.set()
+
+    def _expired(self) -> None:
+        if self._outcome is None:
+            error = DeadlineExceeded("the transfer's deadline passed")
+            self.stop(error, WireCode.DEADLINE)
+
+    def _lease_over(self) -> None:
+        self._lease = None
+        if self._outcome is None:
+            error = DeadlineExceeded(
+                f"the lease of {self.lease_s:g} s ended while a peer was missing"
+            )
+            self.stop(error, WireCode.DEADLINE)
+
+
+def recoverable(error: KVWireError | None) -> bool:
+    """Whether a transfer that an attempt ended with may go on with another link."""
+    return isinstance(error, ConnectionLost | PeerUnresponsive)

@@ -1,0 +1,175 @@
+"""What the two sides of a KV transfer tell each other before a byte moves.
+
+It travels as the opaque description of OPEN and AGREE. The consumer's says what it has
+already, and after a lost link what has landed; the answer carries a digest of the
+answerer's plan, so that two sides which would walk the bytes differently notice first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvwire.errors import ProfileMismatch, UsageError
+from kvwire.kv.blocks import Bits
+from kvwire.kv.geometry import Geometry
+from kvwire.limits import (
+    DESCRIPTION_BYTES_MAX,
+    KV_BLOCKS_MAX,
+    KV_GROUPS_MAX,
+    LANDED_BOX_BYTES,
+    LANDED_BOXES_MAX,
+    NAME_CHARS_MAX,
+    PROFILE_FIELDS_MAX,
+)
+from kvwire.wire.decode_errors import UNREADABLE
+
+GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Pairs = Annotated[
+    tuple[tuple[GroupName, GroupName], ...], Meta(max_length=PROFILE_FIELDS_MAX)
+]
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+END_BYTES = 8
+# Arrays shorter than this have their count in their first byte.
+_FIXARRAY = 16
+
+
+class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One side's half of a transfer.
+
+    Attributes:
+        geometry: See :meth:`kvwire.kv.geometry.Geometry.encode`; checked by its decode.
+        end: Random bytes that name this end of the transfer over all its links.
+        met: The peer's end, if it was met on an earlier link; else empty. Only with
+            that one, and with no other transfer of the same name, does this end go on.
+        hashes: A digest over the block hashes of the list, where they are given.
+        have: Consumer: per group a bitmap of the positions it has, little-endian.
+        landed: Consumer, after a lost link: boxes that have landed before.
+        plan: The digest of the answerer's plan; empty in an OPEN.
+        settled: Consumer, after a lost link: it has all it was sent, and only its last
+            word may be missing. Nothing is sent again.
+    """
+
+    geometry: Annotated[
+        tuple[tuple[GroupName, Pairs, GroupName, U32, U32 | None], ...],
+        Meta(max_length=KV_GROUPS_MAX),
+    ]
+    end: Annotated[bytes, Meta(min_length=END_BYTES, max_length=END_BYTES)]
+    met: Annotated[bytes, Meta(max_length=END_BYTES)] = b""
+    hashes: Annotated[bytes, Meta(max_length=32)] = b""
+    have: Annotated[
+        tuple[tuple[GroupName, Annotated[bytes, Meta(max_length=KV_BLOCKS_MAX)]], ...],
+        Meta(max_length=KV_GROUPS_MAX),
+    ] = ()
+    landed: Annotated[
+        tuple[tuple[U32, U32, U32, U32, U32], ...], Meta(max_length=LANDED_BOXES_MAX)
+    ] = ()
+    plan: Annotated[bytes, Meta(max_length=16)] = b""
+    settled: bool = False
+
+    def encode(self) -> bytes:
+        """The bytes that travel.
+
+        Raises:
+            UsageError: They would be more than one frame holds, now or, with what has
+                landed by then, after a lost link.
+        """
+        data = msgspec.msgpack.encode(self)
+        to_come = LANDED_BOX_BYTES * (LANDED_BOXES_MAX - len(self.landed))
+        if len(self.landed) < _FIXARRAY:
+            to_come += 2  # the count of a longer array has 3 bytes and not 1
+        if len(data) > DESCRIPTION_BYTES_MAX - to_come:
+            raise UsageError(
+                f"the description of this transfer has {len(data)} bytes and may have "
+                f"{DESCRIPTION_BYTES_MAX - to_come}: move fewer blocks at once, "
+                f"or leave out have="
+            )
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Description:
+        """Read a peer's.
+
+        Raises:
+            ProfileMismatch: It is not one.
+        """
+        try:
+            return _DECODER.decode(data)
+        except UNREADABLE as exc:
+            raise ProfileMismatch(f"the peer's description: {exc}") from None
+
+    def read_geometry(self) -> Geometry:
+        """The peer's geometry.
+
+        Raises:
+            ProfileMismatch: A number in it is out of range.
+        """
+        try:
+            return Geometry.decode(self.geometry)
+        except UsageError as exc:
+            raise ProfileMismatch(f"the peer's description: {exc}") from None
+
+    def require_same_hashes(self, hashes: bytes) -> None:
+        """Refuse a list that holds other tokens, as far as both sides say.
+
+        Raises:
+            ProfileMismatch: Both sides give hashes, and they differ.
+        """
+        if hashes and self.hashes and hashes != self.hashes:
+            raise ProfileMismatch(
+                "hashes: those of the producer's list and those of the consumer's "
+                "differ, so they are of other tokens or cut into other blocks",
+                fields=("hashes",),
+            )
+
+    def require_same_plan(self, digest: bytes) -> None:
+        """Refuse an answer whose plan is another one than ours.
+
+        Args:
+            digest: Of the plan that this side has made of both halves.
+
+        Raises:
+            ProfileMismatch: They differ.
+        """
+        if self.plan != digest:
+            raise ProfileMismatch(
+                "the two sides would walk the bytes in different orders; their "
+                "versions of kvwire differ",
+                fields=("plan",),
+            )
+
+    def read_have(self, consumer: Geometry) -> dict[str, Bits]:
+        """What the consumer has, one bool for each position of its lists.
+
+        Raises:
+            ProfileMismatch: A bitmap does not fit the consumer's list.
+        """
+        blocks = {group.name: group.blocks for group in consumer.groups}
+        found: dict[str, Bits] = {}
+        for name, packed in self.have:
+            count = blocks.get(name, -1)
+            if len(packed) != -(-count // 8):
+                raise ProfileMismatch(
+                    f"the peer's `have` of group {name!r} has {len(packed)} bytes for "
+                    f"{count} blocks",
+                    fields=("have",),
+                )
+            bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+            found[name] = bits[:count].astype(np.bool_)
+        return found
+
+
+_DECODER = msgspec.msgpack.Decoder(Description)
+
+
+def pack_have(have: Mapping[str, Bits]) -> tuple[tuple[str, bytes], ...]:
+    """The bitmaps of :attr:`Description.have`."""
+    return tuple(
+        (name, np.packbits(bits, bitorder="little").tobytes())
+        for name, bits in have.items()
+        if bits.any()
+    )

@@ -1,0 +1,104 @@
+"""What may be waited for: a future, or an event on a stream of a device.
+
+A future tells when it is done. An event is waited for by a stream of kvwire's own, and
+a thread sleeps behind that, so whoever marks never waits, and neither does the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from kvwire.driver.devices import Devices
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.memory.device.ops import event_ops
+from kvwire.memory.staging.desk import Waiters
+
+Failure = str
+"""How what was waited for failed; "" if it came true."""
+
+
+class Afters:
+    """Waits on behalf of one transfer.
+
+    Args:
+        devices: Of the communicator.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        # One for all events of a transfer: they are of one producer, and fire in order.
+        self._assigned: tuple[Waiters, int] | None = None
+
+    def prepare(self, after: Any) -> Callable[[Callable[[Failure], None]], None]:
+        """How to wait for something; thread-safe.
+
+        Returns:
+            Takes what is to be called, once and from any thread, when it is over.
+
+        Raises:
+            UsageError: It is nothing that can be waited for.
+            BackendUnavailable: It is an event of a device that does not work.
+        """
+        if hasattr(after, "add_done_callback"):
+            return lambda call: after.add_done_callback(
+                lambda done: call(_failure(done.result))
+            )
+        ops = event_ops(after)
+        if ops is None:
+            raise UsageError(
+                f"after={type(after).__name__}: pass a future, a torch.cuda.Event, a "
+                f"cupy.cuda.Event, or None"
+            )
+        if self._assigned is None:
+            waiters = self._devices.waiters(ops)
+            self._assigned = waiters, waiters.assign()
+        return lambda call: self._wait(after, call)
+
+    def _wait(self, event: object, call: Callable[[Failure], None]) -> None:
+        assert self._assigned is not None
+        waiters, number = self._assigned
+        try:
+            waiters.wait(number, event, lambda error: call(_said(error)))
+        except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
+            call(_said(exc))
+
+
+async def fired(after: Any, devices: Devices) -> None:
+    """Wait on a loop for what a mark may wait for.
+
+    Raises:
+        UsageError: It is nothing that can be waited for.
+        BackendUnavailable: It failed, or its device does not work.
+
+    Cancel safety: safe, it only watches.
+    """
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[Failure] = loop.create_future()
+
+    def settle(failure: Failure) -> None:
+        if not over.done():
+            over.set_result(failure)
+
+    def tell(failure: Failure) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, failure)
+
+    Afters(devices).prepare(after)(tell)
+    failure = await over
+    if failure:
+        raise BackendUnavailable(f"what was waited for {failure}")
+
+
+def _failure(result: Callable[[], object]) -> Failure:
+    try:
+        result()
+    except BaseException as exc:  # noqa: BLE001 - whatever it failed with
+        return _said(exc)
+    return ""
+
+
+def _said(error: BaseException | None) -> Failure:
+    return "" if error is None else f"failed: {type(error).__name__}: {error}"

@@ -1,0 +1,385 @@
+"""The consumer's end of a KV transfer: segments land and layers open."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from kvwire.clock import yields_before_raising
+from kvwire.errors import (
+    ConnectionClosed,
+    IntegrityError,
+    KVWireError,
+    PeerCancelled,
+    ProfileMismatch,
+    RequestError,
+    UsageError,
+    WireCode,
+)
+from kvwire.kv.landed import Landed
+from kvwire.kv.outcome import Outcome, outcome_of
+from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.limits import LANDED_BOXES_MAX
+from kvwire.proto.records import Segment as CoreSegment
+from kvwire.transfers.base import (
+    DAMAGED,
+    UNMARKED,
+    Answer,
+    KVTransfer,
+    Unheard,
+    recoverable,
+)
+from kvwire.transfers.dedup import Hashes, Have, digest, held, listed_hashes
+from kvwire.transfers.description import Description, pack_have
+from kvwire.transfers.receiver import Receipt, missing_chunks
+from kvwire.transfers.settle import LastWord
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+
+
+class Incoming(KVTransfer):
+    """A transfer that this side consumes. Made by ``pull`` and ``expect``."""
+
+    plan: TransferPlan
+    landed: Landed
+
+    receives = True
+
+    def __init__(
+        self,
+        *args: Any,
+        have: Have = None,
+        hashes: Hashes = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*args, **keywords)
+        if not self.cache.writable:
+            raise UsageError(
+                "this cache has a tensor that is not writable: nothing can land in it"
+            )
+        listed = listed_hashes(hashes, self.geometry)
+        self.have = held(have, listed, self.lists)
+        self.hashes = digest(listed)
+        self.receipt: Receipt | None = None
+        self.met = b""
+        self.planned = False
+        self.told: list[Segment] = []
+        self._layers_grouped = 1
+        self._damaged: list[Segment] = []
+        self._error: KVWireError | None = None
+        self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
+
+    @yields_before_raising
+    async def layer(self, layer: int, group: str | None = None) -> None:
+        """Wait until a layer of every block has landed, and may be read.
+
+        Args:
+            layer: By the model's index.
+            group: Of a hybrid model's cache; None for every group that has the layer.
+
+        Raises:
+            UsageError: There is no such layer or group.
+            RequestError, ConnectionClosed: The transfer ended without it, for this
+                reason; the outcome says what is here. Among them RequestCancelled:
+                :meth:`abort` was called. PeerCancelled: the producer ended it, or did
+                not mark the layer ready. DeadlineExceeded: its deadline or its lease.
+            ProfileMismatch: The two sides do not fit; names the fields.
+
+        Cancel safety: safe, it only watches.
+        """
+        self._check_layer(layer, group)
+        if self._has(layer, group):
+            return
+        if self.outcome is None:
+            gate: asyncio.Future[None] = self.loop.create_future()
+            gates = self._gates.setdefault((layer, group), [])
+            gates.append(gate)
+            try:
+                await gate
+            finally:
+                if gate in gates:
+                    gates.remove(gate)
+        if not self._has(layer, group):
+            assert self.outcome is not None
+            assert self._error is not None
+            raise _not_landed(layer, self.outcome, self._error) from self._error
+
+    def layer_event(self, layer: int, group: str | None = None) -> Any:
+        """An event behind which a layer that has landed may be read.
+
+        For streams of the device that the cache lies on. The layer has landed for the
+        host as well, so the event has fired: it names the order for tools and for
+        streams of other devices, and costs the stream that waits for it nothing.
+
+        Returns:
+            An event of the library that moves the cache: torch's or CuPy's.
+
+        Raises:
+            UsageError: There is no such layer, it has not landed, or the cache lies in
+                host memory.
+        """
+        self._check_layer(layer, group)
+        device = self.cache.device
+        if device is None:
+            raise UsageError(
+                "layer_event: this cache lies in host memory; await layer(n)"
+            )
+        if not self._has(layer, group):
+            raise UsageError(f"layer_event: layer {layer} has not landed yet")
+        return self.communicator.devices.desk(device).landed.native
+
+    def layer_landed(self, layer: int, group: str | None = None) -> bool:
+        """Whether a layer of every block has landed.
+
+        Raises:
+            UsageError: There is no such layer or group.
+        """
+        self._check_layer(layer, group)
+        return self._has(layer, group)
+
+    # --- the exchange -----------------------------------------------------------------
+
+    def answer_to(self, connection: Connection, description: Description) -> Answer:
+        """Whether a peer that offers it may send it."""
+        receipt = self.receipt
+        if receipt is None:
+            return Answer.YES
+        same_peer = receipt.origin == connection.peer.origin
+        if not same_peer or self.met != description.end:
+            return Answer.NO
+        return Answer.YES if receipt.waits else Answer.LATER
+
+    @property
+    def settling(self) -> bool:
+        """Whether its link has not said yet that the producer knows of the end."""
+        core = None if self.receipt is None else self.receipt.core
+        return core is not None and not core.over
+
+    @property
+    def unheard(self) -> Unheard:
+        """The producer, if it may still ask once it is over."""
+        receipt = self.receipt
+        if receipt is None:
+            return Unheard(1, frozenset())
+        lost = receipt.suspended or receipt.refused
+        return Unheard(0, frozenset([receipt.peer_end] if lost else ()))
+
+    def interrupted(self, origin: bytes) -> bool:
+        """Whether it waits for another link to a peer."""
+        receipt = self.receipt
+        return receipt is not None and receipt.suspended and receipt.origin == origin
+
+    def asks(self, origin: bytes) -> bool:
+        """Whether it is this side that asks again on another link."""
+        return (
+            self.interrupted(origin)
+            and self.receipt is not None
+            and self.receipt.asked
+            and self.receipt.waits
+        )
+
+    def ask(self, connection: Connection) -> None:
+        """Pull: ask the peer of a connection for it."""
+        before, receipt = self.receipt, self._new_receipt(connection)
+        receipt.asked = True
+        try:
+            connection.start_transfer(
+                receipt,
+                key=self.key,
+                priority=self.priority,
+                description=self.description().encode(),
+                pull=True,
+            )
+        except KVWireError:
+            self.receipt = before
+            if before is not None:
+                self.start_lease()
+            raise
+
+    def meet(self, connection: Connection, core: Any, description: Description) -> None:
+        """Push: the peer of a connection offers it."""
+        receipt = self._new_receipt(connection)
+        receipt.core, core.context = core, receipt
+        receipt.peer_end = description.end
+        try:
+            self.plan_with(description)
+        except KVWireError as exc:
+            receipt.refuse(exc, WireCode.PROFILE)
+            return
+        answer = self.description(self.plan.digest)
+        receipt.begin()
+        connection.core.transfers.agree(core, answer.encode())
+        connection.run()
+
+    def stop(self, error: KVWireError, code: WireCode) -> None:
+        """See KVTransfer."""
+        if self.receipt is not None:
+            self.receipt.refuse(error, code)
+        self._end(error)
+
+    def runs_on(self, connection: Connection) -> bool:
+        """See KVTransfer."""
+        return self.receipt is not None and self.receipt.connection is connection
+
+    def lost(self, connection: Connection) -> None:
+        """See KVTransfer."""
+        receipt = self.receipt
+        if receipt is not None and receipt.connection is connection:
+            self.release(receipt)
+
+    # --- the receipt ------------------------------------------------------------------
+
+    def plan_with(self, description: Description) -> None:
+        """Plan against the producer's half.
+
+        Raises:
+            ProfileMismatch: The two halves do not fit; names the fields.
+            BackendUnavailable: This connection cannot move memory of the device.
+        """
+        self.phases.note("met")
+        assert self.receipt is not None
+        self.receipt.connection.staged.open(self.cache.device)
+        description.require_same_hashes(self.hashes)
+        if self.met not in (b"", description.end):
+            raise ProfileMismatch(
+                "the peer has another transfer of this name now", fields=("end",)
+            )
+        # Without hashes on both sides nobody knows that it has the same blocks.
+        comparable = self.hashes and description.hashes
+        plan = TransferPlan(
+            self.cache,
+            self.lists,
+            description.read_geometry(),
+            Side.CONSUMER,
+            tokens=self.tokens,
+            have=self.have if comparable else None,
+        )
+        self.met = description.end
+        if not self.planned:
+            self.plan, self.landed, self.planned = plan, Landed(plan), True
+            # What is not carried, or was here before, is not waited for.
+            self._open_gates()
+        self.phases.note("agreed")
+
+    def segment_placed(self, segment: Segment) -> None:
+        """A segment is on its way."""
+        self.phases.note("first")
+        self._layers_grouped = max(self._layers_grouped, segment.layers)
+
+    def segment_landed(self, core: CoreSegment, segment: Segment) -> None:
+        """All of a segment is here; open the gates it opens."""
+        if core.damaged:
+            self._damaged.append(segment)  # bounded: SEGMENTS_MAX
+            assert self.receipt is not None
+            missing = missing_chunks(core, self.receipt.chunk_bytes())
+            self.landed.mark_but(segment, missing)
+            return
+        self.landed.mark(segment)
+        self.renew_lease()
+        self.phases.note_again("last")
+        self._open_gates()
+
+    def receipt_ended(self, error: KVWireError | None) -> None:
+        """The request of the receipt is over."""
+        receipt = self.receipt
+        assert receipt is not None
+        if self.outcome is not None:
+            receipt.forget()
+            if recoverable(error) and self.communicator.config.resume:
+                self.communicator.exchange.unconfirmed(
+                    LastWord(self, receipt, asks=receipt.asked)
+                )
+            self.communicator.exchange.settled(self)
+        elif self.ending:
+            return
+        elif recoverable(error) and self.communicator.config.resume:
+            receipt.suspended = True
+            self.start_lease()
+        else:
+            assert error is not None, "a receipt ended well before its transfer"
+            self._end(error)
+
+    def settled(self) -> None:
+        """All that the producer has marked is here."""
+        self._end(PeerCancelled(UNMARKED))
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _new_receipt(self, connection: Connection) -> Receipt:
+        self.stop_lease()
+        self.receipt = Receipt(self, connection)
+        return self.receipt
+
+    def description(self, plan: bytes = b"") -> Description:
+        """This side's half; ``plan`` is the digest of its plan, in an answer."""
+        # What does not fit is sent again, which is only slower.
+        self.told = self.landed.boxes(LANDED_BOXES_MAX) if self.met else []
+        return Description(
+            geometry=self.geometry.encode(),  # type: ignore[arg-type]
+            end=self.end,
+            met=self.met,
+            hashes=self.hashes,
+            have=pack_have(self.have),
+            landed=tuple(segment.box for segment in self.told),
+            plan=plan,
+            settled=self.outcome is not None,
+        )
+
+    def _check_layer(self, layer: int, group: str | None) -> None:
+        groups = self.cache.groups
+        if group is not None and group not in groups:
+            raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
+        named = [groups[group]] if group is not None else list(groups.values())
+        if not any(layer in g.spec.layer_indices for g in named):
+            raise UsageError(f"layer {layer} is not in this cache")
+
+    def _has(self, layer: int, group: str | None) -> bool:
+        return self.planned and self.landed.layer(layer, group)
+
+    def _open_gates(self) -> None:
+        for (layer, group), gates in list(self._gates.items()):
+            if self._has(layer, group):
+                del self._gates[layer, group]
+                _open(gates)
+
+    def _end(self, error: KVWireError) -> None:
+        self.end_with(lambda: self._end_now(error))
+
+    def _end_now(self, error: KVWireError) -> None:
+        self._error, reason = error, str(error)
+        attempts = [] if self.receipt is None else [self.receipt]
+        outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
+        self.communicator.exchange.over(self, reason)
+        self.record(outcome, attempts)
+        for gates in self._gates.values():
+            _open(gates)
+        self._gates.clear()
+
+    def _outcome_now(self, reason: str) -> Outcome:
+        return outcome_of(
+            self.landed,
+            reasons=[(DAMAGED, self.plan.covering(self._damaged))],
+            otherwise=reason,
+            timings=self.phases.timings(memory=False),
+            layers_grouped=self._layers_grouped,
+        )
+
+
+def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError:
+    """Return what a gate raises: of the class of the error that ended the transfer."""
+    reasons = outcome.missing.reasons
+    text = f"layer {layer} did not land: {'; '.join(reasons)}"
+    if isinstance(error, ProfileMismatch):
+        return ProfileMismatch(text, fields=error.fields)
+    if DAMAGED in reasons and isinstance(error, PeerCancelled):
+        return IntegrityError(text)
+    if isinstance(error, RequestError | ConnectionClosed):
+        return type(error)(text)
+    return error
+
+
+def _open(gates: list[asyncio.Future[None]]) -> None:
+    for gate in gates:
+        if not gate.done():
+            gate.set_result(None)

@@ -1,0 +1,92 @@
+"""Who is told when KV transfers begin and end: traces, logs, accounting of requests.
+
+They are told in the middle of the work, so they must be quick. One that raises is
+logged and nothing else: what it watches does not depend on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol, cast
+
+from kvwire.kv.outcome import Outcome
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.transfers.base import KVTransfer
+    from kvwire.transfers.incoming import Incoming
+    from kvwire.transfers.outgoing import Outgoing
+
+logger = logging.getLogger("kvwire")
+
+
+class Watcher(Protocol):
+    """What is told of each transfer; on the communicator's loop."""
+
+    def begun(self, transfer: Incoming | Outgoing) -> None:
+        """It was taken on. Called in the context of the call that made it."""
+
+    def ended(
+        self,
+        transfer: Incoming | Outgoing,
+        outcome: Outcome,
+        connections: tuple[Connection, ...],
+    ) -> None:
+        """It has an outcome. Called once for each that has begun.
+
+        Args:
+            transfer: Which.
+            outcome: Its outcome.
+            connections: Those that its last attempts ran on; none if no peer came.
+        """
+
+
+class Watchers:
+    """The watchers of one communicator."""
+
+    def __init__(self) -> None:
+        self._all: list[Watcher] = []
+
+    def add(self, watcher: Watcher) -> None:
+        """Tell it of every transfer that begins from here on."""
+        self._all.append(watcher)
+
+    def remove(self, watcher: Watcher) -> None:
+        """Tell it nothing any more; does nothing if it was not told before."""
+        if watcher in self._all:
+            self._all.remove(watcher)
+
+    def begun(self, transfer: KVTransfer) -> None:
+        """A transfer was taken on."""
+        for watcher in tuple(self._all):
+            with _logged():
+                watcher.begun(_end(transfer))
+
+    def ended(
+        self,
+        transfer: KVTransfer,
+        outcome: Outcome,
+        connections: Iterable[Connection],
+    ) -> None:
+        """A transfer has an outcome."""
+        if not self._all:
+            return
+        ran_on = tuple(connections)
+        for watcher in tuple(self._all):
+            with _logged():
+                watcher.ended(_end(transfer), outcome, ran_on)
+
+
+def _end(transfer: KVTransfer) -> Incoming | Outgoing:
+    """What it is: there are these two."""
+    return cast("Incoming | Outgoing", transfer)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.exception("a watcher of transfers failed")

@@ -1,0 +1,349 @@
+"""The producer's end of a KV transfer: marks go in, segments go out.
+
+One :class:`Outgoing` may serve several consumers, such as the ranks of a
+tensor-parallel group, each with its own plan: a
+:class:`~kvwire.transfers.sender.Delivery`. They all read the same log of marks.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from kvwire.errors import (
+    KVWireError,
+    ProfileMismatch,
+    RequestCancelled,
+    UsageError,
+    WireCode,
+)
+from kvwire.kv.blocks import BlockLists, Blocks
+from kvwire.kv.outcome import join_outcomes
+from kvwire.kv.plan import TransferPlan
+from kvwire.limits import GROUP_BYTES
+from kvwire.transfers.base import UNMARKED, Answer, KVTransfer, Unheard, recoverable
+from kvwire.transfers.dedup import Hashes, digest, listed_hashes
+from kvwire.transfers.description import Description
+from kvwire.transfers.ready_log import Marks, Which
+from kvwire.transfers.sender import Delivery
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+
+
+class Outgoing(KVTransfer):
+    """A transfer that this side produces. Made by ``publish`` and ``push``.
+
+    ``async with out:`` finishes at the end of the block, and aborts if the block is
+    left by an exception.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        consumers: int = 1,
+        group_bytes: int | None = None,
+        growing: bool = False,
+        hashes: Hashes = None,
+        **keywords: Any,
+    ) -> None:
+        self.growing = growing
+        super().__init__(*args, **keywords)
+        if group_bytes is not None and group_bytes < 1:
+            raise UsageError(
+                f"group_bytes={group_bytes}: at least 1, for layer by layer"
+            )
+        self.consumers = consumers
+        self.hashes = digest(listed_hashes(hashes, self.geometry))
+        self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
+        self.marks = Marks(
+            self.cache,
+            self.lists,
+            self.loop,
+            self._marked,
+            self.communicator.devices,
+        )
+        self.deliveries: list[Delivery] = []
+
+    def extend(self, blocks: Blocks) -> None:
+        """Name the next blocks of a growing transfer. Thread-safe and non-blocking.
+
+        Args:
+            blocks: Their ids, or ``{group: ids}``. They follow those named before.
+
+        Raises:
+            UsageError: The transfer is not growing, they are more than ``tokens`` need,
+                or one of them is out of range or named before.
+        """
+        if not self.growing:
+            raise UsageError("extend: this transfer was not begun with growing=True")
+        self.marks.name(self.cache.block_lists(blocks))
+
+    def ready(
+        self,
+        layers: Which = None,
+        blocks: Which = None,
+        *,
+        group: str | None = None,
+        after: Any = None,
+    ) -> None:
+        """Say that this part of the cache will not change any more; it flows at once.
+
+        Thread-safe and non-blocking. The memory may be neither written nor reused until
+        :meth:`drained`.
+
+        Args:
+            layers: A layer by the model's index, or a slice of them; None for all.
+            blocks: A position in the transfer's block list (not a block id), or a
+                slice; None for all.
+            group: Of a hybrid model's cache; None where there is one group.
+            after: The part is ready when this is done: a future, or a torch or CuPy
+                event that was recorded on the stream that writes it. The caller does
+                not wait, nor does the device.
+
+        Raises:
+            UsageError: There is no such part, or it was marked before.
+        """
+        self.marks.add(layers, blocks, group, after)
+
+    def finish(self, *, partial: bool = False) -> None:
+        """No more marks: commit. Thread-safe and non-blocking.
+
+        Args:
+            partial: Commit although parts were not marked; the outcome names them.
+
+        Raises:
+            UsageError: Parts were not marked, and ``partial`` is not set.
+        """
+        self.marks.finish(partial=partial)
+
+    async def __aenter__(self) -> Self:
+        """The transfer itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish, or abort if the block was left by an exception.
+
+        Raises:
+            UsageError: Parts were not marked; the transfer is aborted.
+        """
+        if kind is not None:
+            self.abort(f"{kind.__name__} in the producer")
+        elif not self.done():
+            try:
+                self.finish()
+            except UsageError as exc:
+                self.abort(str(exc))
+                raise
+
+    def listed(self, blocks: Blocks) -> BlockLists:
+        """See KVTransfer; a growing transfer has room for what its tokens need."""
+        lists = super().listed(blocks)
+        if not self.growing:
+            return lists
+        if self.tokens is None:
+            raise UsageError(
+                "growing=True: tokens= says how many the whole transfer will have"
+            )
+        room: dict[str, int] = {}
+        for name, ids in lists.items():
+            tokens = self.tokens if isinstance(self.tokens, int) else self.tokens[name]
+            room[name] = -(-tokens // self.cache.groups[name].spec.block_tokens)
+            if room[name] < ids.size:
+                raise UsageError(
+                    f"growing=True: {ids.size} blocks of group {name!r} are more than "
+                    f"the {room[name]} that tokens={tokens} need"
+                )
+        return lists.padded(room)
+
+    # --- the exchange -----------------------------------------------------------------
+
+    def answer_to(self, connection: Connection, description: Description) -> Answer:
+        """Whether a peer that asks may have it."""
+        known = self._known(connection, description)
+        if known is None:
+            return Answer.YES if len(self.deliveries) < self.consumers else Answer.NO
+        if known.over:
+            return Answer.NO
+        return Answer.YES if known.waits else Answer.LATER
+
+    @property
+    def unheard(self) -> Unheard:
+        """The consumers who may still ask once it is over."""
+        return Unheard(
+            self.consumers - len(self.deliveries),
+            frozenset(d.peer_end for d in self.deliveries if d.suspended or d.refused),
+        )
+
+    def interrupted(self, origin: bytes) -> bool:
+        """Whether it waits for another link to a peer."""
+        return any(d.suspended and d.origin == origin for d in self.deliveries)
+
+    def asks(self, origin: bytes) -> bool:
+        """Whether it is this side that asks again on another link."""
+        return any(d.waits and d.asked and d.origin == origin for d in self.deliveries)
+
+    def description(self, met: bytes = b"", plan: bytes = b"") -> Description:
+        """This side's half.
+
+        Args:
+            met: The consumer's end, if this side goes on with it.
+            plan: The digest of this side's plan, in an answer.
+        """
+        return Description(
+            geometry=self.geometry.encode(),  # type: ignore[arg-type]
+            end=self.end,
+            met=met,
+            hashes=self.hashes,
+            plan=plan,
+        )
+
+    def ask(self, connection: Connection) -> None:
+        """Push: ask the peer of a connection to take it."""
+        self.waits_for_memory = True
+        waiting = [d for d in self.deliveries if d.waits]
+        delivery = self._delivery(connection, waiting[0] if waiting else None)
+        delivery.asked = True
+        try:
+            connection.start_transfer(
+                delivery,
+                key=self.key,
+                priority=self.priority,
+                description=self.description(met=delivery.peer_end).encode(),
+                pull=False,
+            )
+        except KVWireError:
+            if waiting:
+                delivery.suspend()
+            else:
+                self.deliveries.remove(delivery)
+            self._watch()
+            raise
+
+    def meet(self, connection: Connection, core: Any, description: Description) -> None:
+        """Pull: the peer of a connection asks for it."""
+        delivery = self._delivery(connection, self._known(connection, description))
+        delivery.core, core.context = core, delivery
+        transfer = connection.core.transfers.transfer(core)
+        # Chunks are scheduled here, for whichever side is in the greater hurry.
+        transfer.priority = max(transfer.priority, self.priority)
+        try:
+            delivery.plan_with(description)
+        except KVWireError as exc:
+            delivery.refuse(exc, WireCode.PROFILE)
+            return
+        answer = self.description(plan=delivery.plan.digest)
+        connection.core.transfers.agree(core, answer.encode())
+        delivery.send_marks()
+
+    def stop(self, error: KVWireError, code: WireCode) -> None:
+        """See KVTransfer."""
+        for delivery in list(self.deliveries):
+            delivery.refuse(error, code)
+        self._finish(str(error))
+
+    @property
+    def finishing(self) -> bool:
+        """See KVTransfer."""
+        return self.marks.finished and bool(self.deliveries)
+
+    def runs_on(self, connection: Connection) -> bool:
+        """See KVTransfer."""
+        return any(d.connection is connection and not d.over for d in self.deliveries)
+
+    def lost(self, connection: Connection) -> None:
+        """See KVTransfer."""
+        for delivery in self.deliveries:
+            if delivery.connection is connection and delivery.suspended:
+                self.release(delivery)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def delivery_ended(self, delivery: Delivery, error: KVWireError | None) -> None:
+        """One consumer is served, or lost."""
+        if self.ending:
+            return
+        if recoverable(error) and self.communicator.config.resume:
+            delivery.suspend()
+            self._watch()
+            return
+        delivery.over = True
+        delivery.reason = "" if error is None else str(error)
+        if error is not None:
+            # What one rank of a group lacks, the group cannot use.
+            rest = [d for d in self.deliveries if not d.over]
+            for other in rest:
+                other.refuse(RequestCancelled(str(error)), WireCode.CANCELLED)
+            self._finish(str(error))
+        elif sum(d.over for d in self.deliveries) == self.consumers:
+            self._finish(UNMARKED)
+
+    def require_same_tokens(self, plan: TransferPlan) -> None:
+        """Refuse a consumer whose list is for more or fewer tokens than another's.
+
+        Raises:
+            ProfileMismatch: It is.
+        """
+        mine = {walk.group: walk.tokens for walk in plan.groups}
+        for other in self.deliveries:
+            theirs = mine
+            if other.planned:
+                theirs = {walk.group: walk.tokens for walk in other.plan.groups}
+            if mine != theirs:
+                raise ProfileMismatch(
+                    f"the consumers of one transfer want other tokens: {theirs} and "
+                    f"{mine}",
+                    fields=("tokens",),
+                )
+
+    def _known(
+        self, connection: Connection, description: Description
+    ) -> Delivery | None:
+        """The delivery that a peer's question belongs to, if it is not a new one."""
+        for delivery in self.deliveries:
+            same_peer = delivery.origin == connection.peer.origin
+            if same_peer and delivery.peer_end == description.end:
+                return delivery
+        return None
+
+    def _delivery(self, connection: Connection, known: Delivery | None) -> Delivery:
+        """A new consumer, or one whose last connection was lost."""
+        if known is None:
+            delivery = Delivery(self, connection)
+            self.deliveries.append(delivery)  # bounded by `consumers`
+            self.renew_lease()
+        else:
+            delivery = known
+            delivery.resume(connection)
+        self._watch()
+        return delivery
+
+    def _watch(self) -> None:
+        """Let the lease run while a consumer is missing."""
+        self.stop_lease()
+        if sum(not d.suspended for d in self.deliveries) < self.consumers:
+            self.start_lease()
+
+    def _marked(self) -> None:
+        if self.marks.failed and self.outcome is None:
+            self.abort(self.marks.failed)
+        for delivery in self.deliveries:
+            delivery.send_marks()
+
+    def _finish(self, reason: str) -> None:
+        self.end_with(lambda: self._finish_now(reason))
+
+    def _finish_now(self, reason: str) -> None:
+        outcomes = [d.outcome(reason) for d in self.deliveries if d.planned]
+        if len(outcomes) < self.consumers:
+            # Those who never came have nothing.
+            tokens = dict(outcomes[0].tokens) if outcomes else None
+            outcomes.append(self.nothing(reason, tokens))
+        outcome = join_outcomes(outcomes)
+        self.communicator.exchange.over(self, reason)
+        self.record(outcome, self.deliveries)

@@ -1,0 +1,297 @@
+"""What a producer has said will not change any more: written from any thread.
+
+A mark is a range of layers times a range of block positions of one group. Marks are
+checked when they are made, against the cache and each other, so that a mistake is an
+error in the line that makes it and never a gap in a transfer. They are kept in order
+for the life of the transfer: every consumer, and every new link after a lost one, reads
+the log from wherever it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvwire.driver.devices import Devices
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import UNNAMED, Ids, among
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import SEGMENTS_MAX
+from kvwire.transfers.coverage import Claims
+from kvwire.transfers.event_wait import Afters, Failure
+
+Which = int | slice | None
+
+
+class Mark(NamedTuple):
+    """Layers and block positions of one group, by index within the group."""
+
+    group: str
+    layers: range
+    blocks: range
+
+
+@dataclass(slots=True)
+class _Group:
+    """What marks of one group are checked against.
+
+    The list of a growing transfer has room for blocks that are not named yet; it is the
+    transfer's own, so whoever reads it finds the names where they will be.
+    """
+
+    layers: range
+    ids: Ids
+    claims: Claims
+    named: int
+
+    @property
+    def blocks(self) -> range:
+        """The positions of the list."""
+        return range(self.ids.size)
+
+    def check_names(self, group: str, ids: Ids) -> None:
+        """Refuse names that have no room or were given before."""
+        if self.named + ids.size > self.ids.size:
+            raise UsageError(
+                f"extend: {ids.size} more blocks of group {group!r}; {self.named} of "
+                f"{self.ids.size} are named already"
+            )
+        twice = ids[among(ids, self.ids[: self.named])]
+        if twice.size:
+            raise UsageError(
+                f"extend: block {int(twice[0])} of group {group!r} was named before"
+            )
+
+
+class Marks:
+    """The marks of one transfer.
+
+    Attributes:
+        log: Marks whose bytes may be sent, oldest first; grows, never shrinks.
+        finished: No mark will come any more.
+        failed: Why something that was marked will never be ready; "" if it may be.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        lists: Mapping[str, Ids],
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], None],
+        devices: Devices,
+    ) -> None:
+        self.log: list[Mark] = []
+        self.finished = False
+        self.failed = ""
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._wake = wake
+        self._afters = Afters(devices)
+        self._woken = False
+        self._lock = threading.Lock()
+        self._later = 0
+        self._groups = {
+            name: _Group(
+                group.spec.layer_indices,
+                lists[name],
+                Claims(group.spec.layers, lists[name].size),
+                int(np.count_nonzero(lists[name] != UNNAMED)),
+            )
+            for name, group in cache.groups.items()
+        }
+
+    def name(self, lists: Mapping[str, Ids]) -> None:
+        """Name the next blocks of each group's list.
+
+        Raises:
+            UsageError: There is no room for them, or one of them was named before.
+        """
+        with self._lock:
+            for name, ids in lists.items():
+                self._groups[name].check_names(name, ids)
+            for name, ids in lists.items():
+                group = self._groups[name]
+                # In this order: what is named can be read.
+                group.ids[group.named : group.named + ids.size] = ids
+                group.named += ids.size
+
+    def add(self, layers: Which, blocks: Which, group: str | None, after: Any) -> None:
+        """Check a mark and let it flow, at once or when ``after`` is done.
+
+        Raises:
+            UsageError: A layer, block or group that there is not, something marked
+                before, a finished transfer, too many marks, or an ``after`` that cannot
+                be waited for.
+        """
+        names = [group] if group is not None else self._unnamed(layers, blocks)
+        made = [self._mark(name, layers, blocks) for name in names]
+        wait = None if after is None else self._afters.prepare(after)
+        with self._lock:
+            self._claim(made)
+            if wait is None:
+                self.log.extend(made)  # bounded: SEGMENTS_MAX
+            else:
+                self._later += 1
+        if wait is None:
+            self.wake()
+        else:
+            wait(lambda failure: self._arrived(made, failure))
+
+    def finish(self, *, partial: bool) -> None:
+        """No mark will come any more.
+
+        Raises:
+            UsageError: Something was never marked, and ``partial`` is not set.
+        """
+        with self._lock:
+            missing = "" if partial else self._gaps()
+            if missing:
+                raise UsageError(
+                    f"finish: {missing} was never marked ready; mark it, call "
+                    f"finish(partial=True) to send what there is, or abort()"
+                )
+            self.finished = True
+        self.wake()
+
+    @property
+    def all_in(self) -> bool:
+        """Whether the log is whole: finished, and every ``after`` has come true."""
+        return self.finished and not self._later and not self.failed
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was marked."""
+        return all(group.claims.complete for group in self._groups.values())
+
+    def wake(self) -> None:
+        """Have the loop look at the log soon; one wake-up for any number of marks."""
+        if self._woken:
+            return
+        self._woken = True
+        try:
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._look)
+            else:
+                self._loop.call_soon_threadsafe(self._look)
+        except RuntimeError:
+            # The loop is closed, and so the transfer over. A forward pass that still
+            # runs need not know.
+            assert self._loop.is_closed()
+
+    def _look(self) -> None:
+        self._woken = False
+        self._wake()
+
+    def _arrived(self, made: list[Mark], failure: Failure) -> None:
+        with self._lock:
+            # In this order: the log is whole before `all_in` says so.
+            if failure:
+                self.failed = f"what {self._named(made)} waited for {failure}"
+            else:
+                self.log.extend(made)  # bounded: SEGMENTS_MAX
+            self._later -= 1
+        self.wake()
+
+    def _claim(self, made: list[Mark]) -> None:
+        if self.finished:
+            raise UsageError("ready: the transfer is finished already")
+        if len(self.log) + self._later >= SEGMENTS_MAX:
+            raise UsageError(
+                f"ready: more than {SEGMENTS_MAX} marks in one transfer; mark more "
+                f"layers or blocks at once"
+            )
+        for mark in made:
+            if self._groups[mark.group].claims.taken(mark.layers, mark.blocks):
+                raise UsageError(
+                    f"ready: part of {self._named([mark])} was marked before; marked "
+                    f"memory may not change, so it is not marked twice"
+                )
+        for mark in made:
+            self._groups[mark.group].claims.claim(mark.layers, mark.blocks)
+
+    def _named(self, made: list[Mark]) -> str:
+        return ", ".join(
+            f"layers {_span(self._groups[mark.group].layers, mark.layers)} x blocks "
+            f"{_span(self._groups[mark.group].blocks, mark.blocks)} of group "
+            f"{mark.group!r}"
+            for mark in made
+        )
+
+    def _mark(self, group: str, layers: Which, blocks: Which) -> Mark:
+        found = self._groups.get(group)
+        if found is None:
+            known = ", ".join(self._groups)
+            raise UsageError(f"ready: no group {group!r}; there is {known}")
+        mark = Mark(
+            group,
+            _range(layers, found.layers, "layers", group),
+            _range(blocks, found.blocks, "blocks", group),
+        )
+        if mark.blocks.stop > found.named:
+            raise UsageError(
+                f"ready: blocks of group {group!r} up to position "
+                f"{mark.blocks.stop - 1}, but only {found.named} are named; extend() "
+                f"names more"
+            )
+        return mark
+
+    def _unnamed(self, layers: Which, blocks: Which) -> list[str]:
+        names = list(self._groups)
+        if len(names) > 1 and not (layers is None and blocks is None):
+            raise UsageError(
+                f"ready: layers and blocks are counted in each group; pass group= one "
+                f"of {', '.join(names)}"
+            )
+        return names
+
+    def _gaps(self) -> str:
+        for name, group in self._groups.items():
+            if not group.claims.complete:
+                layer, block = group.claims.first_gap()
+                return (
+                    f"layer {group.layers[layer]} of block position {block} of group "
+                    f"{name!r} ({group.claims.untouched} layers are wholly missing)"
+                )
+        return ""
+
+
+def _range(which: Which, held: range, what: str, group: str) -> range:
+    """The part that a caller names, relative to the first one held."""
+    if which is None:
+        return held if not held.start else range(len(held))
+    where = f"ready: {what} of group {group!r}"
+    if isinstance(which, slice):
+        start = held.start if which.start is None else _index(which.start, where)
+        stop = held.stop if which.stop is None else _index(which.stop, where)
+        inside = held.start <= start <= stop <= held.stop
+        if which.step not in (None, 1) or not inside:
+            raise UsageError(
+                f"{where}: {start} to {stop} (step {which.step or 1}) is not a part of "
+                f"{held.start} to {held.stop}"
+            )
+        return range(start - held.start, stop - held.start)
+    index = _index(which, where)
+    if index not in held:
+        raise UsageError(
+            f"{where}: {index} is not one of {held.start} to {held.stop - 1}"
+        )
+    return range(index - held.start, index - held.start + 1)
+
+
+def _index(which: object, where: str) -> int:
+    try:
+        return operator.index(which)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"{where}: {which!r} is neither a number nor a slice of numbers"
+        ) from None
+
+
+def _span(held: range, indices: range) -> str:
+    return f"{held.start + indices.start} to {held.start + indices.stop - 1}"

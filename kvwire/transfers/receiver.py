@@ -1,0 +1,152 @@
+"""An incoming transfer on one connection: its segments get memory, and land."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.errors import (
+    KVWireError,
+    ProtocolError,
+    UsageError,
+    WireCode,
+)
+from kvwire.kv.landed import Landed
+from kvwire.kv.plan import Segment
+from kvwire.limits import SEGMENT_BYTES_MAX
+from kvwire.proto.events import (
+    SegmentLanded,
+    SegmentMarked,
+    TransferCommitted,
+    TransferSettled,
+)
+from kvwire.proto.records import CHUNK_LANDED
+from kvwire.proto.records import Segment as CoreSegment
+from kvwire.transfers.base import Attempt, TransferEvent
+from kvwire.transfers.description import Description
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.transfers.incoming import Incoming
+
+
+class Receipt(Attempt):
+    """An incoming transfer on one connection."""
+
+    def __init__(self, incoming: Incoming, connection: Connection) -> None:
+        super().__init__(connection)
+        self.incoming = incoming
+        self.origin = connection.peer.origin
+        self.asked = False
+        self.suspended = False
+        self._segments: dict[int, Segment] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether its link is lost, and has touched memory for the last time."""
+        return self.suspended and self.core is None
+
+    def begin(self) -> None:
+        """The plan is made; what was told to have landed does not come again."""
+        self._promised = Landed(self.incoming.plan)
+        for segment in self.incoming.told:
+            self._promised.mark(segment)
+
+    def agreed(self, description: Description) -> None:
+        """See Attempt."""
+        incoming = self.incoming
+        try:
+            incoming.plan_with(description)
+            description.require_same_plan(incoming.plan.digest)
+        except KVWireError as exc:
+            self.refuse(exc, WireCode.PROFILE)
+            return
+        self.begin()
+
+    def event(self, event: TransferEvent) -> None:
+        """See Attempt."""
+        if isinstance(event, SegmentMarked):
+            core = event.segment
+            segment = self._check(core)
+            self._segments[core.number] = segment  # bounded: SEGMENTS_MAX
+            self.incoming.segment_placed(segment)
+            lent = self.incoming.communicator.buffers.lend(
+                self.incoming.plan.fragments(segment)
+            )
+            self.connection.core.transfers.place(core, lent)
+        elif isinstance(event, SegmentLanded):
+            segment = self._segments[event.segment.number]
+            self.incoming.segment_landed(event.segment, segment)
+        elif isinstance(event, TransferSettled):
+            self.incoming.settled()
+        else:
+            assert isinstance(event, TransferCommitted)
+
+    def ended(self, error: KVWireError | None) -> None:
+        """See Attempt."""
+        self.over = True
+        if self.incoming.outcome is None:
+            self._note_parts()
+        self.incoming.receipt_ended(error)
+
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk on this connection."""
+        return self.connection.core.agreement.terms.chunk_bytes
+
+    def _check(self, core: CoreSegment) -> Segment:
+        """What of the plan a marked segment is.
+
+        Raises:
+            ProtocolError: None of it, another length, too much at once, or some of it
+                has come before.
+        """
+        plan, segment = self.incoming.plan, Segment(*core.box)
+        try:
+            plan.check(segment)
+        except UsageError as exc:
+            raise ProtocolError("KVW-TR-09", str(exc)) from None
+        if core.nbytes != plan.nbytes_of(segment):
+            raise ProtocolError(
+                "KVW-TR-09",
+                f"segment {core.number} of {core.nbytes} bytes, the plan has "
+                f"{plan.nbytes_of(segment)}",
+            )
+        if segment.granules > 1 and core.nbytes > SEGMENT_BYTES_MAX:
+            raise ProtocolError(
+                "KVW-TR-12",
+                f"segment {core.number}: {core.nbytes} bytes of {segment.granules} "
+                f"granules; {SEGMENT_BYTES_MAX} are the most of more than one",
+            )
+        if self._promised.touches(segment):
+            raise ProtocolError(
+                "KVW-TR-11", f"segment {core.number}: part of it was marked before"
+            )
+        self._promised.mark(segment)
+        return segment
+
+    def _note_parts(self) -> None:
+        """Of segments that never became whole: note what of them is here."""
+        if self.core is None or not self._segments:
+            return
+        segments = self.connection.core.transfers.transfer(self.core).segments
+        landed = self.incoming.landed
+        for number, segment in self._segments.items():
+            if not segments[number].over:
+                before = landed.left
+                missing = missing_chunks(segments[number], self.chunk_bytes())
+                landed.mark_but(segment, missing)
+                if landed.left < before:
+                    self.incoming.renew_lease()
+
+
+def missing_chunks(core: CoreSegment, chunk_bytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of each run of chunks of a segment that have not landed."""
+    count = -(-core.nbytes // chunk_bytes)
+    landed = np.ones(count + 2, np.bool_)
+    landed[1:-1] = np.frombuffer(core.arrived or bytes(count), np.uint8) == CHUNK_LANDED
+    edges = np.flatnonzero(landed[1:] != landed[:-1]) * chunk_bytes
+    ends = np.minimum(edges, core.nbytes).tolist()
+    return [
+        (first, end - first) for first, end in zip(ends[::2], ends[1::2], strict=True)
+    ]

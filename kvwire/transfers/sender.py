@@ -1,0 +1,267 @@
+"""An outgoing transfer on its way to one consumer: marks become segments here.
+
+Small layers go at once while nothing is under way, and wait for their neighbours while
+something is (as Nagle's algorithm has it for small packets); large marks are cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.errors import KVWireError, UsageError, WireCode
+from kvwire.kv.landed import Landed
+from kvwire.kv.outcome import Outcome, outcome_of
+from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
+from kvwire.proto.events import SegmentsAcknowledged
+from kvwire.proto.state import State
+from kvwire.transfers.base import DAMAGED, Attempt, TransferEvent
+from kvwire.transfers.description import Description
+from kvwire.transfers.ready_log import Mark
+from kvwire.transfers.timings import Phases
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.transfers.outgoing import Outgoing
+
+
+class Delivery(Attempt):
+    """An outgoing transfer on its way to one consumer.
+
+    Attributes:
+        asked: This side asked, so it asks again after a lost link.
+        suspended: Its link was lost, and it waits for another.
+        origin: The consumer's.
+        planned: The consumer was met, and this is its plan.
+        confirmed: The consumer has said something that shows that it knows our half:
+            only then does what it had before count as landed on its side too.
+    """
+
+    plan: TransferPlan
+    landed: Landed
+
+    def __init__(self, outgoing: Outgoing, connection: Connection) -> None:
+        super().__init__(connection)
+        self.outgoing = outgoing
+        self.origin = connection.peer.origin
+        self.asked = False
+        self.suspended = False
+        self.planned = False
+        self.confirmed = False
+        self.reason = ""
+        self._phases = Phases(outgoing.phases.created)
+        self._resumed = False
+        self._cursor = 0
+        # Marks that wait for their neighbours, each also in the words of the plan.
+        self._held: list[tuple[Mark, tuple[Segment, ...]]] = []
+        self._held_bytes = 0
+        self._under_way = 0
+        self._sent: dict[int, Segment] = {}
+        self._damaged: list[Segment] = []
+        self._settled = False
+        self._committed = False
+        self._grouped = 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether its link is lost, and has touched memory for the last time."""
+        return self.suspended and self.core is None
+
+    def agreed(self, description: Description) -> None:
+        """See Attempt."""
+        try:
+            self.plan_with(description)
+            description.require_same_plan(self.plan.digest)
+        except KVWireError as exc:
+            self.refuse(exc, WireCode.PROFILE)
+            return
+        self.send_marks()
+
+    def plan_with(self, description: Description) -> None:
+        """Plan against the consumer's half.
+
+        Raises:
+            ProfileMismatch: The two halves do not fit; names the fields.
+            UsageError: The consumer says what it has of blocks that there are not, or
+                in a way that would take too long.
+            BackendUnavailable: This connection cannot move memory of the device.
+        """
+        self._phases.note("met")
+        out, self.peer_end = self.outgoing, description.end
+        self.confirmed = self.confirmed or bool(description.met)
+        self.connection.staged.open(out.cache.device)
+        description.require_same_hashes(out.hashes)
+        peer = description.read_geometry()
+        # Without hashes on both sides nobody knows that it has the same blocks.
+        comparable = out.hashes and description.hashes
+        plan = TransferPlan(
+            out.cache,
+            out.lists,
+            peer,
+            Side.PRODUCER,
+            tokens=out.tokens,
+            have=description.read_have(peer) if comparable else None,
+        )
+        out.require_same_tokens(plan)
+        if not self.planned:
+            self.plan, self.landed, self.planned = plan, Landed(plan), True
+        before = self.landed.left
+        self.landed.mark_boxes([Segment(*box) for box in description.landed])
+        if self.landed.left < before:
+            out.renew_lease()
+        self._settled = description.settled
+        self._phases.note("agreed")
+
+    def send_marks(self) -> None:
+        """Turn the marks that have come since the last time into segments."""
+        core, marks = self.core, self.outgoing.marks
+        if core is None or core.over or not self.planned or self._committed:
+            return
+        if core.state is not State.MOVING:
+            return
+        # Asked before the log is read: another thread may add the last mark meanwhile.
+        all_in = marks.all_in
+        try:
+            while self._cursor < len(marks.log):
+                self._take(marks.log[self._cursor])
+                self._cursor += 1
+            if all_in or not self._under_way:
+                self._flush()
+        except UsageError as exc:
+            self.outgoing.stop(exc, WireCode.TOO_LARGE)
+            return
+        if all_in:
+            self._committed = True
+            self.connection.core.transfers.commit(core, complete=marks.complete)
+        self.connection.run()
+
+    def event(self, event: TransferEvent) -> None:
+        """See Attempt."""
+        assert isinstance(event, SegmentsAcknowledged)
+        self.confirmed = True
+        for number in event.numbers:
+            self.landed.mark(self._sent[number])
+        self.outgoing.renew_lease()
+        self._under_way -= len(event.numbers)
+        self._phases.note_again("last")
+        self.send_marks()
+
+    def ended(self, error: KVWireError | None) -> None:
+        """See Attempt."""
+        if error is None:
+            assert self.core is not None
+            self.confirmed = True
+            damaged = self.connection.core.transfers.transfer(self.core).damaged
+            self._damaged = [self._sent[number] for number in damaged]
+        self.outgoing.delivery_ended(self, error)
+
+    def suspend(self) -> None:
+        """The link is lost; what was not acknowledged is sent again on the next."""
+        self.suspended = True
+
+    def resume(self, connection: Connection) -> None:
+        """Go on with another link."""
+        self.connection = connection
+        self.suspended = False
+        self._resumed = True
+        self._cursor = 0
+        self._held, self._held_bytes = [], 0
+        self._sent, self._committed = {}, False
+        self._under_way = 0
+
+    def outcome(self, reason: str) -> Outcome:
+        """What this consumer got."""
+        return outcome_of(
+            self.landed if self.confirmed else Landed(self.plan, held=False),
+            reasons=[(DAMAGED, self.plan.covering(self._damaged))],
+            otherwise=self.reason or reason,
+            timings=self._phases.timings(memory=self.asked),
+            layers_grouped=self._grouped,
+        )
+
+    def _take(self, mark: Mark) -> None:
+        """Hold a mark back until it makes a segment, together with its neighbours."""
+        if self._held and not _joins(self._held[-1][0], mark):
+            self._flush()
+        named = self._named(mark)
+        self._held.append((mark, named))  # bounded: SEGMENTS_MAX
+        self._held_bytes += sum(map(self.plan.nbytes_of, named))
+        if self._held_bytes >= self.outgoing.group_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is held back as one mark."""
+        if not self._held:
+            return
+        (first, named), (last, _) = self._held[0], self._held[-1]
+        if last is not first:
+            layers = range(first.layers.start, last.layers.stop)
+            named = self._named(Mark(first.group, layers, first.blocks))
+        self._held, self._held_bytes = [], 0
+        for segment in named:
+            for part in self._lacking(segment):
+                for piece in self._cut(part):
+                    self._send(piece)
+
+    def _send(self, segment: Segment) -> None:
+        nbytes = self.plan.nbytes_of(segment)
+        if not nbytes or self._settled:
+            return
+        if len(self._sent) >= SEGMENTS_MAX:
+            raise UsageError(
+                f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
+                f"or blocks at once"
+            )
+        assert self.core is not None
+        self._phases.note("first")
+        self._grouped = max(self._grouped, segment.layers)
+        lent = self.outgoing.communicator.buffers.lend(self.plan.fragments(segment))
+        core = self.connection.core.transfers
+        sent = core.mark(self.core, segment.box, lent, nbytes)
+        self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
+        self._under_way += 1
+
+    def _named(self, mark: Mark) -> tuple[Segment, ...]:
+        """A mark in the words of the plan."""
+        first = self.outgoing.cache.groups[mark.group].spec.first_layer
+        layers = slice(first + mark.layers.start, first + mark.layers.stop)
+        blocks = slice(mark.blocks.start, mark.blocks.stop)
+        return self.plan.segments(layers, blocks, mark.group)
+
+    def _lacking(self, segment: Segment) -> list[Segment]:
+        """What of a segment is to be sent: after a lost link, what has not landed."""
+        return self.landed.lacking(segment) if self._resumed else [segment]
+
+    def _cut(self, segment: Segment) -> list[Segment]:
+        """A segment as pieces, none much larger than SEGMENT_BYTES.
+
+        Of whole layers, so that the first can be read while the others come, unless the
+        bytes of a block's layers lie together.
+        """
+        nbytes = self.plan.nbytes_of(segment)
+        if nbytes <= SEGMENT_BYTES:
+            return [segment]
+        order = self.plan.groups[segment.group].order
+        layers = segment.layers
+        if order.index("layer") < order.index("block"):
+            layers = max(1, SEGMENT_BYTES * segment.layers // nbytes)
+        pieces = -(-nbytes * layers // segment.layers // SEGMENT_BYTES)
+        granules = -(-segment.granules // max(1, pieces))
+        return [
+            Segment(segment.group, layer.start, len(layer), part.start, len(part))
+            for layer in _cut_range(segment.layer_range, layers)
+            for part in _cut_range(segment.granule_range, granules)
+        ]
+
+
+def _cut_range(whole: range, step: int) -> list[range]:
+    return [whole[start : start + step] for start in range(0, len(whole), step)]
+
+
+def _joins(before: Mark, mark: Mark) -> bool:
+    """Whether a mark goes on with the layers of the one before."""
+    return (
+        before.group == mark.group
+        and before.blocks == mark.blocks
+        and before.layers.stop == mark.layers.start
+    )

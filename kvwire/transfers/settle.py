@@ -1,0 +1,66 @@
+"""The consumer's last word, where the link was lost before the producer heard it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import KVWireError, ProtocolError
+from kvwire.proto.events import SegmentMarked
+from kvwire.transfers.base import Attempt, TransferEvent, recoverable
+from kvwire.transfers.description import Description
+
+if TYPE_CHECKING:
+    from kvwire.connection import Connection
+    from kvwire.transfers.incoming import Incoming
+    from kvwire.transfers.receiver import Receipt
+
+
+class LastWord(Attempt):
+    """Tells a producer over another link that its transfer was settled on the last one.
+
+    The consumer has its outcome and may be using the memory for something else, so
+    nothing may land any more: the producer is told that everything has.
+    """
+
+    def __init__(self, incoming: Incoming, receipt: Receipt, *, asks: bool) -> None:
+        super().__init__(receipt.connection)
+        self.incoming = incoming
+        self.peer_end = incoming.met
+        self.key = (incoming.key, incoming.end)
+        self.origin = receipt.origin
+        self.asks = asks
+
+    def ask(self, connection: Connection) -> None:
+        """Pull again, to say it."""
+        self.connection = connection
+        connection.start_transfer(
+            self,
+            key=self.incoming.key,
+            priority=0,
+            description=self.incoming.description().encode(),
+            pull=True,
+        )
+
+    def meet(self, connection: Connection, core: Any) -> None:
+        """The producer pushes again, not having heard it."""
+        self.connection = connection
+        self.core, core.context = core, self
+        answer = self.incoming.description(self.incoming.plan.digest)
+        connection.core.transfers.agree(core, answer.encode())
+        connection.run()
+
+    def agreed(self, description: Description) -> None:
+        """See Attempt."""
+
+    def event(self, event: TransferEvent) -> None:
+        """See Attempt."""
+        if isinstance(event, SegmentMarked):
+            raise ProtocolError(
+                "KVW-TR-10", "MARK in a transfer that the consumer has settled"
+            )
+
+    def ended(self, error: KVWireError | None) -> None:
+        """See Attempt."""
+        self.forget()
+        if not recoverable(error):
+            self.incoming.communicator.exchange.confirmed(self)

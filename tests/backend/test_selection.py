@@ -1,0 +1,245 @@
+"""Which transport is taken, and why each other one was not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvwire import BackendUnavailable, Config
+from kvwire.backend import API_VERSION, Availability, Capabilities, registry, selection
+
+_KNOWN = {
+    "tcp": Availability(available=True, reason="sockets"),
+    "ucx": Availability(
+        available=False, reason="libucp is not installed", remedy="pip install it"
+    ),
+    "inproc": Availability(available=True, reason="part of kvwire"),
+    "local": Availability(available=True, reason="process_vm_readv"),
+    "unix": Availability(available=True, reason="sockets in files"),
+}
+_CAPABILITIES = {
+    "tcp": Capabilities(lanes=True),
+    "ucx": Capabilities(links=False, lanes=True),
+    "inproc": Capabilities(lanes=True, same_process=True),
+    "local": Capabilities(links=False, lanes=True, same_host=True),
+    "unix": Capabilities(),
+}
+_RANKS = {"inproc": 0, "local": 10, "ucx": 20, "tcp": 30, "unix": 50}
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "names", lambda: tuple(sorted(_KNOWN)))
+    monkeypatch.setattr(registry, "availability", _availability)
+    monkeypatch.setattr(registry, "load", _load)
+
+
+def _availability(name: str) -> Availability:
+    unknown = Availability(available=False, reason=f"no backend called {name!r}")
+    return _KNOWN.get(name, unknown)
+
+
+def _load(name: str) -> SimpleNamespace:
+    if name not in _KNOWN:
+        raise BackendUnavailable(f"no backend called {name!r}")
+    return SimpleNamespace(capabilities=_CAPABILITIES[name], rank=lambda: _RANKS[name])
+
+
+def verdicts(config: Config, *offered: str, version: int = API_VERSION) -> list[str]:
+    """The report, a line for each candidate."""
+    report = selection.judge(config, "tcp", [(name, version) for name in offered])
+    return [str(candidate) for candidate in report.candidates]
+
+
+def test_every_transport_that_either_side_knows_is_in_the_report() -> None:
+    """In the order in which they would be tried: by rank, where nobody wishes."""
+    assert verdicts(Config(), "tcp", "local", "rdma", "unix") == [
+        "inproc: refused, only within one process; name it in `prefer` to try it",
+        "local: taken, offered by both sides",
+        "ucx: refused, libucp is not installed",
+        "tcp: refused, another was preferred",
+        "unix: refused, needs an address of its own; this connection was made over tcp",
+        "rdma: refused, no backend called 'rdma'",
+    ]
+
+
+def test_preferred_ones_come_first() -> None:
+    (first, *_) = verdicts(Config(prefer=("tcp", "ucx")), "tcp", "local")
+    assert first == "tcp: taken, offered by both sides"
+    first, second, *_ = verdicts(Config(prefer=("ucx", "tcp")), "tcp", "ucx")
+    assert first == "ucx: refused, libucp is not installed"
+    assert second == "tcp: taken, offered by both sides"
+
+
+@pytest.mark.parametrize("key", ["prefer", "require"])
+def test_lanes_of_this_process_are_for_who_names_them(key: str) -> None:
+    """Two communicators of one process are seldom anything but a test."""
+    config = Config().replace(**{key: ("inproc",)})
+    (first, *_) = verdicts(config, "inproc", "tcp")
+    assert first == "inproc: taken, offered by both sides"
+
+
+def test_what_is_possible_is_tried_in_order() -> None:
+    """The first is taken; a later one is the next if it fails."""
+    report = selection.judge(
+        Config(forbid=("inproc",)),
+        "tcp",
+        [(name, API_VERSION) for name in ("local", "tcp", "ucx")],
+    )
+    assert [c.name for c in report if c.possible] == ["local", "tcp"]
+    assert report.taken == "local"
+
+
+def test_what_was_tried_is_in_the_report_with_its_reason() -> None:
+    report = selection.judge(
+        Config(), "tcp", [(name, API_VERSION) for name in ("local", "tcp")]
+    )
+    now = selection.tried(report, "tcp", "offered by both sides", {"local": "EPERM"})
+    assert now.taken == "tcp"
+    assert [str(c) for c in now if c.name in ("local", "tcp")] == [
+        "local: refused, EPERM",
+        "tcp: taken, offered by both sides",
+    ]
+    assert [c.name for c in now] == [c.name for c in report]
+    same = selection.tried(report, "tcp", "asked for", {})
+    assert "local: refused, another was preferred" in map(str, same)
+
+
+# --- the control link -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme", "refused"),
+    [
+        (Config(), "tcp", ""),
+        (Config(require=("tcp",)), "tcp", ""),
+        (Config(require=("local",)), "tcp", ""),
+        (Config(forbid=("tcp",)), "tcp", "forbidden by `forbid`"),
+        (Config(require=("unix",)), "tcp", "not among `require` = unix"),
+        (Config(), "ucx", "libucp is not installed; pip install it"),
+        (Config(), "local", "connect to a tcp:// address, and the data goes over it"),
+        (Config(), "rdma", "no backend called 'rdma'"),
+    ],
+)
+def test_what_may_carry_the_control_link(
+    config: Config, scheme: str, refused: str
+) -> None:
+    """One that carries no data may, beside lanes of one that is required."""
+    said = selection.control_refusal(config, scheme)
+    assert said.endswith(refused)
+    assert bool(said) is bool(refused)
+
+
+@pytest.mark.parametrize(
+    ("config", "offered", "version", "reason"),
+    [
+        (Config(forbid=("tcp",)), ("tcp",), API_VERSION, "forbidden by `forbid`"),
+        (Config(require=("ucx",)), ("tcp",), API_VERSION, "not among `require` = ucx"),
+        (Config(), (), API_VERSION, "not offered by the client"),
+        (Config(), ("tcp",), API_VERSION + 1, "client has contract"),
+    ],
+)
+def test_each_reason_to_refuse_is_said(
+    config: Config, offered: tuple[str, ...], version: int, reason: str
+) -> None:
+    found = verdicts(config, *offered, version=version)
+    (tcp,) = [line for line in found if line.startswith("tcp:")]
+    assert tcp.startswith(f"tcp: refused, {reason}")
+    assert not any("taken" in line for line in found)
+
+
+def test_a_report_is_read_by_people() -> None:
+    report = selection.judge(Config(), "tcp", [("tcp", API_VERSION)])
+    assert report.taken == "tcp"
+    assert str(report).count(";") >= 4
+    assert "local: refused, not offered by the client" in str(report)
+
+
+# --- one connection's own wishes ------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["tcp", ["tcp"], ["ucx", "tcp"], ("tcp", "x")])
+def test_a_connection_can_require_one_of_several(transport: str | list[str]) -> None:
+    wished = selection.wishes(Config(), transport)
+    names = (transport,) if isinstance(transport, str) else tuple(transport)
+    assert wished.require == wished.prefer == names
+
+
+def test_without_wishes_the_configuration_holds() -> None:
+    config = Config(prefer=("tcp",))
+    assert selection.wishes(config, None) is config
+
+
+def test_what_cannot_run_cannot_be_required() -> None:
+    for config, transport in [
+        (Config(), "ucx"),
+        (Config(require=("ucx",)), None),
+        (Config(), ["ucx", "rdma"]),
+    ]:
+        with pytest.raises(BackendUnavailable, match="libucp is not installed; pip"):
+            selection.wishes(config, transport)
+
+
+def test_one_transport_cannot_be_required_and_forbidden() -> None:
+    with pytest.raises(ValueError, match="both in require and in forbid"):
+        selection.wishes(Config(forbid=("tcp",)), "tcp")
+
+
+# --- inside TLS -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def mtls(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Wishes of a side with certificates, where every transport can run."""
+    monkeypatch.setitem(_KNOWN, "ucx", Availability(available=True, reason="libucp"))
+    monkeypatch.setitem(_CAPABILITIES, "tcp", Capabilities(lanes=True, tls=True))
+    return Config(
+        trust="mtls",
+        tls_cert_file="cert",
+        tls_key_file="key",
+        tls_ca_file="ca",
+        tls_peers=("*",),
+    )
+
+
+def taken(config: Config, *offered: str) -> str:
+    return selection.judge(config, "tcp", [(n, API_VERSION) for n in offered]).taken
+
+
+def test_what_leaves_the_host_unencrypted_has_to_be_named(mtls: Config) -> None:
+    assert taken(mtls, "ucx", "tcp") == "tcp"
+    assert taken(mtls, "ucx", "tcp", "local") == "local"
+    (line,) = [x for x in verdicts(mtls, "ucx", "tcp") if x.startswith("ucx")]
+    assert "its payload is not encrypted" in line
+    assert "name it in `prefer` or `require`" in line
+    assert taken(mtls.replace(prefer=("ucx",)), "ucx", "tcp") == "ucx"
+    assert taken(mtls.replace(require=("ucx",)), "ucx", "tcp") == "ucx"
+
+
+def test_the_client_does_not_offer_it_either(mtls: Config) -> None:
+    assert "not encrypted" in selection.local_refusal(mtls, "ucx", "tcp")
+    assert not selection.local_refusal(mtls, "local", "tcp")
+    named = selection.wishes(mtls, "ucx")
+    assert not selection.local_refusal(named, "ucx", "tcp")
+
+
+def test_without_certificates_nothing_is_different(mtls: Config) -> None:
+    assert mtls.trust == "mtls"
+    assert taken(Config(), "ucx", "tcp") == "ucx"
+
+
+def test_a_control_link_that_knows_no_tls(mtls: Config) -> None:
+    assert not selection.control_refusal(mtls, "tcp")
+    assert "cannot be inside TLS" in selection.control_refusal(mtls, "unix")
+    assert not selection.control_refusal(Config(), "unix")
+
+
+def test_what_protects_payload(mtls: Config) -> None:
+    assert mtls.trust == "mtls"
+    said = {name: selection.protection(name) for name in ("tcp", "local", "ucx")}
+    assert said == {
+        "tcp": "inside TLS",
+        "local": "it never leaves this host",
+        "ucx": "",
+    }

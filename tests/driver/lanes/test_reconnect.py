@@ -1,0 +1,161 @@
+"""When a lane that broke is tried again: pauses, and what ends the trying.
+
+In virtual time. That data moves over what came back is in test_raising.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from kvwire.driver.lanes.reconnect import Restoring
+from kvwire.errors import BackendUnavailable, ConnectionLost
+from kvwire.limits import RERAISE_S, RERAISE_S_MAX
+from kvwire.testing import virtual_time
+
+
+class Lanes:
+    """Lanes that are missing, and attempts that do what the test says.
+
+    Attributes:
+        missing: How many.
+        outcomes: What the next attempts raise; None, and after the last, they succeed.
+        tried_at: When an attempt was made.
+        ended: How often nothing was being raised any more.
+    """
+
+    def __init__(self, *outcomes: Exception | None) -> None:
+        self.missing = 0
+        self.outcomes = list(outcomes)
+        self.tried_at: list[float] = []
+        self.ended = 0
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self.restoring = Restoring(self.lacks, self.attempt, self.end)
+
+    def lose(self) -> None:
+        self.missing += 1
+        self.restoring.lost()
+
+    def lacks(self) -> bool:
+        return self.missing > 0
+
+    async def attempt(self) -> None:
+        self.tried_at.append(self._loop.time() - self._began)
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if outcome is not None:
+            raise outcome
+        self.missing -= 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+    @property
+    def pauses(self) -> list[float]:
+        """Between one attempt and the next."""
+        times = self.tried_at
+        return [late - early for early, late in itertools.pairwise(times)]
+
+
+@pytest.fixture(autouse=True)
+def _longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pause is the longest that it may be."""
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+
+
+def virtually(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
+    virtual_time.run(scenario())
+
+
+DOWN = BackendUnavailable("it is down")
+
+
+def test_it_is_tried_until_it_is_there() -> None:
+    async def scenario() -> None:
+        lanes = Lanes(*[DOWN] * 8)
+        lanes.lose()
+        await virtual_time.pass_time(1000)
+        assert lanes.tried_at[0] == RERAISE_S
+        assert lanes.pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+        assert not lanes.missing
+        assert not lanes.restoring.busy
+        assert lanes.ended == 1
+
+    virtually(scenario)
+
+
+def test_several_that_break_come_back_one_after_the_other() -> None:
+    async def scenario() -> None:
+        lanes = Lanes(None, DOWN)
+        for _ in range(3):
+            lanes.lose()
+        await virtual_time.pass_time(100)
+        assert lanes.tried_at == [1, 3, 7, 15]
+        assert not lanes.missing
+
+    virtually(scenario)
+
+
+@pytest.mark.parametrize(("lives_s", "pause_s"), [(1.0, 2.0), (RERAISE_S_MAX, 1.0)])
+def test_what_breaks_as_soon_as_it_is_up_is_raised_less_and_less_often(
+    lives_s: float, pause_s: float
+) -> None:
+    """And what was up for a while, as if nothing had ever been wrong with it."""
+
+    async def scenario() -> None:
+        lanes = Lanes()
+        lanes.lose()
+        await virtual_time.pass_time(RERAISE_S + lives_s)
+        assert len(lanes.tried_at) == 1
+        lanes.lose()
+        await virtual_time.pass_time(100)
+        assert lanes.pauses == [lives_s + pause_s]
+
+    virtually(scenario)
+
+
+def test_what_is_not_missing_is_not_raised() -> None:
+    """Nor what is not worth a try any more when its pause is over."""
+
+    async def scenario() -> None:
+        lanes = Lanes()
+        lanes.restoring.lost()
+        assert not lanes.restoring.busy
+        lanes.lose()
+        lanes.missing = 0
+        await virtual_time.pass_time(100)
+        assert not lanes.tried_at
+        assert not lanes.restoring.busy
+
+    virtually(scenario)
+
+
+def test_the_end_of_the_connection_ends_it() -> None:
+    async def scenario() -> None:
+        lanes = Lanes(ConnectionLost("the peer is gone"))
+        lanes.lose()
+        await virtual_time.pass_time(100)
+        assert len(lanes.tried_at) == 1
+        assert lanes.missing
+        assert not lanes.restoring.busy
+
+    virtually(scenario)
+
+
+def test_cancelled_while_it_waits_it_tries_nothing_more() -> None:
+    async def scenario() -> None:
+        lanes = Lanes()
+        lanes.restoring.cancel()
+        lanes.lose()
+        await asyncio.sleep(0)
+        lanes.restoring.cancel()
+        lanes.restoring.cancel()
+        await virtual_time.pass_time(100)
+        assert not lanes.tried_at
+        assert not lanes.restoring.busy
+        assert lanes.ended == 1
+
+    virtually(scenario)

@@ -1,0 +1,484 @@
+"""Which transport carries a connection's data, and which lane comes up again.
+
+The lanes are those of inproc beside a link over tcp. What moves on a lane, and what
+becomes of it when one breaks, is in test_lanes.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire import BackendUnavailable
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.driver.lanes.setup import REFUSALS_MAX
+from kvwire.errors import ConnectionClosed
+from kvwire.limits import LANE_TIMEOUT_S, LANES_MAX
+from kvwire_inproc import InprocBackend
+from kvwire_inproc.lane import InprocLane
+from tests.support.lanes import (
+    BESIDE,
+    CHUNK,
+    DATA,
+    NEVER_S,
+    ONLY,
+    expect_moves,
+    is_over,
+    lane_pause,
+    raise_again_after,
+    reasons,
+    use,
+)
+from tests.support.logs import warned
+from tests.support.pairs import Pair, connected, until
+
+# What breaks is raised again when its test is over.
+_stays_down = lane_pause(NEVER_S, autouse=True)
+# What breaks is raised again at once, in tests that ask for it.
+comes_back = lane_pause(0.0)
+
+
+def on_lanes(pair: Pair) -> int:
+    """Bytes that both ends have received on lanes that are up."""
+    return sum(
+        half.lane.received_bytes
+        for end in (pair.left, pair.right)
+        for half in end._pump.lanes.up
+    )
+
+
+# --- the choice -----------------------------------------------------------------------
+
+
+async def test_what_is_preferred_carries_the_data() -> None:
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        for end in (pair.left, pair.right):
+            assert end.transport == end.transport_report.taken == "inproc"
+            assert reasons(end.transport_report)["tcp"] == "another was preferred"
+        assert on_lanes(pair) == 6 * len(DATA)
+
+
+async def test_what_is_required_carries_the_data() -> None:
+    """Over a control link of another transport, which carries none of it."""
+    async with connected(**ONLY) as pair:
+        await expect_moves(pair)
+        assert pair.left.transport == "inproc"
+        assert "not among `require`" in reasons(pair.left.transport_report)["tcp"]
+        assert on_lanes(pair) == 6 * len(DATA)
+
+
+async def test_what_is_forbidden_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InprocBackend, "open_lane", None)
+    async with connected(forbid=("inproc",)) as pair:
+        await expect_moves(pair)
+        assert pair.left.transport == "tcp"
+        why = reasons(pair.left.transport_report)["inproc"]
+        assert why == "forbidden by `forbid`"
+
+
+async def test_a_connection_s_own_wish_counts() -> None:
+    async with connected(prefer=("tcp", "inproc")) as pair:
+        assert pair.left.transport == "tcp"
+        own = await pair.near.connect(pair.address, transport="inproc")
+        other = await anext(pair.far.connections())
+        assert own.transport == other.transport == "inproc"
+
+
+async def test_either_side_can_forbid() -> None:
+    async with (
+        kvwire.open(forbid=("inproc",)) as far,
+        kvwire.open(prefer=("inproc", "tcp")) as near,
+    ):
+        address = await far.listen("127.0.0.1:0")
+        connection = await near.connect(address)
+        assert connection.transport == "tcp"
+        why = reasons(connection.transport_report)["inproc"]
+        assert why == "forbidden by `forbid`"
+
+
+async def test_require_against_forbid_is_an_error_with_the_reason() -> None:
+    async with (
+        kvwire.open(forbid=("inproc",)) as far,
+        kvwire.open(require=("inproc",)) as near,
+    ):
+        address = await far.listen("127.0.0.1:0")
+        with pytest.raises(kvwire.HandshakeError, match="forbidden by `forbid`"):
+            await near.connect(address)
+
+
+async def test_more_lanes_of_one_transport() -> None:
+    async with connected(**BESIDE, lanes=3) as pair:
+        await until(lambda: len(pair.right._pump.lanes.up) == 3)
+        await expect_moves(pair)
+        assert len(pair.left._pump.lanes.up) == 3
+
+
+# --- what does not come up ------------------------------------------------------------
+
+
+class _Refusing(InprocLane):
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        self.abort()
+        raise BackendUnavailable("the device has gone")
+
+
+class _Hanging(InprocLane):
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        await asyncio.Event().wait()
+
+
+class _Buggy(InprocLane):
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize("role", ["client", "server", "both"])
+@pytest.mark.parametrize(
+    ("lane", "why"),
+    [
+        (_Refusing, "the device has gone"),
+        (_Buggy, "ZeroDivisionError"),
+        (_Hanging, "did not come up in 0.05 s"),
+    ],
+)
+async def test_what_fails_at_first_use_falls_to_the_next(
+    lane: type[Lane],
+    why: str,
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a line in the log, and in the report of both sides."""
+    use(monkeypatch, lane, role)
+    if lane is _Hanging:  # the others say at once that they cannot
+        monkeypatch.setattr("kvwire.driver.lanes.setup.LANE_TIMEOUT_S", 0.05)
+    async with connected(**BESIDE) as pair:
+        assert pair.left.transport == pair.right.transport == "tcp"
+        await expect_moves(pair)
+        near = reasons(pair.left.transport_report)["inproc"]
+        far = reasons(pair.right.transport_report)["inproc"]
+        assert why in near
+        assert why in far or "did not come up" in far or "did not come up" in near
+    said = [r for r in caplog.records if "cannot carry the data" in r.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert "inproc" in said[0].getMessage()
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+async def test_a_lane_that_is_up_when_nobody_waits_for_it_any_more(
+    role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its time runs out, or its ``connect`` is cancelled: it has joined, and ends."""
+    waiting: list[asyncio.Task[Any]] = []
+
+    class LastMoment(InprocLane):
+        async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+            await super().join(bootstrap, handler)
+            # Runs when the join has returned, and before its waiter does.
+            task = asyncio.current_task() if role == "server" else waiting[0]
+            assert task is not None
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    use(monkeypatch, LastMoment, role)
+    async with kvwire.open(**BESIDE) as far, kvwire.open(**BESIDE) as near:
+        address = await far.listen("127.0.0.1:0")
+        waiting.append(asyncio.ensure_future(near.connect(address)))
+        await asyncio.wait(waiting)
+        if role == "server":
+            await waiting[0].result().close()
+        else:
+            assert waiting[0].cancelled()
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``connect`` says at once that it was lost, and blames no transport."""
+    use(monkeypatch, _Hanging, "client")
+    async with kvwire.open(**BESIDE) as far, kvwire.open(**BESIDE) as near:
+        address = await far.listen("127.0.0.1:0")
+        connecting = asyncio.ensure_future(near.connect(address))
+        await until(lambda: _is_joining(near))
+        for connection in far.live_connections:
+            connection.abort("the peer had enough")
+        with pytest.raises(ConnectionClosed):
+            async with asyncio.timeout(LANE_TIMEOUT_S / 2):
+                await connecting
+        assert not near.counters.lanes_failed
+    assert not warned(caplog)
+
+
+def _is_joining(near: kvwire.Communicator) -> bool:
+    """Whether a lane is known that is not up."""
+    return any(not c._pump.lanes.quiet for c in near.live_connections)
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+async def test_what_fails_and_is_required_is_an_error(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which says what was tried, and why each of it failed."""
+    use(monkeypatch, _Refusing, role)
+    async with kvwire.open(**ONLY) as far, kvwire.open(**ONLY) as near:
+        address = await far.listen("127.0.0.1:0")
+        with pytest.raises(BackendUnavailable, match=r"inproc: .*the device has gone"):
+            await near.connect(address)
+        await until(lambda: not far.live_connections)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BackendUnavailable("no such device"),
+        OSError(errno.EMFILE, "no such device, or too many files"),
+        ZeroDivisionError("no such device: a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_transport_without_any_lane_is_refused_at_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the server is asked, whatever the backend raises."""
+
+    def open_lane(_: InprocBackend, context: LaneContext) -> Lane:
+        raise error
+
+    monkeypatch.setattr(InprocBackend, "open_lane", open_lane)
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        assert "no such device" in reasons(pair.left.transport_report)["inproc"]
+
+
+@asynccontextmanager
+async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    """A pair whose lanes end when the block does, whatever is asked of them before."""
+    monkeypatch.setattr("kvwire.communicator.CLOSE_SLACK_S", 0.05)
+    abort = InprocLane.abort
+    stuck: dict[InprocLane, None] = {}
+
+    def nothing_ends(lane: InprocLane) -> None:
+        stuck[lane] = None
+
+    async with connected(**BESIDE, close_timeout_s=0.1) as pair:
+        await expect_moves(pair)
+        monkeypatch.setattr(InprocLane, "close", nothing_ends)
+        monkeypatch.setattr(InprocLane, "abort", nothing_ends)
+        yield pair
+        monkeypatch.undo()
+        assert stuck
+        for lane in stuck:
+            abort(lane)
+        await until(lambda: not pair.near._pumps and not pair.far._pumps)
+
+
+async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The communicator closes and says what it has left; the lane keeps its memory."""
+    async with endless_lanes(monkeypatch) as pair:
+        await pair.near.close()
+        await pair.far.close()
+        assert any("stay in quarantine" in r.getMessage() for r in caplog.records)
+
+
+async def test_nor_does_a_client_that_has_come_back_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its transfers wait until the lane that it has lost is quiet: never, here."""
+    async with endless_lanes(monkeypatch) as pair:
+        await pair.near.redial(pair.left)
+        await until(lambda: pair.right.closed)
+        async with asyncio.timeout(5.0):
+            await pair.near.close()
+            await pair.far.close()
+        assert pair.near._pumps, "the lane's memory is not given up for that"
+
+
+# --- what comes back ------------------------------------------------------------------
+
+
+def break_lanes(end: kvwire.Connection) -> None:
+    """As when its device is reset: our halves of all lanes are gone at once."""
+    for half in list(end._pump.lanes.up):
+        half.lane.abort()
+
+
+async def restored(pair: Pair, count: int) -> None:
+    """Wait until both sides have seen so many lanes come back."""
+    await until(
+        lambda: (
+            pair.near.counters.lanes_restored == count
+            and pair.far.counters.lanes_restored == count
+        )
+    )
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.usefixtures("comes_back")
+async def test_a_lane_that_broke_comes_back_and_carries_the_data(
+    side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both sides say so: the transport, its report, the counters, and one line."""
+    caplog.set_level(logging.INFO, "kvwire")
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        break_lanes(pair.left if side == "client" else pair.right)
+        await until(partial(is_over, pair.left, "tcp"))
+        await restored(pair, 1)
+        before = on_lanes(pair)
+        await expect_moves(pair)
+        assert on_lanes(pair) - before == 6 * len(DATA)
+        for end in (pair.left, pair.right):
+            assert end.transport == end.transport_report.taken == "inproc"
+            taken = next(c for c in end.transport_report if c.taken)
+            assert taken.reason == "a copy within the process"
+            assert reasons(end.transport_report)["tcp"] == "another was preferred"
+            counters = end.communicator.counters
+            assert counters.lanes_raised == 2
+            assert counters.lanes_failed == 1
+            assert counters.transport_fallbacks == 1, "coming back is none"
+        back = "is back and carries the data again"
+        await until(lambda: caplog.text.count(back) == 2)
+        assert caplog.text.index("inproc failed") < caplog.text.index(back)
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_it_comes_back_however_often_it_breaks() -> None:
+    """More often than there may be lanes at once, in the middle of one put."""
+    async with connected(**BESIDE) as pair:
+        memory = bytearray(len(DATA))
+        region = pair.far.register(memory, "readwrite")
+        grant = region.grant(pair.right)
+        for count in range(1, 2 * LANES_MAX):
+            memory[:] = bytes(len(DATA))
+            put = pair.left.put(DATA, grant)
+            break_lanes(pair.left if count % 2 else pair.right)
+            await put
+            assert memory == DATA
+            await restored(pair, count)
+        assert pair.left.transport == pair.right.transport == "inproc"
+        await region.close()
+        assert not len(pair.near.buffers.holds)
+        assert not len(pair.far.buffers.holds)
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+@pytest.mark.usefixtures("comes_back")
+async def test_as_many_come_back_as_there_were(broken: int) -> None:
+    """Sockets beside the control link: it has its part of the data all the while."""
+    async with connected(prefer=("tcp",), chunk_bytes=CHUNK, lanes=3) as pair:
+        await until(lambda: len(pair.right._pump.lanes.up) == 2)
+        for half in pair.right._pump.lanes.up[:broken]:
+            half.lane.abort()
+        await restored(pair, broken)
+        await expect_moves(pair)
+        for end in (pair.left, pair.right):
+            assert len(end._pump.lanes.up) == 2
+            assert end._pump.lanes.shared
+            taken = next(c for c in end.transport_report if c.taken)
+            assert (taken.name, taken.reason) == ("tcp", "offered by both sides")
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_a_required_transport_comes_back_while_some_of_it_is_left() -> None:
+    async with connected(**ONLY, lanes=2) as pair:
+        await until(lambda: len(pair.right._pump.lanes.up) == 2)
+        pair.left._pump.lanes.up[0].lane.abort()
+        await restored(pair, 1)
+        await expect_moves(pair)
+        assert len(pair.left._pump.lanes.up) == 2
+
+
+async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
+    """It may ask for another one each time, for as long as the connection lives."""
+    async with connected(**BESIDE) as pair:
+        lanes = pair.left.core.lanes
+        for turn in range(2 * LANES_MAX):
+            number = lanes.next_number()
+            assert number is not None
+            lanes.ask(number, f"made up {turn}", b"")
+            pair.left.run()
+            await until(lambda: lanes._lanes[number].lowered)  # noqa: B023
+            pair.left.core.lane_gone(number, "neither do I")
+            pair.left.run()
+        assert not pair.right.raising.carrier.failed
+        await expect_moves(pair)
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_a_peer_that_refuses_is_not_asked_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few times; then the connection stays as it is, and the log says why."""
+    async with connected(**BESIDE) as pair:
+        use(monkeypatch, _Refusing, "server")
+        break_lanes(pair.left)
+        await until(lambda: pair.near.counters.lanes_failed == 1 + REFUSALS_MAX)
+        await until(lambda: not pair.left.raising.busy)
+        await expect_moves(pair)
+        assert pair.left.transport == pair.right.transport == "tcp"
+        assert pair.near.counters.lanes_failed == 1 + REFUSALS_MAX
+        await until(lambda: "inproc is not asked for any more" in caplog.text)
+        assert "the device has gone" in caplog.text
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_what_fails_on_this_side_is_tried_until_it_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has refused anything: our device may be back tomorrow."""
+    async with connected(**BESIDE) as pair:
+        use(monkeypatch, _Refusing, "client")
+        break_lanes(pair.right)
+        await until(lambda: pair.near.counters.lanes_failed > 3 * REFUSALS_MAX)
+        assert pair.left.transport == "tcp"
+        use(monkeypatch, InprocLane, "both")
+        await restored(pair, 1)
+        await expect_moves(pair)
+        assert pair.left.transport == pair.right.transport == "inproc"
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_what_never_came_up_is_not_raised_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The choice was made without it: nothing has changed since."""
+    use(monkeypatch, _Refusing, "server")
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+        assert not pair.left.raising.busy
+        assert pair.near.counters.lanes_failed == 1
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+@pytest.mark.parametrize("stage", ["waiting", "joining"])
+async def test_the_end_of_a_connection_ends_the_raising(
+    how: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its pause or in the middle of a join; nobody waits for either."""
+    async with connected(**BESIDE) as pair:
+        if stage == "joining":
+            raise_again_after(monkeypatch, 0.0)
+            use(monkeypatch, _Hanging, "client")
+        break_lanes(pair.left)
+        await until(lambda: pair.left.raising.busy)
+        if stage == "joining":
+            await until(lambda: not pair.left._pump.lanes.quiet)
+        async with asyncio.timeout(LANE_TIMEOUT_S / 2):
+            if how == "close":
+                await pair.left.close()
+            else:
+                pair.left.abort("enough")
+                await pair.left.wait_closed()
+            await pair.right.wait_closed()
+        assert not pair.left.raising.busy

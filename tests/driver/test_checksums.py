@@ -1,0 +1,163 @@
+"""Which payloads are sent with a checksum, and which of them are the ones sent."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvwire
+from kvwire.driver.checksums import (
+    SAMPLED_ONE_IN,
+    CheckMode,
+    Checks,
+    arrived,
+    landing_for,
+    matches,
+)
+from kvwire.driver.scratch import Copies
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import EAGER_BYTES_MAX, KIB, MIB
+from kvwire.memory.checksum import checksum
+from kvwire.types import Device, MemoryKind
+from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
+
+SHORT, LONG = (memoryview(bytes(n)) for n in (EAGER_BYTES_MAX, EAGER_BYTES_MAX + 1))
+MANY = 4000
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def header(check: int | None) -> Header:
+    flags = 0 if check is None else int(Flag.CHECKED)
+    return decode_header(
+        encode_header(FrameType.DATA, flags, 0, 1, payload_check=check or 0)
+    )
+
+
+def checked(checks: Checks, payload: memoryview, count: int) -> list[int]:
+    """The numbers of those of so many payloads that have a checksum."""
+    return [i for i in range(count) if checks.of(payload) is not None]
+
+
+@pytest.mark.parametrize(
+    ("mode", "short", "long"),
+    [
+        ("auto", MANY, MANY),
+        ("on", MANY, MANY),
+        ("off", 0, 0),
+        ("sampled", MANY, MANY // SAMPLED_ONE_IN),
+    ],
+)
+def test_how_many_are_checked(mode: CheckMode, short: int, long: int) -> None:
+    checks = Checks(mode)
+    assert len(checked(checks, SHORT, MANY)) == short
+    assert abs(len(checked(checks, LONG, MANY)) - long) <= 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "long"),
+    [("auto", MANY // SAMPLED_ONE_IN), ("on", MANY), ("off", 0)],
+)
+def test_how_many_are_checked_from_memory_to_memory(mode: CheckMode, long: int) -> None:
+    checks = Checks(mode)
+    found = [i for i in range(MANY) if checks.of(LONG, intact=True) is not None]
+    assert abs(len(found) - long) <= 1
+
+
+def test_the_first_is_checked_and_the_longest_gap_is_known() -> None:
+    numbers = checked(Checks("sampled"), LONG, MANY)
+    assert numbers[0] == 0
+    assert max(b - a for a, b in itertools.pairwise(numbers)) == 13
+
+
+@pytest.mark.parametrize("period", [2, 8, 13, 16, 32, 80, 100])
+def test_no_place_in_a_transfer_is_passed_over_for_ever(period: int) -> None:
+    """Transfers of the same number of chunks, such as one for each layer."""
+    numbers = checked(Checks("sampled"), LONG, MANY)
+    assert {number % period for number in numbers} == set(range(period))
+
+
+def test_it_is_the_checksum_of_the_payload() -> None:
+    check = Checks("on").of(SHORT)
+    assert check == checksum(SHORT)
+    assert matches(SHORT, header(check))
+    damaged = memoryview(bytes(EAGER_BYTES_MAX - 1) + b"x")
+    assert not matches(damaged, header(check))
+    assert matches(damaged, header(None))
+    assert matches(None, header(check))
+
+
+def test_memory_of_a_device_is_not_touched() -> None:
+    where = np.array([8], np.uint64)
+    device = Device(MemoryKind.CUDA, 0)
+    there = Fragments(where, where, owner=None, writable=True, device=device)
+    assert Checks("on").of(there) is None
+    assert matches(there, header(1))
+
+
+def pieces(memory: Bytes, piece_bytes: int) -> Fragments:
+    """Fragments of one length, the last first in memory."""
+    count = memory.size // piece_bytes
+    starts = np.arange(count, dtype=np.uint64)[::-1] * np.uint64(piece_bytes)
+    return Fragments(
+        starts + np.uint64(memory.ctypes.data),
+        np.full(count, piece_bytes, np.uint64),
+        owner=memory,
+        writable=True,
+    )
+
+
+@pytest.mark.parametrize(("piece", "gathered"), [(512, True), (64 * KIB, False)])
+def test_small_fragments_travel_as_a_copy(piece: int, gathered: bool) -> None:
+    memory = np.random.default_rng(1).integers(0, 256, MIB, np.uint8)
+    payload, copies = pieces(memory, piece), Copies()
+    sealed, check = Checks("on").seal(payload, copies, "chunk")
+    assert check == checksum(payload) == checksum(sealed)
+    assert isinstance(sealed, memoryview) == gathered
+    assert copies.lent_bytes == (MIB if gathered else 0)
+
+
+def test_what_is_not_checked_is_not_copied() -> None:
+    payload, copies = pieces(np.zeros(MIB, np.uint8), 512), Copies()
+    assert Checks("off").seal(payload, copies, "chunk") == (payload, None)
+    assert landing_for(payload, header(None), copies, "arrival") is payload
+    assert copies.lent_bytes == 0
+
+
+def test_small_fragments_get_their_bytes_once_they_are_intact() -> None:
+    memory = np.zeros(MIB, np.uint8)
+    place, copies = pieces(memory, 512), Copies()
+    sent = np.random.default_rng(2).integers(0, 256, MIB, np.uint8)
+    head = header(checksum(sent.data))
+    received = landing_for(place, head, copies, "arrival")
+    assert isinstance(received, memoryview)
+    received[:] = sent.data
+    received[5] ^= 1
+    assert not arrived(received, place, head)
+    assert not memory.any()
+    received[5] ^= 1
+    assert arrived(received, place, head)
+    assert (memory.reshape(-1, 512)[::-1].reshape(-1) == sent).all()
+
+
+def test_what_was_received_in_its_place_stays_there() -> None:
+    place = memoryview(bytearray(b"abc"))
+    assert arrived(place, place, header(checksum(place)))
+    assert not arrived(place, place, header(1))
+    assert arrived(None, None, header(1))
+
+
+async def test_a_large_message_arrives_with_few_checksums() -> None:
+    config = kvwire.Config(checksum="sampled")
+    async with kvwire.open(config, name="a") as a, kvwire.open(config, name="b") as b:
+        near = await a.connect(await b.listen("127.0.0.1:0"))
+        far = await b.accept()
+        data = np.random.default_rng(1).integers(0, 256, 20_000_000, np.uint8)
+        into = np.zeros_like(data)
+        receiving = far.recv(1, into=into)
+        await near.send(1, data)
+        assert await receiving == data.size
+        assert (into == data).all()

@@ -1,0 +1,55 @@
+"""Devices of a communicator: made when needed, once, and let go of."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from kvwire.driver.devices import Devices
+from kvwire.errors import BackendUnavailable
+from kvwire.extras import install_command
+from kvwire.limits import MIB
+from kvwire.memory.device.ops import Stream
+from kvwire.memory.device.simulated import SimulatedDevice
+from kvwire.types import Device, MemoryKind
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice()
+    yield made
+    made.close()
+
+
+async def test_one_desk_and_one_set_of_waiters(device: SimulatedDevice) -> None:
+    devices = Devices(asyncio.get_running_loop(), MIB)
+    desk = devices.desk(device.device)
+    assert devices.desk(device.device) is desk
+    assert desk.slot_bytes == MIB
+    assert devices.waiters(device) is devices.waiters(device)
+    devices.close()
+    assert devices.desk(device.device) is not desk
+    devices.close()
+
+
+async def test_a_device_that_does_not_work(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's own error, with the device's name, is one of kvwire's."""
+
+    def broken() -> Stream:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(device, "stream", broken)
+    devices = Devices(asyncio.get_running_loop(), MIB)
+    with pytest.raises(BackendUnavailable, match=r"simulated:\d+ does not work: CUDA"):
+        devices.desk(device.device)
+
+
+async def test_a_gpu_without_a_library_says_what_to_install() -> None:
+    devices = Devices(asyncio.get_running_loop(), MIB)
+    with pytest.raises(BackendUnavailable, match=re.escape(install_command("torch"))):
+        devices.desk(Device(MemoryKind.CUDA, 99))

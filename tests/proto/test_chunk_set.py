@@ -1,0 +1,60 @@
+"""Seen is a set of numbers that forgets none and costs nothing in order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.proto.chunk_set import Seen
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
+def test_it_is_a_set(steps: list[tuple[bool, int]]) -> None:
+    """In any order, with any repetitions, from any start; what was lost is new."""
+    seen, model = Seen(), set[int]()
+    for lost, number in steps:
+        if lost and number in model:
+            seen.forget(number)
+            model.remove(number)
+        else:
+            assert seen.note(number) is (number not in model)
+            model.add(number)
+
+
+def test_what_was_lost_is_kept_until_it_comes_again() -> None:
+    """And then costs nothing any more."""
+    seen = Seen()
+    assert all(seen.note(number) for number in range(10))
+    assert seen.note(20)
+    seen.forget(3)
+    seen.forget(20)
+    assert (seen._holes, seen._beyond) == ({3}, set())
+    assert seen.note(3)
+    assert not seen.note(3)
+    assert seen.note(20)
+    assert not seen._holes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_order_ends_the_same(seed: int) -> None:
+    """Each number is new once, and old in every later round."""
+    numbers = list(range(200))
+    random.Random(seed).shuffle(numbers)
+    seen = Seen()
+    assert all(seen.note(number) for number in numbers)
+    assert not any(seen.note(number) for number in numbers)
+
+
+def test_no_memory_in_order() -> None:
+    """A size that the peer announces costs nothing; what came out of order is kept."""
+    seen = Seen()
+    assert all(seen.note(number) for number in range(1000))
+    assert not seen._beyond
+    assert seen.note(10**12)
+    assert seen._beyond == {10**12}
+    assert seen.note(1001)
+    assert seen.note(1000)
+    assert seen._beyond == {10**12}

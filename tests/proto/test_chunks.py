@@ -1,0 +1,474 @@
+"""Chunks: each of them once, wherever it comes from; memory is held exactly so long."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import (
+    ConnectionLost,
+    IntegrityError,
+    MalformedFrame,
+    UnexpectedFrame,
+)
+from kvwire.limits import LINK_CHUNKS_MAX
+from kvwire.proto.chunks import Arrival, Place
+from kvwire.proto.records import Segment
+from kvwire.proto.state import Kind, State
+from kvwire.wire.header import FrameType, decode_header
+from tests.proto.flowing import CHUNK, Side, data, pieces
+
+# --- sending
+
+
+@given(st.integers(1, 95), st.integers(0, 50))
+def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
+    """Each byte once; position in the request, offset in the buffer."""
+    side = Side()
+    request = side.put(nbytes, base)
+    chunks = []
+    while (chunk := side.flows.next_chunk()) is not None:
+        assert chunk.buffer == request.buffer
+        assert chunk.request_and_segment == (request, 0)
+        assert chunk.offset == base + chunk.position
+        chunks.append(chunk)
+    assert [(c.position, c.length) for c in chunks] == pieces(nbytes)
+    assert not side.flows.sending
+    for chunk in chunks:
+        assert request.state is State.MOVING
+        side.flows.chunk_sent(chunk)
+    assert request.state is State.WAITING
+
+
+def test_a_chunk_of_a_segment_names_it() -> None:
+    """Its request and its number."""
+    side = Side()
+    segment = side.segment(5, priority=0, number=7)
+    assert side.chunk().request_and_segment == (segment.request, 7)
+
+
+def test_a_segment_is_sent_when_its_last_chunk_is() -> None:
+    """Not when the link still works on one, and once."""
+    side, sent = Side(), list[Segment]()
+    side.flows.on_segment_sent(sent.append)
+    segment = side.segment(25, priority=3)
+    first, second, third = (side.chunk() for _ in range(3))
+    side.flows.chunk_sent(third)
+    side.flows.chunk_sent(first)
+    assert sent == []
+    side.flows.chunk_sent(second)
+    assert sent == [segment]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_completions_in_any_order(order: tuple[int, ...]) -> None:
+    """A link may be through with its frames as it likes."""
+    side = Side()
+    request = side.put(25)
+    chunks = [side.chunk() for _ in range(3)]
+    for number in order:
+        assert request.state is State.MOVING
+        side.flows.chunk_sent(chunks[number])
+    assert request.state is State.WAITING
+    assert side.holds.drained == []
+
+
+def test_confirmed_before_the_link_was_through() -> None:
+    """The peer's DONE may be quicker than our link's word."""
+    side = Side()
+    request = side.put(5)
+    chunk = side.chunk()
+    request.confirmed = True
+    assert side.done() == []
+    side.flows.chunk_sent(chunk)
+    (done,) = side.done()
+    assert (done.request, done.error) == (request, None)
+    assert side.holds.drained == [request.buffer]
+
+
+def test_memory_is_held_while_the_link_sends() -> None:
+    """A request that fails has its memory back when the link is through, not before."""
+    side = Side()
+    request = side.put(25)
+    chunks = [side.chunk(), side.chunk()]
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.flows.next_chunk() is None
+    for chunk in chunks:
+        assert side.holds.drained == []
+        side.flows.chunk_sent(chunk)
+    assert side.holds.drained == [request.buffer]
+    assert len(side.done()) == 1
+
+
+def test_a_link_that_reports_nothing_gets_no_more() -> None:
+    """And goes on with the first chunk that it has sent."""
+    side = Side()
+    for _ in range(LINK_CHUNKS_MAX + 1):
+        side.put(1)
+    leaving = [side.flows.next_chunk() for _ in range(LINK_CHUNKS_MAX)]
+    assert None not in leaving
+    sending = [side.flows.sending]
+    assert side.flows.next_chunk() is None
+    assert leaving[7] is not None
+    side.flows.chunk_sent(leaving[7])
+    sending.append(side.flows.sending)
+    assert sending == [False, True]
+    assert side.flows.next_chunk() is not None
+
+
+def test_a_request_that_is_over_gives_up_its_turn() -> None:
+    """In the middle of the others, and when it is the only one."""
+    side = Side()
+    first, second = side.put(15), side.put(15)
+    side.requests.fail(first, ConnectionLost("x"), tell=None)
+    assert [side.chunk().mover, side.chunk().mover] == [second, second]
+    third = side.put(15)
+    side.requests.fail(third, ConnectionLost("x"), tell=None)
+    assert side.flows.sending
+    assert side.flows.next_chunk() is None
+    assert not side.flows.sending
+
+
+# --- chunks on lanes that break
+
+
+def test_a_chunk_that_was_lost_goes_first() -> None:
+    """Before all others, and its memory is held all the time."""
+    side = Side()
+    request, other = side.put(25), side.put(25)
+    lost = side.chunk()
+    lost.lane = 3
+    side.flows.chunk_missed(lost)
+    assert side.flows.sending
+    again = side.chunk()
+    assert (again.mover, again.position, again.lane) == (request, lost.position, 0)
+    assert side.chunk().mover is other
+    side.flows.chunk_sent(again)
+    assert request.state is State.MOVING
+
+
+def test_a_lane_may_take_several_chunks_at_once() -> None:
+    """Whole chunks, or all that is left; a lane that wants less gets one."""
+    side = Side()
+    request = side.put(48)
+    spans = []
+    while (chunk := side.flows.next_chunk(lambda buffer: 25)) is not None:
+        assert chunk.buffer == request.buffer
+        spans.append((chunk.position, chunk.length))
+    assert spans == [(0, 20), (20, 20), (40, 8)]
+    side.put(30)
+    chunk = side.flows.next_chunk(lambda buffer: 0)
+    assert chunk is not None
+    assert chunk.length == CHUNK
+
+
+def test_a_span_that_was_lost_goes_as_chunks() -> None:
+    """What carries it now may take no more at once."""
+    side = Side()
+    request = side.put(35)
+    span = side.flows.next_chunk(lambda buffer: 30)
+    assert span is not None
+    side.flows.chunk_missed(span)
+    again = [side.chunk() for _ in range(4)]
+    assert [(c.position, c.length) for c in again] == pieces(35)
+    assert request.in_flight == 4
+    for chunk in again:
+        side.flows.chunk_sent(chunk)
+    assert request.state is State.WAITING
+
+
+def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
+    """Its memory is given back instead."""
+    side = Side()
+    request = side.put(35)
+    span = side.flows.next_chunk(lambda buffer: 30)
+    assert span is not None
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    side.flows.chunk_missed(span)
+    assert side.flows.next_chunk() is None
+    assert side.holds.drained == [request.buffer]
+    assert request.in_flight == 0
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 20), (10, 25), (30, 5), (0, 35)])
+def test_a_span_arrives_as_its_chunks(offset: int, length: int) -> None:
+    side = Side()
+    request = side.get(35)
+    span = msgspec.structs.replace(
+        data(request.wire_id, offset, length), type=FrameType.ASIDE
+    )
+    arrival = side.flows.data_header(span)
+    assert list(side.flows.numbers(arrival)) == list(
+        range(offset // CHUNK, -(-(offset + length) // CHUNK))
+    )
+    with pytest.raises(UnexpectedFrame, match="came twice"):
+        side.flows.data_header(data(request.wire_id, offset, min(CHUNK, length)))
+    side.flows.missed(arrival)
+    assert side.flows.data_header(span).length == length
+
+
+@pytest.mark.parametrize(
+    ("kind", "offset", "length"),
+    [
+        (FrameType.DATA, 0, 20),
+        (FrameType.ASIDE, 5, 10),
+        (FrameType.ASIDE, 0, 15),
+        (FrameType.ASIDE, 0, 40),
+        (FrameType.ASIDE, 40, 10),
+    ],
+)
+def test_what_is_no_span_is_refused(kind: FrameType, offset: int, length: int) -> None:
+    side = Side()
+    request = side.get(35)
+    header = msgspec.structs.replace(data(request.wire_id, offset, length), type=kind)
+    with pytest.raises(MalformedFrame, match="KVW-DT-02"):
+        side.flows.data_header(header)
+
+
+def test_the_last_chunk_may_be_the_lost_one() -> None:
+    """A request is not through before it has been sent again."""
+    side = Side()
+    request = side.put(15)
+    chunks = [side.chunk(), side.chunk()]
+    side.flows.chunk_missed(chunks[1])
+    side.flows.chunk_sent(chunks[0])
+    assert request.in_flight == 1
+    side.flows.chunk_sent(side.chunk())
+    assert request.state is State.WAITING
+
+
+def test_a_lost_chunk_of_a_request_that_is_over_is_not_sent() -> None:
+    """Its memory is given back instead."""
+    side = Side()
+    request = side.put(15)
+    lost = side.chunk()
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == []
+    side.flows.chunk_missed(lost)
+    assert side.flows.next_chunk() is None
+    assert side.holds.drained == [request.buffer]
+    assert request.in_flight == 0
+
+
+def test_a_request_ends_while_its_lost_chunk_waits() -> None:
+    """It is not sent any more, and its memory is given back."""
+    side = Side()
+    request = side.put(15)
+    side.flows.chunk_missed(side.chunk())
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == []
+    assert side.flows.next_chunk() is None
+    assert side.holds.drained == [request.buffer]
+    assert request.in_flight == 0
+
+
+def test_the_end_of_the_link_frees_what_no_lane_holds() -> None:
+    """Lost chunks are not sent again; one on a lane is held until that has ended."""
+    side = Side()
+    requests = [side.put(5) for _ in range(3)]
+    on_link, on_lane, lost = (side.chunk() for _ in range(3))
+    on_lane.lane = 1
+    side.flows.chunk_missed(lost)
+    side.flows.link_gone()
+    for request in requests:
+        side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == [on_link.buffer, lost.buffer]
+    side.flows.chunk_sent(on_lane)
+    assert side.holds.drained[2:] == [on_lane.buffer]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_arrival_that_was_lost_may_come_again(again: bool) -> None:
+    """And one that was not, may not."""
+    side = Side()
+    request = side.get(25)
+    first = side.flows.data_header(data(request.wire_id, 10, 10))
+    if again:
+        side.flows.missed(first)
+        side.flows.data_landed(
+            side.flows.data_header(data(request.wire_id, 10, 10)), intact=True
+        )
+        assert request.moved == 10
+    else:
+        with pytest.raises(UnexpectedFrame) as caught:
+            side.flows.data_header(data(request.wire_id, 10, 10))
+        assert caught.value.rule == "KVW-DT-03"
+
+
+def test_a_lost_arrival_of_a_segment_may_come_again() -> None:
+    """Its chunk counts as one that has not come."""
+    side = Side()
+    segment = side.segment(25, priority=0)
+    segment.arrived = bytearray([1, 1, 1])
+    assert segment.buffer is not None
+    arrival = side.flows.land(data(1, 10, 10), segment.buffer, 10, segment=segment)
+    side.flows.missed(arrival)
+    assert list(segment.arrived) == [1, 0, 1]
+
+
+def test_the_end_of_the_link_lets_go_of_its_own_arrivals() -> None:
+    """What comes on a lane is held until that has ended."""
+    side = Side()
+    request = side.get(20)
+    arrivals = [side.flows.data_header(data(request.wire_id, o, 10)) for o in (0, 10)]
+    arrivals[1].lane = 1
+    side.flows.link_gone()
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == []
+    side.flows.release(arrivals[1])
+    assert side.holds.drained == [request.buffer]
+
+
+# --- receiving
+
+
+@pytest.mark.rule("KVW-DT-01", "keeps")
+@pytest.mark.rule("KVW-DT-02", "keeps")
+@pytest.mark.rule("KVW-DT-03", "keeps")
+@pytest.mark.rule("KVW-DT-04", "keeps")
+@pytest.mark.parametrize("kind", [Kind.GET, Kind.SERVE_PUT])
+@pytest.mark.parametrize("nbytes", [1, 9, 10, 11, 20, 95])
+def test_chunks_in_any_order(kind: Kind, nbytes: int) -> None:
+    """Each lands at its own place, and the last one ends it."""
+    side = Side()
+    request = side.get(nbytes, base=100, kind=kind)
+    order = pieces(nbytes)
+    random.Random(nbytes).shuffle(order)
+    for offset, length in order:
+        assert side.done() == []
+        arrival = side.flows.data_header(data(request.wire_id, offset, length))
+        assert (arrival.place, arrival.buffer) == (Place.BUFFER, request.buffer)
+        assert (arrival.offset, arrival.length) == (100 + offset, length)
+        side.flows.data_landed(arrival, intact=True)
+    (done,) = side.done()
+    assert (done.error, done.nbytes) == (None, nbytes)
+    said = [decode_header(header).type for header, _ in side.outbox.frames]
+    assert said == ([FrameType.DONE] if kind is Kind.SERVE_PUT else [])
+    # A region's memory is not the request's to give back.
+    drained = [] if kind is Kind.SERVE_PUT else [request.buffer]
+    assert side.holds.drained == drained
+
+
+@pytest.mark.rule("KVW-DT-01", "breaks")
+def test_payload_for_what_does_not_receive() -> None:
+    """A put of ours, and a receive that has no memory yet."""
+    side = Side()
+    put, receive = side.put(5), side.request(Kind.RECV, 5)
+    for request in (put, receive):
+        with pytest.raises(UnexpectedFrame, match=request.state.value) as caught:
+            side.flows.data_header(data(request.wire_id, 0, 5))
+        assert caught.value.rule == "KVW-DT-01"
+
+
+@pytest.mark.rule("KVW-DT-02", "breaks")
+def test_chunks_that_are_none() -> None:
+    """Every offset and length around the edges of 25 bytes, but for the three."""
+    side = Side()
+    request = side.get(25)
+    offsets = [*range(31), 40, 2**32, 2**63, 2**64 - 1, 2**64 - 10]
+    good = set(pieces(25))
+    for offset, length in itertools.product(offsets, range(1, 31)):
+        if (offset, length) in good:
+            continue
+        with pytest.raises(MalformedFrame) as caught:
+            side.flows.data_header(data(request.wire_id, offset, length))
+        assert caught.value.rule == "KVW-DT-02"
+    assert side.holds.drained == []
+
+
+@pytest.mark.rule("KVW-DT-03", "breaks")
+@pytest.mark.parametrize("order", [[0, 0], [2, 2], [0, 1, 0], [1, 0, 1], [2, 1, 2]])
+def test_a_chunk_that_comes_again(order: list[int]) -> None:
+    """Landed before, or still landing."""
+    side = Side()
+    request = side.get(25)
+    headers = [data(request.wire_id, at, length) for at, length in pieces(25)]
+    *good, again = order
+    for number in good:
+        side.flows.data_header(headers[number])
+    with pytest.raises(UnexpectedFrame) as caught:
+        side.flows.data_header(headers[again])
+    assert caught.value.rule == "KVW-DT-03"
+
+
+def test_payload_for_a_request_of_the_past_goes_nowhere() -> None:
+    """It was on its way when the request ended."""
+    side = Side()
+    request = side.get(25)
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    arrival = side.flows.data_header(data(request.wire_id, 0, 10))
+    assert (arrival.place, arrival.buffer) == (Place.NOWHERE, None)
+
+
+@pytest.mark.rule("KVW-DT-04", "breaks")
+def test_damage_fails_the_request_and_nothing_else() -> None:
+    """The peer is told, and a chunk that is right does not repair it."""
+    side = Side()
+    damaged, other = side.get(25), side.get(5)
+    first = side.flows.data_header(data(damaged.wire_id, 0, 10))
+    side.flows.data_landed(first, intact=False)
+    (done,) = side.done()
+    assert isinstance(done.error, IntegrityError)
+    assert [decode_header(h).type for h, _ in side.outbox.frames] == [FrameType.FAIL]
+    late = side.flows.data_header(data(damaged.wire_id, 10, 10))
+    assert late.place is Place.NOWHERE
+    arrival = side.flows.data_header(data(other.wire_id, 0, 5))
+    side.flows.data_landed(arrival, intact=True)
+    assert [event.error for event in side.done()] == [None]
+
+
+@pytest.mark.rule("KVW-DT-04", "breaks")
+def test_damage_in_the_last_chunk() -> None:
+    """It does not end the request well after all."""
+    side = Side()
+    request = side.get(5)
+    arrival = side.flows.data_header(data(request.wire_id, 0, 5))
+    side.flows.data_landed(arrival, intact=False)
+    (done,) = side.done()
+    assert isinstance(done.error, IntegrityError)
+    assert request.state is State.FAILED
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_memory_is_held_while_the_link_writes(intact: bool) -> None:
+    """A request that ends meanwhile has its memory back when the bytes are in."""
+    side = Side()
+    request = side.get(25)
+    arrival = side.flows.data_header(data(request.wire_id, 0, 10))
+    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == []
+    side.flows.data_landed(arrival, intact=intact)
+    assert side.holds.drained == [request.buffer]
+    assert len(side.done()) == 1
+
+
+# --- the end
+
+
+def test_a_link_that_is_gone_holds_nothing() -> None:
+    """What left, what landed, and what waited for its turn."""
+    side = Side()
+    put, get, waiting = side.put(25), side.get(25), side.put(25)
+    leaving = side.chunk()
+    side.flows.data_header(data(get.wire_id, 0, 10))
+    for request in (put, get, waiting):
+        side.requests.fail(request, ConnectionLost("x"), tell=None)
+    assert side.holds.drained == [waiting.buffer]
+    side.flows.link_gone()
+    assert set(side.holds.drained) == {put.buffer, get.buffer, waiting.buffer}
+    assert leaving.mover.in_flight == 0
+    assert not side.flows.sending
+    assert not side.flows._turns.count
+    assert len(side.holds) == 0
+    side.flows.link_gone()
+
+
+def test_arrivals_are_told_apart_by_identity() -> None:
+    """Two of the same content are two."""
+    header = data(1, 0, 10)
+    assert Arrival(Place.NOWHERE, header) != Arrival(Place.NOWHERE, header)

@@ -1,0 +1,59 @@
+"""Whoever has nothing to say says so, often enough not to be taken for dead."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvwire.proto.keepalive import Voice
+from kvwire.testing.pair import ConnectionPair
+
+INTERVAL_S = 2.0
+
+
+def voice() -> Voice:
+    return Voice(interval_s=INTERVAL_S, now=100.0, said=5)
+
+
+def test_nothing_is_missed_before_it_is_due() -> None:
+    """A look in between changes nothing."""
+    mine = voice()
+    assert not mine.is_missed(100.9, 5)
+    assert mine.due == 101.0
+
+
+def test_silence_is_noticed_within_an_interval() -> None:
+    mine = voice()
+    assert mine.is_quiet(5)
+    assert not mine.is_quiet(6)
+    assert mine.is_missed(101.0, 5)
+    assert not mine.is_missed(102.0, 6), "the reminder itself was sent"
+    assert mine.is_missed(103.0, 6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_gap_is_longer_than_an_interval(seed: int) -> None:
+    """Whenever the last frame was sent."""
+    chance, mine = random.Random(seed), voice()
+    spoke_at, said = 100.0, 5
+    while mine.due < 200.0:
+        if chance.random() < 0.5:
+            spoke_at, said = mine.due - chance.uniform(0.0, 1.0), said + 1
+        now = mine.due
+        if mine.is_missed(now, said):
+            assert INTERVAL_S / 2 <= now - spoke_at <= INTERVAL_S
+            spoke_at, said = now, said + 1
+
+
+def test_a_side_that_only_receives_is_heard_of() -> None:
+    """The other side's pings wait behind its payload; these do not."""
+    pair = ConnectionPair()
+    server = pair.server
+    for _ in range(20):
+        pair.now += 0.5
+        server.now = pair.client.now = pair.now
+        server.core.heard(pair.now)
+        if server.core.next_tick <= pair.now:
+            server.tick()
+    assert len(server.wire) == 5, "a ping each interval, though nothing is asked"

@@ -1,0 +1,25 @@
+"""Segments move while their transfer does."""
+
+from __future__ import annotations
+
+from kvwire.proto.records import Segment, Transfer
+from kvwire.proto.requests import Request
+from kvwire.proto.state import Input, Kind, State
+
+
+def test_a_segment_is_in_the_state_of_its_transfer() -> None:
+    """It has none of its own."""
+    request = Request(kind=Kind.OUTGOING, wire_id=None, buffer=None, nbytes=0)
+    segment = Segment(request=request, number=1, box=(0, 0, 1, 0, 1), nbytes=5)
+    states = [segment.state]
+    for event in (Input.GO, Input.FAIL):
+        request.advance(event)
+        states.append(segment.state)
+    assert states == [State.POSTED, State.MOVING, State.FAILED]
+
+
+def test_two_transfers_share_nothing() -> None:
+    """Each has its own segments."""
+    one, two = Transfer(id=b"one"), Transfer(id=b"two")
+    assert one.segments is not two.segments
+    assert one.acknowledge is not two.acknowledge

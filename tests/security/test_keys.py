@@ -1,0 +1,167 @@
+"""Key files and addresses: what may be used, and what is refused with the reason."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvwire import Address, Config, UsageError
+from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
+from kvwire.proto.auth import key_id
+from kvwire.security.keys import (
+    is_loopback,
+    load_keys,
+    read_key_file,
+    resolve,
+    write_key_file,
+)
+from kvwire.types import TrustMode
+
+
+def key_file(folder: Path, name: str = "key") -> Path:
+    path = folder / name
+    write_key_file(path)
+    return path
+
+
+# --- key files ------------------------------------------------------------------------
+
+
+def test_a_new_key_is_random_and_for_its_owner_alone(tmp_path: Path) -> None:
+    one, other = key_file(tmp_path, "one"), key_file(tmp_path, "other")
+    assert stat.S_IMODE(one.stat().st_mode) == 0o600
+    key = read_key_file(str(one))
+    assert len(key) == PSK_BYTES_MIN
+    assert key != read_key_file(str(other))
+
+
+def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
+    path = key_file(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="never overwritten"):
+        write_key_file(path)
+    assert path.read_bytes() == before
+
+
+def test_a_key_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        write_key_file(tmp_path / "no folder" / "key")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o620, 0o601])
+def test_a_key_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    path = key_file(tmp_path)
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=rf"mode {mode:04o} .*chmod 600"):
+        read_key_file(str(path))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_key_of_its_owner_alone_is_read(tmp_path: Path, mode: int) -> None:
+    path = key_file(tmp_path)
+    path.chmod(mode)
+    assert read_key_file(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "0 bytes"),
+        (b"ab" * (PSK_BYTES_MIN - 1), "31 bytes; 32 to 1024"),
+        (b"ab" * (PSK_BYTES_MAX + 1), "no hexadecimal key|1025 bytes"),
+        (b"secret words, not hexadecimal", "no hexadecimal key"),
+        (b"\xff" * PSK_BYTES_MIN, "no hexadecimal key"),
+    ],
+)
+def test_what_is_no_key_is_refused_and_not_shown(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match=said) as caught:
+        read_key_file(str(path))
+    assert str(path) in str(caught.value)
+    assert "secret words" not in str(caught.value)
+
+
+def test_a_missing_key_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_key_file(str(tmp_path / "none"))
+
+
+def test_loopback_has_no_keys() -> None:
+    assert load_keys(Config()) == (TrustMode.LOOPBACK, b"", {})
+
+
+def test_rotated_keys_are_accepted_beside_the_own(tmp_path: Path) -> None:
+    new, old = key_file(tmp_path, "new"), key_file(tmp_path, "old")
+    config = Config(trust="psk", psk_file=str(new), psk_accept_files=(str(old),))
+    trust, mine, accepted = load_keys(config)
+    keys = [read_key_file(str(path)) for path in (new, old)]
+    assert (trust, mine) == (TrustMode.PSK, keys[0])
+    assert accepted == {key_id(key): key for key in keys}
+
+
+# --- addresses ------------------------------------------------------------------------
+
+# Ways to write what others can reach (goal S4), and what is nothing at all.
+REACHABLE = (
+    "0.0.0.0",
+    "0",
+    "0x0",
+    "00.0.0.0",
+    "[::]",
+    "[0:0:0:0:0:0:0:0]",
+    "[::0.0.0.0]",
+    "[::ffff:0.0.0.0]",
+    "[::ffff:10.0.0.1]",
+    "10.0.0.1",
+    "192.0.2.7",
+    "169.254.1.1",
+    "224.0.0.1",
+    "255.255.255.255",
+    "[2001:db8::1]",
+    "[fe80::1]",
+)
+MALFORMED = ("", "a..b")
+UNKNOWN = ("eth0", "127.0.0.1.", "1.2.3.4.5", "a b")
+LOOPBACK = ("127.0.0.1", "127.8.9.10", "127.1", "[::1]", "[::ffff:127.0.0.1]")
+
+
+@pytest.mark.parametrize("host", REACHABLE)
+async def test_what_others_can_reach_needs_a_trust_mode(host: str) -> None:
+    address = Address.parse(f"{host}:0")
+    with pytest.raises(UsageError, match='trust="psk"'):
+        await resolve(address, TrustMode.LOOPBACK)
+    found = await resolve(address, TrustMode.PSK)
+    assert not is_loopback(found.host)
+
+
+@pytest.mark.parametrize("host", [*MALFORMED, *UNKNOWN])
+async def test_what_names_no_host_is_refused_in_every_mode(host: str) -> None:
+    address = Address("tcp", host, 0)
+    expected = UsageError if host in MALFORMED else OSError
+    for trust in TrustMode:
+        with pytest.raises(expected, match=r".+"):
+            await resolve(address, trust)
+
+
+@pytest.mark.parametrize("host", LOOPBACK)
+async def test_this_host_alone_needs_no_key(host: str) -> None:
+    address = Address.parse(f"{host}:7")
+    found = await resolve(address, TrustMode.LOOPBACK)
+    assert is_loopback(found.host)
+    assert found.port == 7
+
+
+async def test_a_name_stands_for_one_numeric_address() -> None:
+    found = await resolve(Address("tcp", "localhost", 7), TrustMode.LOOPBACK)
+    assert found.host in {"127.0.0.1", "::1"}
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "fe80::1%lo", "nonsense"])
+def test_only_numbers_are_loopback(host: str) -> None:
+    assert not is_loopback(host)

@@ -1,0 +1,535 @@
+"""Trust mode ``mtls`` from end to end: who connects, what moves, and what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire import AuthenticationFailed, BackendUnavailable, HandshakeError, UsageError
+from kvwire.limits import KIB, MIB
+from kvwire.security.keys import write_key_file
+from kvwire.testing.proxy import Proxy
+from kvwire.testing.toxics import Cut, Direction, Ending, Flip, Slice
+from kvwire.types import PeerInfo, TrustMode
+from kvwire_tcp.lane import LaneSocket, TcpLane
+from kvwire_tcp.tls_wire import TlsWire
+from kvwire_tcp.wire import PlainWire, Wire
+from tests.scenarios.world import Memory, same
+from tests.support.certificates import FAR, NEAR, Authority, issue
+from tests.support.lanes import expect_moves
+from tests.support.pairs import Pair, until
+
+OTHER = "spiffe://kvwire.test/other"
+SPEC = kvwire.KVSpec(
+    layers=6, kv_heads=4, head_dim=64, block_tokens=16, dtype="float32"
+)
+BLOCKS = list(range(16))
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@contextlib.asynccontextmanager
+async def met(
+    near: dict[str, Any], far: dict[str, Any], **both: Any
+) -> AsyncIterator[Pair]:
+    """Two sides with a configuration each, and a connection."""
+    async with (
+        kvwire.open(**{"name": "near", **both, **near}) as a,
+        kvwire.open(**{"name": "far", **both, **far}) as b,
+    ):
+        address = await b.listen("127.0.0.1:0")
+        left = await a.connect(address)
+        yield Pair(a, b, left, await b.accept(), address)
+
+
+@pytest.fixture
+async def pair(authority: Authority) -> AsyncIterator[Pair]:
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with met(near, far, prefer=("tcp",), lanes=2, lease_s=5.0) as made:
+        yield made
+
+
+def reasons(connection: kvwire.Connection) -> dict[str, str]:
+    return {c.name: c.reason for c in connection.transport_report}
+
+
+# --- it works -------------------------------------------------------------------------
+
+
+async def test_each_side_knows_who_the_other_is(pair: Pair) -> None:
+    assert (pair.left.peer.identity, pair.right.peer.identity) == (FAR, NEAR)
+    for connection in (pair.left, pair.right):
+        assert connection.peer.identity in repr(connection)
+        assert connection.peer.trust is TrustMode.MTLS
+        assert reasons(connection)["tcp"] == "offered by both sides; inside TLS"
+    assert "trust mtls" in repr(pair.near)
+
+
+async def test_messages_puts_and_gets(pair: Pair) -> None:
+    await expect_moves(pair)
+
+
+async def transfer(pair: Pair, *, pull: bool) -> None:
+    """A whole KV transfer from the right side to the left, layer by layer."""
+    source, target = (Memory(SPEC, len(BLOCKS)) for _ in range(2))
+    source.stamp(BLOCKS)
+    if pull:
+        out = pair.far.publish("kv", source.cache, BLOCKS)
+        inc = pair.left.pull("kv", target.cache, BLOCKS)
+    else:
+        out = pair.right.push("kv", source.cache, BLOCKS)
+        inc = pair.near.expect("kv", target.cache, BLOCKS)
+    for layer in range(SPEC.layers):
+        out.ready(layers=layer)
+        await inc.layer(layer)
+    out.finish()
+    assert (await inc).complete
+    await asyncio.gather(inc.drained(), out.drained())
+    assert same(source, BLOCKS, target, BLOCKS, range(SPEC.layers))
+
+
+@pytest.mark.parametrize("pull", [True, False])
+async def test_kv_transfers_over_lanes(pair: Pair, pull: bool) -> None:
+    assert len(pair.left.raising._lanes.up) == 1
+    await transfer(pair, pull=pull)
+
+
+async def test_nothing_is_sent_in_the_clear(authority: Authority) -> None:
+    """Neither on the control link nor on a lane."""
+    heard = bytearray()
+
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with (
+        kvwire.open(name="canary-name", prefer=("tcp",), **near) as a,
+        kvwire.open(name="far", prefer=("tcp",), **far) as b,
+        between(await b.listen("127.0.0.1:0"), heard.extend) as address,
+    ):
+        left = await a.connect(address)
+        right = await b.accept()
+        canary = b"CANARY of a prompt " * 20_000
+        sent = left.send(1, canary)
+        assert await right.recv(1) == canary
+        await sent
+        await left.close()
+    assert len(heard) > len(canary)
+    for secret in (b"CANARY", b"canary-name", b"kvwire\r\n", NEAR.encode()):
+        assert secret not in heard
+
+
+@contextlib.asynccontextmanager
+async def between(
+    address: kvwire.Address,
+    heard: Callable[[bytes], object],
+    contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
+) -> AsyncIterator[kvwire.Address]:
+    """Somebody on the path, who passes everything on; his own address.
+
+    Args:
+        address: Where it goes.
+        heard: Is told all that passes.
+        contexts: What he ends TLS with, and begins it again.
+    """
+
+    async def pass_on(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(64 * KIB):
+                heard(data)
+                writer.write(data)
+                await writer.drain()
+            if writer.can_write_eof():
+                writer.write_eof()
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(
+            address.host, address.port, ssl=contexts[1]
+        )
+        await asyncio.gather(pass_on(reader, there[1]), pass_on(there[0], writer))
+        for end in (writer, there[1]):
+            end.close()
+            with contextlib.suppress(OSError):
+                await end.wait_closed()
+        over.set()
+
+    over = asyncio.Event()
+    server = await asyncio.start_server(meet, "127.0.0.1", 0, ssl=contexts[0])
+    yield replace(address, port=server.sockets[0].getsockname()[1])
+    await over.wait()
+    server.close()
+
+
+async def test_a_dribbling_network(authority: Authority) -> None:
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with (
+        kvwire.open(name="near", prefer=("tcp",), **near) as a,
+        kvwire.open(name="far", prefer=("tcp",), **far) as b,
+        Proxy(
+            await b.listen("127.0.0.1:0"), *(Slice(way, 7) for way in Direction)
+        ) as proxy,
+    ):
+        left = await a.connect(proxy.address)
+        right = await b.accept()
+        data = bytes(range(256)) * 64
+        sent = left.send(1, data)
+        assert await right.recv(1) == data
+        await sent
+        await left.close()
+
+
+# --- the end --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [Ending.FIN, Ending.RST])
+async def test_a_cut_is_a_lost_connection(authority: Authority, ending: Ending) -> None:
+    """Also where it falls between two frames, and however politely it is done."""
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with (
+        kvwire.open(name="near", prefer=("tcp",), **near) as a,
+        kvwire.open(name="far", prefer=("tcp",), **far) as b,
+        Proxy(await b.listen("127.0.0.1:0")) as proxy,
+    ):
+        left = await a.connect(proxy.address)
+        right = await b.accept()
+        way = Direction.TO_SERVER
+        proxy.toxics = (Cut(way, proxy.passed[way], ending),)
+        left.send(1, b"never comes")
+        for end in (left, right):
+            with pytest.raises(kvwire.ConnectionLost):
+                await end.recv(1)
+
+
+@pytest.mark.parametrize("way", Direction)
+async def test_a_changed_bit_is_a_lost_connection(
+    authority: Authority, way: Direction
+) -> None:
+    """No byte of it is delivered, checksums or not."""
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with (
+        kvwire.open(name="near", prefer=("tcp",), checksum="off", **near) as a,
+        kvwire.open(name="far", prefer=("tcp",), checksum="off", **far) as b,
+        Proxy(await b.listen("127.0.0.1:0")) as proxy,
+    ):
+        left = await a.connect(proxy.address)
+        right = await b.accept()
+        proxy.toxics = (Flip(way, proxy.passed[way] + 100_000),)
+        sender, receiver = (
+            (left, right) if way is Direction.TO_SERVER else (right, left)
+        )
+        sent = sender.send(1, bytes(MIB))
+        with pytest.raises(kvwire.ConnectionLost, match="damaged or changed"):
+            await receiver.recv(1)
+        await sender.wait_closed()
+        assert sent.done()
+
+
+async def test_a_transfer_goes_on_over_another_link(authority: Authority) -> None:
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    source, target = (Memory(SPEC, len(BLOCKS)) for _ in range(2))
+    source.stamp(BLOCKS)
+    async with (
+        kvwire.open(name="near", prefer=("tcp",), **near) as a,
+        kvwire.open(name="far", prefer=("tcp",), **far) as b,
+        Proxy(await b.listen("127.0.0.1:0")) as proxy,
+    ):
+        left = await a.connect(proxy.address)
+        out = b.publish("kv", source.cache, BLOCKS)
+        inc = left.pull("kv", target.cache, BLOCKS)
+        out.ready(layers=0)
+        await inc.layer(0)
+        way = Direction.TO_CLIENT
+        proxy.toxics = (Cut(way, proxy.passed[way] + 50_000, Ending.RST),)
+        out.ready(layers=1)
+        await left.wait_closed()
+        proxy.toxics = ()
+        for layer in range(2, SPEC.layers):
+            out.ready(layers=layer)
+        out.finish()
+        assert (await inc).complete
+    assert same(source, BLOCKS, target, BLOCKS, range(SPEC.layers))
+
+
+async def test_a_cancelled_connect_leaves_nothing(authority: Authority) -> None:
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with kvwire.open(**near) as a, kvwire.open(**far) as b:
+        address = await b.listen("127.0.0.1:0")
+        for turns in range(40):
+            task = asyncio.create_task(a.connect(address))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await task).close()
+        await until(lambda: not a._pumps)
+        assert not a.live_connections
+
+
+# --- who may not ----------------------------------------------------------------------
+
+
+class Refusals:
+    """What both sides say about a connection that does not come about."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        caplog.set_level(logging.INFO, "kvwire")
+
+    async def of(
+        self, near: dict[str, Any], far: dict[str, Any], kind: type[Exception]
+    ) -> tuple[str, str]:
+        """The client's error, and the server's log."""
+        self._caplog.clear()
+        async with kvwire.open(**near) as a, kvwire.open(**far) as b:
+            address = await b.listen("127.0.0.1:0")
+            with pytest.raises(kind) as caught:
+                await a.connect(address)
+            await until(lambda: "refused: " in self._caplog.text)
+            assert not a.live_connections
+            assert not b.live_connections
+        return str(caught.value), self._caplog.text
+
+
+@pytest.fixture
+def refusals(caplog: pytest.LogCaptureFixture) -> Refusals:
+    return Refusals(caplog)
+
+
+async def test_a_client_that_the_server_does_not_list(
+    authority: Authority, refusals: Refusals
+) -> None:
+    near, server = await refusals.of(
+        authority.config(NEAR, FAR), authority.config(FAR, OTHER), AuthenticationFailed
+    )
+    assert f"the peer is '{NEAR}', and tls_peers does not list that" in server
+    assert "does not accept the other's certificate" in near
+
+
+async def test_a_server_that_the_client_does_not_list(
+    authority: Authority, refusals: Refusals
+) -> None:
+    near, _ = await refusals.of(
+        authority.config(NEAR, OTHER), authority.config(FAR, NEAR), AuthenticationFailed
+    )
+    assert f"the peer is '{FAR}', and tls_peers does not list that" in near
+
+
+async def test_a_client_of_another_ca(
+    authority: Authority, refusals: Refusals, tmp_path: Path
+) -> None:
+    stranger = authority.config(NEAR) | Authority(tmp_path).issue(NEAR).config
+    near, server = await refusals.of(
+        stranger, authority.config(FAR), AuthenticationFailed
+    )
+    assert "no CA in tls_ca_file has signed it" in server
+    assert "the peer does not accept our tls_cert_file: no CA" in near
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"), [({"days": (-3, -1)}, "expired"), ({"days": (1, 3)}, "clock")]
+)
+async def test_a_client_out_of_its_time(
+    authority: Authority, refusals: Refusals, wanted: dict[str, Any], said: str
+) -> None:
+    stranger = authority.config(NEAR, **wanted)
+    near, server = await refusals.of(
+        stranger, authority.config(FAR), AuthenticationFailed
+    )
+    assert "a clock is wrong" in server
+    assert "the peer does not accept our tls_cert_file" in near
+
+
+async def test_a_server_signed_by_itself(
+    authority: Authority, refusals: Refusals, tmp_path: Path
+) -> None:
+    stranger = authority.config(FAR) | issue(tmp_path, FAR).config
+    near, server = await refusals.of(
+        authority.config(NEAR), stranger, AuthenticationFailed
+    )
+    assert "no CA in tls_ca_file has signed it" in near
+    assert "the peer does not accept our tls_cert_file: no CA" in server
+
+
+@pytest.mark.parametrize("mode", ["loopback", "psk"])
+@pytest.mark.parametrize("server_is_plain", [True, False])
+async def test_one_side_without_tls(
+    authority: Authority,
+    refusals: Refusals,
+    tmp_path: Path,
+    mode: str,
+    server_is_plain: bool,
+) -> None:
+    """Both sides say so at once, not when their patience ends."""
+    plain: dict[str, Any] = {"trust": mode, "handshake_timeout_s": 60}
+    if mode == "psk":
+        write_key_file(tmp_path / "key")
+        plain["psk_file"] = str(tmp_path / "key")
+    inside = authority.config(NEAR) | {"handshake_timeout_s": 60}
+    if server_is_plain:
+        near, server = await refusals.of(inside, plain, kvwire.ConnectionLost)
+        assert "trust mtls as well?" in near
+        assert 'the peer speaks TLS, as trust "mtls" does' in server
+    else:
+        near, server = await refusals.of(plain, inside, kvwire.ConnectionLost)
+        assert "its trust is mtls, and this side's is not" in near
+        assert 'the peer speaks no TLS, and trust is "mtls" here' in server
+
+
+async def test_a_peer_without_an_identity_gets_no_further(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+) -> None:
+    """Should a link ever prove nothing, the core refuses it on both sides."""
+    monkeypatch.setattr(TlsWire, "proven", lambda self: None)
+    near, server = await refusals.of(
+        authority.config(NEAR), authority.config(FAR), HandshakeError
+    )
+    assert "this link has no TLS" in server
+    assert "no TLS" in near or "certificate" in near
+
+
+async def test_somebody_between_two_tls_connections(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer that both accept passes everything on, and is found out."""
+    caplog.set_level(logging.INFO, "kvwire")
+    near, far = authority.config(NEAR), authority.config(FAR)
+    async with (
+        kvwire.open(**near) as a,
+        kvwire.open(**far) as b,
+        relay(await b.listen("127.0.0.1:0"), authority) as address,
+    ):
+        with pytest.raises(AuthenticationFailed, match="ends TLS on the way"):
+            await a.connect(address)
+        await until(lambda: "ends TLS on the way" in caplog.text)
+
+
+def relay(
+    address: kvwire.Address, authority: Authority
+) -> contextlib.AbstractAsyncContextManager[kvwire.Address]:
+    """Ends each TLS connection and begins another, with a good certificate."""
+    issued = authority.issue(OTHER)
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(protocol)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(authority.root.cert_file)
+        context.load_cert_chain(issued.cert_file, issued.key_file)
+        contexts.append(context)
+    return between(address, lambda data: None, (contexts[0], contexts[1]))
+
+
+async def test_a_lane_is_tied_to_its_own_tls_connection(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, for a lane whose secret is right: somebody passes the preamble on."""
+    near, far = authority.config(NEAR), authority.config(FAR)
+    async with (
+        kvwire.open(name="near", prefer=("tcp",), lanes=2, **near) as a,
+        kvwire.open(name="far", prefer=("tcp",), **far) as b,
+    ):
+        address = await b.listen("127.0.0.1:0")
+        async with relay(address, authority) as elsewhere:
+            knock = TcpLane._knock
+
+            async def misled(self: TcpLane) -> tuple[Wire, kvwire.Address]:
+                self._context = replace(self._context, remote_address=elsewhere)
+                return await knock(self)
+
+            monkeypatch.setattr(TcpLane, "_knock", misled)
+            left = await a.connect(address)
+            await b.accept()
+            assert not left.raising._lanes.up
+
+
+# --- transports -----------------------------------------------------------------------
+
+
+async def test_what_would_leave_the_host_in_the_clear_is_not_taken(
+    authority: Authority,
+) -> None:
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with met(near, far) as pair:
+        for connection in (pair.left, pair.right):
+            assert connection.transport in ("tcp", "local")
+            assert "not encrypted" in reasons(connection)["ucx"]
+
+
+async def test_every_socket_of_a_connection_is_inside_tls(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wires: list[Wire] = []
+    init = LaneSocket.__init__
+
+    def noted(self: LaneSocket, wire: Wire, *arguments: Any) -> None:
+        wires.append(wire)
+        init(self, wire, *arguments)
+
+    monkeypatch.setattr(LaneSocket, "__init__", noted)
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with met(near, far, prefer=("tcp",), lanes=3):
+        pass
+    assert len(wires) == 4  # both ends of two lanes beside the control link
+    assert not any(isinstance(wire, PlainWire) for wire in wires)
+
+
+async def test_a_control_link_without_tls_is_refused(authority: Authority) -> None:
+    async with kvwire.open(**authority.config(NEAR)) as a:
+        for call in (a.listen, a.connect):
+            with pytest.raises(BackendUnavailable, match="cannot be inside TLS"):
+                await call("inproc://mtls")
+
+
+async def test_an_address_that_others_reach_may_be_used(authority: Authority) -> None:
+    async with kvwire.open(**authority.config(NEAR)) as a:
+        assert (await a.listen("0.0.0.0:0")).port
+
+
+async def test_files_are_read_when_it_is_opened(authority: Authority) -> None:
+    config = authority.config(NEAR)
+    os.chmod(config["tls_key_file"], 0o644)  # noqa: PTH101 - at once
+    with pytest.raises(UsageError, match="chmod 600"):
+        await kvwire.open(**config)
+
+
+async def test_new_connections_use_new_certificates(authority: Authority) -> None:
+    """Without a restart; those that are there live on."""
+    near, far = authority.config(NEAR), authority.config(FAR)
+    async with met(near, far, prefer=("tcp",)) as pair:
+        new = authority.issue(OTHER).config
+        for key, path in new.items():
+            os.replace(path, near[key])  # noqa: PTH105 - at once
+        again = await pair.near.connect(pair.address)
+        seen = await pair.far.accept()
+        assert (pair.right.peer.identity, seen.peer.identity) == (NEAR, OTHER)
+        await expect_moves(pair)
+        await again.close()
+
+
+def test_a_proved_name_cannot_be_borrowed() -> None:
+    """Whoever claims the incarnation of another start of a peer is not that peer."""
+    one = PeerInfo(
+        name="n",
+        incarnation=bytes(16),
+        address=None,
+        trust=TrustMode.MTLS,
+        version=1,
+        identity=NEAR,
+    )
+    assert one.origin == replace(one, name="m").origin
+    assert one.origin != replace(one, identity=FAR).origin
+    assert one.origin != replace(one, incarnation=bytes(15) + b"1").origin
+    plain = replace(one, identity="", trust=TrustMode.PSK)
+    assert plain.origin == plain.incarnation

@@ -1,0 +1,451 @@
+"""Certificates: which files are used, who a peer is, and what is refused and why."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from kvwire import AuthenticationFailed, Config, UsageError
+from kvwire.limits import BINDING_BYTES
+from kvwire.security import tls as tls_module
+from kvwire.security.tls import CredentialFiles, Credentials, Proven
+from kvwire.security.tls_errors import explained
+from kvwire.types import Role
+from tests.support.certificates import (
+    FAR,
+    NEAR,
+    Authority,
+    Issued,
+    chained,
+    issue,
+    locked,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def authority(folder: Path) -> Authority:
+    return Authority(folder)
+
+
+def credentials(**config: Any) -> Credentials:
+    return Credentials(Config(**config))
+
+
+def as_far(authority: Authority, issued: Issued, *peers: str) -> dict[str, Any]:
+    """Keys of Config for whoever shows this certificate."""
+    return authority.config(FAR, *peers) | issued.config
+
+
+class Ends:
+    """Both ends of one TLS connection, in memory.
+
+    Attributes:
+        tls: The SSLObject of each role.
+    """
+
+    def __init__(self, client: Credentials, server: Credentials) -> None:
+        self._bios = {role: (ssl.MemoryBIO(), ssl.MemoryBIO()) for role in Role}
+        self._credentials = {Role.CLIENT: client, Role.SERVER: server}
+        self.tls = {
+            role: self._credentials[role].wrap(role, *self._bios[role]) for role in Role
+        }
+
+    def shake(self) -> dict[Role, ssl.SSLError]:
+        """Pass everything on until nothing is left; the error of each side."""
+        errors: dict[Role, ssl.SSLError] = {}
+        for _ in range(4):
+            for role, tls in self.tls.items():
+                try:
+                    if role not in errors:
+                        tls.do_handshake()
+                        tls.read()
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLError as exc:
+                    errors[role] = exc
+                self._bios[role.other][0].write(self._bios[role][1].read())
+        return errors
+
+    def proven(self, role: Role) -> Proven:
+        """What this side knows of the other."""
+        return self._credentials[role].proven(self.tls[role], role)
+
+
+def shaken(client: dict[str, Any], server: dict[str, Any]) -> Ends:
+    ends = Ends(credentials(**client), credentials(**server))
+    assert ends.shake() == {}
+    return ends
+
+
+# --- who is there ---------------------------------------------------------------------
+
+
+def test_both_know_each_other_and_the_certificates_in_use(authority: Authority) -> None:
+    ends = shaken(authority.config(NEAR, FAR), authority.config(FAR, NEAR))
+    at_client, at_server = ends.proven(Role.CLIENT), ends.proven(Role.SERVER)
+    assert (at_client.identity, at_server.identity) == (FAR, NEAR)
+    assert at_client.binding == at_server.binding
+    assert len(at_client.binding) == BINDING_BYTES
+    for tls in ends.tls.values():
+        assert tls.version() == "TLSv1.3"
+    again = shaken(authority.config(NEAR, FAR), authority.config(FAR, NEAR))
+    assert again.proven(Role.CLIENT).binding != at_client.binding
+
+
+@pytest.mark.parametrize(
+    ("names", "peers", "identity"),
+    [
+        (("decode-0",), ("decode-0",), "decode-0"),
+        (("Decode-0.Example",), ("decode-0.EXAMPLE",), "decode-0.example"),
+        ((NEAR, "decode-0"), ("decode-0",), "decode-0"),
+        ((NEAR, "decode-0"), ("decode-0", NEAR), NEAR),
+        ((NEAR,), ("*",), NEAR),
+        (("*.example",), ("*.example",), "*.example"),
+    ],
+)
+def test_a_name_that_is_listed_is_who_it_is(
+    authority: Authority, names: tuple[str, ...], peers: tuple[str, ...], identity: str
+) -> None:
+    config = authority.config(FAR) | authority.issue(*names).config
+    ends = shaken(config, authority.config(FAR, *peers))
+    assert ends.proven(Role.SERVER).identity == identity
+
+
+@pytest.mark.parametrize(
+    ("names", "peers", "said"),
+    [
+        ((NEAR,), (FAR,), repr(NEAR)),
+        ((NEAR,), (NEAR + "/more",), repr(NEAR)),
+        ((NEAR + "/more",), (NEAR,), "/more"),
+        ((NEAR.upper(),), (NEAR,), repr(NEAR.upper())),
+        # What looks like a pattern is a name.
+        (("a.example",), ("*.example",), "'a.example'"),
+        (("*.example",), ("a.example",), "'*.example'"),
+        ((), ("*",), "no URI or DNS name"),
+        ((), (NEAR,), "no URI or DNS name"),
+    ],
+)
+def test_a_name_that_is_not_listed_is_told(
+    authority: Authority, names: tuple[str, ...], peers: tuple[str, ...], said: str
+) -> None:
+    config = authority.config(FAR) | authority.issue(*names).config
+    ends = shaken(config, authority.config(FAR, *peers))
+    with pytest.raises(AuthenticationFailed, match="tls_peers") as caught:
+        ends.proven(Role.SERVER)
+    assert said in str(caught.value)
+    assert caught.value.fields == ("tls_peers",)
+
+
+def test_the_common_name_is_nobodys_identity(authority: Authority) -> None:
+    issued = authority.issue()
+    title = issued.certificate.subject.rfc4514_string().removeprefix("CN=")
+    ends = shaken(as_far(authority, issued), authority.config(FAR, title))
+    with pytest.raises(AuthenticationFailed, match="no URI or DNS name"):
+        ends.proven(Role.SERVER)
+
+
+# --- whose signature counts -----------------------------------------------------------
+
+
+def judged(client: dict[str, Any], server: dict[str, Any]) -> dict[Role, str]:
+    """What each side says about a handshake that fails."""
+    errors = Ends(credentials(**client), credentials(**server)).shake()
+    said = {role: explained(exc, opened=False) for role, exc in errors.items()}
+    assert all(isinstance(exc, AuthenticationFailed) for exc in said.values())
+    return {role: str(exc) for role, exc in said.items()}
+
+
+def test_another_ca(authority: Authority, folder: Path) -> None:
+    other = Authority(folder, "another CA")
+    said = judged(authority.config(NEAR), other.config(FAR))
+    assert "no CA in tls_ca_file has signed it" in said[Role.CLIENT]
+    assert "does not accept our tls_cert_file: no CA" in said[Role.SERVER]
+    # The client's is looked at by the server alone.
+    mixed = authority.config(NEAR) | {"tls_ca_file": str(other.root.cert_file)}
+    said = judged(mixed, other.config(FAR))
+    assert "no CA in tls_ca_file has signed it" in said[Role.SERVER]
+    assert "does not accept our tls_cert_file: no CA" in said[Role.CLIENT]
+
+
+@pytest.mark.parametrize("days", [(-3, -1), (1, 3)])
+@pytest.mark.parametrize("role", Role)
+def test_out_of_its_time(
+    authority: Authority, role: Role, days: tuple[int, int]
+) -> None:
+    sides = [authority.config(NEAR), authority.config(FAR)]
+    sides[role] = authority.config(NEAR, days=days)
+    said = judged(*sides)
+    assert "a clock is wrong" in said[role.other]
+    assert "the peer does not accept our tls_cert_file" in said[role]
+    if days[1] < 0:
+        assert "expired" in said[role]
+        assert "renew its tls_cert_file" in said[role.other]
+
+
+@pytest.mark.parametrize("role", Role)
+def test_signed_by_itself(authority: Authority, folder: Path, role: Role) -> None:
+    sides = [authority.config(NEAR), authority.config(FAR)]
+    sides[role] |= issue(folder, NEAR).config
+    assert "no CA in tls_ca_file has signed it" in judged(*sides)[role.other]
+
+
+@pytest.mark.parametrize("role", Role)
+def test_meant_for_something_else(authority: Authority, role: Role) -> None:
+    usage = (ExtendedKeyUsageOID.CODE_SIGNING,)
+    sides = [authority.config(NEAR), authority.config(FAR)]
+    sides[role] = authority.config(NEAR, usages=usage)
+    assert "clientAuth and serverAuth" in judged(*sides)[role.other]
+
+
+def test_meant_for_both_ways(authority: Authority) -> None:
+    usages = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
+    configs = (authority.config(name, usages=usages) for name in (NEAR, FAR))
+    assert shaken(*configs).proven(Role.SERVER).identity == NEAR
+
+
+def test_who_may_sign_makes_nobody_else(authority: Authority, folder: Path) -> None:
+    """A CA:TRUE certificate of our CA, and a name that it has made itself."""
+    greedy = issue(folder, "greedy", by=authority.root, ca=True)
+    made_up = chained(folder, issue(folder, FAR, by=greedy), greedy)
+    ends = shaken(as_far(authority, made_up), authority.config(NEAR, FAR))
+    with pytest.raises(AuthenticationFailed, match="a CA that it brought along"):
+        ends.proven(Role.SERVER)
+
+
+def test_a_ca_below_another_counts_if_it_is_in_the_file(
+    authority: Authority, folder: Path
+) -> None:
+    below = issue(folder, "below", by=authority.root, ca=True)
+    mine = issue(folder, NEAR, by=below).config
+    alone = authority.config(FAR, NEAR) | {"tls_ca_file": str(below.cert_file)} | mine
+    ends = shaken(alone, alone)
+    assert ends.proven(Role.SERVER).identity == NEAR
+
+
+def test_a_client_without_a_certificate(authority: Authority) -> None:
+    server = credentials(**authority.config(FAR))
+    ends = Ends(server, server)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(authority.root.cert_file)
+    ends.tls[Role.CLIENT] = context.wrap_bio(*ends._bios[Role.CLIENT])
+    errors = ends.shake()
+    said = str(explained(errors[Role.SERVER], opened=False))
+    assert "the peer shows no certificate" in said
+
+
+def test_an_older_tls(authority: Authority) -> None:
+    server = credentials(**authority.config(FAR))
+    ends = Ends(server, server)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.load_verify_locations(authority.root.cert_file)
+    ends.tls[Role.CLIENT] = context.wrap_bio(*ends._bios[Role.CLIENT])
+    errors = ends.shake()
+    assert "speaks no TLS 1.3" in str(explained(errors[Role.SERVER], opened=False))
+
+
+def test_no_tickets_are_given(authority: Authority) -> None:
+    ends = shaken(authority.config(NEAR), authority.config(FAR))
+    assert not ends.tls[Role.CLIENT].session_reused
+    session = ends.tls[Role.CLIENT].session
+    assert session is None or not session.has_ticket
+
+
+# --- files ----------------------------------------------------------------------------
+
+
+def expect_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        credentials(**config)
+
+
+@pytest.mark.parametrize("key", ["tls_cert_file", "tls_key_file", "tls_ca_file"])
+def test_a_file_that_is_not_there(authority: Authority, key: str) -> None:
+    expect_refused(
+        authority.config(FAR) | {key: "/no/such"}, f"{key} /no/such: No such"
+    )
+
+
+@pytest.mark.parametrize("key", ["tls_cert_file", "tls_key_file", "tls_ca_file"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\0 no PEM", b"-----BEGIN CERTIFICATE--"]
+)
+def test_a_file_of_something_else(
+    authority: Authority, tmp_path: Path, key: str, content: bytes
+) -> None:
+    path = tmp_path / "file"
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+    expect_refused(authority.config(FAR) | {key: str(path)}, f"{key} {path}")
+
+
+def test_a_broken_certificate(authority: Authority, tmp_path: Path) -> None:
+    path = tmp_path / "cert"
+    path.write_text("-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n")
+    expect_refused(authority.config(FAR) | {"tls_cert_file": str(path)}, str(path))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o620, 0o601])
+def test_a_key_that_others_can_reach(authority: Authority, mode: int) -> None:
+    config = authority.config(FAR)
+    Path(config["tls_key_file"]).chmod(mode)
+    expect_refused(config, rf"tls_key_file .* mode {mode:04o} .*chmod 600")
+
+
+def test_a_key_of_another_certificate(authority: Authority) -> None:
+    other = authority.issue(NEAR).config["tls_key_file"]
+    config = authority.config(FAR) | {"tls_key_file": other}
+    expect_refused(config, f"{other} is not the key of tls_cert_file")
+
+
+def test_an_encrypted_key_asks_nobody(authority: Authority, folder: Path) -> None:
+    issued = locked(folder, authority.issue(FAR), b"secret")
+    expect_refused(as_far(authority, issued), "is encrypted")
+
+
+def test_a_ca_file_without_a_ca(authority: Authority) -> None:
+    config = authority.config(FAR)
+    expect_refused(
+        config | {"tls_ca_file": config["tls_cert_file"]}, "no certificate of a CA"
+    )
+
+
+def test_nothing_of_a_key_is_shown(authority: Authority) -> None:
+    config = authority.config(FAR)
+    ends = shaken(config, config)
+    key = Path(config["tls_key_file"]).read_text().splitlines()[1]
+    shown = [credentials(**config), CredentialFiles(Config(**config))]
+    for thing in (*shown, ends.proven(Role.CLIENT), Config(**config)):
+        assert key[:16] not in repr(thing)
+    assert "binding" not in repr(ends.proven(Role.CLIENT))
+
+
+# --- files that change ----------------------------------------------------------------
+
+
+def replaced(path: str, content: bytes) -> None:
+    """As a careful rotation does it: the new file takes the place of the old one."""
+    new = Path(path + ".new")
+    new.touch(mode=0o600)
+    new.write_bytes(content)
+    new.replace(path)
+
+
+def test_files_that_have_changed_are_read_again(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvwire")
+    config = authority.config(FAR)
+    files = CredentialFiles(Config(**config))
+    before = files.current()
+    assert files.current() is before
+    new = authority.issue(NEAR)
+    replaced(config["tls_cert_file"], new.cert_file.read_bytes())
+    assert files.current() is before
+    assert "is not the key of" in caplog.text
+    caplog.clear()
+    assert files.current() is before
+    assert not caplog.records  # once
+    replaced(config["tls_key_file"], new.key_file.read_bytes())
+    after = files.current()
+    assert after is not before
+    assert "new connections use them" in caplog.text
+    ends = Ends(after, credentials(**authority.config(FAR)))
+    assert ends.shake() == {}
+    assert ends.proven(Role.SERVER).identity == NEAR
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_files_that_change_while_they_are_read(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    """One handshake uses one reading of them: the proof fits what is shown."""
+    config, new = authority.config(FAR), authority.issue(FAR)
+    load = tls_module._load_own
+
+    def rotated(*arguments: Any) -> None:
+        replaced(config["tls_cert_file"], new.cert_file.read_bytes())
+        replaced(config["tls_key_file"], new.key_file.read_bytes())
+        load(*arguments)
+
+    monkeypatch.setattr(tls_module, "_load_own", rotated)
+    changed = credentials(**config)
+    monkeypatch.undo()
+    other = credentials(**authority.config(NEAR))
+    pair = (changed, other) if role is Role.CLIENT else (other, changed)
+    ends = Ends(*pair)
+    assert ends.shake() == {}
+    assert ends.proven(Role.CLIENT).binding == ends.proven(Role.SERVER).binding
+
+
+def test_a_file_that_is_gone_for_a_moment(authority: Authority) -> None:
+    config = authority.config(FAR)
+    files = CredentialFiles(Config(**config))
+    before = files.current()
+    path = Path(config["tls_ca_file"])
+    path.rename(path.with_suffix(".away"))
+    try:
+        assert files.current() is before
+    finally:
+        path.with_suffix(".away").rename(path)
+    assert files.current() is not before
+
+
+# --- OpenSSL's words ------------------------------------------------------------------
+
+
+def error(reason: str | None) -> ssl.SSLError:
+    made = ssl.SSLError(1, "[SSL] said so (_ssl.c:1)")
+    made.reason = reason  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize(
+    "reason", ["DECRYPTION_FAILED_OR_BAD_RECORD_MAC", "WRONG_VERSION_NUMBER"]
+)
+def test_after_the_handshake_damage_is_damage(reason: str) -> None:
+    said = explained(error(reason), opened=True)
+    assert isinstance(said, OSError)
+    assert "damaged or changed on the way" in str(said)
+
+
+@pytest.mark.parametrize("reason", ["SOMETHING_NEW", None])
+def test_what_is_not_known_is_passed_on(reason: str | None) -> None:
+    said = explained(error(reason), opened=False)
+    assert isinstance(said, AuthenticationFailed)
+    assert (reason or "said so") in str(said)
+
+
+@pytest.mark.parametrize(
+    ("reason", "field"),
+    [
+        ("TLSV1_ALERT_UNKNOWN_CA", "tls_ca_file"),
+        ("TLSV1_ALERT_DECRYPT_ERROR", "tls_ca_file"),
+        ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "tls_cert_file"),
+        ("SSLV3_ALERT_CERTIFICATE_UNKNOWN", "tls_cert_file"),
+        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "tls_cert_file"),
+        ("SSLV3_ALERT_BAD_CERTIFICATE", "tls_cert_file"),
+        ("SSLV3_ALERT_UNSUPPORTED_CERTIFICATE", "tls_cert_file"),
+        ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "trust"),
+        ("WRONG_VERSION_NUMBER", "trust"),
+        ("TLSV1_ALERT_PROTOCOL_VERSION", "trust"),
+    ],
+)
+def test_a_refusal_names_the_key_to_look_at(reason: str, field: str) -> None:
+    # The client hears of its certificate after its own handshake is over.
+    for opened in (False, True) if "ALERT" in reason else (False,):
+        said = explained(error(reason), opened=opened)
+        assert isinstance(said, AuthenticationFailed)
+        assert said.fields == (field,)

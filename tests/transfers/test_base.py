@@ -1,0 +1,207 @@
+"""What both ends have in common: one outcome, leases, memory, quarantine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvwire
+from kvwire.limits import TRANSFER_ID_BYTES_MAX
+from kvwire.testing import virtual_time
+from kvwire.transfers.base import recoverable, transfer_key
+from tests.scenarios.world import LAYERS, World, play
+
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+
+
+def test_names_are_told_apart_by_their_type() -> None:
+    keys = [transfer_key(id) for id in ("1", b"1", 1, -1, "i1", b"s1")]
+    assert len(set(keys)) == len(keys)
+    longest = "x" * (TRANSFER_ID_BYTES_MAX - 1)
+    assert len(transfer_key(longest)) == TRANSFER_ID_BYTES_MAX
+    with pytest.raises(kvwire.UsageError, match="255 are allowed"):
+        transfer_key(longest + "x")
+    with pytest.raises(kvwire.UsageError, match="True: pass a str"):
+        transfer_key(True)
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (kvwire.ConnectionLost("x"), True),
+        (kvwire.PeerUnresponsive("x"), True),
+        (kvwire.ClosedOK("x"), False),
+        (kvwire.PeerCancelled("x"), False),
+        (kvwire.DeadlineExceeded("x"), False),
+        (None, False),
+    ],
+    ids=repr,
+)
+def test_which_ends_a_transfer_survives(
+    error: kvwire.KVWireError | None, goes_on: bool
+) -> None:
+    assert recoverable(error) is goes_on
+
+
+def test_the_outcome_is_a_record() -> None:
+    """For any number of waiters, before and after, cancelled or not."""
+
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+
+        async def wait() -> kvwire.Outcome:
+            return await inc
+
+        waiters = [asyncio.create_task(wait()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        assert "under way" in repr(inc)
+        out.ready()
+        out.finish()
+        outcome = await inc
+        assert inc.outcome is outcome
+        assert [await waiter for waiter in waiters[1:]] == [outcome, outcome]
+        assert await inc is outcome
+        assert inc.done()
+        assert "over" in repr(inc)
+        inc.abort("too late")
+        assert inc.outcome is outcome
+
+    play(scenario, "inproc")
+
+
+def test_a_lease_runs_while_the_peer_is_missing() -> None:
+    async def scenario(w: World) -> None:
+        began = w.p.loop.time()
+        ends = {
+            "offered": w.p.publish("a", w.source.cache, [1], lease_s=1.0),
+            "expected": w.d.expect("b", w.target.cache, [1], lease_s=2.0),
+            "configured": w.p.publish("c", w.source.cache, [2]),
+        }
+        for end, seconds in zip(ends.values(), (1.0, 2.0, 4.0), strict=True):
+            outcome = await end
+            assert w.p.loop.time() - began == pytest.approx(seconds, abs=0.01)
+            (reason,) = set(outcome.missing.values())
+            assert (
+                reason == f"the lease of {seconds:g} s ended while a peer was missing"
+            )
+            await end.drained()
+
+    play(scenario, "inproc", lease_s=4.0)
+
+
+def test_a_lease_is_renewed_by_a_consumer_that_comes() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST, consumers=2, lease_s=2.0)
+        await virtual_time.pass_time(1.5)
+        first = w.pull_side.pull("t", w.target.cache, DEST)
+        await virtual_time.pass_time(1.5)
+        assert not out.done()
+        second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
+        await virtual_time.pass_time(10.0)
+        assert not out.done(), "nobody is missing"
+        out.ready()
+        out.finish()
+        assert (await first).complete
+        assert (await second).complete
+        assert (await out).complete
+
+    play(scenario, "inproc")
+
+
+def test_a_peer_that_asks_holds_no_lease() -> None:
+    """Its question waits for as long as its link and its deadline let it."""
+
+    async def scenario(w: World) -> None:
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        await virtual_time.pass_time(100.0)
+        assert not inc.done()
+        out = w.p.publish("t", w.source.cache, LIST)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+
+    play(scenario, "inproc", lease_s=1.0)
+
+
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_closing_a_connection_ends_what_waits_on_it(verb: str) -> None:
+    """At once and on both sides: a closed connection is not lost."""
+
+    async def scenario(w: World) -> None:
+        asked: kvwire.Incoming | kvwire.Outgoing
+        if verb == "pull":
+            asked = w.pull_side.pull("t", w.target.cache, DEST)
+            ends = [w.pull_side, w.push_side]
+        else:
+            asked = w.push_side.push("t", w.source.cache, LIST)
+            ends = [w.push_side, w.pull_side]
+        began = w.d.loop.time()
+        await ends[1].close()
+        outcome = await asked
+        assert not outcome.landed
+        assert w.d.loop.time() - began < 0.1
+        await asked.drained()
+        assert ends[0].closed
+
+    play(scenario, "inproc")
+
+
+def test_drained_waits_for_the_outcome() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        waits = asyncio.create_task(inc.drained())
+        out.ready(layers=slice(0, LAYERS))
+        await inc.layer(LAYERS - 1)
+        assert not waits.done()
+        assert not inc.is_drained
+        out.finish()
+        await waits
+        assert inc.done()
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+@pytest.mark.parametrize("end", ["settled", "abort", "cut", "deadline"])
+@pytest.mark.parametrize("side", [kvwire.Incoming, kvwire.Outgoing])
+def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
+    side: type[kvwire.Incoming | kvwire.Outgoing],
+    end: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for ever, and nothing is free before it has drained."""
+    name = "_end_now" if side is kvwire.Incoming else "_finish_now"
+    real, refusals = getattr(side, name), [MemoryError(), MemoryError()]
+
+    def short(self: object, reason: object) -> None:
+        if refusals:
+            raise refusals.pop()
+        real(self, reason)
+
+    monkeypatch.setattr(side, name, short)
+
+    async def scenario(w: World) -> None:
+        within = 0.2 if end == "deadline" else None
+        out = w.p.publish("t", w.source.cache, LIST, deadline=within)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        out.ready(layers=slice(0, LAYERS - (end != "settled")))
+        if end == "settled":
+            out.finish()
+        elif end == "abort":
+            inc.abort()
+        elif end == "cut":
+            w.cut()
+        outcomes = [await inc, await out]
+        assert not refusals
+        assert all(outcome.complete == (end == "settled") for outcome in outcomes)
+        await inc.drained()
+        await out.drained()
+
+    play(scenario, transport, resume=False)

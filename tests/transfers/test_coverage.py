@@ -1,0 +1,58 @@
+"""Claims against an array of booleans, which says the same more slowly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.transfers.coverage import Claims
+
+LAYERS, BLOCKS = 5, 7
+
+
+def _ranges(size: int) -> st.SearchStrategy[range]:
+    ends = st.tuples(st.integers(0, size), st.integers(0, size))
+    return ends.map(lambda pair: range(min(pair), max(pair)))
+
+
+@given(st.lists(st.tuples(_ranges(LAYERS), _ranges(BLOCKS)), max_size=12))
+def test_any_marks_in_any_order(marks: list[tuple[range, range]]) -> None:
+    """What is taken, complete, untouched, and the first gap."""
+    claims = Claims(LAYERS, BLOCKS)
+    cells = np.zeros((LAYERS, BLOCKS), np.bool_)
+    for layers, blocks in marks:
+        part = cells[layers.start : layers.stop, blocks.start : blocks.stop]
+        assert claims.taken(layers, blocks) == bool(part.any())
+        if not part.any():
+            claims.claim(layers, blocks)
+            part[:] = True
+        assert claims.complete == bool(cells.all())
+        assert claims.untouched == int((~cells.any(axis=1)).sum())
+        if not cells.all():
+            gap = tuple(int(index) for index in np.argwhere(~cells)[0])
+            assert claims.first_gap() == gap
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 64, 100_000])
+def test_layer_by_layer(blocks: int) -> None:
+    """The common order, for lists from none to longer than any machine word."""
+    claims = Claims(80, blocks)
+    assert claims.complete == (blocks == 0)
+    for layer in range(80):
+        one, every = range(layer, layer + 1), range(blocks)
+        assert not claims.taken(one, every)
+        claims.claim(one, every)
+        assert claims.taken(one, every) == (blocks > 0)
+    assert claims.complete
+
+
+def test_no_blocks_claim_nothing() -> None:
+    """An empty range of blocks is no claim, not even twice."""
+    claims = Claims(2, 3)
+    for _ in range(2):
+        assert not claims.taken(range(2), range(0))
+        claims.claim(range(2), range(0))
+    assert claims.untouched == 2
+    assert claims.first_gap() == (0, 0)

@@ -1,0 +1,209 @@
+"""What the two sides tell each other: read back as it was, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire import KVSpec, PagedCache, ProfileMismatch, UsageError
+from kvwire.kv.geometry import Geometry, describe
+from kvwire.limits import (
+    DESCRIPTION_BYTES_MAX,
+    KV_GROUPS_MAX,
+    LANDED_BOXES_MAX,
+    PROFILE_FIELDS_MAX,
+    TRANSFER_ID_BYTES_MAX,
+)
+from kvwire.transfers.description import END_BYTES, Description, pack_have
+
+SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
+END = b"endpoint"
+assert len(END) == END_BYTES
+
+
+@dataclass
+class Fields:
+    """Something to describe."""
+
+    blocks: int = 3
+
+    @property
+    def geometry(self) -> Geometry:
+        shape = (self.blocks, 2, 4, 1, 2)
+        cache = PagedCache(SPEC, [np.zeros(shape, np.float32) for _ in range(2)])
+        return describe(cache, cache.block_lists(range(self.blocks)))
+
+    def made(self, **more: Any) -> Description:
+        fields: Any = self.geometry.encode()
+        return Description(geometry=fields, end=END, **more)
+
+
+U32 = st.integers(0, 2**32 - 1)
+
+
+@given(
+    met=st.sampled_from([b"", b"12345678"]),
+    hashes=st.binary(max_size=32),
+    landed=st.lists(st.tuples(U32, U32, U32, U32, U32), max_size=5).map(tuple),
+    plan=st.binary(max_size=16),
+    settled=st.booleans(),
+)
+def test_round_trip(**fields: Any) -> None:
+    said = Fields().made(**fields)
+    assert Description.decode(said.encode()) == said
+    assert said.read_geometry().encode() == Fields().geometry.encode()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_what_the_consumer_has_comes_back_bit_by_bit(bits: list[bool]) -> None:
+    have = {"kv": np.array(bits)}
+    said = Fields(len(bits)).made(have=pack_have(have))
+    heard = Description.decode(said.encode())
+    found = heard.read_have(heard.read_geometry())
+    if any(bits):
+        assert found["kv"].tolist() == bits
+        assert found["kv"].dtype == np.bool_
+    else:
+        assert not found, "nothing travels where there is nothing"
+
+
+@pytest.mark.parametrize(
+    "have",
+    [
+        (("kv", b""),),
+        (("kv", b"\x01\x00"),),
+        (("other", b"\x01"),),
+    ],
+)
+def test_a_bitmap_that_does_not_fit(have: Any) -> None:
+    said = Fields(8).made(have=have)
+    with pytest.raises(ProfileMismatch, match="`have` of group") as caught:
+        said.read_have(said.read_geometry())
+    assert caught.value.fields == ("have",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc0",
+        b"\x90",
+        b"\x91\x90" * 40,
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 40_000,
+        b"\xdb\xff\xff\xff\xff",
+    ],
+    ids=lambda data: data[:6].hex(),
+)
+def test_bytes_that_are_none(data: bytes) -> None:
+    with pytest.raises(ProfileMismatch, match="the peer's description"):
+        Description.decode(data)
+
+
+def test_a_name_that_is_no_text() -> None:
+    """msgspec reports it as Python does, and not as its own error."""
+    data = Fields().made().encode().replace(b"kv", b"k\xff", 1)
+    with pytest.raises(ProfileMismatch, match=r"the peer's description.*utf-8"):
+        Description.decode(data)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    try:
+        read = Description.decode(data)
+    except ProfileMismatch:
+        return
+    assert len(read.end) == END_BYTES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"end": b""},
+        {"end": b"123456789"},
+        {"met": b"123456789"},
+        {"hashes": bytes(33)},
+        {"plan": bytes(17)},
+        {"landed": ((0, 0, 1, 0, 2**32),)},
+        {"landed": ((0, 0, 1, 0, -1),)},
+        {"landed": ((0, 0, 1, 0, 1),) * (LANDED_BOXES_MAX + 1)},
+        {"settled": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_field_out_of_range(change: dict[str, Any]) -> None:
+    said = msgspec.structs.replace(Fields().made(), **change)
+    with pytest.raises(ProfileMismatch):
+        Description.decode(msgspec.msgpack.encode(said))
+
+
+def test_a_geometry_out_of_range_names_the_peer() -> None:
+    name, pairs, order, _, tokens = Fields().made().geometry[0]
+    said = msgspec.structs.replace(
+        Fields().made(), geometry=((name, pairs, order, 2**32 - 1, tokens),)
+    )
+    with pytest.raises(ProfileMismatch, match="the peer's description: group 'kv'"):
+        Description.decode(msgspec.msgpack.encode(said)).read_geometry()
+
+
+def test_room_is_kept_for_what_will_have_landed() -> None:
+    """A description that fits now fits with any boxes after a lost link as well."""
+    worst = ((2**32 - 1,) * 5,) * LANDED_BOXES_MAX
+    low, high = 1, 8 * DESCRIPTION_BYTES_MAX
+    while low + 1 < high:
+        blocks = (low + high) // 2
+        have = (("kv", b"\xff" * blocks),)
+        try:
+            Fields().made(have=have).encode()
+            low = blocks
+        except UsageError:
+            high = blocks
+    assert low > 16_000, "bitmaps of 128,000 blocks fit"
+    largest = Fields().made(have=(("kv", b"\xff" * low),), landed=worst)
+    assert len(largest.encode()) <= DESCRIPTION_BYTES_MAX
+    with pytest.raises(UsageError, match="move fewer blocks at once"):
+        Fields().made(have=(("kv", b"\xff" * high),)).encode()
+    assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "differ"),
+    [(b"a", b"b", True), (b"a", b"a", False), (b"", b"b", False), (b"a", b"", False)],
+)
+def test_hashes_are_compared_where_both_give_them(
+    mine: bytes, theirs: bytes, differ: bool
+) -> None:
+    said = Fields().made(hashes=theirs)
+    if not differ:
+        said.require_same_hashes(mine)
+        assert said.hashes == theirs
+        return
+    with pytest.raises(ProfileMismatch, match="hashes") as caught:
+        said.require_same_hashes(mine)
+    assert caught.value.fields == ("hashes",)
+
+
+def test_the_answer_s_plan_must_be_ours() -> None:
+    answer = Fields().made(plan=b"ours")
+    answer.require_same_plan(b"ours")
+    with pytest.raises(ProfileMismatch, match="in different orders") as caught:
+        answer.require_same_plan(b"another")
+    assert caught.value.fields == ("plan",)
+
+
+@pytest.mark.parametrize("where", ["groups", "fields of a group"])
+def test_lists_that_are_longer_than_any_cache_needs(where: str) -> None:
+    """They would be read each time that the question is asked again."""
+    group: Any = ["kv", [["name", "value"]], "order", 1, None]
+    geometry = [group] * (KV_GROUPS_MAX + 1)
+    if where != "groups":
+        group[1] *= PROFILE_FIELDS_MAX + 1
+        geometry = [group]
+    with pytest.raises(ProfileMismatch, match="of length <="):
+        Description.decode(msgspec.msgpack.encode([geometry, END]))

@@ -1,0 +1,149 @@
+"""What a mark may wait for: futures of any kind, events of a device, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from kvwire.driver.devices import Devices
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.limits import MIB
+from kvwire.memory.device.simulated import SimulatedDevice
+from kvwire.transfers.event_wait import Afters, fired
+from tests.support.pairs import until
+
+
+@pytest.fixture
+async def devices() -> AsyncIterator[Devices]:
+    made = Devices(asyncio.get_running_loop(), MIB)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "concurrent"])
+async def test_a_future(devices: Devices, kind: str) -> None:
+    after: Any = Future() if kind == "concurrent" else asyncio.Future()
+    told: list[str] = []
+    Afters(devices).prepare(after)(told.append)
+    assert told == []
+    after.set_result(None)
+    await until(lambda: told)
+    assert told == [""]
+
+
+async def test_a_future_that_fails(devices: Devices) -> None:
+    after: Future[None] = Future()
+    told: list[str] = []
+    Afters(devices).prepare(after)(told.append)
+    after.set_exception(ValueError("no such layer"))
+    assert told == ["failed: ValueError: no such layer"]
+
+
+async def test_an_event(devices: Devices) -> None:
+    device = SimulatedDevice()
+    stream, told = device.stream(), list[str]()
+    device.hold()
+    stream.call(lambda: None)
+    Afters(devices).prepare(stream.record())(told.append)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert told == []
+    device.release()
+    await until(lambda: told)
+    assert told == [""]
+    stream.close()
+    device.close()
+
+
+async def test_an_event_that_its_library_does_not_take(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was claimed before it was waited for, so it fails and is not forgotten."""
+    device = SimulatedDevice()
+    stream, told = device.stream(), list[str]()
+
+    def refuse() -> None:
+        raise RuntimeError("no more streams")
+
+    monkeypatch.setattr(device, "stream", refuse)
+    Afters(devices).prepare(stream.record())(told.append)
+    assert told == ["failed: RuntimeError: no more streams"]
+    stream.close()
+    device.close()
+
+
+@pytest.mark.parametrize(
+    "after", [7, "event", object()], ids=lambda after: type(after).__name__
+)
+async def test_nothing_that_can_be_waited_for(devices: Devices, after: Any) -> None:
+    with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
+        Afters(devices).prepare(after)
+
+
+async def test_waiting_for_an_event(devices: Devices) -> None:
+    device = SimulatedDevice()
+    stream, gate = device.stream(), threading.Event()
+    stream.call(lambda: void(gate.wait()))
+    waiting = asyncio.ensure_future(fired(stream.record(), devices))
+    given_up = asyncio.ensure_future(fired(stream.record(), devices))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    given_up.cancel()
+    gate.set()
+    await waiting
+    assert given_up.cancelled()
+    device.fail("an illegal memory access")
+    with pytest.raises(BackendUnavailable, match="failed: RuntimeError: an illegal"):
+        await fired(stream.record(), devices)
+    stream.close()
+    device.close()
+
+
+async def test_waiting_for_a_future_of_another_thread(devices: Devices) -> None:
+    after: Future[None] = Future()
+    threading.Thread(target=after.set_result, args=(None,)).start()
+    await fired(after, devices)
+    with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
+        await fired(7, devices)
+
+
+def test_what_comes_true_when_the_loop_is_closed() -> None:
+    """Whoever says so need not know, and has others to tell."""
+    after = Waited()
+
+    async def given_up() -> None:
+        devices = Devices(asyncio.get_running_loop(), MIB)
+        waiting = asyncio.ensure_future(fired(after, devices))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        devices.close()
+
+    asyncio.run(given_up())
+    (call,) = after.calls
+    call(after)
+    assert after.asked
+
+
+class Waited:
+    """A future that tells no sooner than the test says."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[Any], object]] = []
+        self.asked = False
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        self.calls.append(call)
+
+    def result(self) -> None:
+        self.asked = True
+
+
+def void(_: object) -> None:
+    """For work whose result nobody wants."""

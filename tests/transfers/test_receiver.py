@@ -1,0 +1,289 @@
+"""What a producer marks is compared with the consumer's plan; a hostile one loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire.kv.plan import Segment
+from kvwire.proto.records import Segment as CoreSegment
+from kvwire.proto.records import Transfer
+from kvwire.proto.state import Kind
+from kvwire.transfers import receiver as receipt_module
+from kvwire.transfers.receiver import missing_chunks
+from kvwire.wire.control import Commit, Done, Landed, Mark, Settled
+from kvwire.wire.header import FrameType
+from tests.scenarios.world import LAYERS, SPEC, World, play, same
+
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+LAYER_BYTES = len(LIST) * SPEC.layer_block_bytes
+
+
+class Hostile:
+    """An agreed transfer, one end of which says what its core did not."""
+
+    def __init__(self, w: World, out: kvwire.Outgoing, inc: kvwire.Incoming) -> None:
+        self.w, self.out, self.inc = w, out, inc
+
+    @classmethod
+    async def of(cls, w: World) -> Hostile:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        await w.until(lambda: inc.planned)
+        return cls(w, out, inc)
+
+    def say(self, frame_type: FrameType, body: Any, *, producer: bool = True) -> None:
+        end = self.out.deliveries[0] if producer else self.inc.receipt
+        assert end is not None
+        assert end.core is not None
+        assert end.core.wire_id is not None
+        outbox = end.connection.core.outbox
+        outbox.send(frame_type, body, request=end.core.wire_id)
+        end.connection.run()
+
+    async def broken(self, rule: str, by: kvwire.Connection) -> None:
+        """The connection ends, naming the rule, and the process lives."""
+        await by.wait_closed()
+        assert by.core.error is not None
+        assert rule in str(by.core.error)
+        self.inc.abort()
+        self.out.abort()
+        assert not (await self.inc).landed
+        await self.inc.drained()
+        assert self.w.target.free(range(32))
+        self.w.pull_side = await self.w.d.connect(self.w.address)
+        assert await self.w.moves("another", [6, 7], [20, 21])
+
+
+def check_hostile(act: Callable[[Hostile], None], rule: str, *, consumer: bool) -> None:
+    """One side acts against a rule; the other one refuses it by its id."""
+
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        act(hostile)
+        await hostile.broken(rule, w.pull_side if consumer else w.push_side)
+
+    play(scenario, "inproc", resume=False)
+
+
+@pytest.mark.rule("KVW-TR-09", "keeps")
+@pytest.mark.rule("KVW-TR-11", "keeps")
+def test_what_is_inside_the_plan_lands() -> None:
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        for layer in range(LAYERS):
+            for blocks in (slice(0, 2), slice(2, 5)):
+                hostile.out.ready(layer, blocks)
+        hostile.out.finish()
+        assert (await hostile.inc).complete
+        assert same(w.source, LIST, w.target, DEST)
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.rule("KVW-TR-09", "breaks")
+@pytest.mark.parametrize(
+    ("box", "nbytes"),
+    [
+        ((1, 0, 1, 0, 5), LAYER_BYTES),
+        ((2**32 - 1, 0, 1, 0, 5), LAYER_BYTES),
+        ((0, 4, 1, 0, 5), LAYER_BYTES),
+        ((0, 0, 5, 0, 5), 5 * LAYER_BYTES),
+        ((0, 0, 0, 0, 5), 1),
+        ((0, 0, 1, 0, 6), 6 * SPEC.layer_block_bytes),
+        ((0, 0, 1, 5, 1), SPEC.layer_block_bytes),
+        ((0, 0, 1, 2**32 - 1, 2**32 - 1), SPEC.layer_block_bytes),
+        ((0, 0, 1, 0, 0), 1),
+        ((0, 0, 1, 0, 5), LAYER_BYTES - 1),
+        ((0, 0, 1, 0, 5), LAYER_BYTES + 1),
+        ((0, 0, 1, 0, 5), 1),
+        ((0, 0, 1, 0, 5), 64 * 1024**3),
+    ],
+    ids=str,
+)
+def test_a_mark_outside_the_plan(box: Any, nbytes: int) -> None:
+    def act(hostile: Hostile) -> None:
+        hostile.say(FrameType.MARK, Mark(1, box, nbytes))
+
+    check_hostile(act, "KVW-TR-09", consumer=True)
+
+
+@pytest.mark.rule("KVW-TR-12", "breaks")
+def test_a_mark_of_too_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer would lay out all of it in one turn of its loop."""
+    nbytes = LAYERS * LAYER_BYTES
+    monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", nbytes - 1)
+
+    def act(hostile: Hostile) -> None:
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, LAYERS, 0, 5), nbytes))
+
+    check_hostile(act, "KVW-TR-12", consumer=True)
+
+
+@pytest.mark.rule("KVW-TR-12", "keeps")
+def test_one_granule_may_be_marked_however_long_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody can cut it: it is one block of both sides, or a part of one."""
+    monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", 1)
+
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 4, 2, 1), SPEC.block_bytes))
+        receipt = hostile.inc.receipt
+        assert receipt is not None
+        await w.until(lambda: bool(receipt._segments))
+        assert not w.pull_side.closed
+        hostile.inc.abort()
+        hostile.out.abort()
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.rule("KVW-TR-11", "breaks")
+@pytest.mark.parametrize("box", [(0, 0, 1, 0, 5), (0, 0, 4, 0, 1), (0, 0, 1, 4, 1)])
+def test_a_mark_of_what_was_marked_before(box: Any) -> None:
+    def act(hostile: Hostile) -> None:
+        nbytes = box[2] * box[4] * SPEC.layer_block_bytes
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        hostile.say(FrameType.MARK, Mark(2, box, nbytes))
+
+    check_hostile(act, "KVW-TR-11", consumer=True)
+
+
+@pytest.mark.rule("KVW-TR-11", "breaks")
+def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
+    """The consumer may be reading it."""
+
+    async def scenario(w: World) -> None:
+        hostile = await Hostile.of(w)
+        hostile.out.ready(layers=0)
+        await hostile.inc.layer(0)
+        before = hostile.inc.receipt
+        w.cut()
+        await w.until(
+            lambda: (
+                hostile.inc.receipt is not before
+                and hostile.out.deliveries[0].core is not None
+            )
+        )
+        await w.until(lambda: hostile.inc.told and hostile.inc.planned)
+        resumed = hostile.inc.receipt
+        assert resumed is not None
+        await w.until(lambda: hasattr(resumed, "_promised"))
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        await resumed.connection.wait_closed()
+        assert "KVW-TR-11" in str(resumed.connection.core.error)
+        assert same(w.source, LIST, w.target, DEST, layers=[0])
+        hostile.inc.abort()
+        hostile.out.abort()
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.parametrize(
+    ("rule", "frame_type", "body"),
+    [
+        ("KVW-TR-03", FrameType.MARK, Mark(2, (0, 0, 1, 0, 5), LAYER_BYTES)),
+        ("KVW-TR-04", FrameType.COMMIT, Commit(1, True)),
+        ("KVW-RQ-01", FrameType.DONE, Done(0)),
+        ("KVW-TR-08", FrameType.LANDED, Landed((1,))),
+        ("KVW-TR-08", FrameType.SETTLED, Settled(())),
+    ],
+    ids=lambda value: value.name if isinstance(value, FrameType) else "",
+)
+def test_a_producer_that_speaks_out_of_turn(
+    rule: str, frame_type: FrameType, body: Any
+) -> None:
+    check_hostile(lambda h: h.say(frame_type, body), rule, consumer=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "frame_type", "body"),
+    [
+        ("KVW-TR-05", FrameType.LANDED, Landed((1,))),
+        ("KVW-TR-06", FrameType.SETTLED, Settled(())),
+        ("KVW-TR-08", FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES)),
+        ("KVW-TR-08", FrameType.COMMIT, Commit(0, True)),
+    ],
+    ids=lambda value: value.name if isinstance(value, FrameType) else "",
+)
+def test_a_consumer_that_speaks_out_of_turn(
+    rule: str, frame_type: FrameType, body: Any
+) -> None:
+    def act(hostile: Hostile) -> None:
+        hostile.say(frame_type, body, producer=False)
+
+    check_hostile(act, rule, consumer=False)
+
+
+def test_a_commit_that_comes_twice() -> None:
+    def act(hostile: Hostile) -> None:
+        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        for _ in range(2):
+            hostile.say(FrameType.COMMIT, Commit(1, True))
+
+    check_hostile(act, "KVW-TR-04", consumer=True)
+
+
+def test_payload_for_a_segment_that_was_not_marked() -> None:
+    def act(hostile: Hostile) -> None:
+        delivery = hostile.out.deliveries[0]
+        assert delivery.core is not None
+        assert delivery.core.wire_id is not None
+        framing = delivery.connection.core.outbox.framing
+        header = framing.payload(
+            FrameType.DATA, 4, request=delivery.core.wire_id, segment=7, check=None
+        )
+        delivery.connection.link.send(header, memoryview(b"evil"))
+        delivery.connection.link.flush()
+
+    check_hostile(act, "KVW-TR-07", consumer=True)
+
+
+@pytest.mark.parametrize("description", [b"", b"\xc1", bytes(48 * 1024), b"\x90" * 99])
+@pytest.mark.parametrize("kind", [Kind.OUTGOING, Kind.INCOMING])
+def test_a_description_that_is_none(kind: Kind, description: bytes) -> None:
+    """It fails its own transfer, by name, and the connection goes on."""
+
+    async def scenario(w: World) -> None:
+        waits = w.p.publish("t", w.source.cache, LIST)
+        expects = w.p.expect("t", w.source.cache, LIST)
+        request = w.pull_side.core.open_transfer(
+            Transfer(id=waits.key),
+            description,
+            pull=kind is Kind.INCOMING,
+            deadline=None,
+        )
+        w.pull_side.run()
+        await w.until(lambda: request.over)
+        assert not waits.done()
+        assert not expects.done()
+        waits.abort()
+        expects.abort()
+        assert await w.moves("u", [6, 7], [20, 21])
+
+    play(scenario, "inproc")
+
+
+def test_chunks_that_have_not_landed() -> None:
+    segment = CoreSegment(
+        request=None,  # type: ignore[arg-type]
+        number=1,
+        box=Segment(0, 0, 1, 0, 1).box,
+        nbytes=25,
+    )
+    # Marked, and never given memory: nothing of it can have come.
+    assert missing_chunks(segment, 10) == [(0, 25)]
+    segment.arrived = bytearray([2, 1, 0])
+    assert missing_chunks(segment, 10) == [(10, 15)]
+    segment.arrived = bytearray([0, 2, 1])
+    assert missing_chunks(segment, 10) == [(0, 10), (20, 5)]
+    segment.arrived = bytearray([1, 0, 2])
+    assert missing_chunks(segment, 10) == [(0, 20)]
+    segment.arrived = bytearray([2, 2, 2])
+    assert missing_chunks(segment, 10) == []

@@ -1,0 +1,333 @@
+"""SETTLED and DONE lost with their link: said again, and believed exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire.proto.records import Transfer
+from kvwire.testing import virtual_time
+from kvwire.transfers.sender import Delivery
+from kvwire.wire.control import Mark
+from kvwire.wire.header import FrameType
+from tests.scenarios.world import LAYERS, World, play, same
+
+LIST = [3, 1, 4, 5, 9]
+DEST = [10, 11, 12, 13, 14]
+PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+
+
+def begin(w: World, push: bool) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+    if push:
+        inc = w.d.expect("t", w.target.cache, DEST)
+        return w.push_side.push("t", w.source.cache, LIST), inc
+    out = w.p.publish("t", w.source.cache, LIST)
+    return out, w.pull_side.pull("t", w.target.cache, DEST)
+
+
+@PUSH
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize("heard", ["nothing", "what has landed"])
+def test_the_producer_has_not_heard_that_all_is_settled(
+    push: bool, partial: bool, heard: str
+) -> None:
+    async def scenario(w: World) -> None:
+        out, inc = begin(w, push)
+        marked = slice(0, LAYERS - partial)
+        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        if heard == "what has landed":
+            out.ready(layers=marked)
+            await w.until(lambda: inc.layer_landed(marked.stop - 1))
+            await w.until(lambda: not out.deliveries[0]._under_way)
+            w.freeze(w.push_side)
+        else:
+            w.freeze(w.push_side)
+            out.ready(layers=marked)
+        out.finish(partial=partial)
+        outcome = await inc
+        assert outcome.complete != partial
+        # The consumer's memory has a new owner from here on.
+        for tensor in w.target.tensors:
+            tensor[DEST] = 7.0
+        w.cut()
+        produced = await out
+        assert produced.complete == outcome.complete
+        if partial:
+            lost = produced.missing.layers(("kv", LIST[0]))
+            assert lost == outcome.missing.layers(("kv", DEST[0])) == (LAYERS - 1,)
+        assert all((t[DEST] == 7.0).all() for t in w.target.tensors), "a late write"
+
+    play(scenario, "inproc")
+
+
+@PUSH
+def test_the_consumer_has_not_heard_that_it_was_heard(push: bool) -> None:
+    """DONE is lost: it asks again, and is told that it is over."""
+
+    async def scenario(w: World) -> None:
+        out, inc = begin(w, push)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        w.freeze(w.pull_side)
+        assert (await out).complete
+        w.cut()
+        await virtual_time.pass_time(2 * w.d.config.lease_s)
+        assert not w.d.exchange._last_words
+        assert (await inc).complete
+        w.pull_side = await w.d.connect(w.address)
+        assert await w.moves("t", [6, 7], [20, 21])
+
+    play(scenario, "inproc", lease_s=3.0)
+
+
+def test_a_producer_that_is_gone_is_not_told_for_ever() -> None:
+    async def scenario(w: World) -> None:
+        out, inc = begin(w, push=False)
+        await w.until(lambda: inc.planned)
+        w.freeze(w.push_side)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        w.p.abort()
+        await w.p.close()
+        await virtual_time.pass_time(2 * w.d.config.lease_s)
+        assert not w.d.exchange._last_words
+        assert not w.d.exchange.interrupted(w.p.incarnation)
+
+    play(scenario, "inproc", lease_s=3.0)
+
+
+@pytest.fixture(name="forge")
+def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer that marks although its consumer says that all is settled."""
+    real = Delivery.send_marks
+
+    def send_marks(self: Any) -> None:
+        if not self._settled:
+            real(self)
+        elif self.core is not None and not self.core.over:
+            outbox, body = self.connection.core.outbox, Mark(1, (0, 0, 1, 0, 5), 1)
+            outbox.send(FrameType.MARK, body, request=self.core.wire_id)
+            self.connection.run()
+
+    monkeypatch.setattr(Delivery, "send_marks", send_marks)
+
+
+@PUSH
+@pytest.mark.rule("KVW-TR-10", "breaks")
+@pytest.mark.usefixtures("forge")
+def test_a_mark_for_a_transfer_that_is_settled(push: bool) -> None:
+    """The memory is somebody else's: the connection ends before a byte lands."""
+
+    async def scenario(w: World) -> None:
+        out, inc = begin(w, push)
+        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        w.freeze(w.push_side)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        for tensor in w.target.tensors:
+            tensor[DEST] = 7.0
+        broken: list[str] = []
+        fail = w.d.connection_ended
+
+        def ended(connection: kvwire.Connection, error: Any) -> None:
+            broken.append(str(error))
+            fail(connection, error)
+
+        w.d.connection_ended = ended  # type: ignore[method-assign]
+        w.cut()
+        await w.until(lambda: any("KVW-TR-10" in error for error in broken))
+        assert all((t[DEST] == 7.0).all() for t in w.target.tensors)
+        out.abort()
+
+    play(scenario, "inproc", lease_s=1.0)
+
+
+@PUSH
+@pytest.mark.rule("KVW-TR-10", "keeps")
+def test_nothing_is_marked_for_a_transfer_that_is_settled(push: bool) -> None:
+    async def scenario(w: World) -> None:
+        out, inc = begin(w, push)
+        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        w.freeze(w.push_side)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        assert same(w.source, LIST, w.target, DEST)
+        w.cut()
+        assert (await out).complete
+        assert not out.deliveries[0]._sent
+
+    play(scenario, "inproc")
+
+
+def test_a_last_word_is_no_answer_to_another_transfer_of_the_name() -> None:
+    """A new publish of the same id is not met by the last word of the old one."""
+
+    async def scenario(w: World) -> None:
+        out, inc = begin(w, push=False)
+        await w.until(lambda: inc.planned)
+        w.freeze(w.push_side)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        w.cut()
+        out.abort("given up")
+        new = w.p.publish("t", w.source.cache, [6, 7])
+        await virtual_time.pass_time(2.0)
+        assert not new.done()
+        assert not new.deliveries
+        new.ready()
+        new.finish()
+        w.pull_side = await w.d.connect(w.address)
+        assert (await w.pull_side.pull("t", w.target.cache, [20, 21])).complete
+
+    play(scenario, "inproc")
+
+
+def test_going_on_with_an_end_that_is_over_is_refused() -> None:
+    """Nothing is known of it any more, so there is nothing to wait for."""
+
+    async def scenario(w: World) -> None:
+        out, inc = begin(w, push=False)
+        out.ready()
+        out.finish()
+        await inc
+        await out
+        request = w.pull_side.core.open_transfer(
+            Transfer(id=inc.key), inc.description().encode(), pull=True, deadline=None
+        )
+        w.pull_side.run()
+        await w.until(lambda: request.over)
+        assert not w.p.exchange.live
+
+    play(scenario, "inproc")
+
+
+def deafen(connection: kvwire.Connection) -> None:
+    """Its link hears nothing any more, not even its own end."""
+    link: Any = connection.link
+    link._turn = link.wake = lambda *_: None
+
+
+@pytest.mark.parametrize("ends", ["is lost", "is closed"])
+def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
+    ends: str,
+) -> None:
+    """It is answered once that is known: what is settled here is not unknown."""
+
+    async def main() -> None:
+        async with (
+            kvwire.open(name="decode") as d,
+            kvwire.open(name="prefill") as p,
+        ):
+            address = await d.listen("inproc://")
+            push_side = await p.connect(address)
+            pull_side = await d.accept()
+            w = World(p, d, pull_side, push_side, address)
+            inc = d.expect("t", w.target.cache, DEST)
+            out = push_side.push("t", w.source.cache, LIST)
+            await w.until(lambda: inc.planned and out.deliveries[0].planned)
+            w.freeze(push_side)
+            out.ready()
+            out.finish()
+            assert (await inc).complete
+            deafen(pull_side)
+            push_side.dialled = None
+            push_side.abort("a broken cable")
+            await push_side.wait_closed()
+            await p.connect(address)
+            await w.until(lambda: d.exchange._stashed)
+            assert not out.done()
+            if ends == "is lost":
+                pull_side.core.fail(kvwire.ConnectionLost("silence"))
+            else:
+                pull_side.core.fail(kvwire.ClosedOK("this side has closed"))
+            pull_side.run()
+            produced = await out
+            if ends == "is lost":
+                assert produced.complete
+            else:
+                (reason,) = produced.missing.reasons
+                assert "nothing is known of it" in reason
+            assert not d.exchange._settling
+            assert not d.exchange._asked
+            del pull_side.link._turn, pull_side.link.wake  # type: ignore[attr-defined]
+            pull_side.link.wake()  # type: ignore[attr-defined]
+
+    virtual_time.run(main())
+
+
+# --- a consumer that closes -----------------------------------------------------------
+
+
+async def settled_unheard(w: World, push: bool) -> kvwire.Outgoing:
+    """A transfer that is complete for its consumer; the producer does not know yet."""
+    out, inc = begin(w, push)
+    await w.until(lambda: inc.planned and out.deliveries[0].planned)
+    w.freeze(w.push_side)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    return out
+
+
+@PUSH
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_consumer_that_closes_says_its_last_word_first(
+    push: bool, noticed: bool
+) -> None:
+    """The producer does not hold its blocks for a lease, nor call them missing."""
+
+    async def scenario(w: World) -> None:
+        out = await settled_unheard(w, push)
+        w.cut()
+        if noticed:
+            await w.turns_until(lambda: w.d.exchange._last_words)
+        await w.d.close()
+        assert out.done()
+        assert (await out).complete
+        assert out.is_drained
+        assert not w.d.exchange.unsaid
+        assert not w.p.live_connections
+
+    play(scenario, "inproc")
+
+
+@PUSH
+def test_nor_does_one_that_waits_for_its_producer_to_come_back(push: bool) -> None:
+    """It listens until it has been asked, also where others find it closed."""
+
+    async def scenario(w: World) -> None:
+        address = await w.d.listen("inproc://")
+        dialled, taken = await w.p.connect(address), await w.d.accept()
+        await w.pull_side.close()
+        w.pull_side, w.push_side = taken, dialled
+        out = await settled_unheard(w, push)
+        w.cut()
+        closing = w.d.loop.create_task(w.d.close())
+        await w.until(lambda: w.d.closed)
+        with pytest.raises(kvwire.ClosedOK):
+            await w.d.connect(w.address)
+        await closing
+        assert (await out).complete
+        with pytest.raises(kvwire.ConnectError):
+            await w.p.connect(address)
+
+    play(scenario, "inproc")
+
+
+def test_nor_is_a_close_held_up_by_a_producer_that_is_gone() -> None:
+    async def scenario(w: World) -> None:
+        await settled_unheard(w, push=False)
+        w.p.abort()
+        await w.p.close()
+        begun = w.d.loop.time()
+        await w.d.close()
+        assert w.d.loop.time() - begun < w.d.config.close_timeout_s + 3
+
+    play(scenario, "inproc")
