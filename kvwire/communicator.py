@@ -19,14 +19,14 @@ from kvwire.backend.selection import control_refusal, local_refusal, wishes
 from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
 from kvwire.connection import Connection
-from kvwire.driver.acceptor import Reception
+from kvwire.driver.acceptor import Acceptor
 from kvwire.driver.buffers import BufferTable
-from kvwire.driver.checksums import Checks
-from kvwire.driver.connection_driver import Pump
+from kvwire.driver.checksums import ChecksumPolicy
+from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
-from kvwire.driver.handshake import Opening, hands_shaken, report_of
-from kvwire.driver.reconnect import Recovery
+from kvwire.driver.handshake import HandshakeDriver, hands_shaken, report_of
+from kvwire.driver.reconnect import Reconnector
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
@@ -39,22 +39,22 @@ from kvwire.errors import (
 from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.proto.agreement import Agreement, Identity
-from kvwire.proto.connection import Connection as Core
+from kvwire.proto.connection import ConnectionCore as Core
 from kvwire.proto.handshake import ClientHandshake
-from kvwire.proto.regions import Region as CoreRegion
-from kvwire.proto.regions import Regions
+from kvwire.proto.regions import RegionRecord as CoreRegion
+from kvwire.proto.regions import RegionTable
 from kvwire.region import Region
 from kvwire.security.keys import crosses_hosts, load_keys, resolve
 from kvwire.security.tls import CredentialFiles
 from kvwire.transfers.event_wait import fired
 from kvwire.transfers.incoming import Incoming
-from kvwire.transfers.matching import Exchange
-from kvwire.transfers.observers import Watchers
+from kvwire.transfers.matching import TransferRegistry
+from kvwire.transfers.observers import Observers
 from kvwire.transfers.outgoing import Outgoing
-from kvwire.transfers.verbs import Offering
+from kvwire.transfers.verbs import PublishExpect
 from kvwire.types import Access, Address
 from kvwire.wire.control import BackendOffer, Offer
-from kvwire.wire.hello import NONCE_BYTES, Terms
+from kvwire.wire.hello import NONCE_BYTES, ConnectionParameters
 
 logger = logging.getLogger("kvwire")
 
@@ -107,7 +107,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         return Communicator(self.config)
 
 
-class Communicator(Offering):
+class Communicator(PublishExpect):
     """Connects to peers and is connected to. Made by :func:`kvwire.open`.
 
     Attributes:
@@ -126,19 +126,19 @@ class Communicator(Offering):
         self.config = config
         self.buffers = BufferTable()
         self.counters = Counters()
-        self.watchers = Watchers()
+        self.watchers = Observers()
         self.loop = asyncio.get_running_loop()
         self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
-        self.exchange = Exchange()
-        self.recovery = Recovery(self)
-        self._reception = Reception(self)
+        self.exchange = TransferRegistry()
+        self.recovery = Reconnector(self)
+        self._reception = Acceptor(self)
         self.identity = Identity(
             name=config.name,
             incarnation=secrets.token_bytes(16),
             trust=trust,
             psk=psk,
             keys=keys,
-            terms=Terms(
+            terms=ConnectionParameters(
                 chunk_bytes=config.chunk_bytes,
                 eager_bytes=config.eager_bytes,
                 window_bytes=config.window_bytes,
@@ -146,10 +146,10 @@ class Communicator(Offering):
             ),
             profile=tuple(sorted(config.profile.items())),
         )
-        self._regions = Regions()
+        self._regions = RegionTable()
         self._backends: dict[str, Backend] = {}
         self._listeners: list[Listener] = []
-        self._pumps: set[Pump] = set()
+        self._pumps: set[ConnectionDriver] = set()
         self._connections: set[Connection] = set()
         self._closed = False
         # No link is made or taken any more, not even to say a last word.
@@ -283,7 +283,7 @@ class Communicator(Offering):
             secrets.token_bytes(NONCE_BYTES),
             _offer(self.identity, config, where.scheme, resumes),
         )
-        opening = Opening(handshake, config, where.scheme, self.loop)
+        opening = HandshakeDriver(handshake, config, where.scheme, self.loop)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 where, link = await self._dial(where, backend)
@@ -530,13 +530,13 @@ class Communicator(Offering):
             self._backends[name] = backend  # bounded: BACKENDS_MAX
         return self._backends[name]
 
-    def open_link(self, link: Link, opening: Opening) -> Pump:
+    def open_link(self, link: Link, opening: HandshakeDriver) -> ConnectionDriver:
         """Start a link; when the handshake on it has ended, it has a connection."""
-        pump = Pump(
+        pump = ConnectionDriver(
             link,
             self.buffers,
             self.loop,
-            checks=Checks(self.config.checksum),
+            checks=ChecksumPolicy(self.config.checksum),
         )
         self._pumps.add(pump)
         pump.ended.add_done_callback(lambda _: self._pumps.discard(pump))
@@ -549,7 +549,9 @@ class Communicator(Offering):
             link.abort()
         return pump
 
-    def _begin(self, pump: Pump, opening: Opening, agreement: Agreement) -> Connection:
+    def _begin(
+        self, pump: ConnectionDriver, opening: HandshakeDriver, agreement: Agreement
+    ) -> Connection:
         core = Core(
             agreement,
             opening.handshake.framing,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 from kvwire.backend import Link
 from kvwire.clock import absolute
-from kvwire.driver.connection_driver import Pump
-from kvwire.driver.lanes.setup import LaneEvent, Raising, Route
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.lanes.setup import LaneEvent, LaneSetup, Route
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -28,11 +28,11 @@ from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
 from kvwire.memory.buffers import as_payload, slice_payload, uncleared
 from kvwire.memory.checksum import checksum
 from kvwire.memory.copy import copy
-from kvwire.proto.connection import Connection as Core
+from kvwire.proto.connection import ConnectionCore as Core
 from kvwire.proto.events import (
-    AsideReceived,
     Ended,
     Event,
+    LaneDataReceived,
     MemoryWanted,
     RequestDone,
     SegmentLanded,
@@ -40,17 +40,17 @@ from kvwire.proto.events import (
     TransferAgreed,
     TransferOpened,
 )
-from kvwire.proto.records import Transfer
-from kvwire.proto.regions import Region as CoreRegion
-from kvwire.proto.requests import Request as CoreRequest
+from kvwire.proto.records import TransferRecord
+from kvwire.proto.regions import RegionRecord as CoreRegion
+from kvwire.proto.requests import RequestRecord as CoreRequest
 from kvwire.proto.state import Kind
 from kvwire.region import Grant
 from kvwire.request import Request
 from kvwire.transfers.base import Attempt, TransferEvent
-from kvwire.transfers.description import Description
+from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.outgoing import Outgoing
-from kvwire.transfers.verbs import Asking
+from kvwire.transfers.verbs import PullPush
 from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
 from kvwire.wire.control import Access as AccessBody
 
@@ -62,7 +62,7 @@ _TAG_MAX: Final = 2**64 - 1
 _TRANSFERS: Final = frozenset({Kind.OUTGOING, Kind.INCOMING})
 
 
-class Connection(Asking):
+class Connection(PullPush):
     """An authenticated pair. Made by ``connect``, or handed out by ``connections``.
 
     All of it belongs to the loop it was made on. The verbs return a
@@ -77,7 +77,7 @@ class Connection(Asking):
     def __init__(
         self,
         communicator: Communicator,
-        pump: Pump,
+        pump: ConnectionDriver,
         core: Core,
         *,
         peer: PeerInfo,
@@ -96,7 +96,7 @@ class Connection(Asking):
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
         pump.connect(core, communicator.devices, self._on_event, self._raisings_over)
         self.staged = pump.staged
-        self.raising = Raising(
+        self.raising = LaneSetup(
             core,
             pump.lanes,
             Route(scheme, peer.address, report),
@@ -293,7 +293,7 @@ class Connection(Asking):
         pull: bool,
     ) -> None:
         """Open an attempt of a transfer on this connection."""
-        transfer = Transfer(id=key, priority=priority)
+        transfer = TransferRecord(id=key, priority=priority)
         attempt.core = self.core.open_transfer(
             transfer, description, pull=pull, deadline=None
         )
@@ -498,7 +498,7 @@ class Connection(Asking):
             self.communicator.connection_ended(self, event.error)
         elif isinstance(event, LaneEvent):
             self.raising.event(event)
-        elif not isinstance(event, AsideReceived):  # which the pump deals with
+        elif not isinstance(event, LaneDataReceived):  # which the pump deals with
             self._transfer_event(event)
 
     def _provide(self, event: MemoryWanted) -> None:
@@ -532,7 +532,7 @@ class Connection(Asking):
             return
         try:
             if isinstance(event, TransferAgreed):
-                attempt.agreed(Description.decode(event.description))
+                attempt.agreed(TransferOffer.decode(event.description))
             else:
                 attempt.event(event)
         except ProtocolError as exc:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import UsageError
 from kvwire.limits import REQUEST_BYTES_MAX
-from kvwire.proto.regions import Region as CoreRegion
+from kvwire.proto.regions import RegionRecord as CoreRegion
 from kvwire.types import Access
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from kvwire.backend import Payload
 from kvwire.errors import KVWireError
 
 if TYPE_CHECKING:
-    from kvwire.proto.requests import Request as CoreRequest
+    from kvwire.proto.requests import RequestRecord as CoreRequest
 
 T = TypeVar("T")
 

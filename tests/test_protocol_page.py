@@ -13,7 +13,7 @@ from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec
 from kvwire.proto.auth import Keys
-from kvwire.transfers.description import Description
+from kvwire.transfers.description import TransferOffer
 from kvwire.types import Role
 from kvwire.wire.control import _BODIES
 from kvwire.wire.header import _BODY_BYTES, FIRST_PAYLOAD_TYPE, FrameType
@@ -99,7 +99,7 @@ def test_the_labels_of_keys() -> None:
 
 def test_the_table_of_a_description() -> None:
     """Every field in its order, those with a default, and how many there may be."""
-    kind = inspect.type_info(Description)
+    kind = inspect.type_info(TransferOffer)
     assert isinstance(kind, inspect.StructType)
     described = table("description", "type")
     assert [name for name, *_ in described] == [field.name for field in kind.fields]

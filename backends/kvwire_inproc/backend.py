@@ -13,11 +13,11 @@ from typing import ClassVar
 from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.types import Address
-from kvwire_inproc.faults import FaultyWay
+from kvwire_inproc.faults import FaultyPipe
 from kvwire_inproc.lane import InprocLane
 from kvwire_inproc.link import InprocLink, join
 from kvwire_inproc.plan import FaultPlan, injected_plan
-from kvwire_inproc.way import Way
+from kvwire_inproc.way import Pipe
 
 _log = logging.getLogger("kvwire.inproc")
 
@@ -77,7 +77,7 @@ class InprocBackend(Backend):
         ways = (self._way(lock), listener.backend._way(lock))  # noqa: SLF001 - ours too
         left, right = join(loop, listener.loop, ways, listener.address)
         for way, receiver in zip(ways, (right, left), strict=True):
-            if isinstance(way, FaultyWay):
+            if isinstance(way, FaultyPipe):
                 way.wake_sender, way.wake_receiver = receiver.wake_peer, receiver.wake
         try:
             listener.loop.call_soon_threadsafe(listener.take, right)
@@ -89,11 +89,11 @@ class InprocBackend(Backend):
         """One half of a lane within this process."""
         return InprocLane(context)
 
-    def _way(self, lock: threading.RLock) -> Way:
+    def _way(self, lock: threading.RLock) -> Pipe:
         """What one link of this side sends goes this way."""
         if self._faults is None:
-            return Way(lock)
-        return FaultyWay(lock, self._faults, str(next(self._ways)))
+            return Pipe(lock)
+        return FaultyPipe(lock, self._faults, str(next(self._ways)))
 
 
 class InprocListener(Listener):

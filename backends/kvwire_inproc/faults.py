@@ -17,11 +17,11 @@ from threading import RLock
 
 from kvwire.errors import ConnectionLost
 from kvwire.memory.copy import copy
-from kvwire_inproc.plan import Fate, Fault, FaultPlan, Schedule
-from kvwire_inproc.way import End, Frame, Way
+from kvwire_inproc.plan import Fault, FaultDecision, FaultPlan, Schedule
+from kvwire_inproc.way import Pipe, PipeEnd, PipeFrame
 
 
-class FaultyWay(Way):
+class FaultyPipe(Pipe):
     """Frames from one link to its peer, most of them.
 
     Args:
@@ -42,13 +42,13 @@ class FaultyWay(Way):
         self._schedule = Schedule(plan, direction)
         self._delay_s = plan.delay_s
         # Frames that others overtake at this moment.
-        self._overtaken: list[Frame] = []
+        self._overtaken: list[PipeFrame] = []
         # The head waits for its time, and everything with it.
         self._delaying = False
         self._stalled = False
         self._timers: set[asyncio.TimerHandle] = set()
 
-    def head(self) -> Frame | None:
+    def head(self) -> PipeFrame | None:
         """The frame to deliver now, after whatever befell those before it."""
         with self._lock:
             while not (self._stalled or self._delaying):
@@ -59,7 +59,7 @@ class FaultyWay(Way):
                 self._befall(frame, next(self._schedule))
             return None
 
-    def outcome(self) -> End | None:
+    def outcome(self) -> PipeEnd | None:
         """How the sender ended; a stalled way does not say."""
         return None if self._stalled else super().outcome()
 
@@ -79,7 +79,7 @@ class FaultyWay(Way):
             timer.cancel()
         self._timers.clear()
 
-    def _befall(self, frame: Frame, fate: Fate) -> None:
+    def _befall(self, frame: PipeFrame, fate: FaultDecision) -> None:
         faults = fate.faults
         if Fault.KILL in faults:
             self.end(ConnectionLost("the link was killed by its fault plan"))
@@ -98,9 +98,9 @@ class FaultyWay(Way):
             elif Fault.DELAY in faults:
                 self._delay()
 
-    def _duplicate(self, frame: Frame) -> None:
+    def _duplicate(self, frame: PipeFrame) -> None:
         """Put a copy before the frame: its memory is lent until both are done."""
-        twin = Frame(frame.header, frame.payload, None)
+        twin = PipeFrame(frame.header, frame.payload, None)
         twin.judged = True
         self._frames.appendleft(twin)
         self.queued_bytes += twin.nbytes
@@ -112,12 +112,12 @@ class FaultyWay(Way):
     def _resume(self) -> None:
         self._delaying = False
 
-    def _set_aside(self, frame: Frame) -> None:
+    def _set_aside(self, frame: PipeFrame) -> None:
         self._frames.remove(frame)
         self._overtaken.append(frame)
         self._later(lambda: self._put_back(frame))
 
-    def _put_back(self, frame: Frame) -> None:
+    def _put_back(self, frame: PipeFrame) -> None:
         if frame in self._overtaken:
             self._overtaken.remove(frame)
             # Behind what is being delivered or has come back before.
@@ -136,7 +136,7 @@ class FaultyWay(Way):
         self._timers.add(timer)
 
 
-def _flip_bit(frame: Frame, where: float) -> None:
+def _flip_bit(frame: PipeFrame, where: float) -> None:
     """Flip one bit of a copy: the sender's memory is not ours to change.
 
     Header and payload are hit equally often, however long the payload.

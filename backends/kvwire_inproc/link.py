@@ -26,7 +26,7 @@ from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES_MAX, HEADER_BYTES, WAKEUP_BYTES
 from kvwire.memory.copy import copy
 from kvwire.types import Address
-from kvwire_inproc.way import End, Frame, Way
+from kvwire_inproc.way import Pipe, PipeEnd, PipeFrame
 
 _log = logging.getLogger("kvwire.inproc")
 
@@ -47,8 +47,8 @@ class InprocLink(Link):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        out: Way,
-        into: Way,
+        out: Pipe,
+        into: Pipe,
         remote: Address | None,
     ) -> None:
         self._loop = loop
@@ -56,13 +56,13 @@ class InprocLink(Link):
         self._into = into
         self._remote = remote
         self._handler: LinkHandler | None = None
-        self._unflushed: list[Frame] = []
+        self._unflushed: list[PipeFrame] = []
         self._unflushed_bytes = 0
         # A flush has left bytes: the handler is told when none are left.
         self._waiting = False
         self._closing = False
         # Set when this side decides to end, at once; the next turn tells the handler.
-        self._ending: End | None = None
+        self._ending: PipeEnd | None = None
         self._ended = False
         # The frame whose header the handler has seen, and where its payload goes.
         self._landing: Landing | None = None
@@ -88,7 +88,7 @@ class InprocLink(Link):
         assert len(header) == HEADER_BYTES, "a header has a fixed length"
         if self._closing or self._ending is not None or self._ended:
             return
-        frame = Frame(header, payload, token)
+        frame = PipeFrame(header, payload, token)
         if token is None and frame.payload_bytes > EAGER_BYTES_MAX:
             raise UsageError(
                 f"send: a payload of {frame.payload_bytes} bytes needs a token; up to "
@@ -124,7 +124,7 @@ class InprocLink(Link):
         """See :class:`~kvwire.backend.Link`."""
         if self._ending is not None or self._ended:
             return
-        self._ending = End(ConnectionLost("the link was aborted on this side"))
+        self._ending = PipeEnd(ConnectionLost("the link was aborted on this side"))
         self._take_unflushed()
         self._out.end(ConnectionLost("the peer aborted the link"))
         if self._handler is None:
@@ -185,7 +185,7 @@ class InprocLink(Link):
             self._receive(self._handler)
         except Exception as exc:  # noqa: BLE001 - a handler's bug ends its link only
             _log.error("a link's handler raised; the link is aborted", exc_info=exc)
-            self._ending = End(exc)
+            self._ending = PipeEnd(exc)
         end = self._ending or self._into.outcome()
         if end is not None and (end.error or not self._closing or self._out.drained):
             self._finish(self._handler, end)
@@ -226,7 +226,7 @@ class InprocLink(Link):
                 self.wake_peer()
                 handler.body_received(self, landing)
 
-    def _receive_payload(self, frame: Frame, landing: Landing) -> int:
+    def _receive_payload(self, frame: PipeFrame, landing: Landing) -> int:
         # In pieces, since the sender may wait for the lock.
         moved = self._into.move(frame, landing.payload, CHUNK_BYTES)
         self._received_bytes += moved
@@ -237,12 +237,12 @@ class InprocLink(Link):
         self._ended = True
         self._into.retire()
 
-    def _take_unflushed(self) -> list[Frame]:
+    def _take_unflushed(self) -> list[PipeFrame]:
         frames, self._unflushed = self._unflushed, []
         self._unflushed_bytes = 0
         return frames
 
-    def _finish(self, handler: LinkHandler, end: End) -> None:
+    def _finish(self, handler: LinkHandler, end: PipeEnd) -> None:
         self._ended = True
         self._landing = None
         self._take_unflushed()
@@ -258,7 +258,7 @@ class InprocLink(Link):
 def join(
     connecting: asyncio.AbstractEventLoop,
     accepting: asyncio.AbstractEventLoop,
-    ways: tuple[Way, Way],
+    ways: tuple[Pipe, Pipe],
     address: Address,
 ) -> tuple[InprocLink, InprocLink]:
     """Make the two ends of a link.
@@ -276,7 +276,7 @@ def join(
     return left, right
 
 
-def _check_landing(landing: Landing, frame: Frame) -> None:
+def _check_landing(landing: Landing, frame: PipeFrame) -> None:
     """Refuse a landing that does not fit.
 
     A stream could not tell the first mistake, since only the header knows the length.

@@ -92,7 +92,7 @@ class FaultPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class FaultDecision:
     """What happens to one frame.
 
     Attributes:
@@ -118,7 +118,7 @@ class Schedule:
         self._random = random.Random(f"{plan.seed}/{direction}")  # noqa: S311 - not a secret
         self._count = 0
 
-    def __next__(self) -> Fate:
+    def __next__(self) -> FaultDecision:
         """The fate of the next frame."""
         plan, number = self._plan, self._count
         self._count += 1
@@ -129,7 +129,7 @@ class Schedule:
             drawn = self._random.random()
             if drawn < getattr(plan, name) and number >= first.get(name, plan.spare):
                 faults |= Fault[name.upper()]
-        return Fate(faults, self._random.random())
+        return FaultDecision(faults, self._random.random())
 
 
 _injected: ContextVar[FaultPlan | None] = ContextVar(

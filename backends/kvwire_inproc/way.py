@@ -2,7 +2,7 @@
 
 A way is shared by two links that may live on loops in two threads. Whatever it holds is
 read and written under one lock for both ways of a pair, and payload is copied under it
-too. That is what makes the end of a link prompt: once :meth:`Way.end` has returned,
+too. That is what makes the end of a link prompt: once :meth:`Pipe.end` has returned,
 nobody reads the sender's memory any more.
 """
 
@@ -18,7 +18,7 @@ from kvwire.memory.buffers import slice_payload
 from kvwire.memory.copy import copy
 
 
-class Frame:
+class PipeFrame:
     """A frame that was sent and has not been delivered whole.
 
     Attributes:
@@ -52,13 +52,13 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class PipeEnd:
     """That a side has ended, and with what error; None after a clean end."""
 
     error: Exception | None
 
 
-class Way:
+class Pipe:
     """Frames from one link to its peer, in order.
 
     Args:
@@ -71,15 +71,15 @@ class Way:
     def __init__(self, lock: RLock) -> None:
         self.queued_bytes = 0
         self._lock = lock
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[PipeFrame] = deque()
         self._sent: list[object] = []
         self._finishing = False
-        self._end: End | None = None
+        self._end: PipeEnd | None = None
         self._retired = False
 
     # --- the sender -------------------------------------------------------------------
 
-    def put(self, frames: list[Frame]) -> None:
+    def put(self, frames: list[PipeFrame]) -> None:
         """Add frames behind those that wait."""
         with self._lock:
             if self._end is None and not self._retired:
@@ -96,7 +96,7 @@ class Way:
         with self._lock:
             self._clear()
             if self._end is None:
-                self._end = End(error)
+                self._end = PipeEnd(error)
 
     def take_sent(self) -> list[object]:
         """The tokens of frames delivered since the last call."""
@@ -106,12 +106,12 @@ class Way:
 
     # --- the receiver -----------------------------------------------------------------
 
-    def head(self) -> Frame | None:
+    def head(self) -> PipeFrame | None:
         """The frame to deliver now, if there is one; it stays first until done."""
         with self._lock:
             return self._frames[0] if self._frames else None
 
-    def move(self, frame: Frame, landing: Payload | None, bytes_max: int) -> int:
+    def move(self, frame: PipeFrame, landing: Payload | None, bytes_max: int) -> int:
         """Deliver more of the payload of the head, to the same place in ``landing``.
 
         Returns:
@@ -128,17 +128,17 @@ class Way:
             self.queued_bytes -= count
             return count
 
-    def done(self, frame: Frame) -> None:
+    def done(self, frame: PipeFrame) -> None:
         """The head has been delivered whole."""
         with self._lock:
             if self._end is None:
                 self._remove(frame)
 
-    def outcome(self) -> End | None:
+    def outcome(self) -> PipeEnd | None:
         """How the sender ended, once everything it sent before has been delivered."""
         with self._lock:
             if self._end is None and self._finishing and self.drained:
-                return End(None)
+                return PipeEnd(None)
             return self._end
 
     @property
@@ -156,7 +156,7 @@ class Way:
         self._frames.clear()
         self.queued_bytes = 0
 
-    def _remove(self, frame: Frame) -> None:
+    def _remove(self, frame: PipeFrame) -> None:
         self._frames.remove(frame)
         self.queued_bytes -= frame.nbytes - frame.moved
         if frame.token is not None:

@@ -2,7 +2,7 @@
 
 Payloads are read in batches of about a millisecond, so that the loop has its turns. A
 batch counts only if the peer was still there after it (see :mod:`kvwire_local.lane`),
-so :meth:`Incoming.read` gives back what is whole and says nothing to anybody.
+so :meth:`ReceivedPayloads.read` gives back what is whole and says nothing to anybody.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvwire.errors import ProtocolError
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
 from kvwire.memory.copy import as_fragments
 from kvwire_local.peer import Peer, Reading
-from kvwire_local.ticket import RULE, Kind, Place, decode
+from kvwire_local.ticket import RULE, DescribedPlace, Kind, decode
 
 # Reading blocks the loop. A budget of bytes alone would not bound that: fragments of
 # 256 bytes are read at a twentieth of the rate of 1 MiB.
@@ -32,11 +32,11 @@ _LONG_FRAGMENT_BYTES: Final = 64 * KIB
 @dataclass(slots=True)
 class _Arrival:
     landing: Landing
-    place: Place
+    place: DescribedPlace
     reading: Reading | None = None
 
 
-class Incoming:
+class ReceivedPayloads:
     """The payloads that a lane is to receive.
 
     Attributes:
@@ -134,7 +134,7 @@ class Incoming:
         return True
 
 
-def _step_bytes(place: Place) -> int:
+def _step_bytes(place: DescribedPlace) -> int:
     fragments = place.fragments
     assert fragments is not None
     long = fragments.nbytes >= _LONG_FRAGMENT_BYTES * len(fragments)

@@ -44,16 +44,16 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.host import Host
-from kvwire_local.incoming import Incoming
-from kvwire_local.meeting import Meeting, Met
-from kvwire_local.outgoing import Outgoing, Ways, read_so_far
+from kvwire_local.incoming import ReceivedPayloads
+from kvwire_local.meeting import Rendezvous, RendezvousResult
+from kvwire_local.outgoing import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.tracer import CHOICES, tracers
 from kvwire_local.wire import Record, Say, Wire
 
 _WAYS = {
-    "auto": Ways.MEMORY | Ways.ARENA,
-    "cma": Ways.MEMORY,
-    "arena": Ways.ARENA,
+    "auto": ReadMethod.MEMORY | ReadMethod.ARENA,
+    "cma": ReadMethod.MEMORY,
+    "arena": ReadMethod.ARENA,
 }
 
 
@@ -81,15 +81,15 @@ class LocalLane(Lane):
         tracer = _setting(context, "tracer", CHOICES)
         self._role = context.role
         self._host = Host.here()
-        self._meeting = Meeting(
+        self._meeting = Rendezvous(
             context.role, context.secret, allowed, tracers(), tracer
         )
         self._loop = asyncio.get_running_loop()
         self._handler: LaneHandler | None = None
-        self._meet: asyncio.Task[Met] | None = None
+        self._meet: asyncio.Task[RendezvousResult] | None = None
         self._wire: Wire | None = None
-        self._outgoing = Outgoing()
-        self._incoming = Incoming()
+        self._outgoing = SentPayloads()
+        self._incoming = ReceivedPayloads()
         # Bytes were kept at a flush; lane_writable tells when they have gone.
         self._kept = False
         # No callback comes from inside another one, although each may call flush.
@@ -137,7 +137,7 @@ class LocalLane(Lane):
             raise
         self._handler = handler
 
-    def _met(self, meet: asyncio.Task[Met]) -> None:
+    def _met(self, meet: asyncio.Task[RendezvousResult]) -> None:
         """Server: the client has come, or never will."""
         if meet.cancelled():
             return
@@ -148,7 +148,7 @@ class LocalLane(Lane):
         elif isinstance(error, Exception):
             self._end(error)
 
-    def _come_up(self, met: Met) -> None:
+    def _come_up(self, met: RendezvousResult) -> None:
         """The two have met."""
         if self._ended:
             met.sock.close()
@@ -310,7 +310,7 @@ class LocalLane(Lane):
         if handler is not None:
             self._loop.call_soon(handler.lane_closed, self, error)
 
-    def _unmet(self, meet: asyncio.Task[Met]) -> None:
+    def _unmet(self, meet: asyncio.Task[RendezvousResult]) -> None:
         """The two have met, but the lane had ended before it came up."""
         done = not meet.cancelled() and meet.exception() is None
         if done and self._wire is None:

@@ -33,7 +33,7 @@ import numpy as np
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.types import Role
-from kvwire_local.outgoing import Ways
+from kvwire_local.outgoing import ReadMethod
 from kvwire_local.peer import Peer
 from kvwire_local.tracer import Tracers
 from kvwire_local.wire import peer_pid
@@ -50,7 +50,7 @@ _STRANGER_S: Final = LANE_TIMEOUT_S / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class RendezvousResult:
     """What a meeting has found out.
 
     Attributes:
@@ -61,10 +61,10 @@ class Met:
 
     sock: socket.socket
     peer: Peer
-    is_read: Ways
+    is_read: ReadMethod
 
 
-class Meeting:
+class Rendezvous:
     """One side of a meeting.
 
     Args:
@@ -79,7 +79,12 @@ class Meeting:
     """
 
     def __init__(
-        self, role: Role, secret: bytes, allowed: Ways, tracers: Tracers, tracer: str
+        self,
+        role: Role,
+        secret: bytes,
+        allowed: ReadMethod,
+        tracers: Tracers,
+        tracer: str,
     ) -> None:
         self._role = role
         self._secret = secret
@@ -110,7 +115,7 @@ class Meeting:
             raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
         return sock
 
-    async def wait(self, listener: socket.socket) -> Met:
+    async def wait(self, listener: socket.socket) -> RendezvousResult:
         """Server: meet the client; strangers who connect are turned away."""
         while True:
             sock = await _accepted(listener)
@@ -124,7 +129,7 @@ class Meeting:
                 sock.close()
                 raise
 
-    async def visit(self) -> Met:
+    async def visit(self) -> RendezvousResult:
         """Client: meet the server.
 
         Raises:
@@ -140,7 +145,7 @@ class Meeting:
             await loop.sock_connect(sock, self._name())
             pid = peer_pid(sock)
             self._permit(pid)
-            await self._greet(sock, Ways(0))
+            await self._greet(sock, ReadMethod(0))
             address, is_read = await self._greeting(sock)
             peer, reads = self._look_at(pid, address)
             await self._greet(sock, reads)
@@ -158,14 +163,14 @@ class Meeting:
                 "local: way=cma is asked for, and "
                 + ("the server cannot read this process" if reads else self._refusal)
             )
-        return Met(sock, peer, is_read)
+        return RendezvousResult(sock, peer, is_read)
 
     def close(self) -> None:
         """Withdraw what was permitted."""
         while self._permitted:
             self._tracers.withdraw(self._permitted.pop(), self._tracer)
 
-    async def _welcome(self, sock: socket.socket) -> Met:
+    async def _welcome(self, sock: socket.socket) -> RendezvousResult:
         pid = peer_pid(sock)
         address, _ = await self._greeting(sock)
         self._permit(pid)
@@ -174,16 +179,16 @@ class Meeting:
         _, is_read = await self._greeting(sock)
         if not reads or not is_read:
             raise BackendUnavailable(f"local: not in both directions: {reads!r}")
-        return Met(sock, peer, is_read)
+        return RendezvousResult(sock, peer, is_read)
 
     def _permit(self, pid: int) -> None:
         if self._tracers.permit(pid, self._tracer):
             self._permitted.append(pid)
 
-    def _look_at(self, pid: int, address: int) -> tuple[Peer, Ways]:
+    def _look_at(self, pid: int, address: int) -> tuple[Peer, ReadMethod]:
         """Try to read the other side."""
         peer = Peer(pid, address, self._cookie_of(self._role.other))
-        if Ways.MEMORY not in self._allowed:
+        if ReadMethod.MEMORY not in self._allowed:
             self.description = "arena (asked for)"
             return peer, self._allowed
         refusal = peer.refusal()
@@ -192,16 +197,16 @@ class Meeting:
             return peer, self._allowed
         self._refusal = refusal
         self.description = f"arena ({refusal})"
-        return peer, self._allowed & ~Ways.MEMORY
+        return peer, self._allowed & ~ReadMethod.MEMORY
 
     # --- greetings --------------------------------------------------------------------
 
-    async def _greet(self, sock: socket.socket, ways: Ways) -> None:
+    async def _greet(self, sock: socket.socket, ways: ReadMethod) -> None:
         said = _SAID.pack(self._cookie.ctypes.data, ways)
         greeting = said + self._proof(self._role, said)
         await asyncio.get_running_loop().sock_sendall(sock, greeting)
 
-    async def _greeting(self, sock: socket.socket) -> tuple[int, Ways]:
+    async def _greeting(self, sock: socket.socket) -> tuple[int, ReadMethod]:
         """The other side's next greeting: its cookie's address, how it reads us."""
         loop = asyncio.get_running_loop()
         greeting = b""
@@ -214,7 +219,7 @@ class Meeting:
         if not hmac.compare_digest(proof, self._proof(self._role.other, said)):
             raise BackendUnavailable("local: whoever is there does not know the secret")
         address, ways = _SAID.unpack(said)
-        return address, Ways(ways & (Ways.MEMORY | Ways.ARENA))
+        return address, ReadMethod(ways & (ReadMethod.MEMORY | ReadMethod.ARENA))
 
     def _proof(self, role: Role, said: bytes) -> bytes:
         return self._derived(b"greeting %d " % role + said)

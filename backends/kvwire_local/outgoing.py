@@ -38,7 +38,7 @@ _GATHER_BELOW_BYTES: Final = 8 * KIB
 _COUNT: Final = struct.Struct("<Q")
 
 
-class Ways(enum.IntFlag):
+class ReadMethod(enum.IntFlag):
     """How a side can read the other one's payloads."""
 
     MEMORY = 1
@@ -52,13 +52,13 @@ class _Sent:
     in_staging: bool = False
 
 
-class Outgoing:
+class SentPayloads:
     """The payloads that a lane has sent and the peer has not read."""
 
     def __init__(self) -> None:
         self.queued_bytes = 0
         self._wire: Wire | None = None
-        self._ways = Ways(0)
+        self._ways = ReadMethod(0)
         self._unread: deque[_Sent] = deque()
         self._later: deque[_Sent] = deque()
         self._read_count = 0
@@ -70,7 +70,7 @@ class Outgoing:
         """Payloads that the peer has not read."""
         return len(self._unread)
 
-    def come_up(self, wire: Wire, ways: Ways) -> None:
+    def come_up(self, wire: Wire, ways: ReadMethod) -> None:
         """The lane is up: this is how the peer reads, and where it is told."""
         self._wire, self._ways = wire, ways
         self.place_later()
@@ -157,7 +157,7 @@ class Outgoing:
     def _in_place(self, fragments: Fragments) -> bytes | None:
         """The ticket of a payload that the peer can well read where it lies."""
         mean = fragments.nbytes // len(fragments)
-        by_memory = Ways.MEMORY in self._ways
+        by_memory = ReadMethod.MEMORY in self._ways
         arena = arena_of(fragments)
         number = self._number_of(arena) if arena is not None else None
         if arena is not None and number is not None:
@@ -172,7 +172,7 @@ class Outgoing:
 
     def _number_of(self, arena: Arena) -> int | None:
         """The number under which the peer has an arena, or would get it."""
-        if Ways.ARENA not in self._ways:
+        if ReadMethod.ARENA not in self._ways:
             return None
         number = self._shared.get(arena.serial, len(self._shared))
         return number if number < ARENAS_MAX else None

@@ -20,7 +20,7 @@ from kvwire.memory import cma
 from kvwire.memory.arena import SEALS, address_of_map, use_huge_pages
 from kvwire.memory.copy import copy
 from kvwire.memory.iovec import Iovecs, address_of
-from kvwire_local.ticket import RULE, Kind, Place
+from kvwire_local.ticket import RULE, DescribedPlace, Kind
 from kvwire_local.wire import ARENAS_MAX
 
 ARENA_BODY: Final = struct.Struct("<I")
@@ -76,7 +76,7 @@ class Peer:
         self._maps.append(mapping)  # bounded: ARENAS_MAX
         self._addresses.append(address_of_map(mapping))  # bounded: ARENAS_MAX
 
-    def reading(self, place: Place, destination: Fragments) -> Reading | None:
+    def reading(self, place: DescribedPlace, destination: Fragments) -> Reading | None:
         """What reads a payload; None while its arena has not been announced.
 
         Raises:

@@ -51,7 +51,7 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DescribedPlace:
     """What a ticket says.
 
     Attributes:
@@ -101,14 +101,14 @@ def encode_piece(kind: Kind, arena: int, base: int, nbytes: int) -> bytes:
     return _HEAD.pack(kind, 0, 0, arena, base, 1, nbytes, nbytes, nbytes) + bytes(4)
 
 
-def decode(ticket: bytes, nbytes: int) -> Place:
+def decode(ticket: bytes, nbytes: int) -> DescribedPlace:
     """Read a ticket of the peer for a payload of ``nbytes`` bytes.
 
     Raises:
         ProtocolError: It is not what :func:`encode` makes for so many bytes.
     """
     if ticket == LATER:
-        return Place(Kind.LATER)
+        return DescribedPlace(Kind.LATER)
     if not _HEAD.size < len(ticket) <= TICKET_BYTES_MAX:
         raise _refused(f"{len(ticket)} bytes")
     kind, form, shift, arena, base, count, *cut = _HEAD.unpack_from(ticket)
@@ -119,7 +119,7 @@ def decode(ticket: bytes, nbytes: int) -> Place:
     if (kind == Kind.MEMORY and arena) or ticket[3] or (form and any(cut)):
         raise _refused("a field that must be 0 is not")
     if count == 1:
-        return Place(Kind(kind), arena, _piece(ticket, nbytes))
+        return DescribedPlace(Kind(kind), arena, _piece(ticket, nbytes))
     distances = np.frombuffer(ticket, _TABLE, count, _HEAD.size)
     furthest = int(distances.max()) << shift
     if furthest + base + nbytes >= _ADDRESS_MAX:
@@ -130,7 +130,7 @@ def decode(ticket: bytes, nbytes: int) -> Place:
         raise _refused(f"fragments of {total} bytes, not of {nbytes}, or an empty one")
     addresses = (distances.astype(np.uint64) << np.uint64(shift)) + np.uint64(base)
     fragments = Fragments(addresses, lengths, owner=None, writable=False)
-    return Place(Kind(kind), arena, fragments)
+    return DescribedPlace(Kind(kind), arena, fragments)
 
 
 def _common_shift(distances: Array) -> int:

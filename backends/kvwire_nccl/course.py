@@ -8,7 +8,7 @@
       +---- failed, ended, or too late at what is awaited -----> ENDING ---> QUIET
                                                                        quiet
 
-A pure state machine: its thread asks :meth:`Course.step` what to do, does it, and says
+A pure state machine: its thread asks :meth:`DirectionState.step` what to do, does it, and says
 what came of it. It knows the time only by being told. Nothing leaves ENDING but proof
 that no memory is touched any more; a communicator that cannot give it is in quarantine,
 and so is the memory of everything under way.
@@ -30,7 +30,7 @@ from kvwire.types import MemoryKind
 MOVES_MAX: Final = 8
 
 
-class Stage(enum.Enum):
+class DirectionStage(enum.Enum):
     """How far it is."""
 
     MADE = "made"
@@ -40,7 +40,7 @@ class Stage(enum.Enum):
     QUIET = "quiet"
 
 
-class Step(enum.Enum):
+class DirectionStep(enum.Enum):
     """What its thread does next."""
 
     BEGIN = "begin"
@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(slots=True, kw_only=True)
-class Course:
+class DirectionState:
     """One direction.
 
     Attributes:
@@ -85,7 +85,7 @@ class Course:
     move_timeout_s: float
     waiting: deque[Job] = field(default_factory=deque)
     moving: deque[Job] = field(default_factory=deque)
-    stage: Stage = Stage.MADE
+    stage: DirectionStage = DirectionStage.MADE
     error: Exception | None = None
     _closing: bool = False
     # The last one handed over was taken by the library.
@@ -94,24 +94,29 @@ class Course:
 
     # --- what its thread does ---------------------------------------------------------
 
-    def step(self, now: float) -> Step:
+    def step(self, now: float) -> DirectionStep:
         """What to do next."""
-        if self.stage is Stage.STARTING and now - self._since > self.start_timeout_s:
+        if (
+            self.stage is DirectionStage.STARTING
+            and now - self._since > self.start_timeout_s
+        ):
             self.fail(_late(f"did not come up within {self.start_timeout_s:g} s"))
-        waits = self.stage is Stage.UP and bool(self.moving)
+        waits = self.stage is DirectionStage.UP and bool(self.moving)
         if waits and now - self._since > self.move_timeout_s:
             self.fail(_late(f"moved nothing for {self.move_timeout_s:g} s"))
-        return self._step_up() if self.stage is Stage.UP else _STEPS[self.stage]
+        return (
+            self._step_up() if self.stage is DirectionStage.UP else _STEPS[self.stage]
+        )
 
     def begun(self, now: float) -> None:
         """It is coming up."""
-        if self.stage is Stage.MADE:
-            self.stage, self._since = Stage.STARTING, now
+        if self.stage is DirectionStage.MADE:
+            self.stage, self._since = DirectionStage.STARTING, now
 
     def up(self) -> None:
         """It has come up."""
-        if self.stage is Stage.STARTING:
-            self.stage = Stage.UP
+        if self.stage is DirectionStage.STARTING:
+            self.stage = DirectionStage.UP
 
     def next_job(self, now: float) -> Job:
         """The job to hand over now."""
@@ -133,8 +138,8 @@ class Course:
 
     def quiet(self) -> None:
         """Nothing touches any memory any more."""
-        assert self.stage is Stage.ENDING
-        self.stage = Stage.QUIET
+        assert self.stage is DirectionStage.ENDING
+        self.stage = DirectionStage.QUIET
         self.waiting.clear()
         self.moving.clear()
 
@@ -142,7 +147,7 @@ class Course:
 
     def submit(self, job: Job) -> None:
         """Another job, behind those that wait."""
-        if self.stage not in (Stage.ENDING, Stage.QUIET):
+        if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
             self.waiting.append(job)  # bounded: LANE_PAYLOADS_MAX
 
     def close(self) -> None:
@@ -151,25 +156,25 @@ class Course:
 
     def fail(self, error: Exception | None) -> None:
         """End now; None if it is as wished. The first reason counts."""
-        if self.stage not in (Stage.ENDING, Stage.QUIET):
-            self.stage, self.error = Stage.ENDING, error
+        if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
+            self.stage, self.error = DirectionStage.ENDING, error
 
-    def _step_up(self) -> Step:
+    def _step_up(self) -> DirectionStep:
         if self.waiting and self._launched and len(self.moving) < MOVES_MAX:
-            return Step.MOVE
+            return DirectionStep.MOVE
         if self.moving:
-            return Step.WATCH
+            return DirectionStep.WATCH
         if self._closing and not self.waiting:
             self.fail(None)
-            return Step.ABORT
-        return Step.REST
+            return DirectionStep.ABORT
+        return DirectionStep.REST
 
 
 _STEPS: Final = {
-    Stage.MADE: Step.BEGIN,
-    Stage.STARTING: Step.WATCH_START,
-    Stage.ENDING: Step.ABORT,
-    Stage.QUIET: Step.GO,
+    DirectionStage.MADE: DirectionStep.BEGIN,
+    DirectionStage.STARTING: DirectionStep.WATCH_START,
+    DirectionStage.ENDING: DirectionStep.ABORT,
+    DirectionStage.QUIET: DirectionStep.GO,
 }
 
 

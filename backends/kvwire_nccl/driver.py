@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvwire.limits import WAKEUP_BYTES
-from kvwire_nccl.course import Course, Job, Step
-from kvwire_nccl.one_way import Move, OneWay, Progress
+from kvwire_nccl.course import DirectionState, DirectionStep, Job
+from kvwire_nccl.one_way import Move, Pipe, Progress
 
 _log = logging.getLogger("kvwire.nccl")
 
@@ -44,8 +44,8 @@ class Driver:
 
     def __init__(
         self,
-        way: OneWay,
-        course: Course,
+        way: Pipe,
+        course: DirectionState,
         name: str,
         *,
         call_soon: Callable[[Callable[[], None]], object],
@@ -95,38 +95,38 @@ class Driver:
     # --- the thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (step := self._next()) is not Step.GO:
+        while (step := self._next()) is not DirectionStep.GO:
             try:
                 self._do(step)
             except Exception as exc:  # noqa: BLE001 - whatever the library raises
-                if step is Step.ABORT:
+                if step is DirectionStep.ABORT:
                     self._quarantine(exc)
                     return
                 self.abort(exc)
         self._on_loop(self._leave)
 
-    def _next(self) -> Step:
+    def _next(self) -> DirectionStep:
         with self._said:
             step = self._course.step(self._clock())
-            while step is Step.REST:
+            while step is DirectionStep.REST:
                 self._said.wait()
                 step = self._course.step(self._clock())
             return step
 
-    def _do(self, step: Step) -> None:
+    def _do(self, step: DirectionStep) -> None:
         match step:
-            case Step.BEGIN:
+            case DirectionStep.BEGIN:
                 self._way.begin()
                 with self._said:
                     self._course.begun(self._clock())
-            case Step.WATCH_START:
+            case DirectionStep.WATCH_START:
                 self._watch_start()
-            case Step.MOVE:
+            case DirectionStep.MOVE:
                 with self._said:
                     job = self._course.next_job(self._clock())
                 # Without the lock: the lane goes on while the library thinks.
                 self._moves.append(self._way.move(job.payload, job.nbytes))
-            case Step.WATCH:
+            case DirectionStep.WATCH:
                 self._watch()
             case _:
                 self._way.abort()

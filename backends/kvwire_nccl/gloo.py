@@ -18,7 +18,7 @@ from kvwire.extras import install_command
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.library import Library
-from kvwire_nccl.one_way import Move, MoveFailed, OneWay, Progress
+from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
 
 _HOST = "127.0.0.1"
 
@@ -54,19 +54,19 @@ class Gloo(Library):
             )
         return f"{self._store.port}/{secrets.token_hex(8)}".encode()
 
-    def open(self, name: bytes, sends: bool) -> OneWay:
+    def open(self, name: bytes, sends: bool) -> Pipe:
         """See Library."""
         port, _, prefix = name.decode("ascii", "replace").partition("/")
         if not port.isdecimal() or not 0 < int(port) < 2**16:
             raise BackendUnavailable("the peer's name of a direction is none of gloo's")
-        return GlooOneWay(self, int(port), prefix, sends=sends)
+        return GlooPipe(self, int(port), prefix, sends=sends)
 
     def close(self) -> None:
         """See Library."""
         self._store = None
 
 
-class GlooOneWay(OneWay):
+class GlooPipe(Pipe):
     """See OneWay.
 
     gloo knows that a movement is done only once somebody has waited for it, so a thread

@@ -18,7 +18,7 @@ from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import KIB, MIB
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import Bootstrap
-from kvwire_nccl.course import Course, Job, refusal
+from kvwire_nccl.course import DirectionState, Job, refusal
 from kvwire_nccl.driver import Driver
 from kvwire_nccl.library import Library
 
@@ -181,7 +181,7 @@ class NcclLane(Lane):
         library = self._library
         return Driver(
             library.open(name, sends),
-            Course(
+            DirectionState(
                 start_timeout_s=library.start_timeout_s,
                 move_timeout_s=library.move_timeout_s,
             ),

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvwire.errors import UsageError
 from kvwire.types import MemoryKind
-from kvwire_nccl.one_way import OneWay
+from kvwire_nccl.one_way import Pipe
 
 # NCCL's first communicator of a process loads kernels and looks for networks: seconds.
 _START_TIMEOUT_S: Final = 20.0
@@ -40,7 +40,7 @@ class Library(ABC):
         """
 
     @abstractmethod
-    def open(self, name: bytes, sends: bool) -> OneWay:
+    def open(self, name: bytes, sends: bool) -> Pipe:
         """One end of the direction with a name; nothing is awaited yet.
 
         Raises:

@@ -19,7 +19,7 @@ from kvwire.memory.cuda.external import DeviceArray
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, device_ops
 from kvwire.types import Device, MemoryKind
 from kvwire_nccl.library import Library
-from kvwire_nccl.one_way import Move, MoveFailed, OneWay, Progress
+from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
 
 # ncclResult_t of nccl.h.
 _SUCCESS: Final = 0
@@ -53,13 +53,13 @@ class Nccl(Library):
         except Exception as exc:
             raise BackendUnavailable(f"NCCL gives no unique id: {exc}") from exc
 
-    def open(self, name: bytes, sends: bool) -> OneWay:
+    def open(self, name: bytes, sends: bool) -> Pipe:
         """See Library."""
         try:
             unique_id = self.core.UniqueId.from_bytes(name)
         except Exception as exc:
             raise BackendUnavailable(f"the peer's unique id: {exc}") from exc
-        return NcclOneWay(self, unique_id, sends=sends)
+        return NcclPipe(self, unique_id, sends=sends)
 
 
 def load() -> Any:
@@ -87,7 +87,7 @@ def loaded_version(core: Any) -> str:
     return f"NCCL {library.version}"
 
 
-class NcclOneWay(OneWay):
+class NcclPipe(Pipe):
     """See OneWay."""
 
     def __init__(self, library: Nccl, unique_id: Any, *, sends: bool) -> None:
@@ -161,7 +161,7 @@ class NcclMove(Move):
 
     def __init__(
         self,
-        way: NcclOneWay,
+        way: NcclPipe,
         stream: Stream,
         payload: Fragments | None,
         nbytes: int,

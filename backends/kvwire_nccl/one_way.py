@@ -6,7 +6,7 @@ could wait in a send for the other's receive, for ever. In one direction alone t
 is that of the tickets.
 
 All methods are called by one thread, the direction's own, and by no other. None of them
-waits for the peer but :meth:`OneWay.abort`, which returns when nothing touches any
+waits for the peer but :meth:`Pipe.abort`, which returns when nothing touches any
 memory: as late as that may be.
 """
 
@@ -44,7 +44,7 @@ class Move(ABC):
         """
 
 
-class OneWay(ABC):
+class Pipe(ABC):
     """This side sends, or receives, all payloads of one direction."""
 
     @abstractmethod

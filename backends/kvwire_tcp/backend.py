@@ -23,7 +23,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.security.tls import CredentialFiles
 from kvwire.types import Address, Role
 from kvwire_tcp import buffers
-from kvwire_tcp.door import Door
+from kvwire_tcp.door import PendingLanes
 from kvwire_tcp.lane import TcpLane
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.listener import TcpListener
@@ -47,7 +47,7 @@ class TcpBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(lanes=True, tls=True)
 
     def __init__(self) -> None:
-        self._door = Door()
+        self._door = PendingLanes()
         self._files: CredentialFiles | None = None
         self._buffers: Buffers | None = None
 

@@ -21,7 +21,7 @@ from kvwire_tcp.wire import Wire
 _log = logging.getLogger("kvwire.tcp")
 
 
-class Guest(ABC):
+class PendingLane(ABC):
     """A lane that waits for its socket."""
 
     @abstractmethod
@@ -33,13 +33,13 @@ class Guest(ABC):
         """Take the socket, which is tuned and has received nothing else."""
 
 
-class Door:
+class PendingLanes:
     """The lanes of one backend that wait for their sockets, by token."""
 
     def __init__(self) -> None:
-        self._guests: dict[bytes, Guest] = {}
+        self._guests: dict[bytes, PendingLane] = {}
 
-    def expect(self, token: bytes, guest: Guest) -> None:
+    def expect(self, token: bytes, guest: PendingLane) -> None:
         """Let a lane wait.
 
         Raises:

@@ -29,7 +29,7 @@ from kvwire.errors import (
     ProtocolError,
 )
 from kvwire.types import Address, Role
-from kvwire_tcp.door import Door, Guest
+from kvwire_tcp.door import PendingLane, PendingLanes
 from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.payloads import PayloadReader
 from kvwire_tcp.preamble import (
@@ -51,7 +51,7 @@ Dial = Callable[[Address], Awaitable[tuple[Wire, Address]]]
 """A wire to an address, ready for use, and where it leads."""
 
 
-class TcpLane(Lane, Guest):
+class TcpLane(Lane, PendingLane):
     """One lane.
 
     Args:
@@ -69,7 +69,7 @@ class TcpLane(Lane, Guest):
     def __init__(
         self,
         context: LaneContext,
-        door: Door,
+        door: PendingLanes,
         dial: Dial,
         loop: asyncio.AbstractEventLoop,
     ) -> None:

@@ -13,9 +13,9 @@ import asyncio
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
-from kvwire.security.tls import Proven
+from kvwire.security.tls import PeerIdentity
 from kvwire.types import Address
-from kvwire_tcp.door import Door
+from kvwire_tcp.door import PendingLanes
 from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble
 from kvwire_tcp.reader import FrameHandler, FrameReader
@@ -41,7 +41,7 @@ class TcpLink(Duplex, Link):
         wire: Wire,
         remote: Address,
         loop: asyncio.AbstractEventLoop,
-        door: Door | None = None,
+        door: PendingLanes | None = None,
     ) -> None:
         super().__init__(wire, remote, loop)
         self._door = door
@@ -54,7 +54,7 @@ class TcpLink(Duplex, Link):
         """See :class:`~kvwire.backend.Link`."""
         return self._remote
 
-    def proven(self) -> Proven | None:
+    def proven(self) -> PeerIdentity | None:
         """See :class:`~kvwire.backend.Link`.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvwire.backend import Link, Listener
 from kvwire.types import Address
-from kvwire_tcp.door import Door
+from kvwire_tcp.door import PendingLanes
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.options import address_from, tune
 from kvwire_tcp.wire import Wire
@@ -48,7 +48,7 @@ class TcpListener(Listener):
         sock: socket.socket,
         accept: Callable[[Link], None],
         wire: Callable[[socket.socket], Wire],
-        door: Door,
+        door: PendingLanes,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._sock = sock

@@ -40,7 +40,7 @@ from typing import Final, NoReturn, cast, final
 from kvwire.errors import AuthenticationFailed
 from kvwire.limits import KIB
 from kvwire.memory.iovec import Iovecs
-from kvwire.security.tls import Credentials, Proven
+from kvwire.security.tls import Credentials, PeerIdentity
 from kvwire.security.tls_errors import explained
 from kvwire.types import Role
 from kvwire_tcp.wire import Bytes
@@ -96,7 +96,7 @@ class TlsWire:
         self._buffers = buffers
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = credentials.wrap(role, self._incoming, self._outgoing)
-        self._proven: Proven | None = None
+        self._proven: PeerIdentity | None = None
         self._refused: AuthenticationFailed | None = None
         # Encrypted, and not yet taken by the kernel.
         self._unsent = memoryview(b"")
@@ -126,7 +126,7 @@ class TlsWire:
             or self._tls.pending() > 0
         )
 
-    def proven(self) -> Proven | None:
+    def proven(self) -> PeerIdentity | None:
         """See Wire.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, final
 
 from kvwire.limits import WAKEUP_BYTES
 from kvwire.memory.iovec import Iovecs, readv, writev
-from kvwire.security.tls import Proven
+from kvwire.security.tls import PeerIdentity
 
 Bytes = bytes | memoryview
 
@@ -46,7 +46,7 @@ class Wire(Protocol):
     def more(self) -> bool:
         """Whether something may be received that the socket will not tell us about."""
 
-    def proven(self) -> Proven | None:
+    def proven(self) -> PeerIdentity | None:
         """Who the peer has proved to be, if this wire is one that proves it.
 
         Raises:
@@ -112,7 +112,7 @@ class PlainWire:
         self.sendmsg: Callable[[Any], int] = sock.sendmsg
         self.recv_into: Callable[[Any], int] = sock.recv_into
 
-    def proven(self) -> Proven | None:
+    def proven(self) -> PeerIdentity | None:
         """See Wire."""
         return None
 

@@ -20,7 +20,7 @@ _numbers = itertools.count(1)
 
 
 @final
-class Endpoint:
+class UcxEndpoint:
     """A way to a peer's worker.
 
     Args:

@@ -56,11 +56,11 @@ from kvwire_ucx.bootstrap import (
     next_message,
     parse,
 )
-from kvwire_ucx.endpoint import Endpoint
+from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
-from kvwire_ucx.memory import Memory
+from kvwire_ucx.memory import MemoryHandles
 from kvwire_ucx.pieces import RULE, piece_lengths, pieces, read_ticket, ticket
-from kvwire_ucx.requests import Request
+from kvwire_ucx.requests import UcxRequest
 from kvwire_ucx.worker import Worker
 
 # A rendezvous costs two messages more than the payload: below this the control link is
@@ -138,14 +138,14 @@ class UcxLane(Lane):
         )
         self._bootstrap = self._own.to_bytes()
         self._state = _State.OPENED
-        self._endpoint: Endpoint | None = None
+        self._endpoint: UcxEndpoint | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         # Whether the core has been given the lane, and so is told of its end.
         self._given = False
         self._error: Exception | None = None
         # Receives of payload, which may not have met their message.
-        self._receives: set[Request] = set()
+        self._receives: set[UcxRequest] = set()
         # Messages of payload that are not over.
         self._sends = 0
         self._peer_has_left = False
@@ -185,7 +185,9 @@ class UcxLane(Lane):
             self._check_version(self._peer.version)
             self._handler = handler
             self._state = _State.GREETING
-            self._endpoint = Endpoint(self._worker, self._peer, self._endpoint_failed)
+            self._endpoint = UcxEndpoint(
+                self._worker, self._peer, self._endpoint_failed
+            )
             self._expect(HELLO, _GREETING_BYTES, self._greeted)
             self._expect(BYE, 1, self._peer_left)
             if self._context.role is Role.CLIENT:
@@ -227,7 +229,7 @@ class UcxLane(Lane):
 
     def _say_hello(self) -> None:
         assert self._endpoint is not None
-        memory = Memory(memoryview(self._greeting(self._context.role)))
+        memory = MemoryHandles(memoryview(self._greeting(self._context.role)))
         tag = self._peer.tag(HELLO)
         self._worker.send_eager(self._endpoint.handle, memory, tag, _nothing)
 
@@ -268,7 +270,7 @@ class UcxLane(Lane):
             self._sends += 1
             self._worker.send(
                 self._endpoint.handle,
-                Memory(piece),
+                MemoryHandles(piece),
                 tag,
                 lambda status, _: self._piece_sent(parts, status),
             )
@@ -301,7 +303,7 @@ class UcxLane(Lane):
         self._worker.wake()
 
     def _post_receive(self, parts: _Parts, piece: Payload, message: int) -> None:
-        memory = Memory(piece)
+        memory = MemoryHandles(piece)
         expected = memory.nbytes
 
         def done(status: int, nbytes: int) -> None:
@@ -384,7 +386,7 @@ class UcxLane(Lane):
 
     def _say_bye(self) -> None:
         assert self._endpoint is not None
-        memory, tag = Memory(memoryview(b"\0")), self._peer.tag(BYE)
+        memory, tag = MemoryHandles(memoryview(b"\0")), self._peer.tag(BYE)
         if self._peer_has_left:
             # An answer, to which there is none.
             self._worker.send_eager(self._endpoint.handle, memory, tag, self._answered)
@@ -458,7 +460,7 @@ class UcxLane(Lane):
             if status == OK and received == nbytes and self._state is not _State.ENDED:
                 on_said(bytes(data))
 
-        memory = Memory(memoryview(data))
+        memory = MemoryHandles(memoryview(data))
         self._worker.receive(memory, self._own.tag(message), done)
 
 

@@ -19,7 +19,7 @@ _MEMORY_TYPES: Final = {
 
 
 @final
-class Memory:
+class MemoryHandles:
     """Where the bytes of one operation lie.
 
     Many fragments go down as UCX's own list of pieces. UCX packs them into what it

@@ -20,8 +20,8 @@ from kvwire.errors import ConnectionLost, UsageError
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
 from kvwire_ucx.context import Context
-from kvwire_ucx.endpoint import Endpoint
-from kvwire_ucx.memory import Memory
+from kvwire_ucx.endpoint import UcxEndpoint
+from kvwire_ucx.memory import MemoryHandles
 from kvwire_ucx.worker import Worker
 
 
@@ -55,11 +55,11 @@ class Registration:
         UsageError: The memory is in pieces, or UCX cannot register it.
     """
 
-    def __init__(self, context: Context, memory: Memory) -> None:
+    def __init__(self, context: Context, memory: MemoryHandles) -> None:
         if memory.datatype != binding.DATATYPE_BYTES:
             raise UsageError("ucx: memory in pieces cannot be registered as one range")
         self._context = context
-        self._memory: Memory | None = memory
+        self._memory: MemoryHandles | None = memory
         self._handle = self._map(memory)
         self.key = RemoteKey(
             address=memory.address, nbytes=memory.nbytes, packed=self._pack()
@@ -75,7 +75,7 @@ class Registration:
             self._context.library.ucp.mem_unmap(self._context.handle, handle)
             self._memory = None
 
-    def _map(self, memory: Memory) -> int:
+    def _map(self, memory: MemoryHandles) -> int:
         params = binding.MapParams(
             field_mask=binding.MAP_ADDRESS | binding.MAP_LENGTH,
             address=memory.address,
@@ -122,7 +122,7 @@ class RemoteMemory:
         UsageError: The key is of no use over this endpoint.
     """
 
-    def __init__(self, worker: Worker, endpoint: Endpoint, key: RemoteKey) -> None:
+    def __init__(self, worker: Worker, endpoint: UcxEndpoint, key: RemoteKey) -> None:
         self._worker = worker
         self._endpoint = endpoint
         self._key = key
@@ -141,7 +141,7 @@ class RemoteMemory:
         if handle:
             self._worker.context.library.ucp.rkey_destroy(handle)
 
-    async def put(self, source: Memory, offset: int = 0) -> None:
+    async def put(self, source: MemoryHandles, offset: int = 0) -> None:
         """Write ``source`` at ``offset``; returns when it is there.
 
         Raises:
@@ -161,7 +161,7 @@ class RemoteMemory:
         # A put is over when its source is free: only a flush says that it has arrived.
         await self._over(None, lambda params: ucp.ep_flush_nbx(endpoint, params))
 
-    async def get(self, destination: Memory, offset: int = 0) -> None:
+    async def get(self, destination: MemoryHandles, offset: int = 0) -> None:
         """Read into ``destination`` from ``offset`` on; returns when it is there.
 
         Raises:
@@ -184,7 +184,7 @@ class RemoteMemory:
             ),
         )
 
-    def _place(self, memory: Memory, offset: int) -> int:
+    def _place(self, memory: MemoryHandles, offset: int) -> int:
         if memory.datatype != binding.DATATYPE_BYTES:
             raise UsageError("ucx: put and get move one contiguous range each")
         if offset < 0 or offset > self._key.nbytes - memory.nbytes:

@@ -21,7 +21,7 @@ OnDone = Callable[[int, int], None]
 
 
 @final
-class Request:
+class UcxRequest:
     """One operation.
 
     Attributes:
@@ -41,12 +41,12 @@ class Request:
 
 
 @final
-class Requests:
+class UcxRequests:
     """Every operation of one worker that is not over, by number."""
 
     def __init__(self, ucp: Ucp) -> None:
         self._ucp = ucp
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, UcxRequest] = {}
         self._numbers = itertools.count(1)
         # (number, status, bytes) that UCX has called back with and nobody was told.
         self._over: list[tuple[int, int, int]] = []
@@ -62,13 +62,13 @@ class Requests:
         """Whether somebody is to be told."""
         return bool(self._over)
 
-    def new(self, on_done: OnDone, keeps: object = None) -> Request:
+    def new(self, on_done: OnDone, keeps: object = None) -> UcxRequest:
         """An operation that is about to be posted."""
-        request = Request(next(self._numbers), on_done, keeps)
+        request = UcxRequest(next(self._numbers), on_done, keeps)
         self._open[request.number] = request
         return request
 
-    def posted(self, request: Request, result: int | None) -> None:
+    def posted(self, request: UcxRequest, result: int | None) -> None:
         """Note what the posting call returned."""
         status, request.handle = binding.request_of(result)
         if status != IN_PROGRESS:

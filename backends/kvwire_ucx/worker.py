@@ -28,8 +28,8 @@ from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import ERR_BUSY, OK, Post, RequestParams
 from kvwire_ucx.context import Context
-from kvwire_ucx.memory import Memory
-from kvwire_ucx.requests import OnDone, Request, Requests
+from kvwire_ucx.memory import MemoryHandles
+from kvwire_ucx.requests import OnDone, UcxRequest, UcxRequests
 from kvwire_ucx.settings import OLD
 from kvwire_ucx.sockets import unpace
 
@@ -67,7 +67,7 @@ class Worker:
     def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
         _check_process()
         self.context = context
-        self.requests = Requests(context.library.ucp)
+        self.requests = UcxRequests(context.library.ucp)
         self._ucp = context.library.ucp
         self._loop = loop
         self._scheduled = False
@@ -99,7 +99,9 @@ class Worker:
 
     # --- operations -------------------------------------------------------------------
 
-    def send(self, endpoint: int, memory: Memory, tag: int, on_done: OnDone) -> Request:
+    def send(
+        self, endpoint: int, memory: MemoryHandles, tag: int, on_done: OnDone
+    ) -> UcxRequest:
         """Send a message; over when the peer's receive has met it."""
         request = self.requests.new(on_done, memory)
         params = self._moving(self._sending, memory, request)
@@ -109,8 +111,8 @@ class Worker:
         return self._posted(request, result)
 
     def send_eager(
-        self, endpoint: int, memory: Memory, tag: int, on_done: OnDone
-    ) -> Request:
+        self, endpoint: int, memory: MemoryHandles, tag: int, on_done: OnDone
+    ) -> UcxRequest:
         """Send a message of a few bytes; over when UCX has taken it."""
         request = self.requests.new(on_done, memory)
         params = self._moving(self._sending, memory, request)
@@ -119,7 +121,7 @@ class Worker:
         )
         return self._posted(request, result)
 
-    def receive(self, memory: Memory, tag: int, on_done: OnDone) -> Request:
+    def receive(self, memory: MemoryHandles, tag: int, on_done: OnDone) -> UcxRequest:
         """Receive the message with exactly this tag."""
         request = self.requests.new(on_done, memory)
         params = self._moving(self._receiving, memory, request)
@@ -128,13 +130,13 @@ class Worker:
         )
         return self._posted(request, result)
 
-    def cancel(self, request: Request) -> None:
-        """Ask for an early end; :attr:`Request.on_done` still tells when it is over."""
+    def cancel(self, request: UcxRequest) -> None:
+        """Ask for an early end; :attr:`UcxRequest.on_done` still tells when it is over."""
         if request.handle and not self._closed:
             self._ucp.request_cancel(self.handle, request.handle)
             self.wake()
 
-    def post(self, on_done: OnDone, keeps: object, call: Post) -> Request:
+    def post(self, on_done: OnDone, keeps: object, call: Post) -> UcxRequest:
         """Post any other operation; ``call`` gets the parameters."""
         request = self.requests.new(on_done, keeps)
         self._other.user_data = request.number
@@ -291,14 +293,14 @@ class Worker:
     # --- inside -----------------------------------------------------------------------
 
     def _moving(
-        self, params: RequestParams, memory: Memory, request: Request
+        self, params: RequestParams, memory: MemoryHandles, request: UcxRequest
     ) -> object:
         params.datatype = memory.datatype
         params.memory_type = memory.memory_type
         params.user_data = request.number
         return ctypes.byref(params)
 
-    def _posted(self, request: Request, result: int | None) -> Request:
+    def _posted(self, request: UcxRequest, result: int | None) -> UcxRequest:
         self.requests.posted(request, result)
         self.wake()
         return request

@@ -41,7 +41,7 @@ from kvwire.types import Address, MemoryKind
 
 if TYPE_CHECKING:
     from kvwire.backend.lane import Lane, LaneContext
-    from kvwire.security.tls import CredentialFiles, Proven
+    from kvwire.security.tls import CredentialFiles, PeerIdentity
 
 API_VERSION: Final = 1
 """Raised when a backend written for the previous contract would misbehave."""
@@ -186,7 +186,7 @@ class Link(ABC):
     def abort(self) -> None:
         """End the link now and drop what is queued. Never raises."""
 
-    def proven(self) -> Proven | None:
+    def proven(self) -> PeerIdentity | None:
         """Who the peer has proved to be inside TLS, from the first header on.
 
         None on a link that proves nothing.

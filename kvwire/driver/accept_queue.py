@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvwire.connection import Connection
 
 
-class Inbound(AsyncIterator["Connection"]):
+class AcceptQueue(AsyncIterator["Connection"]):
     """Iterate it for the connections, in the order in which they came.
 
     Any number of tasks may iterate at once, and each connection goes to one of them. A

@@ -12,9 +12,9 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvwire.backend import Backend, Link
-from kvwire.driver.accept_queue import Inbound
-from kvwire.driver.connection_driver import Pump
-from kvwire.driver.handshake import Opening
+from kvwire.driver.accept_queue import AcceptQueue
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.handshake import HandshakeDriver
 from kvwire.errors import KVWireError
 from kvwire.limits import PENDING_HANDSHAKES_MAX
 from kvwire.proto.handshake import ServerHandshake
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvwire")
 
 
-class Reception:
+class Acceptor:
     """Turns the inbound links of a communicator into connections.
 
     Attributes:
@@ -36,11 +36,11 @@ class Reception:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.inbound = Inbound()
+        self.inbound = AcceptQueue()
         self._communicator = communicator
         # Links that are not a connection: not yet, or never and on their way out.
         # Oldest first.
-        self._pending: dict[Pump, None] = {}
+        self._pending: dict[ConnectionDriver, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, link: Link, backend: Backend) -> None:
@@ -56,7 +56,7 @@ class Reception:
             oldest = next(iter(self._pending))
             del self._pending[oldest]
             oldest.link.abort()
-        opening = Opening(
+        opening = HandshakeDriver(
             ServerHandshake(communicator.identity, secrets.token_bytes(NONCE_BYTES)),
             communicator.config,
             backend.scheme,
@@ -78,7 +78,7 @@ class Reception:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _welcome(self, pump: Pump, opening: Opening) -> None:
+    async def _welcome(self, pump: ConnectionDriver, opening: HandshakeDriver) -> None:
         communicator, remote = self._communicator, pump.link.remote_address
         timeout_s = communicator.config.handshake_timeout_s
         # Not cancelled by a timeout: what has ended at the last moment has ended.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from kvwire.backend import Payload
-from kvwire.driver.scratch import Copies
+from kvwire.driver.scratch import ScratchPool
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.memory.checksum import checksum, is_scattered
@@ -32,7 +32,7 @@ _STEP: Final = 0x9E3779B1
 _TURN: Final = 2**32
 
 
-class Checks:
+class ChecksumPolicy:
     """Decides which payloads of one connection are sent with a checksum.
 
     Args:
@@ -52,7 +52,7 @@ class Checks:
         self._turn = 0
 
     def seal(
-        self, payload: Payload, copies: Copies, owner: object
+        self, payload: Payload, copies: ScratchPool, owner: object
     ) -> tuple[Payload, int | None]:
         """What to send for a payload, and the checksum to send it with; None for none.
 
@@ -85,12 +85,12 @@ class Checks:
 
 
 def landing_for(
-    place: Payload, header: Header, copies: Copies, owner: object
+    place: Payload, header: Header, copies: ScratchPool, owner: object
 ) -> Payload:
     """Where to receive a payload that belongs in ``place``.
 
     If it is checked and goes to small fragments, they get theirs by a copy once it is
-    known to be intact: :func:`arrived`. The reason is that of :meth:`Checks.seal`.
+    known to be intact: :func:`arrived`. The reason is that of :meth:`ChecksumPolicy.seal`.
     """
     if header.flags & _CHECKED and is_scattered(place):
         return copies.room(place.nbytes, owner)

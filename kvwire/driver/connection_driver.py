@@ -1,7 +1,7 @@
 """Joins one link to one protocol core, where frames, memory and time meet.
 
 Whatever happens (a frame arrives, the link has room, a timer fires, the application
-calls), the core is told, and then :meth:`Pump.run` carries out what it says: control
+calls), the core is told, and then :meth:`ConnectionDriver.run` carries out what it says: control
 frames first, then chunks while the link has room, then events. One flush of the link
 per run, so that what belongs together leaves in one system call.
 """
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.driver.buffers import BufferTable
-from kvwire.driver.checksums import Checks, arrived, landing_for
-from kvwire.driver.device_staging import Staged
-from kvwire.driver.handshake import Opening
-from kvwire.driver.lanes.scheduler import Half, Lanes
-from kvwire.driver.scratch import Copies
+from kvwire.driver.checksums import ChecksumPolicy, arrived, landing_for
+from kvwire.driver.device_staging import DeviceStaging
+from kvwire.driver.handshake import HandshakeDriver
+from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
+from kvwire.driver.scratch import ScratchPool
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
-from kvwire.proto.chunks import Arrival, Chunk, Place
-from kvwire.proto.connection import Connection as Core
-from kvwire.proto.events import AsideReceived, Ended, Event
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.events import Ended, Event, LaneDataReceived
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ logger = logging.getLogger("kvwire")
 class _Landing(Landing):
     __slots__ = ("arrival", "place")
 
-    def __init__(self, arrival: Arrival, place: Payload | None) -> None:
+    def __init__(self, arrival: ChunkArrival, place: Payload | None) -> None:
         self.length = arrival.header.length
         self.payload = place
         self.arrival = arrival
@@ -48,7 +48,7 @@ class _Landing(Landing):
         self.place = place
 
 
-class Pump(LinkHandler):
+class ConnectionDriver(LinkHandler):
     """Runs a link, first through its handshake and then for its connection.
 
     Attributes:
@@ -61,8 +61,8 @@ class Pump(LinkHandler):
             more.
     """
 
-    lanes: Lanes
-    staged: Staged
+    lanes: LaneScheduler
+    staged: DeviceStaging
     _on_event: Callable[[Event], None]
     _on_lost: Callable[[], bool]
 
@@ -72,18 +72,18 @@ class Pump(LinkHandler):
         buffers: BufferTable,
         loop: asyncio.AbstractEventLoop,
         *,
-        checks: Checks,
+        checks: ChecksumPolicy,
     ) -> None:
         self.link = link
         self.core: Core | None = None
         # bounded: EAGER_WINDOW_BYTES, by the credit that the core gives
         self.held: dict[BufferId, memoryview] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
-        self._opening: Opening | None = None
+        self._opening: HandshakeDriver | None = None
         self._buffers = buffers
         self._loop = loop
         self._checks = checks
-        self._copies = Copies()
+        self._copies = ScratchPool()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         # Bytes that have come, and when it was known at the latest.
@@ -93,7 +93,9 @@ class Pump(LinkHandler):
         self._closed = False
         self._again: asyncio.Handle | None = None
 
-    def open(self, opening: Opening, agreed: Callable[[Agreement], Connection]) -> None:
+    def open(
+        self, opening: HandshakeDriver, agreed: Callable[[Agreement], Connection]
+    ) -> None:
         """Start the link and shake hands on it; ``agreed`` then calls ``connect``."""
         self._opening = opening
         self.link.start(self)
@@ -113,7 +115,7 @@ class Pump(LinkHandler):
         """
         self._opening = None
         self.core = core
-        self.staged = Staged(
+        self.staged = DeviceStaging(
             core,
             self.link,
             self._buffers,
@@ -121,7 +123,7 @@ class Pump(LinkHandler):
             run=self.run,
             check_ended=self._check_ended,
         )
-        self.lanes = Lanes(
+        self.lanes = LaneScheduler(
             core,
             self.staged,
             self._loop,
@@ -164,14 +166,14 @@ class Pump(LinkHandler):
         now = self._loop.time()
         self._seen_bytes, self._seen_at = link.received_bytes, now
         try:
-            if arrival.place is Place.CONTROL:
+            if arrival.place is ChunkPlace.CONTROL:
                 assert isinstance(payload, memoryview)
                 core.body_received(arrival, now, body=bytes(payload))
             else:
                 intact = arrived(payload, landing.place, arrival.header)
                 if payload is not landing.place:
                     self._copies.give_back(arrival)
-                if arrival.place is Place.HOLD and intact:
+                if arrival.place is ChunkPlace.HOLD and intact:
                     assert arrival.buffer is not None
                     assert isinstance(payload, memoryview)
                     self.held[arrival.buffer] = payload
@@ -277,7 +279,7 @@ class Pump(LinkHandler):
             self._running = False
 
     def _deal_with(self, event: Event) -> None:
-        if isinstance(event, AsideReceived):
+        if isinstance(event, LaneDataReceived):
             self._receive_aside(event)
             return
         if isinstance(event, Ended):
@@ -335,7 +337,7 @@ class Pump(LinkHandler):
             queued_bytes += self._send_chunk(core, chunk, half)
         return queued_bytes
 
-    def _send_chunk(self, core: Core, chunk: Chunk, half: Half | None) -> int:
+    def _send_chunk(self, core: Core, chunk: Chunk, half: LaneEndpoint | None) -> int:
         """Hand a chunk to what carries it, or to staging; the bytes handed over."""
         payload = self.staged.payload(chunk)
         if half is not None and self.lanes.carries(half, payload):
@@ -349,10 +351,12 @@ class Pump(LinkHandler):
             self.link.send(core.chunk_header(chunk, check), payload, chunk)
         return chunk.length
 
-    def _destination(self, arrival: Arrival) -> Payload | None:
+    def _destination(self, arrival: ChunkArrival) -> Payload | None:
         place, length = arrival.place, arrival.header.length
-        if place is not Place.BUFFER:
-            return None if place is Place.NOWHERE else memoryview(bytearray(length))
+        if place is not ChunkPlace.BUFFER:
+            return (
+                None if place is ChunkPlace.NOWHERE else memoryview(bytearray(length))
+            )
         assert arrival.buffer is not None
         part = self._buffers.part(arrival.buffer, arrival.offset, length)
         if not isinstance(part, Fragments) or part.device is None:
@@ -361,7 +365,7 @@ class Pump(LinkHandler):
             return part
         return self.staged.land(arrival, part)
 
-    def _in_place(self, arrival: Arrival) -> None:
+    def _in_place(self, arrival: ChunkArrival) -> None:
         """A staged payload of the link has been copied to where it belongs."""
         if self._closed:
             return
@@ -371,7 +375,7 @@ class Pump(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
 
-    def _receive_aside(self, event: AsideReceived) -> None:
+    def _receive_aside(self, event: LaneDataReceived) -> None:
         arrival = event.arrival
         assert self.core is not None
         if not self.core.lanes.expects(arrival):

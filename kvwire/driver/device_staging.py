@@ -34,8 +34,8 @@ from kvwire.limits import SPAN_BYTES_MAX, STAGING_SLOTS
 from kvwire.memory.device.reaper import Done
 from kvwire.memory.staging.desk import Desk
 from kvwire.memory.staging.ring import Ring
-from kvwire.proto.chunks import Arrival, Chunk
-from kvwire.proto.connection import Connection as Core
+from kvwire.proto.chunks import Chunk, ChunkArrival
+from kvwire.proto.connection import ConnectionCore as Core
 from kvwire.proto.state import State
 from kvwire.types import BufferId, Device
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvwire")
 
 
-class Staged:
+class DeviceStaging:
     """The slots of one connection, and what is in them.
 
     Attributes:
@@ -74,7 +74,7 @@ class Staged:
         self._waiting: Chunk | None = None
         # Chunks and arrivals that have a slot; bounded: STAGING_SLOTS for each device
         self._leaving: dict[Chunk, _Slot] = {}
-        self._landing: dict[Arrival, _Slot] = {}
+        self._landing: dict[ChunkArrival, _Slot] = {}
         self._copying = 0
         self._paused = False
         self._ended = False
@@ -158,7 +158,7 @@ class Staged:
 
     # --- inbound ----------------------------------------------------------------------
 
-    def land(self, arrival: Arrival, into: Fragments) -> memoryview:
+    def land(self, arrival: ChunkArrival, into: Fragments) -> memoryview:
         """The slot that a payload lands in; there is always one."""
         assert into.device is not None
         _, slots = self._slots[into.device]
@@ -169,7 +169,11 @@ class Staged:
         return slot.view
 
     def landed(
-        self, arrival: Arrival, then: Callable[[Arrival], None], *, intact: bool
+        self,
+        arrival: ChunkArrival,
+        then: Callable[[ChunkArrival], None],
+        *,
+        intact: bool,
     ) -> bool:
         """A payload is here; call ``then`` with it once it is where it belongs.
 
@@ -258,7 +262,7 @@ class Staged:
             self._core.chunk_sent(chunk)
 
     def _scattered(
-        self, slot: _Slot, arrival: Arrival, then: Callable[[Arrival], None]
+        self, slot: _Slot, arrival: ChunkArrival, then: Callable[[ChunkArrival], None]
     ) -> None:
         slot.slots.ring.emptied(slot.number)
         then(arrival)

@@ -31,14 +31,14 @@ from kvwire.wire.control import Choice, Verdict
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
-    from kvwire.driver.connection_driver import Pump
+    from kvwire.driver.connection_driver import ConnectionDriver
 
 
 # How a ClientHello begins (RFC 8446 5.1); no frame of ours has this type.
 _TLS_HANDSHAKE, _TLS_MAJOR = 0x16, 0x03
 
 
-class Opening:
+class HandshakeDriver:
     """One handshake under way on one link.
 
     Attributes:
@@ -188,7 +188,7 @@ class Opening:
         link.flush()
 
 
-async def hands_shaken(pump: Pump, opening: Opening) -> Connection:
+async def hands_shaken(pump: ConnectionDriver, opening: HandshakeDriver) -> Connection:
     """Wait for the connection; without anybody who waits, there is none.
 
     Raises:

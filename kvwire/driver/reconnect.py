@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire.clock import Backoff
 from kvwire.errors import KVWireError
 from kvwire.limits import REDIAL_S, REDIAL_S_MAX
-from kvwire.proto.state import Phase
+from kvwire.proto.state import CloseState
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvwire")
 
 
-class Recovery:
+class Reconnector:
     """Brings interrupted transfers of one communicator onto new links."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -69,7 +69,7 @@ class Recovery:
         exchange.connection_lost(connection)
         for other in communicator.live_connections:
             same_peer = other.peer.origin == origin
-            if same_peer and other.core.phase is Phase.OPEN:
+            if same_peer and other.core.phase is CloseState.OPEN:
                 exchange.reattach(other)
                 return
         if connection.dialled and origin not in self._redialling:

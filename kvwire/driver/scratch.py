@@ -20,7 +20,7 @@ _GRAIN_BYTES: Final = 64 * KIB
 _Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
-class Copies:
+class ScratchPool:
     """The copies of one connection, each on behalf of an owner.
 
     Attributes:

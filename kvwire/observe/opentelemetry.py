@@ -76,7 +76,7 @@ class TransferTracer:
         self.close()
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """See :class:`kvwire.transfers.observers.Watcher`."""
+        """See :class:`kvwire.transfers.observers.Observer`."""
         verb, kind = "send", SpanKind.PRODUCER
         if transfer.receives:
             verb, kind = "receive", SpanKind.CONSUMER
@@ -96,7 +96,7 @@ class TransferTracer:
         outcome: Outcome,
         connections: tuple[Connection, ...],
     ) -> None:
-        """See :class:`kvwire.transfers.observers.Watcher`."""
+        """See :class:`kvwire.transfers.observers.Observer`."""
         span = self._spans.pop(transfer, None)
         if span is None:  # begun before us
             return

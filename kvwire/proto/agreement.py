@@ -9,7 +9,7 @@ from typing import Final
 from kvwire.proto.auth import Keys
 from kvwire.types import PeerInfo, Role, TrustMode
 from kvwire.wire.control import Choice, Offer
-from kvwire.wire.hello import Terms
+from kvwire.wire.hello import ConnectionParameters
 
 VERSION_MIN: Final = 1
 VERSION_MAX: Final = 1
@@ -33,7 +33,7 @@ class Identity:
     name: str
     incarnation: bytes
     trust: TrustMode
-    terms: Terms
+    terms: ConnectionParameters
     psk: bytes = field(default=b"", repr=False)
     keys: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
     profile: tuple[tuple[str, str], ...] = ()
@@ -58,16 +58,18 @@ class Agreement:
     role: Role
     digest: bytes = field(repr=False)
     keys: Keys
-    terms: Terms
-    peer_terms: Terms
+    terms: ConnectionParameters
+    peer_terms: ConnectionParameters
     peer: PeerInfo
     choice: Choice
     offer: Offer
 
 
-def common_terms(mine: Terms, theirs: Terms) -> Terms:
+def common_terms(
+    mine: ConnectionParameters, theirs: ConnectionParameters
+) -> ConnectionParameters:
     """What both sides can live with."""
-    return Terms(
+    return ConnectionParameters(
         chunk_bytes=min(mine.chunk_bytes, theirs.chunk_bytes),
         eager_bytes=min(mine.eager_bytes, theirs.eager_bytes),
         window_bytes=min(mine.window_bytes, theirs.window_bytes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Seen:
+class ChunkSet:
     """A set of chunk numbers that costs no memory while they come in order.
 
     A bitmap would be as long as the peer's number of bytes says, before one of them has

@@ -21,11 +21,11 @@ import msgspec
 
 from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
 from kvwire.limits import LINK_CHUNKS_MAX, SPAN_BYTES_MAX
-from kvwire.proto.chunk_set import Seen
+from kvwire.proto.chunk_set import ChunkSet
 from kvwire.proto.holds import Holds
-from kvwire.proto.records import Segment
-from kvwire.proto.requests import SENDING, Request, Requests
-from kvwire.proto.scheduler import Mover, Turns
+from kvwire.proto.records import SegmentRecord
+from kvwire.proto.requests import SENDING, RequestRecord, RequestTable
+from kvwire.proto.scheduler import Mover, Scheduler
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
 from kvwire.wire.header import FrameType, Header
@@ -33,7 +33,7 @@ from kvwire.wire.header import FrameType, Header
 _DATA = int(FrameType.DATA)
 
 
-class Place(enum.Enum):
+class ChunkPlace(enum.Enum):
     """Where the body of a frame goes."""
 
     CONTROL = "control"
@@ -46,18 +46,18 @@ class Place(enum.Enum):
     """Dropped: the request it belongs to is over."""
 
 
-class Arrival(msgspec.Struct, eq=False):
+class ChunkArrival(msgspec.Struct, eq=False):
     """One frame whose header has been accepted and whose body is under way.
 
     Its payload comes on the control link, or on a lane as the ``index``-th there.
     """
 
-    place: Place
+    place: ChunkPlace
     header: Header
     buffer: BufferId | None = None
     offset: int = 0
-    request: Request | None = None
-    segment: Segment | None = None
+    request: RequestRecord | None = None
+    segment: SegmentRecord | None = None
     raw: bytes = b""
     lane: int = 0
     index: int = 0
@@ -103,42 +103,42 @@ class Chunk:
         self.lane = 0
 
     @property
-    def request_and_segment(self) -> tuple[Request, int]:
+    def request_and_segment(self) -> tuple[RequestRecord, int]:
         """What the chunk is a part of, as its header says it."""
         mover = self.mover
-        if isinstance(mover, Segment):
+        if isinstance(mover, SegmentRecord):
             return mover.request, mover.number
         return mover, 0
 
 
-class Flows:
+class ChunkMover:
     """Everything that moves on one connection."""
 
-    def __init__(self, requests: Requests, holds: Holds, chunk_bytes: int) -> None:
+    def __init__(self, requests: RequestTable, holds: Holds, chunk_bytes: int) -> None:
         self._requests = requests
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self._turns = Turns(chunk_bytes)
-        self._on_segment_sent: Callable[[Segment], None] | None = None
+        self._turns = Scheduler(chunk_bytes)
+        self._on_segment_sent: Callable[[SegmentRecord], None] | None = None
         # Ordered, so that a run of the core is the same each time.
         self._leaving: dict[Chunk, None] = {}
         # Chunks that got lost with their lane.
         self._again: deque[Chunk] = deque()
-        self._landing: dict[Arrival, None] = {}
+        self._landing: dict[ChunkArrival, None] = {}
 
     # --- sending ----------------------------------------------------------------------
 
-    def begin_send(self, request: Request) -> None:
+    def begin_send(self, request: RequestRecord) -> None:
         """From now on the request takes its turn."""
         assert request.kind in SENDING
         assert request.state is State.MOVING
         self._turns.add(request)
 
-    def begin_segment(self, segment: Segment, priority: int) -> None:
+    def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
         """From now on a segment waits for its transfer's turn, behind earlier ones."""
         self._turns.add_segment(segment, priority)
 
-    def on_segment_sent(self, call: Callable[[Segment], None]) -> None:
+    def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
         """Call when the link is through with all chunks of a segment."""
         self._on_segment_sent = call
 
@@ -190,7 +190,7 @@ class Flows:
             or mover.moved < mover.nbytes
         ):
             return
-        if isinstance(mover, Segment):
+        if isinstance(mover, SegmentRecord):
             assert self._on_segment_sent is not None
             self._on_segment_sent(mover)
             return
@@ -223,13 +223,13 @@ class Flows:
 
     # --- receiving --------------------------------------------------------------------
 
-    def begin_receive(self, request: Request) -> None:
+    def begin_receive(self, request: RequestRecord) -> None:
         """From now on chunks of the request are accepted."""
         assert request.kind not in SENDING
         assert request.state is State.MOVING
-        request.arrived = Seen()
+        request.arrived = ChunkSet()
 
-    def data_header(self, header: Header) -> Arrival:
+    def data_header(self, header: Header) -> ChunkArrival:
         """Find the place of an incoming chunk.
 
         Raises:
@@ -238,7 +238,7 @@ class Flows:
         """
         request = self._requests.find(header.request)
         if request is None:
-            return Arrival(Place.NOWHERE, header)
+            return ChunkArrival(ChunkPlace.NOWHERE, header)
         if request.arrived is None or request.state is not State.MOVING:
             raise UnexpectedFrame(
                 "KVW-DT-01",
@@ -276,17 +276,19 @@ class Flows:
         header: Header,
         buffer: BufferId,
         offset: int,
-        request: Request | None = None,
-        segment: Segment | None = None,
-    ) -> Arrival:
+        request: RequestRecord | None = None,
+        segment: SegmentRecord | None = None,
+    ) -> ChunkArrival:
         """Let a body land in a buffer, which is held until it has."""
         self._holds.take(buffer)
-        arrival = Arrival(Place.BUFFER, header, buffer, offset, request, segment)
+        arrival = ChunkArrival(
+            ChunkPlace.BUFFER, header, buffer, offset, request, segment
+        )
         # One on the control link, which names one payload's place at a time.
         self._landing[arrival] = None  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
         return arrival
 
-    def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
+    def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """A chunk is in place, and its checksum did or did not match (KVW-DT-04)."""
         request = arrival.request
         assert request is not None
@@ -307,13 +309,13 @@ class Flows:
             self._requests.tell_done(request)
         self._requests.finish(request)
 
-    def release(self, arrival: Arrival) -> None:
+    def release(self, arrival: ChunkArrival) -> None:
         """The link has written all of an arrival and holds its memory no more."""
         assert arrival.buffer is not None
         self._landing.pop(arrival)
         self._holds.drop(arrival.buffer)
 
-    def missed(self, arrival: Arrival) -> None:
+    def missed(self, arrival: ChunkArrival) -> None:
         """An arrival got lost with its lane, and may come again."""
         self.release(arrival)
         for number in self.numbers(arrival):
@@ -324,7 +326,7 @@ class Flows:
                 assert arrival.request.arrived is not None
                 arrival.request.arrived.forget(number)
 
-    def numbers(self, arrival: Arrival) -> range:
+    def numbers(self, arrival: ChunkArrival) -> range:
         """The chunks of an arrival that was accepted."""
         first = arrival.header.offset // self._chunk_bytes
         return range(first, first - (-arrival.length // self._chunk_bytes))

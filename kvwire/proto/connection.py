@@ -30,21 +30,21 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.proto.agreement import Agreement
-from kvwire.proto.chunks import Arrival, Chunk, Flows, Place
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, Parts, check_numbers
 from kvwire.proto.events import Ended
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
-from kvwire.proto.keepalive import Voice
-from kvwire.proto.lanes import Lanes
-from kvwire.proto.liveness import Liveness, Verdict
+from kvwire.proto.keepalive import Keepalive
+from kvwire.proto.lanes import LaneTable
+from kvwire.proto.liveness import Liveness, LivenessVerdict
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.records import Transfer
-from kvwire.proto.regions import GrantRow, Grants, Region
-from kvwire.proto.requests import Request, Requests
-from kvwire.proto.state import PHASE_TRANSITIONS, Kind, Phase, State, Turn
+from kvwire.proto.records import TransferRecord
+from kvwire.proto.regions import GrantRow, Grants, RegionRecord
+from kvwire.proto.requests import RequestRecord, RequestTable
+from kvwire.proto.state import PHASE_TRANSITIONS, CloseInput, CloseState, Kind, State
 from kvwire.proto.transfers import Transfers
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId, RegionId
@@ -55,7 +55,7 @@ from kvwire.wire.control import (
     decode_body,
 )
 from kvwire.wire.header import FIRST_PAYLOAD_TYPE, FrameType, Header
-from kvwire.wire.hello import Terms
+from kvwire.wire.hello import ConnectionParameters
 
 # The frame types that may follow the handshake and have a control body.
 _CONTROL = frozenset(
@@ -68,7 +68,7 @@ _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
 
 
-class Connection:
+class ConnectionCore:
     """The protocol state of one connection.
 
     Attributes:
@@ -86,7 +86,7 @@ class Connection:
         framing: Framing,
         holds: Holds,
         *,
-        terms: Terms,
+        terms: ConnectionParameters,
         ping_interval_s: float,
         ping_misses: int,
         now: float,
@@ -95,10 +95,10 @@ class Connection:
         self.agreement = agreement
         self.outbox = Outbox(framing)
         self.holds = holds
-        self.phase = Phase.OPEN
+        self.phase = CloseState.OPEN
         self.error: ConnectionClosed | None = None
-        self._requests = Requests(role, self.outbox, holds)
-        self._flows = Flows(self._requests, holds, agreement.terms.chunk_bytes)
+        self._requests = RequestTable(role, self.outbox, holds)
+        self._flows = ChunkMover(self._requests, holds, agreement.terms.chunk_bytes)
         self._messages = Messages(
             self.outbox,
             self._requests,
@@ -114,7 +114,7 @@ class Connection:
             holds,
             agreement.terms.chunk_bytes,
         )
-        self.lanes = Lanes(
+        self.lanes = LaneTable(
             role,
             self.outbox,
             self._flows,
@@ -128,7 +128,7 @@ class Connection:
         self._liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
-        self._voice = Voice(interval_s=ping_interval_s, now=now, said=framing.sent)
+        self._voice = Keepalive(interval_s=ping_interval_s, now=now, said=framing.sent)
         self._close_by: float | None = None
         # Says which side closed first.
         self._closing: ClosedOK | None = None
@@ -150,7 +150,7 @@ class Connection:
     @property
     def closed(self) -> bool:
         """Whether nothing more will be sent."""
-        return self.phase is Phase.CLOSED
+        return self.phase is CloseState.CLOSED
 
     @property
     def idle(self) -> bool:
@@ -159,7 +159,7 @@ class Connection:
 
     # --- the link ---------------------------------------------------------------------
 
-    def header_received(self, raw: bytes | memoryview) -> Arrival:
+    def header_received(self, raw: bytes | memoryview) -> ChunkArrival:
         """Accept the next header and say where its body goes.
 
         Raises:
@@ -167,9 +167,9 @@ class Connection:
         """
         header = self.outbox.framing.accept_header(raw)
         if self.error is not None:
-            return Arrival(Place.NOWHERE, header)
+            return ChunkArrival(ChunkPlace.NOWHERE, header)
         if header.type == _MESSAGE:
-            if self.phase is not Phase.OPEN:
+            if self.phase is not CloseState.OPEN:
                 self._check_may_start(header)
             return self._messages.message_header(header)
         if header.type == _DATA:
@@ -179,17 +179,22 @@ class Connection:
                 "KVW-CN-01", f"{FrameType(header.type).name} after the handshake"
             )
         check_numbers(header)
-        return Arrival(Place.CONTROL, header, raw=bytes(raw))
+        return ChunkArrival(ChunkPlace.CONTROL, header, raw=bytes(raw))
 
     def body_received(
-        self, arrival: Arrival, now: float, *, body: bytes = b"", intact: bool = True
+        self,
+        arrival: ChunkArrival,
+        now: float,
+        *,
+        body: bytes = b"",
+        intact: bool = True,
     ) -> None:
         """Act on a frame that is all here.
 
         Args:
             arrival: What ``header_received`` returned.
             now: The time.
-            body: The bytes, for ``Place.CONTROL``.
+            body: The bytes, for ``ChunkPlace.CONTROL``.
             intact: Whether the payload matched ``payload_check``, if it had one.
 
         Raises:
@@ -197,11 +202,11 @@ class Connection:
         """
         self._liveness.heard(now)
         header = arrival.header
-        if arrival.place is Place.NOWHERE:
+        if arrival.place is ChunkPlace.NOWHERE:
             return
         if header.type == _MESSAGE:
             self._messages.message_landed(arrival, intact=intact)
-            if self.phase is Phase.OPEN:
+            if self.phase is CloseState.OPEN:
                 return  # there is nothing to acknowledge, and nothing to end
         elif header.type == _DATA:
             self._data_landed(arrival, intact)
@@ -211,7 +216,9 @@ class Connection:
             self._dispatch.control(header, body_read, now)
         self._settle()
 
-    def payload_landed(self, arrival: Arrival, now: float, *, intact: bool) -> None:
+    def payload_landed(
+        self, arrival: ChunkArrival, now: float, *, intact: bool
+    ) -> None:
         """A lane has put a payload in place; see ``body_received``."""
         self._liveness.heard(now)
         self.lanes.payload_landed(arrival, intact=intact)
@@ -242,7 +249,7 @@ class Connection:
         if not self.closed:
             gone = "the peer's side ended without closing the connection"
             self._end(error or ConnectionLost(gone))
-        self._turn(Turn.LOST)
+        self._turn(CloseInput.LOST)
 
     def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
         """The next piece of payload to send, if there is one; see Flows."""
@@ -281,20 +288,20 @@ class Connection:
 
     def tick(self, now: float) -> None:
         """Deal with everything that is due."""
-        if self.phase is Phase.CLOSED:
+        if self.phase is CloseState.CLOSED:
             return
         for request in self._requests.expire(now):
-            self._abandon(request, Requests.expired(request), WireCode.DEADLINE)
+            self._abandon(request, RequestTable.expired(request), WireCode.DEADLINE)
         if self._close_by is not None and now >= self._close_by:
             self._end(ConnectionLost("the peer did not finish closing in time"))
             return
         verdict = self._liveness.look(now)
-        if verdict is Verdict.DEAD:
+        if verdict is LivenessVerdict.DEAD:
             silence_s = self._liveness.silence_s(now)
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
         said = self.outbox.framing.sent
-        asks = verdict is Verdict.PING and self._voice.is_quiet(said)
+        asks = verdict is LivenessVerdict.PING and self._voice.is_quiet(said)
         if self._voice.is_missed(now, said) or asks:
             self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
         self._settle()
@@ -307,13 +314,13 @@ class Connection:
         Raises:
             ConnectionClosed: The connection is closing or closed.
         """
-        if self.phase is not Phase.OPEN:
+        if self.phase is not CloseState.OPEN:
             self._check_open()
         return self._messages.eager_header(tag, nbytes, check)
 
     def send(
         self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
-    ) -> Request:
+    ) -> RequestRecord:
         """Announce a message; its bytes move when the peer has memory for them."""
         request = self._new(Kind.SEND, buffer, nbytes, deadline, tag=tag)
         self._messages.announce(request)
@@ -321,16 +328,16 @@ class Connection:
 
     def recv(
         self, tag: int, buffer: BufferId | None, nbytes: int, deadline: float | None
-    ) -> Request:
+    ) -> RequestRecord:
         """Receive the next message of a tag, of at most ``nbytes`` bytes.
 
         Raises:
             ConnectionClosed: Nothing waits and nothing can come any more.
         """
-        if self.phase is not Phase.OPEN:
+        if self.phase is not CloseState.OPEN:
             self._check_waiting(tag)
         self._requests.check_room()
-        request = Request(
+        request = RequestRecord(
             kind=Kind.RECV,
             wire_id=None,
             buffer=buffer,
@@ -341,13 +348,13 @@ class Connection:
         self._messages.post(request)
         return request
 
-    def provide(self, request: Request, buffer: BufferId) -> None:
+    def provide(self, request: RequestRecord, buffer: BufferId) -> None:
         """Answer MemoryWanted."""
         self._messages.provide(request, buffer)
 
     def put(
         self, buffer: BufferId, nbytes: int, target: Access, deadline: float | None
-    ) -> Request:
+    ) -> RequestRecord:
         """Write a buffer into granted memory of the peer."""
         request = self._new(Kind.PUT, buffer, nbytes, deadline)
         self._onesided.put(request, target)
@@ -355,19 +362,19 @@ class Connection:
 
     def get(
         self, buffer: BufferId, nbytes: int, source: Access, deadline: float | None
-    ) -> Request:
+    ) -> RequestRecord:
         """Read granted memory of the peer into a buffer."""
         request = self._new(Kind.GET, buffer, nbytes, deadline)
         self._onesided.get(request, source)
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: RequestRecord) -> None:
         """End a request of ours; its memory is free once its buffer has drained."""
         error = RequestCancelled(f"the {request.kind.value} was cancelled on this side")
         self._abandon(request, error, WireCode.CANCELLED)
         self._settle()
 
-    def withdraw(self, request: Request) -> bool:
+    def withdraw(self, request: RequestRecord) -> bool:
         """End a receive that has met no message yet; False if it has."""
         if not self._messages.withdraw(request):
             return False
@@ -376,7 +383,7 @@ class Connection:
         return True
 
     def grant(
-        self, region: Region, offset: int, nbytes: int, access: Direction
+        self, region: RegionRecord, offset: int, nbytes: int, access: Direction
     ) -> GrantRow:
         """Let the peer reach a range of a region.
 
@@ -394,24 +401,26 @@ class Connection:
 
     def open_transfer(
         self,
-        transfer: Transfer,
+        transfer: TransferRecord,
         description: bytes,
         *,
         pull: bool,
         deadline: float | None,
-    ) -> Request:
+    ) -> RequestRecord:
         """Ask the peer for a KV transfer; ``pull`` if this side is the consumer."""
         kind = Kind.INCOMING if pull else Kind.OUTGOING
         request = self._new(kind, None, 0, deadline)
         self.transfers.open(request, transfer, description)
         return request
 
-    def refuse(self, request: Request, error: KVWireError, code: WireCode) -> None:
+    def refuse(
+        self, request: RequestRecord, error: KVWireError, code: WireCode
+    ) -> None:
         """End a request of either side with an error; the peer is told the code."""
         self._abandon(request, error, code)
         self._settle()
 
-    def set_deadline(self, request: Request, deadline: float | None) -> None:
+    def set_deadline(self, request: RequestRecord, deadline: float | None) -> None:
         """Give a transfer that the peer has opened a deadline of this side."""
         self._requests.set_deadline(request, deadline)
 
@@ -419,7 +428,7 @@ class Connection:
         """Deliver what was begun, tell the peer, then end. May be called again."""
         if self._close_by is None:
             self._close_by = now + timeout_s
-        self._turn(Turn.CLOSE_CALLED)
+        self._turn(CloseInput.CLOSE_CALLED)
         closed = self._close_error("this side closed the connection")
         for request in self._messages.posted + self.transfers.unanswered:
             self._abandon(request, closed, WireCode.GOING_AWAY)
@@ -437,21 +446,21 @@ class Connection:
 
     # --- inside -----------------------------------------------------------------------
 
-    def _data_header(self, header: Header) -> Arrival:
+    def _data_header(self, header: Header) -> ChunkArrival:
         if header.segment:
             return self.transfers.data_header(header)
         return self._flows.data_header(header)
 
-    def _data_landed(self, arrival: Arrival, intact: bool) -> None:
+    def _data_landed(self, arrival: ChunkArrival, intact: bool) -> None:
         if arrival.header.segment:
             self.transfers.data_landed(arrival, intact=intact)
         else:
             self._flows.data_landed(arrival, intact=intact)
 
     def _peer_closed(self, body: Close) -> None:
-        if self.phase in (Phase.ANSWERING, Phase.CLOSED):
+        if self.phase in (CloseState.ANSWERING, CloseState.CLOSED):
             raise UnexpectedFrame("KVW-CL-01", "a second CLOSE")
-        self._turn(Turn.PEER_CLOSED)
+        self._turn(CloseInput.PEER_CLOSED)
         self._messages.peer_closed()
         code = "" if body.code == WireCode.GOING_AWAY else f" (code {body.code})"
         closed = self._close_error(f"the peer closed the connection{code}")
@@ -467,11 +476,11 @@ class Connection:
         """Take the step to the end when nothing is left to deliver."""
         self.transfers.acknowledge()
         self.lanes.acknowledge()
-        if self.phase not in (Phase.FLUSHING, Phase.ANSWERING):
+        if self.phase not in (CloseState.FLUSHING, CloseState.ANSWERING):
             return
         if len(self._requests):
             return
-        self._turn(Turn.IDLE)
+        self._turn(CloseInput.IDLE)
         self.outbox.send(FrameType.CLOSE, Close(code=WireCode.GOING_AWAY))
         if self.closed:
             assert self._closing is not None
@@ -486,7 +495,7 @@ class Connection:
     def _end(self, error: ConnectionClosed, *, graceful: bool = False) -> None:
         if self.error is not None:
             return
-        self.phase = Phase.CLOSED
+        self.phase = CloseState.CLOSED
         self.error = error
         self.outbox.shut = True
         self._messages.peer_closed()
@@ -495,12 +504,12 @@ class Connection:
         self.outbox.report(Ended(error=error, graceful=graceful))
 
     def _abandon(
-        self, request: Request, error: KVWireError, tell: WireCode | None
+        self, request: RequestRecord, error: KVWireError, tell: WireCode | None
     ) -> None:
         self._messages.withdraw(request)
         self._requests.fail(request, error, tell=tell)
 
-    def _turn(self, turn: Turn) -> None:
+    def _turn(self, turn: CloseInput) -> None:
         self.phase = PHASE_TRANSITIONS[self.phase, turn]
 
     def _new(
@@ -511,10 +520,10 @@ class Connection:
         deadline: float | None,
         *,
         tag: int = 0,
-    ) -> Request:
+    ) -> RequestRecord:
         self._check_open()
         self._requests.check_room()
-        return Request(
+        return RequestRecord(
             kind=kind,
             wire_id=None,
             buffer=buffer,
@@ -526,7 +535,7 @@ class Connection:
     def _check_open(self) -> None:
         if self.error is not None:
             raise type(self.error)(str(self.error)) from self.error
-        if self.phase is not Phase.OPEN:
+        if self.phase is not CloseState.OPEN:
             raise ClosedOK("the connection is closing")
 
     def _check_waiting(self, tag: int) -> None:
@@ -539,7 +548,7 @@ class Connection:
         Raises:
             UnexpectedFrame: It does.
         """
-        if self.phase in (Phase.ANSWERING, Phase.CLOSED):
+        if self.phase in (CloseState.ANSWERING, CloseState.CLOSED):
             raise UnexpectedFrame(
                 "KVW-CL-02", f"{FrameType(header.type).name} after the peer's CLOSE"
             )

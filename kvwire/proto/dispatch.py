@@ -15,12 +15,12 @@ from kvwire.errors import (
     shown,
 )
 from kvwire.limits import REASON_CHARS_MAX
-from kvwire.proto.lanes import Lanes
+from kvwire.proto.lanes import LaneTable
 from kvwire.proto.liveness import Liveness
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.requests import Requests
+from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import Kind
 from kvwire.proto.transfers import Transfers
 from kvwire.wire.control import (
@@ -55,7 +55,7 @@ class Parts:
     messages: Messages
     onesided: OneSided
     transfers: Transfers
-    lanes: Lanes
+    lanes: LaneTable
     liveness: Liveness
 
 
@@ -65,7 +65,7 @@ class Dispatch:
     def __init__(
         self,
         outbox: Outbox,
-        requests: Requests,
+        requests: RequestTable,
         parts: Parts,
         *,
         check_may_start: Callable[[Header], None],

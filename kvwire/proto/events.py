@@ -13,9 +13,9 @@ from kvwire.errors import ConnectionClosed, KVWireError
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
-    from kvwire.proto.chunks import Arrival
-    from kvwire.proto.records import Segment
-    from kvwire.proto.requests import Request
+    from kvwire.proto.chunks import ChunkArrival
+    from kvwire.proto.records import SegmentRecord
+    from kvwire.proto.requests import RequestRecord
 
 
 class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
             has drained, and the front kept its memory for this moment.
     """
 
-    request: Request
+    request: RequestRecord
     error: KVWireError | None
     nbytes: int
     held: BufferId | None = None
@@ -38,7 +38,7 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
     """A RECV without memory has met a message; answer with ``provide``."""
 
-    request: Request
+    request: RequestRecord
     nbytes: int
 
 
@@ -57,7 +57,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
     """The peer asks for a KV transfer; answer with ``agree``, or fail it."""
 
-    request: Request
+    request: RequestRecord
     id: bytes
     description: bytes
 
@@ -65,39 +65,39 @@ class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
 class TransferAgreed(msgspec.Struct, frozen=True, kw_only=True):
     """The peer has answered a transfer of ours; segments may move."""
 
-    request: Request
+    request: RequestRecord
     description: bytes
 
 
 class SegmentMarked(msgspec.Struct, frozen=True, kw_only=True):
     """A segment is about to arrive; give it memory with ``place`` before returning."""
 
-    segment: Segment
+    segment: SegmentRecord
 
 
 class SegmentLanded(msgspec.Struct, frozen=True, kw_only=True):
     """All of a segment is here; ``segment.damaged`` says whether it can be used."""
 
-    segment: Segment
+    segment: SegmentRecord
 
 
 class SegmentsAcknowledged(msgspec.Struct, frozen=True, kw_only=True):
     """The consumer has these segments of a transfer."""
 
-    request: Request
+    request: RequestRecord
     numbers: tuple[int, ...]
 
 
 class TransferSettled(msgspec.Struct, frozen=True, kw_only=True):
     """The consumer has all it will get; the request ends when the producer knows."""
 
-    request: Request
+    request: RequestRecord
 
 
 class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
     """The producer marks nothing more; ``complete`` if it has marked everything."""
 
-    request: Request
+    request: RequestRecord
     complete: bool
 
 
@@ -109,30 +109,30 @@ class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap: bytes
 
 
-class LaneAnswered(msgspec.Struct, frozen=True, kw_only=True):
+class LaneBootstrapped(msgspec.Struct, frozen=True, kw_only=True):
     """Client: the server's half is up; answer with ``up`` or ``lower``."""
 
     lane: int
     bootstrap: bytes
 
 
-class LaneRaised(msgspec.Struct, frozen=True, kw_only=True):
+class LaneOpened(msgspec.Struct, frozen=True, kw_only=True):
     """Server: both halves are up. Of lane 0: the client has made its first choice."""
 
     lane: int
 
 
-class LaneLowered(msgspec.Struct, frozen=True, kw_only=True):
+class LaneClosed(msgspec.Struct, frozen=True, kw_only=True):
     """The peer's half is gone: end ours, then call ``lower``."""
 
     lane: int
     reason: str
 
 
-class AsideReceived(msgspec.Struct, frozen=True, kw_only=True):
+class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A payload comes on a lane: receive it there, then call ``payload_landed``."""
 
-    arrival: Arrival
+    arrival: ChunkArrival
     ticket: bytes
 
 
@@ -148,8 +148,8 @@ Event = (
     | TransferCommitted
     | TransferSettled
     | LaneAsked
-    | LaneAnswered
-    | LaneRaised
-    | LaneLowered
-    | AsideReceived
+    | LaneBootstrapped
+    | LaneOpened
+    | LaneClosed
+    | LaneDataReceived
 )

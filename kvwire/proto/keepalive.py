@@ -17,7 +17,7 @@ from typing import Final
 _LOOKS_PER_INTERVAL: Final = 2
 
 
-class Voice:
+class Keepalive:
     """Watches how often this side speaks.
 
     Attributes:

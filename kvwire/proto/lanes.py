@@ -51,13 +51,13 @@ from kvwire.limits import (
     LANES_MAX,
     REASON_CHARS_MAX,
 )
-from kvwire.proto.chunks import Arrival, Chunk, Flows
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover
 from kvwire.proto.events import (
-    AsideReceived,
-    LaneAnswered,
     LaneAsked,
-    LaneLowered,
-    LaneRaised,
+    LaneBootstrapped,
+    LaneClosed,
+    LaneDataReceived,
+    LaneOpened,
 )
 from kvwire.proto.outbox import Outbox
 from kvwire.types import Role
@@ -76,7 +76,7 @@ from kvwire.wire.header import Flag, FrameType, Header
 _CHECKED: Final = int(Flag.CHECKED)
 
 
-class Stage(enum.Enum):
+class LaneStage(enum.Enum):
     """How far a lane is, from this side's view."""
 
     ASKED = "asked"
@@ -91,7 +91,7 @@ class Stage(enum.Enum):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Lane:
+class LaneRecord:
     """One lane.
 
     Attributes:
@@ -110,12 +110,12 @@ class Lane:
 
     number: int
     backend: str
-    stage: Stage = Stage.ASKED
+    stage: LaneStage = LaneStage.ASKED
     sent: int = 0
     waiting: dict[int, Chunk] = field(default_factory=dict)
     waiting_bytes: int = 0
     seen: int = 0
-    arriving: dict[int, Arrival] = field(default_factory=dict)
+    arriving: dict[int, ChunkArrival] = field(default_factory=dict)
     taken: int = 0
     beyond: set[int] = field(default_factory=set)
     told: int = 0
@@ -126,10 +126,10 @@ class Lane:
     def over(self) -> bool:
         """Whether neither side has anything to say of it any more."""
         # What this side has missed is named at the end of the step that missed it.
-        return self.stage is Stage.DOWN and self.lowered and not self.waiting
+        return self.stage is LaneStage.DOWN and self.lowered and not self.waiting
 
 
-class Lanes:
+class LaneTable:
     """The lanes of one connection.
 
     Attributes:
@@ -140,10 +140,10 @@ class Lanes:
         self,
         role: Role,
         outbox: Outbox,
-        flows: Flows,
+        flows: ChunkMover,
         *,
-        place: Callable[[Header], Arrival],
-        landed: Callable[[Arrival, bool], None],
+        place: Callable[[Header], ChunkArrival],
+        landed: Callable[[ChunkArrival, bool], None],
     ) -> None:
         """Make the table.
 
@@ -161,10 +161,10 @@ class Lanes:
         self._place = place
         self._landed = landed
         # Those that are not over, and some that are.
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, LaneRecord] = {}
         self._last = 0
         # Those with something to say at the next `acknowledge`; ordered.
-        self._to_tell: dict[Lane, None] = {}
+        self._to_tell: dict[LaneRecord, None] = {}
         self._ended = False
 
     def control(self, frame_type: int, body: Body) -> None:
@@ -206,15 +206,15 @@ class Lanes:
     def answer(self, number: int, bootstrap: bytes) -> None:
         """Server: our half has joined and can receive."""
         lane = self._lanes[number]
-        if lane.stage is Stage.ASKED:
-            lane.stage = Stage.ANSWERED
+        if lane.stage is LaneStage.ASKED:
+            lane.stage = LaneStage.ANSWERED
             self._say_raise(number, lane.backend, bootstrap)
 
     def up(self, number: int) -> None:
         """Client: our half has joined too; both sides may send."""
         lane = self._lanes[number]
-        if lane.stage is Stage.ANSWERED:
-            lane.stage = Stage.UP
+        if lane.stage is LaneStage.ANSWERED:
+            lane.stage = LaneStage.UP
             self._outbox.send(FrameType.RAISED, Raised(lane=number))
 
     def settle(self) -> None:
@@ -243,14 +243,14 @@ class Lanes:
             )
             return
         lane = self._find(body.lane, "KVW-LN-01")
-        if lane.stage is Stage.DOWN:
+        if lane.stage is LaneStage.DOWN:
             return  # our LOWER is under way
-        if lane.stage is not Stage.ASKED or lane.backend != body.backend:
+        if lane.stage is not LaneStage.ASKED or lane.backend != body.backend:
             raise UnexpectedFrame(
                 "KVW-LN-01", f"RAISE of lane {body.lane}, which is {lane.stage.value}"
             )
-        lane.stage = Stage.ANSWERED
-        self._outbox.report(LaneAnswered(lane=body.lane, bootstrap=body.bootstrap))
+        lane.stage = LaneStage.ANSWERED
+        self._outbox.report(LaneBootstrapped(lane=body.lane, bootstrap=body.bootstrap))
 
     def _raised_received(self, body: Raised) -> None:
         """The client says that a lane is up, or that it has made its first choice.
@@ -264,14 +264,14 @@ class Lanes:
             self.settled = True
         else:
             lane = self._find(body.lane, "KVW-LN-02")
-            if lane.stage is Stage.DOWN:
+            if lane.stage is LaneStage.DOWN:
                 return  # our LOWER is under way
-            if lane.stage is not Stage.ANSWERED:
+            if lane.stage is not LaneStage.ANSWERED:
                 raise UnexpectedFrame(
                     "KVW-LN-02", f"RAISED of a lane that is {lane.stage.value}"
                 )
-            lane.stage = Stage.UP
-        self._outbox.report(LaneRaised(lane=body.lane))
+            lane.stage = LaneStage.UP
+        self._outbox.report(LaneOpened(lane=body.lane))
 
     # --- sending ----------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Lanes:
         """Whether a lane may take one more chunk: up, and not too much under way."""
         lane = self._lanes[number]
         return (
-            lane.stage is Stage.UP
+            lane.stage is LaneStage.UP
             and lane.waiting_bytes < window_bytes
             and lane.sent - next(iter(lane.waiting), lane.sent) < LANE_PAYLOADS_MAX
         )
@@ -293,7 +293,7 @@ class Lanes:
         called.
         """
         lane = self._lanes[number]
-        assert lane.stage is Stage.UP
+        assert lane.stage is LaneStage.UP
         chunk.lane, chunk.index = number, lane.sent
         chunk.quiet, chunk.taken = False, None
         lane.sent += 1
@@ -348,10 +348,10 @@ class Lanes:
         lane = self._find(body.lane, "KVW-LN-03")
         index = lane.seen
         lane.seen += 1
-        if lane.stage is Stage.DOWN:
+        if lane.stage is LaneStage.DOWN:
             lane.missed.append(index)  # bounded: LANE_PAYLOADS_MAX
             self._to_tell[lane] = None  # bounded: LANES_MAX
-        elif lane.stage is not Stage.UP:
+        elif lane.stage is not LaneStage.UP:
             raise UnexpectedFrame(
                 "KVW-LN-03", f"payload for a lane that is {lane.stage.value}"
             )
@@ -359,19 +359,19 @@ class Lanes:
             raise FlowControlViolation(
                 "KVW-LN-04", f"more than {LANE_PAYLOADS_MAX} payloads on a lane at once"
             )
-        if lane.stage is Stage.DOWN:
+        if lane.stage is LaneStage.DOWN:
             return
         arrival = self._place(_as_data(header, body))
         arrival.lane, arrival.index = body.lane, index
         lane.arriving[index] = arrival  # bounded: LANE_PAYLOADS_MAX
-        self._outbox.report(AsideReceived(arrival=arrival, ticket=body.ticket))
+        self._outbox.report(LaneDataReceived(arrival=arrival, ticket=body.ticket))
 
-    def expects(self, arrival: Arrival) -> bool:
+    def expects(self, arrival: ChunkArrival) -> bool:
         """Whether an arrival is still to come; otherwise it was missed."""
         lane = self._lanes.get(arrival.lane)
         return lane is not None and arrival.index in lane.arriving
 
-    def payload_landed(self, arrival: Arrival, *, intact: bool) -> None:
+    def payload_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """Our half of the lane has put a payload in place, or dropped it as asked."""
         lane = self._lanes[arrival.lane]
         del lane.arriving[arrival.index]
@@ -386,7 +386,7 @@ class Lanes:
     def acknowledge(self) -> None:
         """Say what has become of the peer's payloads since the last time."""
         for lane in self._to_tell:
-            if lane.stage is Stage.DOWN:
+            if lane.stage is LaneStage.DOWN:
                 self._say_lower(lane, "the lane is down")
             elif lane.taken > lane.told:
                 lane.told = lane.taken
@@ -399,9 +399,9 @@ class Lanes:
     def lower(self, number: int, reason: str) -> None:
         """Our half of a lane is gone and touches no memory, or it never came up."""
         lane = self._lanes[number]
-        if lane.stage is Stage.DOWN:
+        if lane.stage is LaneStage.DOWN:
             return
-        lane.stage = Stage.DOWN
+        lane.stage = LaneStage.DOWN
         for index, arrival in lane.arriving.items():
             lane.missed.append(index)  # bounded: LANE_PAYLOADS_MAX
             if arrival.buffer is not None:
@@ -432,10 +432,10 @@ class Lanes:
         lane.lowered = True
         for index in sorted(i for i in open_fates if i < body.seen):
             self._learn(lane, index, taken=index not in missed)
-        if lane.stage not in (Stage.ENDING, Stage.DOWN):
-            lane.stage = Stage.ENDING
+        if lane.stage not in (LaneStage.ENDING, LaneStage.DOWN):
+            lane.stage = LaneStage.ENDING
             reason = printable(body.reason)
-            self._outbox.report(LaneLowered(lane=body.lane, reason=reason))
+            self._outbox.report(LaneClosed(lane=body.lane, reason=reason))
 
     def link_gone(self) -> None:
         """The control link has ended: what lanes that are down held is free."""
@@ -449,10 +449,10 @@ class Lanes:
     def _add(self, number: int, backend: str) -> None:
         self._lanes = {n: lane for n, lane in self._lanes.items() if not lane.over}
         # bounded: LANES_MAX
-        self._lanes[number] = Lane(number=number, backend=backend)
+        self._lanes[number] = LaneRecord(number=number, backend=backend)
         self._last = number
 
-    def _find(self, number: int, rule: str) -> Lane:
+    def _find(self, number: int, rule: str) -> LaneRecord:
         """The lane that the peer names.
 
         Raises:
@@ -465,12 +465,12 @@ class Lanes:
             raise UnexpectedFrame("KVW-LN-08", f"lane {number} is over")
         return lane
 
-    def _learn(self, lane: Lane, index: int, *, taken: bool) -> None:
+    def _learn(self, lane: LaneRecord, index: int, *, taken: bool) -> None:
         chunk = lane.waiting[index]
         chunk.taken = taken
         self._let_go(lane, chunk)
 
-    def _let_go(self, lane: Lane, chunk: Chunk) -> None:
+    def _let_go(self, lane: LaneRecord, chunk: Chunk) -> None:
         """Drop the hold of a chunk once nothing can need it, or send it again."""
         if not chunk.quiet or (chunk.taken is None and not self._ended):
             return
@@ -485,7 +485,7 @@ class Lanes:
         body = Raise(lane=number, backend=backend, bootstrap=bootstrap)
         self._outbox.send(FrameType.RAISE, body)
 
-    def _say_lower(self, lane: Lane, reason: str) -> None:
+    def _say_lower(self, lane: LaneRecord, reason: str) -> None:
         missed, lane.missed = tuple(lane.missed), []
         body = Lower(
             lane=lane.number,

@@ -23,7 +23,7 @@ from kvwire.limits import PINGS_PER_SECOND_MAX, PINGS_SAVED_MAX, STALL_TOLERANCE
 _NUMBER_MASK: Final = 0xFFFF_FFFF
 
 
-class Verdict(enum.Enum):
+class LivenessVerdict(enum.Enum):
     """What a look at the clock says."""
 
     FINE = "fine"
@@ -69,10 +69,10 @@ class Liveness:
         """How long the peer has been silent."""
         return now - self._heard
 
-    def look(self, now: float) -> Verdict:
+    def look(self, now: float) -> LivenessVerdict:
         """Judge the silence; call it when ``due`` has come."""
         if now < self.due:
-            return Verdict.FINE
+            return LivenessVerdict.FINE
         late_s = now - self.due
         stalled = late_s > STALL_TOLERANCE_S
         if stalled:
@@ -82,12 +82,12 @@ class Liveness:
         if missed < self._misses:
             self._last_look = False
             self.due = self._heard + (missed + 1) * self._interval_s
-            return Verdict.PING if missed else Verdict.FINE
+            return LivenessVerdict.PING if missed else LivenessVerdict.FINE
         self.due = now + self._interval_s
         if stalled and not self._last_look:
             self._last_look = True
-            return Verdict.PING
-        return Verdict.DEAD
+            return LivenessVerdict.PING
+        return LivenessVerdict.DEAD
 
     def ping(self) -> int:
         """The number of the next PING of ours."""

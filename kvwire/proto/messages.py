@@ -29,17 +29,17 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REQUESTS_MAX
-from kvwire.proto.chunks import Arrival, Flows, Place
+from kvwire.proto.chunks import ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.credits import ReceiveCredit, SendCredit
 from kvwire.proto.events import MemoryWanted
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.requests import Request, Requests
+from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.header import FrameType, Header
-from kvwire.wire.hello import Terms
+from kvwire.wire.hello import ConnectionParameters
 
 
 class Waiting(msgspec.Struct, eq=False, kw_only=True):
@@ -65,12 +65,12 @@ class Messages:
     def __init__(
         self,
         outbox: Outbox,
-        requests: Requests,
-        flows: Flows,
+        requests: RequestTable,
+        flows: ChunkMover,
         holds: Holds,
         *,
-        mine: Terms,
-        theirs: Terms,
+        mine: ConnectionParameters,
+        theirs: ConnectionParameters,
     ) -> None:
         self._outbox = outbox
         self._requests = requests
@@ -81,9 +81,9 @@ class Messages:
         self._credit = ReceiveCredit(mine.window_messages, mine.window_bytes)
         # By tag, oldest first. A peer may take back any of them as often as it likes.
         self._waiting: dict[int, OrderedDict[Waiting, None]] = {}
-        self._posted: dict[int, deque[Request]] = {}
+        self._posted: dict[int, deque[RequestRecord]] = {}
         self._announced: dict[int, tuple[int, Waiting]] = {}
-        self._arriving: dict[Arrival, Waiting] = {}
+        self._arriving: dict[ChunkArrival, Waiting] = {}
         self._turning_away = False
 
     # --- sending ----------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Messages:
             FrameType.MESSAGE, nbytes, offset=tag, check=check
         )
 
-    def announce(self, request: Request) -> None:
+    def announce(self, request: RequestRecord) -> None:
         """Tell the receiver of a message that waits for its memory."""
         self._requests.start(request)
         body = Announce(tag=request.tag.to_bytes(8, "little"), nbytes=request.nbytes)
@@ -127,7 +127,7 @@ class Messages:
 
     # --- receiving --------------------------------------------------------------------
 
-    def post(self, request: Request) -> None:
+    def post(self, request: RequestRecord) -> None:
         """Wait for the next message of a tag, or take one that waits already."""
         self._requests.post(request)
         self._posted.setdefault(request.tag, deque()).append(  # bounded: REQUESTS_MAX
@@ -135,7 +135,7 @@ class Messages:
         )
         self._meet(request.tag)
 
-    def withdraw(self, request: Request) -> bool:
+    def withdraw(self, request: RequestRecord) -> bool:
         """Take back a receive that has not met its message; False if it has."""
         queue = self._posted.get(request.tag)
         if request.state is not State.POSTED or not queue or request not in queue:
@@ -145,7 +145,7 @@ class Messages:
             del self._posted[request.tag]
         return True
 
-    def provide(self, request: Request, buffer: BufferId) -> None:
+    def provide(self, request: RequestRecord, buffer: BufferId) -> None:
         """Give a receive the memory it wanted for the message it has met."""
         if request.over:
             self._holds.retire(buffer)
@@ -153,7 +153,7 @@ class Messages:
         request.buffer = buffer
         self._receive(request)
 
-    def message_header(self, header: Header) -> Arrival:
+    def message_header(self, header: Header) -> ChunkArrival:
         """Find a place for an eager message.
 
         Raises:
@@ -179,14 +179,14 @@ class Messages:
         self._holds.take(buffer)
         waiting = Waiting(nbytes=header.length, buffer=buffer, whole=False)
         self._queue(tag, waiting)
-        arrival = Arrival(Place.HOLD, header, buffer=waiting.buffer)
+        arrival = ChunkArrival(ChunkPlace.HOLD, header, buffer=waiting.buffer)
         self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
         return arrival
 
-    def message_landed(self, arrival: Arrival, *, intact: bool) -> None:
+    def message_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """An eager message is all here."""
         error = None if intact else IntegrityError("the message arrived damaged")
-        if arrival.place is Place.HOLD:
+        if arrival.place is ChunkPlace.HOLD:
             waiting = self._arriving.pop(arrival)
             waiting.whole, waiting.error = True, error
             self._let_go(waiting)
@@ -248,7 +248,7 @@ class Messages:
             self.withdrawn(wire_id)
 
     @property
-    def posted(self) -> list[Request]:
+    def posted(self) -> list[RequestRecord]:
         """Receives that have met no message; a snapshot."""
         return [request for queue in self._posted.values() for request in queue]
 
@@ -287,7 +287,7 @@ class Messages:
             else:
                 self._refuse(waiting, request)
 
-    def _refuse(self, waiting: Waiting, request: Request) -> None:
+    def _refuse(self, waiting: Waiting, request: RequestRecord) -> None:
         """Drop a message over the limit of a receive without a buffer."""
         error = _too_large(waiting, request, "it was refused")
         if waiting.wire_id is None:
@@ -299,7 +299,7 @@ class Messages:
             )
         self._requests.fail(request, error, held=waiting.buffer)
 
-    def _hand_over(self, waiting: Waiting, request: Request) -> None:
+    def _hand_over(self, waiting: Waiting, request: RequestRecord) -> None:
         request.nbytes = waiting.nbytes
         if waiting.wire_id is not None:
             del self._announced[waiting.wire_id]
@@ -319,7 +319,7 @@ class Messages:
         request.advance(Input.MOVED)
         self._requests.finish(request, held=waiting.buffer)
 
-    def _receive(self, request: Request) -> None:
+    def _receive(self, request: RequestRecord) -> None:
         assert request.wire_id is not None
         self._outbox.send(
             FrameType.READY, Ready(nbytes=request.nbytes), request=request.wire_id
@@ -330,7 +330,7 @@ class Messages:
         else:
             self._nothing_to_move(request)
 
-    def _nothing_to_move(self, request: Request) -> None:
+    def _nothing_to_move(self, request: RequestRecord) -> None:
         """An announced message of 0 bytes is over as soon as both sides know of it."""
         request.advance(Input.MOVED)
         self._requests.finish(request)
@@ -356,7 +356,7 @@ class Messages:
         # bounded: EAGER_WINDOW_MESSAGES held and REQUESTS_MAX announced
         self._waiting.setdefault(tag, OrderedDict())[waiting] = None
 
-    def _unpost(self, tag: int) -> Request:
+    def _unpost(self, tag: int) -> RequestRecord:
         queue = self._posted[tag]
         request = queue.popleft()
         if not queue:
@@ -368,7 +368,7 @@ class Messages:
             del self._waiting[tag]
 
 
-def _too_large(waiting: Waiting, request: Request, end: str) -> MessageTooLarge:
+def _too_large(waiting: Waiting, request: RequestRecord, end: str) -> MessageTooLarge:
     return MessageTooLarge(
         f"the next message of tag {request.tag} has {waiting.nbytes} bytes, the "
         f"receive takes {request.nbytes}; {end}"

@@ -15,10 +15,10 @@ from kvwire.errors import (
     UnexpectedFrame,
     WireCode,
 )
-from kvwire.proto.chunks import Flows
+from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.regions import Grants
-from kvwire.proto.requests import SERVING, Request, Requests
+from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import Access as Direction
 from kvwire.types import RegionId
@@ -30,19 +30,19 @@ class OneSided:
     """The puts and gets of one connection, asked and served."""
 
     def __init__(
-        self, outbox: Outbox, requests: Requests, flows: Flows, grants: Grants
+        self, outbox: Outbox, requests: RequestTable, flows: ChunkMover, grants: Grants
     ) -> None:
         self._outbox = outbox
         self._requests = requests
         self._flows = flows
         self._grants = grants
 
-    def put(self, request: Request, target: Access) -> None:
+    def put(self, request: RequestRecord, target: Access) -> None:
         """Write the request's bytes into the peer's memory."""
         self._ask(FrameType.PUT, request, target)
         self._flows.begin_send(request)
 
-    def get(self, request: Request, source: Access) -> None:
+    def get(self, request: RequestRecord, source: Access) -> None:
         """Read the peer's memory into the request's."""
         self._ask(FrameType.GET, request, source)
         self._flows.begin_receive(request)
@@ -65,7 +65,7 @@ class OneSided:
         except (AccessDenied, StaleRegion) as exc:
             self._requests.tell_failed(wire_id, exc.code, str(exc))
             return
-        request = Request(
+        request = RequestRecord(
             kind=Kind.SERVE_PUT if put else Kind.SERVE_GET,
             wire_id=wire_id,
             buffer=row.region.buffer,
@@ -109,7 +109,9 @@ class OneSided:
                 error: RequestError = StaleRegion("the region was closed or revoked")
                 self._requests.fail(request, error, tell=WireCode.STALE)
 
-    def _ask(self, frame_type: FrameType, request: Request, where: Access) -> None:
+    def _ask(
+        self, frame_type: FrameType, request: RequestRecord, where: Access
+    ) -> None:
         self._requests.start(request)
         assert request.wire_id is not None
         self._outbox.send(frame_type, where, request=request.wire_id)

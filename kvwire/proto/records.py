@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import State
 from kvwire.types import BufferId
 
@@ -18,7 +18,7 @@ CHUNK_LANDED: Final = 2
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Segment:
+class SegmentRecord:
     """One marked part of a transfer, on either side.
 
     Attributes:
@@ -33,7 +33,7 @@ class Segment:
         over: Landed, acknowledged, or damaged: nothing more happens to it.
     """
 
-    request: Request
+    request: RequestRecord
     number: int
     box: Box
     nbytes: int
@@ -52,7 +52,7 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Transfer:
+class TransferRecord:
     """What a request of a KV transfer keeps beside the request itself.
 
     Attributes:
@@ -68,7 +68,7 @@ class Transfer:
 
     id: bytes
     priority: int = 0
-    segments: dict[int, Segment] = field(default_factory=dict)
+    segments: dict[int, SegmentRecord] = field(default_factory=dict)
     open_segments: int = 0
     sending: int = 0
     committed: bool = False

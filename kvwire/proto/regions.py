@@ -26,7 +26,7 @@ _TOKEN_FIELDS: Final = struct.Struct("<QQQQQB")
 
 
 @dataclass(slots=True, kw_only=True)
-class Region:
+class RegionRecord:
     """Memory that peers may reach through grants.
 
     Attributes:
@@ -42,17 +42,17 @@ class Region:
     open: bool = True
 
 
-class Regions:
+class RegionTable:
     """The regions of a communicator."""
 
     def __init__(self) -> None:
-        self._open: dict[RegionId, Region] = {}
+        self._open: dict[RegionId, RegionRecord] = {}
         self._last = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def register(self, buffer: BufferId, nbytes: int, access: Access) -> Region:
+    def register(self, buffer: BufferId, nbytes: int, access: Access) -> RegionRecord:
         """Make a region of a buffer.
 
         Raises:
@@ -61,7 +61,7 @@ class Regions:
         if len(self._open) >= REGIONS_MAX:
             raise UsageError(f"{REGIONS_MAX} regions are open; close some of them")
         self._last += 1
-        region = Region(
+        region = RegionRecord(
             id=RegionId(self._last),
             buffer=buffer,
             nbytes=nbytes,
@@ -71,11 +71,11 @@ class Regions:
         self._open[region.id] = region  # bounded: REGIONS_MAX
         return region
 
-    def revoke(self, region: Region) -> None:
+    def revoke(self, region: RegionRecord) -> None:
         """End every grant of the region so far; the region stays open."""
         region.generation = Generation(region.generation + 1)
 
-    def close(self, region: Region) -> None:
+    def close(self, region: RegionRecord) -> None:
         """End every grant of the region, for good."""
         self.revoke(region)
         region.open = False
@@ -87,7 +87,7 @@ class GrantRow:
     """One grant as its giver keeps it."""
 
     id: GrantId
-    region: Region
+    region: RegionRecord
     generation: Generation
     offset: int
     nbytes: int
@@ -107,7 +107,7 @@ class Grants:
         return len(self._rows)
 
     def give(
-        self, region: Region, offset: int, nbytes: int, access: Access
+        self, region: RegionRecord, offset: int, nbytes: int, access: Access
     ) -> GrantRow:
         """Allow the peer to reach ``[offset, offset + nbytes)`` of the region.
 
@@ -184,7 +184,7 @@ class Grants:
         }
 
     def _token(
-        self, grant: int, region: Region, offset: int, nbytes: int, access: Access
+        self, grant: int, region: RegionRecord, offset: int, nbytes: int, access: Access
     ) -> bytes:
         fields = _TOKEN_FIELDS.pack(
             grant, region.id, region.generation, offset, nbytes, access.value

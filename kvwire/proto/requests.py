@@ -23,7 +23,7 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
-from kvwire.proto.chunk_set import Seen
+from kvwire.proto.chunk_set import ChunkSet
 from kvwire.proto.events import RequestDone
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
@@ -43,7 +43,7 @@ SENDING: Final = frozenset({Kind.SEND, Kind.PUT, Kind.SERVE_GET})
 SERVING: Final = frozenset({Kind.SERVE_PUT, Kind.SERVE_GET})
 
 
-class Request(msgspec.Struct, eq=False, kw_only=True):
+class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     """One movement of bytes, from this side's view. Changed by the core alone.
 
     Attributes:
@@ -74,7 +74,7 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
     state: State = State.POSTED
     moved: int = 0
     in_flight: int = 0
-    arrived: Seen | None = None
+    arrived: ChunkSet | None = None
     confirmed: bool = False
     over: bool = False
     turn_bytes: int = 0
@@ -102,10 +102,10 @@ class Request(msgspec.Struct, eq=False, kw_only=True):
 
 
 # When, a number that makes entries of one time comparable, and what.
-_Deadline = tuple[float, int, Request]
+_Deadline = tuple[float, int, RequestRecord]
 
 
-class Requests:
+class RequestTable:
     """The open requests of one connection."""
 
     def __init__(self, role: Role, outbox: Outbox, holds: Holds) -> None:
@@ -113,14 +113,14 @@ class Requests:
         self._outbox = outbox
         self._holds = holds
         # By their numbers: those numbered here, and those numbered by the peer.
-        self._ours: dict[int, Request] = {}
-        self._theirs: dict[int, Request] = {}
-        self._unmatched: dict[int, Request] = {}
+        self._ours: dict[int, RequestRecord] = {}
+        self._theirs: dict[int, RequestRecord] = {}
+        self._unmatched: dict[int, RequestRecord] = {}
         self._deadlines: list[_Deadline] = []
         self._deadlines_max = REQUESTS_MAX
         self._deadline_count = 0
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RequestRecord]:
         """All open requests, oldest first per table; a snapshot."""
         yield from list(self._ours.values())
         yield from list(self._theirs.values())
@@ -154,24 +154,24 @@ class Requests:
                 "this connection has used all of its 2**31 request numbers; reconnect"
             )
 
-    def start(self, request: Request) -> None:
+    def start(self, request: RequestRecord) -> None:
         """Number a request of our own and keep it until it is over."""
         request.wire_id = RequestId(self._next_id)
         self._ours[self._next_id] = request  # bounded: REQUESTS_MAX
         self._next_id += 2
         self._note_deadline(request)
 
-    def post(self, request: Request) -> None:
+    def post(self, request: RequestRecord) -> None:
         """Keep a RECV that has no match yet."""
         self._unmatched[id(request)] = request  # bounded: REQUESTS_MAX
         self._note_deadline(request)
 
-    def set_deadline(self, request: Request, deadline: float | None) -> None:
+    def set_deadline(self, request: RequestRecord, deadline: float | None) -> None:
         """Let a request that is open expire."""
         request.deadline = deadline
         self._note_deadline(request)
 
-    def match(self, request: Request, wire_id: RequestId) -> None:
+    def match(self, request: RequestRecord, wire_id: RequestId) -> None:
         """Give a RECV the number of the message it has met."""
         self._unmatched.pop(id(request), None)
         request.wire_id = wire_id
@@ -199,12 +199,12 @@ class Requests:
         self._next_theirs += 2
         return RequestId(wire_id)
 
-    def serve(self, request: Request) -> None:
+    def serve(self, request: RequestRecord) -> None:
         """Keep a request that the peer has started."""
         assert request.wire_id is not None
         self._theirs[request.wire_id] = request  # bounded: REQUESTS_MAX
 
-    def find(self, wire_id: int) -> Request | None:
+    def find(self, wire_id: int) -> RequestRecord | None:
         """The open request with this number; None if it is over.
 
         Raises:
@@ -220,7 +220,7 @@ class Requests:
             )
         return request
 
-    def finish(self, request: Request, *, held: BufferId | None = None) -> None:
+    def finish(self, request: RequestRecord, *, held: BufferId | None = None) -> None:
         """A request that has reached DONE leaves the table."""
         assert request.state is State.DONE
         self._leave(request)
@@ -230,7 +230,7 @@ class Requests:
 
     def fail(
         self,
-        request: Request,
+        request: RequestRecord,
         error: KVWireError,
         *,
         tell: WireCode | None = None,
@@ -259,13 +259,13 @@ class Requests:
         body = Fail(code=code, reason=reason[:REASON_CHARS_MAX])
         self._outbox.send(FrameType.FAIL, body, request=wire_id)
 
-    def tell_done(self, request: Request) -> None:
+    def tell_done(self, request: RequestRecord) -> None:
         """Send DONE: every byte of a put is in place."""
         assert request.wire_id is not None
         body = Done(nbytes=request.nbytes)
         self._outbox.send(FrameType.DONE, body, request=request.wire_id)
 
-    def expire(self, now: float) -> list[Request]:
+    def expire(self, now: float) -> list[RequestRecord]:
         """The requests whose deadline has passed; the caller fails them."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -275,14 +275,14 @@ class Requests:
         return due
 
     @staticmethod
-    def expired(request: Request) -> DeadlineExceeded:
+    def expired(request: RequestRecord) -> DeadlineExceeded:
         """The error of a request whose deadline has passed."""
         return DeadlineExceeded(
             f"the deadline passed while the {request.kind.value} was "
             f"{request.state.value}, {request.moved} of {request.nbytes} bytes moved"
         )
 
-    def _note_deadline(self, request: Request) -> None:
+    def _note_deadline(self, request: RequestRecord) -> None:
         if request.deadline is None:
             return
         if len(self._deadlines) >= self._deadlines_max:
@@ -294,7 +294,7 @@ class Requests:
         entry = (request.deadline, self._deadline_count, request)
         heapq.heappush(self._deadlines, entry)  # bounded: twice REQUESTS_MAX
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: RequestRecord) -> None:
         if request.wire_id is None:
             self._unmatched.pop(id(request), None)
         elif self._is_theirs(request.wire_id):

@@ -23,15 +23,15 @@ from collections import deque
 from operator import attrgetter
 
 from kvwire.limits import REQUESTS_MAX
-from kvwire.proto.records import Segment
-from kvwire.proto.requests import Request
+from kvwire.proto.records import SegmentRecord
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import State
 
-Mover = Request | Segment
+Mover = RequestRecord | SegmentRecord
 """What sends chunks: a request in one piece, or a segment of a transfer."""
 
 
-class Turns:
+class Scheduler:
     """The movers of one connection that have something to send.
 
     Attributes:
@@ -49,15 +49,15 @@ class Turns:
         # Highest priority first.
         self._levels: list[_Level] = []
         # Segments that wait behind the one that has their transfer's turn.
-        self._behind: dict[Request, deque[Segment]] = {}
+        self._behind: dict[RequestRecord, deque[SegmentRecord]] = {}
         # Where the mover is whose turn it is.
         self._head: tuple[_Level, deque[Mover]] | None = None
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestRecord) -> None:
         """A request has begun to send."""
         self._queue(request, 0)
 
-    def add_segment(self, segment: Segment, priority: int) -> None:
+    def add_segment(self, segment: SegmentRecord, priority: int) -> None:
         """A segment was marked: it comes behind the earlier ones of its transfer."""
         behind = self._behind.get(segment.request)
         if behind is not None:
@@ -128,9 +128,9 @@ class Turns:
         self._levels.sort(key=attrgetter("priority"), reverse=True)
         return level
 
-    def _after(self, mover: Mover) -> Segment | None:
+    def _after(self, mover: Mover) -> SegmentRecord | None:
         """What takes the turn of a mover that is through."""
-        if not isinstance(mover, Segment):
+        if not isinstance(mover, SegmentRecord):
             return None
         behind = self._behind[mover.request]
         if behind:
@@ -141,7 +141,7 @@ class Turns:
     def _left(self, mover: Mover) -> None:
         """A mover is over, and with it the rest of its transfer."""
         self.count -= 1
-        if isinstance(mover, Segment):
+        if isinstance(mover, SegmentRecord):
             del self._behind[mover.request]
 
     def _drop_dead(self) -> None:
@@ -181,5 +181,5 @@ class _Level:
         self.owed = turn is self.new and bool(self.old)
 
 
-def _request(mover: Mover) -> Request:
-    return mover.request if isinstance(mover, Segment) else mover
+def _request(mover: Mover) -> RequestRecord:
+    return mover.request if isinstance(mover, SegmentRecord) else mover

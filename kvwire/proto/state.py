@@ -124,7 +124,7 @@ REQUEST_TRANSITIONS: Final[dict[tuple[Kind, State, Input], State]] = {
 }
 
 
-class Phase(_Symbol):
+class CloseState(_Symbol):
     """How far a connection is."""
 
     OPEN = "open"
@@ -134,7 +134,7 @@ class Phase(_Symbol):
     CLOSED = "closed"
 
 
-class Turn(_Symbol):
+class CloseInput(_Symbol):
     """What can happen to a connection."""
 
     CLOSE_CALLED = "close called"
@@ -145,16 +145,20 @@ class Turn(_Symbol):
 
 # IDLE means that nothing this side has begun is left to deliver; CLOSE is sent on the
 # step that IDLE causes.
-PHASE_TRANSITIONS: Final[dict[tuple[Phase, Turn], Phase]] = {
-    (Phase.OPEN, Turn.CLOSE_CALLED): Phase.FLUSHING,
-    (Phase.OPEN, Turn.PEER_CLOSED): Phase.ANSWERING,
-    (Phase.FLUSHING, Turn.CLOSE_CALLED): Phase.FLUSHING,
-    (Phase.FLUSHING, Turn.IDLE): Phase.SAID,
-    (Phase.FLUSHING, Turn.PEER_CLOSED): Phase.ANSWERING,
-    (Phase.SAID, Turn.CLOSE_CALLED): Phase.SAID,
-    (Phase.SAID, Turn.PEER_CLOSED): Phase.CLOSED,
-    (Phase.ANSWERING, Turn.CLOSE_CALLED): Phase.ANSWERING,
-    (Phase.ANSWERING, Turn.IDLE): Phase.CLOSED,
-    (Phase.CLOSED, Turn.CLOSE_CALLED): Phase.CLOSED,
-    (Phase.CLOSED, Turn.LOST): Phase.CLOSED,
-} | {(phase, Turn.LOST): Phase.CLOSED for phase in Phase if phase is not Phase.CLOSED}
+PHASE_TRANSITIONS: Final[dict[tuple[CloseState, CloseInput], CloseState]] = {
+    (CloseState.OPEN, CloseInput.CLOSE_CALLED): CloseState.FLUSHING,
+    (CloseState.OPEN, CloseInput.PEER_CLOSED): CloseState.ANSWERING,
+    (CloseState.FLUSHING, CloseInput.CLOSE_CALLED): CloseState.FLUSHING,
+    (CloseState.FLUSHING, CloseInput.IDLE): CloseState.SAID,
+    (CloseState.FLUSHING, CloseInput.PEER_CLOSED): CloseState.ANSWERING,
+    (CloseState.SAID, CloseInput.CLOSE_CALLED): CloseState.SAID,
+    (CloseState.SAID, CloseInput.PEER_CLOSED): CloseState.CLOSED,
+    (CloseState.ANSWERING, CloseInput.CLOSE_CALLED): CloseState.ANSWERING,
+    (CloseState.ANSWERING, CloseInput.IDLE): CloseState.CLOSED,
+    (CloseState.CLOSED, CloseInput.CLOSE_CALLED): CloseState.CLOSED,
+    (CloseState.CLOSED, CloseInput.LOST): CloseState.CLOSED,
+} | {
+    (phase, CloseInput.LOST): CloseState.CLOSED
+    for phase in CloseState
+    if phase is not CloseState.CLOSED
+}

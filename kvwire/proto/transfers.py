@@ -39,7 +39,7 @@ from kvwire.limits import (
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
 )
-from kvwire.proto.chunks import Arrival, Flows, Place
+from kvwire.proto.chunks import ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -55,10 +55,10 @@ from kvwire.proto.records import (
     CHUNK_ARRIVING,
     CHUNK_LANDED,
     Box,
-    Segment,
-    Transfer,
+    SegmentRecord,
+    TransferRecord,
 )
-from kvwire.proto.requests import Request, Requests
+from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
 from kvwire.wire.control import Agree, Commit, Landed, Mark, Open, Settled
@@ -71,8 +71,8 @@ class Transfers:
     def __init__(
         self,
         outbox: Outbox,
-        requests: Requests,
-        flows: Flows,
+        requests: RequestTable,
+        flows: ChunkMover,
         holds: Holds,
         chunk_bytes: int,
     ) -> None:
@@ -81,16 +81,18 @@ class Transfers:
         self._flows = flows
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self._transfers: dict[Request, Transfer] = {}
+        self._transfers: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
-        self._asked: dict[Request, None] = {}
-        self._unanswered: dict[Request, None] = {}
-        self._to_acknowledge: dict[Request, None] = {}
+        self._asked: dict[RequestRecord, None] = {}
+        self._unanswered: dict[RequestRecord, None] = {}
+        self._to_acknowledge: dict[RequestRecord, None] = {}
         flows.on_segment_sent(self.sent)
 
     # --- meeting ----------------------------------------------------------------------
 
-    def open(self, request: Request, transfer: Transfer, description: bytes) -> None:
+    def open(
+        self, request: RequestRecord, transfer: TransferRecord, description: bytes
+    ) -> None:
         """Ask the peer for a transfer.
 
         Raises:
@@ -113,7 +115,7 @@ class Transfers:
         assert request.wire_id is not None
         self._outbox.send(FrameType.OPEN, body, request=request.wire_id)
 
-    def agree(self, request: Request, description: bytes) -> None:
+    def agree(self, request: RequestRecord, description: bytes) -> None:
         """Answer the peer's OPEN: from now on segments move."""
         if request.over:
             return
@@ -135,14 +137,14 @@ class Transfers:
                 "KVW-TR-01",
                 f"more than {TRANSFERS_WAITING_MAX} transfers wait for an answer",
             )
-        request = Request(
+        request = RequestRecord(
             kind=Kind.OUTGOING if body.pull else Kind.INCOMING,
             wire_id=wire_id,
             buffer=None,
             nbytes=0,
         )
         self._requests.serve(request)
-        self._keep(request, Transfer(id=body.id, priority=body.priority))
+        self._keep(request, TransferRecord(id=body.id, priority=body.priority))
         self._unanswered[request] = None  # bounded: TRANSFERS_WAITING_MAX
         self._outbox.report(
             TransferOpened(request=request, id=body.id, description=body.description)
@@ -163,13 +165,13 @@ class Transfers:
     # --- the producer -----------------------------------------------------------------
 
     def mark(
-        self, request: Request, box: Box, buffer: BufferId, nbytes: int
-    ) -> Segment:
+        self, request: RequestRecord, box: Box, buffer: BufferId, nbytes: int
+    ) -> SegmentRecord:
         """Send a part of the cache whose bytes will not change any more."""
         transfer = self._transfers[request]
         assert request.state is State.MOVING
         assert not transfer.committed
-        segment = Segment(
+        segment = SegmentRecord(
             request=request,
             number=len(transfer.segments) + 1,
             box=box,
@@ -184,12 +186,12 @@ class Transfers:
         self._flows.begin_segment(segment, transfer.priority)
         return segment
 
-    def sent(self, segment: Segment) -> None:
+    def sent(self, segment: SegmentRecord) -> None:
         """The link is through with a whole segment."""
         self._transfers[segment.request].sending -= 1
         self.settle(segment.request)
 
-    def commit(self, request: Request, *, complete: bool) -> None:
+    def commit(self, request: RequestRecord, *, complete: bool) -> None:
         """Nothing more will be marked; ``complete`` if that is everything."""
         transfer = self._transfers[request]
         transfer.committed = True
@@ -239,7 +241,7 @@ class Transfers:
         self._requests.tell_done(request)
         self.settle(request)
 
-    def settle(self, request: Request) -> None:
+    def settle(self, request: RequestRecord) -> None:
         """Take the producer's last steps once they are due."""
         transfer = self._transfers[request]
         if not transfer.committed or transfer.sending:
@@ -273,13 +275,13 @@ class Transfers:
                 f"MARK of segment {body.number} where {due} was due, in a transfer "
                 f"that is {request.state.value}",
             )
-        segment = Segment(
+        segment = SegmentRecord(
             request=request, number=body.number, box=body.box, nbytes=body.nbytes
         )
         self._add(transfer, segment)
         self._outbox.report(SegmentMarked(segment=segment))
 
-    def place(self, segment: Segment, buffer: BufferId) -> None:
+    def place(self, segment: SegmentRecord, buffer: BufferId) -> None:
         """Give a marked segment its memory."""
         if segment.request.over:
             self._holds.retire(buffer)
@@ -313,12 +315,12 @@ class Transfers:
         self._outbox.report(TransferCommitted(request=request, complete=body.complete))
         self._finish_incoming(request, transfer)
 
-    def confirmed(self, request: Request) -> None:
+    def confirmed(self, request: RequestRecord) -> None:
         """The producer has our last word."""
         request.advance(Input.CONFIRMED)
         self._requests.finish(request)
 
-    def data_header(self, header: Header) -> Arrival:
+    def data_header(self, header: Header) -> ChunkArrival:
         """Find the place of a chunk of a segment.
 
         Raises:
@@ -326,7 +328,7 @@ class Transfers:
         """
         request = self._requests.find(header.request)
         if request is None:
-            return Arrival(Place.NOWHERE, header)
+            return ChunkArrival(ChunkPlace.NOWHERE, header)
         transfer = self._transfers.get(request)
         segment = transfer.segments.get(header.segment) if transfer else None
         if (
@@ -344,7 +346,7 @@ class Transfers:
             segment.arrived[number] = CHUNK_ARRIVING
         return self._flows.land(header, segment.buffer, header.offset, segment=segment)
 
-    def data_landed(self, arrival: Arrival, *, intact: bool) -> None:
+    def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """A chunk of a segment is in place."""
         segment = arrival.segment
         assert segment is not None
@@ -378,15 +380,15 @@ class Transfers:
     # --- both -------------------------------------------------------------------------
 
     @property
-    def unanswered(self) -> list[Request]:
+    def unanswered(self) -> list[RequestRecord]:
         """Transfers the peer has opened and nobody has answered; a snapshot."""
         return [request for request in self._unanswered if not request.over]
 
-    def transfer(self, request: Request) -> Transfer:
+    def transfer(self, request: RequestRecord) -> TransferRecord:
         """What is kept of a transfer until :meth:`forget`."""
         return self._transfers[request]
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: RequestRecord) -> None:
         """The front has read what it wants of a transfer that is over."""
         assert request.over
         self.retire(request)
@@ -395,7 +397,7 @@ class Transfers:
         self._unanswered.pop(request, None)
         self._to_acknowledge.pop(request, None)
 
-    def retire(self, request: Request) -> list[BufferId]:
+    def retire(self, request: RequestRecord) -> list[BufferId]:
         """Nobody has more use for the memory of a transfer; names its buffers."""
         transfer = self._transfers.get(request)
         segments = transfer.segments.values() if transfer else ()
@@ -404,10 +406,10 @@ class Transfers:
             self._holds.retire(buffer)
         return buffers
 
-    def _keep(self, request: Request, transfer: Transfer) -> None:
+    def _keep(self, request: RequestRecord, transfer: TransferRecord) -> None:
         self._transfers[request] = transfer  # bounded: REQUESTS_MAX
 
-    def _find(self, header: Header, *kinds: Kind) -> Request | None:
+    def _find(self, header: Header, *kinds: Kind) -> RequestRecord | None:
         request = self._requests.find(header.request)
         if request is not None and request.kind not in kinds:
             raise UnexpectedFrame(
@@ -416,15 +418,15 @@ class Transfers:
             )
         return request
 
-    def _add(self, transfer: Transfer, segment: Segment) -> None:
+    def _add(self, transfer: TransferRecord, segment: SegmentRecord) -> None:
         transfer.segments[segment.number] = segment  # bounded: SEGMENTS_MAX
         transfer.open_segments += 1
 
-    def _end(self, transfer: Transfer, segment: Segment) -> None:
+    def _end(self, transfer: TransferRecord, segment: SegmentRecord) -> None:
         segment.over = True
         transfer.open_segments -= 1
 
-    def _send_landed(self, request: Request, transfer: Transfer) -> None:
+    def _send_landed(self, request: RequestRecord, transfer: TransferRecord) -> None:
         assert request.wire_id is not None
         numbers = transfer.acknowledge
         for start in range(0, len(numbers), LANDED_MAX):
@@ -432,7 +434,9 @@ class Transfers:
             self._outbox.send(FrameType.LANDED, body, request=request.wire_id)
         transfer.acknowledge = []
 
-    def _finish_incoming(self, request: Request, transfer: Transfer) -> None:
+    def _finish_incoming(
+        self, request: RequestRecord, transfer: TransferRecord
+    ) -> None:
         """Once all that was marked has landed, say so and be done."""
         if not transfer.committed or transfer.open_segments:
             return
@@ -451,7 +455,7 @@ class Transfers:
         self._outbox.report(TransferSettled(request=request))
 
 
-def _room(waiting: dict[Request, None]) -> bool:
+def _room(waiting: dict[RequestRecord, None]) -> bool:
     """Whether one more transfer may wait; those that move or are over wait no more."""
     if len(waiting) >= TRANSFERS_WAITING_MAX:
         for request in list(waiting):

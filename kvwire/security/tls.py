@@ -43,7 +43,7 @@ logger = logging.getLogger("kvwire")
 
 
 @dataclass(frozen=True, slots=True)
-class Proven:
+class PeerIdentity:
     """What TLS has proved on one connection.
 
     Attributes:
@@ -90,7 +90,7 @@ class Credentials:
             incoming, outgoing, server_side=role is Role.SERVER
         )
 
-    def proven(self, tls: ssl.SSLObject, role: Role) -> Proven:
+    def proven(self, tls: ssl.SSLObject, role: Role) -> PeerIdentity:
         """Who is at the other end, once the handshake is over.
 
         Args:
@@ -113,7 +113,7 @@ class Credentials:
             )
         theirs = hashlib.sha256(binary).digest()
         ends = (self._digest, theirs) if role is Role.CLIENT else (theirs, self._digest)
-        return Proven(self._identity(certificate), b"".join(ends))
+        return PeerIdentity(self._identity(certificate), b"".join(ends))
 
     def _identity(self, certificate: dict[str, Any]) -> str:
         names = [

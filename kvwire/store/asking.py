@@ -5,7 +5,7 @@ from __future__ import annotations
 import kvwire
 from kvwire.config import Config
 from kvwire.limits import STORE_REQUEST_BYTES_MAX, STORE_TIMEOUT_S
-from kvwire.store.line import Line
+from kvwire.store.line import StoreClient
 from kvwire.store.requests import Report, Stats
 
 
@@ -23,7 +23,7 @@ async def ask_report(address: str, config: Config) -> Report:
     """
     config = config.replace(message_bytes=STORE_REQUEST_BYTES_MAX, resume=False)
     async with kvwire.open(config) as communicator:
-        line = Line(communicator, address, STORE_TIMEOUT_S, lambda: None)
+        line = StoreClient(communicator, address, STORE_TIMEOUT_S, lambda: None)
         try:
             await line.open()
             number = line.number()

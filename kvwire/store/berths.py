@@ -17,7 +17,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 
-class Berths:
+class TransferBuffers:
     """Some pieces of memory of equal size, which take turns. One event loop.
 
     Args:

@@ -31,14 +31,14 @@ from kvwire.store.address import TierAddress
 from kvwire.store.directory import Directory
 from kvwire.store.disk_index import Rows
 from kvwire.store.file import File
-from kvwire.store.filling import Filling
+from kvwire.store.filling import InFlightFills
 from kvwire.store.images import images_in
 from kvwire.store.index import Index, Keys, Orders, once
 from kvwire.store.slabs import GRAIN_BYTES, Slabs, rounded
-from kvwire.store.space import ABSENT, Space
+from kvwire.store.space import ABSENT, Namespace
 from kvwire.store.sums import Sums, image_sums, named_sums, views_of
 from kvwire.store.threads import Threads
-from kvwire.store.tier import Batch, Fate, Fates, Tier, TierStats
+from kvwire.store.tier import Batch, BlockResult, Fates, Tier, TierStats
 
 _SYNCS: Final = ("flush", "put")
 _ERRORS: Final = (OSError, sqlite3.Error)
@@ -65,7 +65,7 @@ class DiskTier(Tier):
         self._stale: set[int] = set()
         self._serial = 0
         self._counts = TierStats(size_bytes=len(self._slabs) * self._slabs.slab_bytes)
-        self._filling = Filling()
+        self._filling = InFlightFills()
         self._writing = asyncio.Lock()
         self._threads = threads
         # What a flush has failed with since it was opened.
@@ -145,12 +145,12 @@ class DiskTier(Tier):
         slots = self._index.find(keys)
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
-    async def write(self, space: Space, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
         """Take blocks; those that are held already are touched.
 
         Cancel safety: the write is finished first.
         """
-        fates = np.full(batch.keys.size, Fate.REFUSED, np.uint8)
+        fates = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
         nbytes = space.image_bytes
         if not self._slabs.capacity(nbytes):
             self.trouble = (
@@ -161,7 +161,7 @@ class DiskTier(Tier):
             return fates
         held = await self._look(space, batch.keys)
         self.touch(batch.keys[held])
-        fates[held] = Fate.LANDED
+        fates[held] = BlockResult.LANDED
         lacking = np.flatnonzero(~held)
         if not lacking.size:
             return fates
@@ -174,12 +174,12 @@ class DiskTier(Tier):
         self._counts.count(fates[mine], written=True)
         return fates
 
-    async def read(self, space: Space, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
         """Fill images with blocks, and compare them with their checksums.
 
         Cancel safety: the read is finished first.
         """
-        fates = np.full(batch.keys.size, Fate.MISSING, np.uint8)
+        fates = np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
         slots = self._index.find(batch.keys)
         here = np.flatnonzero(slots >= 0)
         if not here.size:
@@ -190,10 +190,10 @@ class DiskTier(Tier):
         try:
             got = await self._threads.run(partial(self._read_slots, part, slots))
             fates[here] = got
-            self._trusted[slots[got == Fate.LANDED]] = True
+            self._trusted[slots[got == BlockResult.LANDED]] = True
             # One that could not be read may be whole, and be read the next time.
-            self._trusted[slots[got == Fate.FAILED]] = False
-            bad = got == Fate.DAMAGED
+            self._trusted[slots[got == BlockResult.FAILED]] = False
+            bad = got == BlockResult.DAMAGED
         finally:
             self._index.unpin(part.keys[~bad], slots[~bad])
         if bad.any():
@@ -208,7 +208,7 @@ class DiskTier(Tier):
         self._counts.evicted_blocks = self._index.evicted
         return self._counts
 
-    def spaces(self) -> Iterable[Space]:
+    def spaces(self) -> Iterable[Namespace]:
         """See Tier."""
         return tuple(self._rows.spaces.values())
 
@@ -254,7 +254,7 @@ class DiskTier(Tier):
 
     # --- on the loop ------------------------------------------------------------------
 
-    async def _look(self, space: Space, keys: Keys) -> Bits:
+    async def _look(self, space: Namespace, keys: Keys) -> Bits:
         """Which blocks are held, now that nobody writes them and all there are known.
 
         The others are not there. Nothing has been awaited since.
@@ -269,12 +269,12 @@ class DiskTier(Tier):
             else:
                 return slots >= 0
 
-    async def _verify(self, space: Space, keys: Keys, slots: Ids) -> None:
+    async def _verify(self, space: Namespace, keys: Keys, slots: Ids) -> None:
         """Read blocks that may be damaged; those that cannot be read are forgotten."""
         scratch = np.empty(keys.size * space.image_bytes, np.uint8)
         images = images_in(scratch, space.image_bytes, keys.size)
         fates = await self.read(space, Batch(keys, self._index.orders(slots), images))
-        failed = keys[fates == Fate.FAILED]
+        failed = keys[fates == BlockResult.FAILED]
         slots = self._index.find(failed)
         failed, slots = failed[slots >= 0], slots[slots >= 0]
         self._index.pin(failed, slots)
@@ -293,7 +293,7 @@ class DiskTier(Tier):
             slots = np.concatenate((slots, more))
         return np.sort(slots)
 
-    async def _write(self, space: Space, batch: Batch, slots: Ids) -> Fates:
+    async def _write(self, space: Namespace, batch: Batch, slots: Ids) -> Fates:
         """Write images into slots that were taken for them, and name these."""
         self._filling.begin(batch.keys)
         written = False
@@ -316,7 +316,7 @@ class DiskTier(Tier):
                 self._index.unpin(batch.keys, slots)
             else:
                 self._index.give_back(slots)
-        fate = Fate.LANDED if written else Fate.FAILED
+        fate = BlockResult.LANDED if written else BlockResult.FAILED
         return np.full(batch.keys.size, fate, np.uint8)
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
@@ -380,7 +380,7 @@ class DiskTier(Tier):
             mine = sizes == size
             self._index.adopt(rows.keys[mine], rows.slots[mine], rows.orders[mine])
 
-    def _write_slots(self, space: Space, batch: Batch, slots: Ids) -> None:
+    def _write_slots(self, space: Namespace, batch: Batch, slots: Ids) -> None:
         """Write images, and then their rows."""
         self._rows.dirty()
         size = rounded(space.image_bytes)
@@ -412,17 +412,17 @@ class DiskTier(Tier):
     def _read_slots(self, batch: Batch, slots: Ids) -> Fates:
         """Read images, and say of each whether it is what was written."""
         order = np.argsort(slots)
-        fates = np.full(slots.size, Fate.LANDED, np.uint8)
+        fates = np.full(slots.size, BlockResult.LANDED, np.uint8)
         nbytes = int(batch.images.lengths[0])
         for run, offset in self._runs(slots[order], nbytes):
             part = order[run]
             try:
                 self._file.read(_padded(batch.images.selected(part)), offset)
             except OSError as exc:
-                fates[part] = Fate.FAILED
+                fates[part] = BlockResult.FAILED
                 self._failed("reading", exc)
         whole = _sums_of(batch) == self._sums[slots]
-        fates[(fates == Fate.LANDED) & ~whole] = Fate.DAMAGED
+        fates[(fates == BlockResult.LANDED) & ~whole] = BlockResult.DAMAGED
         return fates
 
     def _runs(self, slots: Ids, nbytes: int) -> Iterable[tuple[Ids, int]]:

@@ -32,9 +32,9 @@ from kvwire.limits import (
 )
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.slabs import GRAIN_BYTES
-from kvwire.store.space import DIGEST_BYTES, ORDERS, Space
+from kvwire.store.space import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.sums import Sums
-from kvwire.wire.decode_errors import UNREADABLE
+from kvwire.wire.decode_errors import DECODE_ERRORS
 
 FORMAT: Final = 2
 """Of the tables and the file of images. Format 1 had no SQLite."""
@@ -155,7 +155,7 @@ class DiskIndex:
                 self._db.execute("UPDATE tier SET closed = 0")
             self.closed = False
 
-    def record(self, space: Space, rows: Rows) -> None:
+    def record(self, space: Namespace, rows: Rows) -> None:
         """Say what slots hold, of which the images are written.
 
         Args:
@@ -238,12 +238,12 @@ class DiskIndex:
                     self._db.execute("ROLLBACK")
             raise
 
-    def _read_spaces(self) -> Iterator[tuple[bytes, Space]]:
+    def _read_spaces(self) -> Iterator[tuple[bytes, Namespace]]:
         """The spaces that are described, as far as that can be read."""
         kind = tuple[str, list[tuple[str, str]]]
         for (words,) in self._db.execute("SELECT described FROM spaces"):
-            with contextlib.suppress(UsageError, TypeError, *UNREADABLE):
+            with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):
                 group, pairs = msgspec.json.decode(words, type=kind)
                 if 1 <= len(group) <= NAME_CHARS_MAX:
-                    space = Space(group, KVSpec.from_pairs(pairs))
+                    space = Namespace(group, KVSpec.from_pairs(pairs))
                     yield space.digest, space

@@ -11,7 +11,7 @@ from kvwire.kv.blocks import Bits
 from kvwire.store.index import Key, Keys
 
 
-class Filling:
+class InFlightFills:
     """The keys that somebody is filling slots for, on one event loop.
 
     Who fills waits for nothing but a copy or a disk, never for room or for another

@@ -10,10 +10,10 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids, among
 from kvwire.kv.outcome import Outcome
 from kvwire.store.index import Keys, as_keys, once
-from kvwire.store.share import Share
-from kvwire.store.space import ABSENT, DIGEST_BYTES, Space
-from kvwire.store.tier import Batch, Fate, Fates, Tier
-from kvwire.store.work import Work
+from kvwire.store.share import GroupRequest
+from kvwire.store.space import ABSENT, DIGEST_BYTES, Namespace
+from kvwire.store.tier import Batch, BlockResult, Fates, Tier
+from kvwire.store.work import Operation
 
 NOT_THERE: Final = "it is not in the store"
 
@@ -22,12 +22,12 @@ _SPACES_TRIED: Final = 16
 _NO_KEYS: Final = as_keys(())
 
 
-class Get(Work):
+class GetOperation(Operation):
     """The blocks of one get on their way out."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        shares: Sequence[Share] = self._shares
+        shares: Sequence[GroupRequest] = self._shares
         # The first tier below that has not been asked for each block.
         self._next = {share: np.zeros(len(share), np.int64) for share in shares}
 
@@ -35,12 +35,12 @@ class Get(Work):
         """See Work."""
         self.tiers.counters.get_ended(outcome, there=there, blocks=blocks)
 
-    def turns(self, share: Share) -> Iterable[Ids]:
+    def turns(self, share: GroupRequest) -> Iterable[Ids]:
         """What is in memory first, before what has to come there takes its room."""
         here = self.tiers.memory.index.find(share.keys) >= 0
         return np.flatnonzero(here), np.flatnonzero(~here)
 
-    async def step(self, share: Share, positions: Ids) -> Bits:
+    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
         """What is in memory is copied at once; the rest is brought there.
 
         Cancel safety: a copy or read that is under way is finished first.
@@ -84,7 +84,7 @@ class Get(Work):
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _fetch(self, share: Share, positions: Ids) -> Bits:
+    async def _fetch(self, share: GroupRequest, positions: Ids) -> Bits:
         """Bring blocks that are not in memory from the first tier that has some."""
         done = np.zeros(positions.size, np.bool_)
         tried = self._next[share][positions]
@@ -106,7 +106,7 @@ class Get(Work):
         return done
 
     async def _read(
-        self, share: Share, positions: Ids, orders: Fates, tier: Tier
+        self, share: GroupRequest, positions: Ids, orders: Fates, tier: Tier
     ) -> tuple[Ids, Ids]:
         """Read blocks into memory and copy them to the cache.
 
@@ -132,7 +132,7 @@ class Get(Work):
                 batch = Batch(keys, orders, memory.images(taken, nbytes))
                 fates = await tier.read(share.space, batch)
                 self._note(share, positions, fates, tier)
-                landed = fates == Fate.LANDED
+                landed = fates == BlockResult.LANDED
                 self.tiers.spaces[share.space.digest] = share.space
                 memory.index.mark(taken[landed], orders[landed])
                 memory.index.name(keys[landed], taken[landed])
@@ -143,7 +143,7 @@ class Get(Work):
             await self._hand_out(share, positions[landed], taken[landed])
         return positions[landed], positions[~landed]
 
-    async def _hand_out(self, share: Share, positions: Ids, slots: Ids) -> None:
+    async def _hand_out(self, share: GroupRequest, positions: Ids, slots: Ids) -> None:
         """Copy pinned slots into the cache, and let go of them."""
         memory = self.tiers.memory
         try:
@@ -154,19 +154,21 @@ class Get(Work):
         memory.counts.read_blocks += positions.size
         self.settled(positions.size)
 
-    def _note(self, share: Share, positions: Ids, fates: Fates, tier: Tier) -> None:
+    def _note(
+        self, share: GroupRequest, positions: Ids, fates: Fates, tier: Tier
+    ) -> None:
         """Keep why a tier did not give some blocks, in case no other one does."""
         reasons = {
-            Fate.MISSING: f"it was evicted from {tier.name} before it was read",
-            Fate.DAMAGED: f"its bytes in {tier.name} are damaged",
-            Fate.FAILED: f"{tier.name} could not read it: {tier.trouble}",
-            Fate.REFUSED: f"{tier.name} did not give it: {tier.trouble}",
+            BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
+            BlockResult.DAMAGED: f"its bytes in {tier.name} are damaged",
+            BlockResult.FAILED: f"{tier.name} could not read it: {tier.trouble}",
+            BlockResult.REFUSED: f"{tier.name} did not give it: {tier.trouble}",
         }
         for fate, reason in reasons.items():
             if (fates == fate).any():
                 self.lost(share, positions[fates == fate], reason)
 
 
-def _moved(keys: Keys, space: Space) -> Keys:
+def _moved(keys: Keys, space: Namespace) -> Keys:
     """Keys of the same hashes in another space."""
     return as_keys(space.digest + key[DIGEST_BYTES:] for key in keys.tolist())

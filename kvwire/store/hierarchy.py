@@ -11,16 +11,16 @@ from kvwire.kv.blocks import Bits
 from kvwire.store.counters import StoreCounters
 from kvwire.store.endings import together
 from kvwire.store.index import Keys, Named, Orders
-from kvwire.store.memory import Memory
+from kvwire.store.memory import MemoryTier
 from kvwire.store.slabs import Slabs
-from kvwire.store.space import ABSENT, DIGEST_BYTES, Space
+from kvwire.store.space import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tier import Batch, Fate, Fates, Tier
+from kvwire.store.tier import Batch, BlockResult, Fates, Tier
 
 _digest = itemgetter(slice(DIGEST_BYTES))
 
 
-class Hierarchy:
+class TierStack:
     """Where blocks are, and how they get from one tier to the next.
 
     Args:
@@ -42,11 +42,11 @@ class Hierarchy:
         self, slabs: Slabs, below: Sequence[Tier], *, through: bool, threads: Threads
     ) -> None:
         self.counters = StoreCounters()
-        self.memory = Memory(slabs, self._demote if below else None)
+        self.memory = MemoryTier(slabs, self._demote if below else None)
         self.below = tuple(below)
         self.through = through and bool(below)
         self.threads = threads
-        self.spaces: dict[bytes, Space] = {
+        self.spaces: dict[bytes, Namespace] = {
             space.digest: space for tier in below for space in tier.spaces()
         }
 
@@ -118,7 +118,7 @@ class Hierarchy:
         """The tiers one of which has to have a block before its put is complete."""
         return tuple(t for t in self.below if t.durable) or self.below
 
-    async def write_through(self, space: Space, batch: Batch) -> tuple[Fates, str]:
+    async def write_through(self, space: Namespace, batch: Batch) -> tuple[Fates, str]:
         """Bring images to every tier below that lacks them.
 
         Returns:
@@ -138,15 +138,15 @@ class Hierarchy:
         troubles = (f"{tier.name}: {tier.trouble}" for _, tier in counted)
         return best, "; ".join(t for t in troubles if not t.endswith(": "))
 
-    async def _write(self, tier: Tier, space: Space, batch: Batch) -> Fates:
+    async def _write(self, tier: Tier, space: Namespace, batch: Batch) -> Fates:
         """Bring images to one tier, but those that it has."""
-        fates = np.full(batch.keys.size, Fate.LANDED, np.uint8)
+        fates = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
         lacking = ~await tier.holds(batch.keys)
         tier.touch(batch.keys[~lacking])
         if not lacking.any():
             return fates
         if not tier.taking:
-            fates[lacking] = Fate.REFUSED
+            fates[lacking] = BlockResult.REFUSED
             return fates
         fates[lacking] = await tier.write(space, batch.selected(lacking))
         return fates
@@ -182,5 +182,5 @@ class Hierarchy:
             orders = self.memory.index.orders(slots[mine])
             images = self.memory.images(slots[mine], space.image_bytes)
             fates = await taker.write(space, Batch(keys[mine], orders, images))
-            taken &= bool((fates == Fate.LANDED).all())
+            taken &= bool((fates == BlockResult.LANDED).all())
         return "" if taken else f"{taker.name}: {taker.trouble}"

@@ -16,7 +16,7 @@ from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
-from kvwire.store.space import ORDERS, Space
+from kvwire.store.space import ORDERS, Namespace
 
 # Whatever NumPy has no name for may be any integer of its size.
 _IN_NUMPY: Final = frozenset({"float16", "float32", "int8", "uint8"})
@@ -35,7 +35,7 @@ class ImageCache:
         ids: The id of each image in it.
     """
 
-    def __init__(self, space: Space, order: int, images: Fragments) -> None:
+    def __init__(self, space: Namespace, order: int, images: Fragments) -> None:
         axes = ORDERS[order]
         layout = " ".join(("block", *axes))
         # Only its shape counts: two blocks, so that the axis of blocks lies outside.

@@ -37,7 +37,7 @@ from kvwire.store.requests import (
     Answer,
     AnswerT,
     Hello,
-    Request,
+    StoreMessageRequest,
     Welcome,
     decode_reply,
     encode,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvwire")
 
 
-class Up:
+class ActiveConnection:
     """One connection of a line, from its welcome to its end.
 
     Attributes:
@@ -70,7 +70,7 @@ class Up:
         # Called with each answer.
         self.works: Callable[[], None] = lambda: None
 
-    async def tell(self, request: Request) -> None:
+    async def tell(self, request: StoreMessageRequest) -> None:
         """Send what has no answer.
 
         Raises:
@@ -81,7 +81,9 @@ class Up:
         within = timedelta(seconds=self._timeout_s)
         await self.connection.send(TAG, encode(request), deadline=within)
 
-    async def call(self, number: int, request: Request, kind: type[AnswerT]) -> AnswerT:
+    async def call(
+        self, number: int, request: StoreMessageRequest, kind: type[AnswerT]
+    ) -> AnswerT:
         """Ask, and wait for the answer.
 
         Args:
@@ -179,7 +181,7 @@ class Up:
             transfer.abort(why)
 
 
-class Line:
+class StoreClient:
     """A server, whether it can be reached or not. One event loop.
 
     Args:
@@ -201,7 +203,7 @@ class Line:
         changed: Callable[[], None],
     ) -> None:
         self.trouble = "it was not dialled yet"
-        self.up: Up | None = None
+        self.up: ActiveConnection | None = None
         self._communicator = communicator
         self._address = address
         self._timeout_s = timeout_s
@@ -214,7 +216,7 @@ class Line:
         """A number that no request and no transfer of this line has had."""
         return next(self._numbers)
 
-    def now(self) -> Up:
+    def now(self) -> ActiveConnection:
         """The connection.
 
         Raises:
@@ -232,7 +234,7 @@ class Line:
 
         Cancel safety: safe, nothing stays connected.
         """
-        first: Up | None = None
+        first: ActiveConnection | None = None
         try:
             first = await self._dial()
         except (ConnectError, ConnectionClosed, HandshakeTimeout, RequestError) as exc:
@@ -251,7 +253,7 @@ class Line:
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _keep(self, up: Up | None) -> None:
+    async def _keep(self, up: ActiveConnection | None) -> None:
         """Listen while it is up, dial while it is down."""
         while True:
             try:
@@ -263,7 +265,7 @@ class Line:
                 self._went_down(exc)
                 up = None
 
-    async def _dial(self) -> Up:
+    async def _dial(self) -> ActiveConnection:
         connection = await self._communicator.connect(
             self._address, timeout_s=self._timeout_s
         )
@@ -277,7 +279,7 @@ class Line:
         self._changed()
         return up
 
-    async def _welcomed(self, connection: Connection) -> Up:
+    async def _welcomed(self, connection: Connection) -> ActiveConnection:
         within = timedelta(seconds=self._timeout_s)
         await connection.send(TAG, encode(Hello(VERSION)), deadline=within)
         welcome = decode_reply(await connection.recv(TAG, deadline=within))
@@ -289,7 +291,7 @@ class Line:
                 f"{VERSION}",
                 fields=("version",),
             )
-        return Up(connection, welcome, self._timeout_s)
+        return ActiveConnection(connection, welcome, self._timeout_s)
 
     def _went_down(self, error: Exception) -> None:
         if self.up is not None:

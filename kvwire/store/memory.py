@@ -6,7 +6,7 @@ is in memory already, and what is evicted lies in one piece for whoever takes it
 
 Room
 ----
-:meth:`Memory.take` gives free slots, or those of the blocks that go first. Blocks that
+:meth:`MemoryTier.take` gives free slots, or those of the blocks that go first. Blocks that
 no tier below has are written there before they go; they are pinned and can still be
 found meanwhile, and if somebody has used one by then it stays. Where there is a tier
 below, a part of memory is kept free in the background, so that a put seldom waits for
@@ -32,7 +32,7 @@ from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
-from kvwire.store.filling import Filling
+from kvwire.store.filling import InFlightFills
 from kvwire.store.index import Index, Keys, Named
 from kvwire.store.slabs import Slabs
 from kvwire.store.tier import TierStats
@@ -43,7 +43,7 @@ Demote = Callable[[Named], Awaitable[str]]
 """Gives blocks to the tiers below that lack them; why some of them were not taken."""
 
 
-class Memory:
+class MemoryTier:
     """The slots of a store's memory. One event loop.
 
     Args:
@@ -58,7 +58,7 @@ class Memory:
 
     def __init__(self, slabs: Slabs, demote: Demote | None) -> None:
         self.index = Index(slabs)
-        self.filling = Filling()
+        self.filling = InFlightFills()
         self.counts = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         self._base = int(self._bytes.ctypes.data)

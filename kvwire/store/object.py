@@ -41,9 +41,9 @@ from kvwire.store.endings import finished, together
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.object_bucket import bucket_of
 from kvwire.store.object_format import HEAD_BYTES, Head, packed, path_of, unpacked
-from kvwire.store.space import ABSENT, Space
+from kvwire.store.space import ABSENT, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tier import Batch, Fate, Fates, Tier, TierStats
+from kvwire.store.tier import Batch, BlockResult, Fates, Tier, TierStats
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class ObjectTier(Tier):
         await self._each(look, asked)
         return orders
 
-    async def write(self, space: Space, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
         """Put an object for each block, in place of what may be there.
 
         Cancel safety: the write is finished first.
@@ -150,7 +150,7 @@ class ObjectTier(Tier):
         self._counts.count(fates, written=True)
         return fates
 
-    async def read(self, space: Space, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
         """Fetch the objects of blocks, and compare them with their checksums.
 
         Cancel safety: the read is finished first.
@@ -184,8 +184,8 @@ class ObjectTier(Tier):
     async def _look(self, key: Key) -> int:
         """The order of one block's image, or ``ABSENT``."""
         raw = await self._range(key, HEAD_BYTES)
-        if isinstance(raw, Fate):
-            if raw is Fate.MISSING:
+        if isinstance(raw, BlockResult):
+            if raw is BlockResult.MISSING:
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
             return ABSENT
         head = Head.read(raw)
@@ -195,8 +195,8 @@ class ObjectTier(Tier):
         self._has(key, head.order)
         return head.order
 
-    async def _write(self, space: Space, batch: Batch) -> Fates:
-        fates = np.full(batch.keys.size, Fate.FAILED, np.uint8)
+    async def _write(self, space: Namespace, batch: Batch) -> Fates:
+        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         objects = await self._threads.run(partial(packed, batch))
 
         async def put(at: int) -> None:
@@ -209,40 +209,40 @@ class ObjectTier(Tier):
                     use_multipart=False,
                 )
             )
-            if not isinstance(done, Fate):
-                fates[at] = Fate.LANDED
+            if not isinstance(done, BlockResult):
+                fates[at] = BlockResult.LANDED
                 self._has(key, int(batch.orders[at]))
 
         # The head of a chain first: without it the tail is worth nothing.
         await self._each(put, range(batch.keys.size))
         return fates
 
-    async def _read(self, space: Space, batch: Batch) -> Fates:
-        fates = np.full(batch.keys.size, Fate.FAILED, np.uint8)
+    async def _read(self, space: Namespace, batch: Batch) -> Fates:
+        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
 
         async def get(at: int) -> None:
             raw = await self._range(batch.keys[at], HEAD_BYTES + space.image_bytes)
-            if isinstance(raw, Fate):
+            if isinstance(raw, BlockResult):
                 fates[at] = raw
             else:
-                raws[at], fates[at] = raw, Fate.LANDED
+                raws[at], fates[at] = raw, BlockResult.LANDED
 
         await self._each(get, range(batch.keys.size))
-        came = np.flatnonzero(fates == Fate.LANDED)
+        came = np.flatnonzero(fates == BlockResult.LANDED)
         if came.size:
             job = partial(unpacked, batch.selected(came), [raws[at] for at in came])
             fates[came] = await self._threads.run(job)
         for key, fate in zip(batch.keys.tolist(), fates.tolist(), strict=True):
-            if fate == Fate.DAMAGED:
+            if fate == BlockResult.DAMAGED:
                 self._lacks(key, math.inf)
-            elif fate == Fate.MISSING:
+            elif fate == BlockResult.MISSING:
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
         return fates
 
     # --- requests ---------------------------------------------------------------------
 
-    async def _range(self, key: Key, nbytes: int) -> memoryview | Fate:
+    async def _range(self, key: Key, nbytes: int) -> memoryview | BlockResult:
         """Up to so many bytes of an object from its beginning."""
         path = path_of(key)
 
@@ -258,9 +258,9 @@ class ObjectTier(Tier):
                 return b""
 
         found = await self._ask(fetch)
-        return found if isinstance(found, Fate) else memoryview(found)
+        return found if isinstance(found, BlockResult) else memoryview(found)
 
-    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T | Fate:
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T | BlockResult:
         """Make one request.
 
         Returns:
@@ -268,15 +268,15 @@ class ObjectTier(Tier):
         """
         async with self._room:
             if self._resting():
-                return Fate.FAILED
+                return BlockResult.FAILED
             try:
                 async with asyncio.timeout(self._timeout_s):
                     found = await call()
             except FileNotFoundError:
-                return Fate.MISSING
+                return BlockResult.MISSING
             except (OSError, self._obstore.exceptions.BaseError) as exc:
                 self._went_away(exc)
-                return Fate.FAILED
+                return BlockResult.FAILED
         if not self._resting():  # it may be an answer from before a failure
             self._backoff.reset()
             self.away = ""

@@ -21,7 +21,7 @@ from kvwire.store.index import Key
 from kvwire.store.space import DIGEST_BYTES, ORDERS
 from kvwire.store.sums import image_sums
 from kvwire.store.threads import copy_in_turns
-from kvwire.store.tier import Batch, Fate, Fates
+from kvwire.store.tier import Batch, BlockResult, Fates
 
 HEAD_BYTES: Final = 128
 
@@ -94,19 +94,22 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> Fates:
     On a thread. An image that is not LANDED may hold anything.
     """
     nbytes = int(batch.images.lengths[0])
-    fates = np.full(batch.keys.size, Fate.DAMAGED, np.uint8)
+    fates = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
     sums = np.zeros(batch.keys.size, np.uint64)
     for at, raw in enumerate(raws):
         head = Head.read(raw)
         if head is None or raw.nbytes != HEAD_BYTES + nbytes or head.nbytes != nbytes:
             continue
         ours = head.key == batch.keys[at] and head.order == batch.orders[at]
-        fates[at], sums[at] = (Fate.LANDED if ours else Fate.MISSING), head.image_sum
-    whole = np.flatnonzero(fates == Fate.LANDED)
+        fates[at], sums[at] = (
+            (BlockResult.LANDED if ours else BlockResult.MISSING),
+            head.image_sum,
+        )
+    whole = np.flatnonzero(fates == BlockResult.LANDED)
     if whole.size:
         images = batch.images.selected(whole)
         copy_in_turns(_behind_heads([raws[at] for at in whole], nbytes), images)
-        fates[whole[image_sums(images) != sums[whole]]] = Fate.DAMAGED
+        fates[whole[image_sums(images) != sums[whole]]] = BlockResult.DAMAGED
     return fates
 
 

@@ -9,14 +9,14 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.outcome import Outcome
 from kvwire.store.index import once
-from kvwire.store.tier import Batch, Fate
-from kvwire.store.work import Work
+from kvwire.store.tier import Batch, BlockResult
+from kvwire.store.work import Operation
 
 if TYPE_CHECKING:
-    from kvwire.store.share import Share
+    from kvwire.store.share import GroupRequest
 
 
-class Put(Work):
+class PutOperation(Operation):
     """The blocks of one put on their way in."""
 
     # Blocks that were there before.
@@ -28,7 +28,7 @@ class Put(Work):
             outcome, there=there, blocks=blocks, present=self._present
         )
 
-    async def step(self, share: Share, positions: Ids) -> Bits:
+    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
         """What is not in memory is copied there, and then written below.
 
         Cancel safety: a copy or write that is under way is finished first.
@@ -55,7 +55,7 @@ class Put(Work):
         slots = await memory.take(nbytes, count) if count else np.empty(0, np.int64)
         return await self._fill(share, positions, slots)
 
-    async def _fill(self, share: Share, positions: Ids, taken: Ids) -> Bits:
+    async def _fill(self, share: GroupRequest, positions: Ids, taken: Ids) -> Bits:
         """Copy what is not in memory into the slots taken, then write all of it down.
 
         Taking may have waited, so what is in memory is looked up again.
@@ -92,13 +92,15 @@ class Put(Work):
             memory.unpin(keys[held], slots[held])
         return held
 
-    async def _write_through(self, share: Share, positions: Ids, slots: Ids) -> None:
+    async def _write_through(
+        self, share: GroupRequest, positions: Ids, slots: Ids
+    ) -> None:
         memory, keys = self.tiers.memory, share.keys[positions]
         first = once(keys)
         images = memory.images(slots[first], share.space.image_bytes)
         batch = Batch(keys[first], memory.index.orders(slots[first]), images)
         fates, trouble = await self.tiers.write_through(share.space, batch)
-        failed = fates != Fate.LANDED
+        failed = fates != BlockResult.LANDED
         if failed.any():
             lost = np.isin(keys, batch.keys[failed])
             self.lost(share, positions[lost], f"it is in memory only: {trouble}")

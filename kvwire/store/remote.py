@@ -30,7 +30,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.endings import finished, said
 from kvwire.store.images import ImageCache
 from kvwire.store.index import Key, Keys, Orders, as_keys
-from kvwire.store.line import Line, Up
+from kvwire.store.line import ActiveConnection, StoreClient
 from kvwire.store.requests import (
     Done,
     Find,
@@ -42,8 +42,8 @@ from kvwire.store.requests import (
     SpaceText,
     Touch,
 )
-from kvwire.store.space import ABSENT, Space
-from kvwire.store.tier import Batch, Fate, Fates, Tier, TierStats
+from kvwire.store.space import ABSENT, Namespace
+from kvwire.store.tier import Batch, BlockResult, Fates, Tier, TierStats
 
 _READ_ONLY: Final = "this server is read-only"
 
@@ -60,7 +60,7 @@ class RemoteTier(Tier):
         self.trouble = ""
         self._communicator = communicator
         self._timeout_s = timeout_s
-        self._line = Line(communicator, where, timeout_s, self._changed)
+        self._line = StoreClient(communicator, where, timeout_s, self._changed)
         self._counts = TierStats()
         # Used elsewhere since the server was told last; the one used last at the end.
         self._touched: dict[Key, None] = {}
@@ -132,7 +132,7 @@ class RemoteTier(Tier):
         while len(self._touched) > STORE_TOUCHES_MAX:
             del self._touched[next(iter(self._touched))]
 
-    async def write(self, space: Space, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
         """Let the server pull blocks.
 
         Cancel safety: the write is finished first.
@@ -141,7 +141,7 @@ class RemoteTier(Tier):
         self._counts.count(fates, written=True)
         return fates
 
-    async def read(self, space: Space, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
         """Let the server push blocks.
 
         Cancel safety: the read is finished first.
@@ -154,7 +154,7 @@ class RemoteTier(Tier):
         """What this side has moved; ``kvwire store stats`` says what is there."""
         return self._counts
 
-    def spaces(self) -> Iterable[Space]:
+    def spaces(self) -> Iterable[Namespace]:
         """See Tier."""
         up = self._line.up
         return tuple(_spaces(up.welcome.spaces)) if up else ()
@@ -197,14 +197,14 @@ class RemoteTier(Tier):
             self.durable = welcome.durable
             self.trouble = _READ_ONLY if welcome.read_only else ""
 
-    async def _tell_touches(self, up: Up) -> None:
+    async def _tell_touches(self, up: ActiveConnection) -> None:
         touched, self._touched = as_keys(self._touched), {}
         for which in _by_width(touched):
             await up.tell(Touch(Names.of(touched[which])))
 
-    async def _move(self, space: Space, batch: Batch, step: _Step) -> Fates:
+    async def _move(self, space: Namespace, batch: Batch, step: _Step) -> Fates:
         """Move a batch in parts, as large as the server's berths."""
-        fates = np.full(batch.keys.size, Fate.FAILED, np.uint8)
+        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         try:
             up = self._line.now()
             most = up.welcome.berth_bytes // space.image_bytes
@@ -214,7 +214,7 @@ class RemoteTier(Tier):
                     f"{up.welcome.berth_bytes} that this server moves at once; start "
                     f"it with a larger --berth"
                 )
-                return np.full(batch.keys.size, Fate.REFUSED, np.uint8)
+                return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
             await self._tell_touches(up)
             for which in _parts(batch, min(most, STORE_KEYS_MAX)):
                 async with up.berth():
@@ -223,7 +223,7 @@ class RemoteTier(Tier):
             self.trouble = said(exc)
         return fates
 
-    async def _put(self, up: Up, space: Space, batch: Batch) -> Fates:
+    async def _put(self, up: ActiveConnection, space: Namespace, batch: Batch) -> Fates:
         """One request: publish the images, and let the server pull them."""
         number = self._line.number()
         images = ImageCache(space, int(batch.orders[0]), batch.images)
@@ -239,12 +239,12 @@ class RemoteTier(Tier):
             put = Put(*self._asked(number, space, batch))
             return self._checked(up, batch, await up.call(number, put, Done))
 
-    async def _get(self, up: Up, space: Space, batch: Batch) -> Fates:
+    async def _get(self, up: ActiveConnection, space: Namespace, batch: Batch) -> Fates:
         """One request: hear which blocks there are, and expect the server's push."""
         number = self._line.number()
         get = Get(*self._asked(number, space, batch))
         fates = self._checked(up, batch, await up.call(number, get, Done))
-        coming = np.flatnonzero(fates == Fate.LANDED)
+        coming = np.flatnonzero(fates == BlockResult.LANDED)
         if not coming.size:
             return fates
         wanted = batch.images.selected(coming)
@@ -258,28 +258,31 @@ class RemoteTier(Tier):
         async with up.moving(incoming, images):
             outcome = await incoming
         here = among(images.ids, outcome.landed.ids(space.group))
-        fates[coming[~here]] = Fate.FAILED
+        fates[coming[~here]] = BlockResult.FAILED
         if not here.all():
             self.trouble = "; ".join(outcome.missing.reasons)
         return fates
 
-    def _asked(self, number: int, space: Space, batch: Batch) -> _Asked:
+    def _asked(self, number: int, space: Namespace, batch: Batch) -> _Asked:
         """The fields of a request to move a batch."""
         order, names = int(batch.orders[0]), Names.of(batch.keys)
         timeout_ms = max(1, int(self._timeout_s * 1000))
         return number, number, SpaceText.of(space), order, names, timeout_ms
 
-    def _checked(self, up: Up, batch: Batch, done: Done) -> Fates:
+    def _checked(self, up: ActiveConnection, batch: Batch, done: Done) -> Fates:
         """What the server says of each block."""
         fates = done.table.copy()
         if fates.size != batch.keys.size:
             raise _lie(up, f"{fates.size} fates of {batch.keys.size} blocks")
-        if done.reason and ((fates == Fate.FAILED) | (fates == Fate.REFUSED)).any():
+        if (
+            done.reason
+            and ((fates == BlockResult.FAILED) | (fates == BlockResult.REFUSED)).any()
+        ):
             self.trouble = done.reason
         return fates
 
 
-_Step = Callable[[Up, Space, Batch], Awaitable[Fates]]
+_Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[Fates]]
 _Asked = tuple[int, int, SpaceText, int, Names, int]
 
 
@@ -312,14 +315,14 @@ def _parts(batch: Batch, most: int) -> Iterator[Ids]:
                 yield alike[first : first + most]
 
 
-def _spaces(told: Iterable[SpaceText]) -> Iterator[Space]:
+def _spaces(told: Iterable[SpaceText]) -> Iterator[Namespace]:
     for text in told:
         # What a newer server knows of, and this side does not, has no blocks for it.
         with suppress(UsageError):
             yield text.space()
 
 
-def _lie(up: Up, what: str) -> ConnectionLost:
+def _lie(up: ActiveConnection, what: str) -> ConnectionLost:
     """The server breaks the rules; nothing more is asked of it for now."""
     up.connection.abort(what)
     return ConnectionLost(f"the server's answer has {what}")

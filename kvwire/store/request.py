@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from kvwire.kv.outcome import Outcome
-from kvwire.store.work import Work
+from kvwire.store.work import Operation
 
 
 class StoreRequest:
@@ -18,7 +18,7 @@ class StoreRequest:
     may be used for something else from :meth:`drained` on, and not before.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Operation) -> None:
         self._work = work
         self._task = asyncio.get_running_loop().create_task(work.run())
 

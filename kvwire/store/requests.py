@@ -46,9 +46,9 @@ from kvwire.limits import (
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.index import Keys, Orders, as_keys
-from kvwire.store.space import ABSENT, DIGEST_BYTES, ORDERS, Space
-from kvwire.store.tier import Fate, Fates, TierStats
-from kvwire.wire.decode_errors import UNREADABLE
+from kvwire.store.space import ABSENT, DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.tier import BlockResult, Fates, TierStats
+from kvwire.wire.decode_errors import DECODE_ERRORS
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""
@@ -97,7 +97,7 @@ class Names(Message, array_like=True, frozen=True, gc=False):
         """The keys."""
         return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
 
-    def all_in(self, space: Space) -> bool:
+    def all_in(self, space: Namespace) -> bool:
         """Whether every key is of one space."""
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width)
         digest = np.frombuffer(space.digest, np.uint8)
@@ -111,46 +111,46 @@ class SpaceText(Message, array_like=True, frozen=True, gc=False):
     fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
 
     @classmethod
-    def of(cls, space: Space) -> Self:
+    def of(cls, space: Namespace) -> Self:
         """A space in words."""
         return cls(space.group, space.spec.to_pairs())
 
-    def space(self) -> Space:
+    def space(self) -> Namespace:
         """The space.
 
         Raises:
             UsageError: A field is missing or out of range.
         """
-        return Space(self.group, KVSpec.from_pairs(self.fields))
+        return Namespace(self.group, KVSpec.from_pairs(self.fields))
 
 
 # --- from the client ------------------------------------------------------------------
 
 
-class Request(Message, array_like=True, frozen=True, gc=False):
+class StoreMessageRequest(Message, array_like=True, frozen=True, gc=False):
     """What a client asks."""
 
 
-class Hello(Request, array_like=True, frozen=True, gc=False, tag=1):
+class Hello(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=1):
     """The first message: which version the client speaks."""
 
     version: _Number
 
 
-class Find(Request, array_like=True, frozen=True, gc=False, tag=2):
+class Find(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=2):
     """Which of these blocks are there."""
 
     number: _Number
     names: Names
 
 
-class Touch(Request, array_like=True, frozen=True, gc=False, tag=3):
+class Touch(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=3):
     """These blocks were used elsewhere."""
 
     names: Names
 
 
-class Moving(Request, array_like=True, frozen=True, gc=False):
+class Moving(StoreMessageRequest, array_like=True, frozen=True, gc=False):
     """Blocks that are to move.
 
     Attributes:
@@ -178,13 +178,13 @@ class Get(Moving, array_like=True, frozen=True, gc=False, tag=5):
     """Push these blocks to me."""
 
 
-class Flush(Request, array_like=True, frozen=True, gc=False, tag=6):
+class Flush(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=6):
     """Answer when what was put survives a power cut."""
 
     number: _Number
 
 
-class Stats(Request, array_like=True, frozen=True, gc=False, tag=7):
+class Stats(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=7):
     """What is there, and what has happened."""
 
     number: _Number
@@ -248,7 +248,7 @@ class Done(Answer, array_like=True, frozen=True, gc=False, tag=3):
     reason: _Reason = ""
 
     def __post_init__(self) -> None:
-        if (self.table > max(Fate)).any():
+        if (self.table > max(BlockResult)).any():
             raise ValueError("a fate that there is not")
 
     @classmethod
@@ -312,7 +312,7 @@ _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: StoreMessageRequest | Reply) -> bytes:
     """A message as bytes."""
     return _encoder.encode(message)
 
@@ -325,7 +325,7 @@ def decode_request(body: bytes | bytearray) -> AnyRequest:
     """
     try:
         return _requests.decode(body)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise UsageError(f"not a request: {shown(str(exc))}") from None
 
 
@@ -337,5 +337,5 @@ def decode_reply(body: bytes | bytearray) -> AnyReply:
     """
     try:
         return _replies.decode(body)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise UsageError(f"not a reply: {shown(str(exc))}") from None

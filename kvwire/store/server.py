@@ -36,7 +36,7 @@ from kvwire.limits import (
     STORE_TIER_BYTES_MAX,
 )
 from kvwire.store.requests import ClientRow, Report, SpaceText, TierRow, Welcome
-from kvwire.store.serving import Serving
+from kvwire.store.serving import ClientSession
 from kvwire.store.store import BlockStore
 from kvwire.types import Address
 
@@ -91,7 +91,7 @@ class StoreServer:
         self.dropped = 0
         self._where = Address.parse(address)
         self._config = _config(config, arguments)
-        self._clients: dict[Serving, asyncio.Task[None]] = {}
+        self._clients: dict[ClientSession, asyncio.Task[None]] = {}
         self._entered = False
         self._accepting: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -192,14 +192,14 @@ class StoreServer:
             while True:
                 connection = await self._communicator.accept()
                 # bounded: connections_max of the communicator
-                serving = Serving(self, connection)
+                serving = ClientSession(self, connection)
                 task = asyncio.create_task(serving.run())
                 self._clients[serving] = task
                 task.add_done_callback(partial(self._gone, serving))
         except ClosedOK:
             return
 
-    def _gone(self, client: Serving, _: asyncio.Task[None]) -> None:
+    def _gone(self, client: ClientSession, _: asyncio.Task[None]) -> None:
         del self._clients[client]
 
 

@@ -25,7 +25,7 @@ from kvwire.limits import (
     STORE_SPACES_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.berths import Berths, Bytes
+from kvwire.store.berths import Bytes, TransferBuffers
 from kvwire.store.endings import quiet
 from kvwire.store.getting import NOT_THERE
 from kvwire.store.images import ImageCache, images_in
@@ -49,8 +49,8 @@ from kvwire.store.requests import (
     decode_request,
     encode,
 )
-from kvwire.store.space import DIGEST_BYTES, ORDERS, Space
-from kvwire.store.tier import Fate, Fates
+from kvwire.store.space import DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.tier import BlockResult, Fates
 
 if TYPE_CHECKING:
     from kvwire import Connection
@@ -61,7 +61,7 @@ logger = logging.getLogger("kvwire")
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
 
 
-class Serving:
+class ClientSession:
     """What a server does for one client.
 
     Args:
@@ -73,7 +73,7 @@ class Serving:
         self._server = server
         self._store = server.store
         self._connection = connection
-        self._berths = Berths(server.berths, server.berth_bytes)
+        self._berths = TransferBuffers(server.berths, server.berth_bytes)
         self._open: set[asyncio.Task[None]] = set()
         self._asked = 0
         self._read_bytes = self._written_bytes = 0
@@ -174,7 +174,7 @@ class Serving:
         space = request.space.space()
         refusal = self._refusal(request, space) or self._write_refusal(space)
         if refusal:
-            return _all(request, Fate.REFUSED, refusal)
+            return _all(request, BlockResult.REFUSED, refusal)
         async with self._berths.one() as berth:
             images = _images(berth, request, space)
             cache, ids = images.cache, images.ids
@@ -196,7 +196,7 @@ class Serving:
                 kept = here & _landed(stored, space, ids)
                 reasons += stored.missing.reasons
         self._written_bytes += outcome.nbytes
-        fates = np.where(kept, Fate.LANDED, Fate.FAILED).astype(np.uint8)
+        fates = np.where(kept, BlockResult.LANDED, BlockResult.FAILED).astype(np.uint8)
         return Done.of(request.number, fates, "; ".join(reasons))
 
     async def _get(self, request: Get) -> None:
@@ -204,7 +204,7 @@ class Serving:
         space = request.space.space()
         refusal = self._refusal(request, space)
         if refusal:
-            await self._send(_all(request, Fate.REFUSED, refusal))
+            await self._send(_all(request, BlockResult.REFUSED, refusal))
             return
         async with self._berths.one() as berth:
             images = _images(berth, request, space)
@@ -212,7 +212,7 @@ class Serving:
             hashes = {space.group: _hashes(request).tolist()}
             got = await self._store.get(hashes, cache, {space.group: ids})
             here = _landed(got, space, ids)
-            fates = np.full(ids.size, Fate.LANDED, np.uint8)
+            fates = np.full(ids.size, BlockResult.LANDED, np.uint8)
             fates[~here] = _lost(got, space)
             reason = "; ".join(got.missing.reasons)
             await self._send(Done.of(request.number, fates, reason))
@@ -239,7 +239,7 @@ class Serving:
                 said = str(exc) or type(exc).__name__
         return Done(request.number, reason=said[:REASON_CHARS_MAX])
 
-    def _refusal(self, request: Moving, space: Space) -> str:
+    def _refusal(self, request: Moving, space: Namespace) -> str:
         """Why blocks cannot move for a request; empty if they can."""
         if not request.names.all_in(space):
             return "a key is of another space than the request"
@@ -257,7 +257,7 @@ class Serving:
             return f"images in the order {', '.join(axes)} are in too many pieces"
         return ""
 
-    def _write_refusal(self, space: Space) -> str:
+    def _write_refusal(self, space: Namespace) -> str:
         if self._server.read_only:
             return "this server is read-only"
         known = self._store.hierarchy.spaces
@@ -266,7 +266,7 @@ class Serving:
         return ""
 
 
-def _images(berth: Bytes, request: Moving, space: Space) -> ImageCache:
+def _images(berth: Bytes, request: Moving, space: Namespace) -> ImageCache:
     """Room in a berth for the images of a request."""
     room = images_in(berth, space.image_bytes, len(request.names))
     return ImageCache(space, request.order, room)
@@ -281,17 +281,19 @@ def _hashes(request: Moving) -> Keys:
     return as_keys(key[DIGEST_BYTES:] for key in request.names.keys.tolist())
 
 
-def _landed(outcome: Outcome, space: Space, ids: Ids) -> Bits:
+def _landed(outcome: Outcome, space: Namespace, ids: Ids) -> Bits:
     """Which blocks landed, by their position in the list."""
     return among(ids, outcome.landed.ids(space.group))
 
 
-def _lost(got: Outcome, space: Space) -> Fates:
+def _lost(got: Outcome, space: Namespace) -> Fates:
     """What became of each block of a get that did not land."""
     absent = np.array([why.startswith(NOT_THERE) for why in got.missing.meanings])
     codes = got.missing.groups[space.group].codes
-    return np.where(absent[codes], Fate.MISSING, Fate.FAILED).astype(np.uint8)
+    return np.where(absent[codes], BlockResult.MISSING, BlockResult.FAILED).astype(
+        np.uint8
+    )
 
 
-def _all(request: Moving, fate: Fate, reason: str) -> Done:
+def _all(request: Moving, fate: BlockResult, reason: str) -> Done:
     return Done.of(request.number, np.full(len(request.names), fate, np.uint8), reason)

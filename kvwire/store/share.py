@@ -1,7 +1,7 @@
 """What one call asks of one cache group: keys, and where their images lie in the cache.
 
 The image of a block is its bytes in one order of the axes, without a gap. A cache has
-the same bytes in as many pieces as its layout makes; :meth:`Share.fragments` names them
+the same bytes in as many pieces as its layout makes; :meth:`GroupRequest.fragments` names them
 in the image's order. Copying is then one list of fragments onto another.
 """
 
@@ -20,13 +20,13 @@ from kvwire.kv.mapping import GroupMap
 from kvwire.kv.paged import CacheGroup, PagedCache
 from kvwire.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.index import as_keys
-from kvwire.store.space import ORDERS, Space, order_of, space_of
+from kvwire.store.space import ORDERS, Namespace, order_of, space_of
 
 Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 """One hash for each block, of each group of a grouped cache."""
 
 
-class Share:
+class GroupRequest:
     """The blocks of one group that a put or a get is about. Immutable.
 
     Args:
@@ -115,7 +115,7 @@ def shares_of(
     lists: BlockLists,
     hashes: Hashes,
     hash_tokens: int | Mapping[str, int] | None,
-) -> tuple[Share, ...]:
+) -> tuple[GroupRequest, ...]:
     """What a call asks of each group of a cache that has blocks in it.
 
     Raises:
@@ -127,7 +127,7 @@ def shares_of(
     if isinstance(hash_tokens, Mapping) and hash_tokens.keys() - cache.groups.keys():
         raise UsageError(f"hash_tokens: the groups are {', '.join(cache.groups)}")
     return tuple(
-        Share(group, lists[name], named[name], _of(hash_tokens, name))
+        GroupRequest(group, lists[name], named[name], _of(hash_tokens, name))
         for name, group in cache.groups.items()
     )
 
@@ -145,7 +145,7 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
     return {groups[0]: hashes}
 
 
-def keys_of(hashes: Sequence[bytes], space: Space) -> list[bytes]:
+def keys_of(hashes: Sequence[bytes], space: Namespace) -> list[bytes]:
     """The keys of some hashes in a space.
 
     Raises:

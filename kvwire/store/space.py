@@ -35,7 +35,7 @@ assert len(ORDERS) < ABSENT
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class Namespace:
     """The blocks of one cache group of one model, on one shard.
 
     Attributes:
@@ -57,14 +57,14 @@ class Space:
         """Bytes of one block."""
         return self.spec.block_bytes
 
-    def differing(self, other: Space) -> tuple[str, ...]:
+    def differing(self, other: Namespace) -> tuple[str, ...]:
         """The names of the fields in which two spaces differ, ``group`` first."""
         here, there = dict(self.spec.to_pairs()), dict(other.spec.to_pairs())
         fields = tuple(name for name in here if here[name] != there.get(name))
         return fields if self.group == other.group else ("group", *fields)
 
 
-def space_of(group: CacheGroup, hash_tokens: int | None) -> Space:
+def space_of(group: CacheGroup, hash_tokens: int | None) -> Namespace:
     """The space of the blocks of a cache group.
 
     Args:
@@ -75,9 +75,9 @@ def space_of(group: CacheGroup, hash_tokens: int | None) -> Space:
         UsageError: ``hash_tokens`` is out of range.
     """
     if hash_tokens in (None, group.spec.block_tokens):
-        return Space(group.name, group.spec)
+        return Namespace(group.name, group.spec)
     try:
-        return Space(group.name, replace(group.spec, block_tokens=hash_tokens))
+        return Namespace(group.name, replace(group.spec, block_tokens=hash_tokens))
     except UsageError:
         raise UsageError(f"hash_tokens={hash_tokens!r}: tokens of one hash") from None
 

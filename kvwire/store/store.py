@@ -26,14 +26,14 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Side, TransferPlan
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
-from kvwire.store.getting import Get
-from kvwire.store.hierarchy import Hierarchy
+from kvwire.store.getting import GetOperation
+from kvwire.store.hierarchy import TierStack
 from kvwire.store.index import as_keys
-from kvwire.store.putting import Put
+from kvwire.store.putting import PutOperation
 from kvwire.store.request import StoreRequest
-from kvwire.store.share import Hashes, Share, by_group, keys_of, shares_of
+from kvwire.store.share import GroupRequest, Hashes, by_group, keys_of, shares_of
 from kvwire.store.slabs import Slabs
-from kvwire.store.space import Space, space_of
+from kvwire.store.space import Namespace, space_of
 from kvwire.store.threads import Threads
 from kvwire.store.tier import Tier, TierStats
 from kvwire.store.tiers import ELSEWHERE, PASSAGE, open_tier
@@ -56,7 +56,7 @@ class BlockStore:
         slab = memory.slab_bytes(nbytes)
         self._name = memory.text
         self._threads = Threads()
-        self._tiers = Hierarchy(
+        self._tiers = TierStack(
             Slabs(nbytes // slab, slab),
             below,
             through=write == "through",
@@ -178,7 +178,7 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, shares = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
-        return self._begin(StoreRequest(Put(self._tiers, shares, plan)))
+        return self._begin(StoreRequest(PutOperation(self._tiers, shares, plan)))
 
     def get(
         self,
@@ -208,7 +208,7 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, shares = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
-        return self._begin(StoreRequest(Get(self._tiers, shares, plan)))
+        return self._begin(StoreRequest(GetOperation(self._tiers, shares, plan)))
 
     # --- the store --------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class BlockStore:
         return {self._name: ""} | {t.name: t.trouble for t in self._tiers.below}
 
     @property
-    def hierarchy(self) -> Hierarchy:
+    def hierarchy(self) -> TierStack:
         """Its tiers together, for whoever serves the store to others."""
         return self._tiers
 
@@ -285,7 +285,7 @@ class BlockStore:
         blocks: Blocks,
         hash_tokens: HashTokens,
         side: Side,
-    ) -> tuple[TransferPlan, tuple[Share, ...]]:
+    ) -> tuple[TransferPlan, tuple[GroupRequest, ...]]:
         """The call as a transfer from or to a peer that has the images."""
         self._check_open()
         if not isinstance(cache, PagedCache):
@@ -334,7 +334,7 @@ class BlockStore:
 
     def _space(
         self, group: str, cache: PagedCache | None, hash_tokens: HashTokens
-    ) -> Space | None:
+    ) -> Namespace | None:
         """The space that a group's hashes are in, if there is one yet."""
         tokens = hash_tokens
         if isinstance(hash_tokens, Mapping):

@@ -38,10 +38,10 @@ import numpy.typing as npt
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.index import Keys, Orders
-from kvwire.store.space import ABSENT, Space
+from kvwire.store.space import ABSENT, Namespace
 
 
-class Fate(enum.IntEnum):
+class BlockResult(enum.IntEnum):
     """What became of one block."""
 
     LANDED = 0
@@ -101,13 +101,13 @@ class TierStats(msgspec.Struct, kw_only=True):
 
     def count(self, fates: Fates, *, written: bool) -> None:
         """Count what became of the blocks of one call."""
-        landed = int(np.count_nonzero(fates == Fate.LANDED))
+        landed = int(np.count_nonzero(fates == BlockResult.LANDED))
         if written:
             self.written_blocks += landed
         else:
             self.read_blocks += landed
-        self.damaged_blocks += int(np.count_nonzero(fates == Fate.DAMAGED))
-        self.failed_blocks += int(np.count_nonzero(fates == Fate.FAILED))
+        self.damaged_blocks += int(np.count_nonzero(fates == BlockResult.DAMAGED))
+        self.failed_blocks += int(np.count_nonzero(fates == BlockResult.FAILED))
 
 
 class Tier(ABC):
@@ -146,14 +146,14 @@ class Tier(ABC):
         return held
 
     @abstractmethod
-    async def write(self, space: Space, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
         """Take blocks; those that are there already are touched.
 
         Cancel safety: the write is finished first.
         """
 
     @abstractmethod
-    async def read(self, space: Space, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
         """Fill images with blocks that ``find`` has found, and touch them.
 
         Cancel safety: the read is finished first.
@@ -167,7 +167,7 @@ class Tier(ABC):
     def stats(self) -> TierStats:
         """What is in it."""
 
-    def spaces(self) -> Iterable[Space]:
+    def spaces(self) -> Iterable[Namespace]:
         """The spaces of what it had when it was opened, as far as it knows."""
         return ()
 

@@ -17,8 +17,8 @@ from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
 from kvwire.store.endings import together
-from kvwire.store.hierarchy import Hierarchy
-from kvwire.store.share import Share
+from kvwire.store.hierarchy import TierStack
+from kvwire.store.share import GroupRequest
 from kvwire.store.threads import copy_in_turns
 
 # One batch moves between memory and a disk while another one is copied.
@@ -26,7 +26,7 @@ _LANES: Final = 2
 _LANDED: Final = 0
 
 
-class Work(ABC):
+class Operation(ABC):
     """The blocks of one call on their way. Subclassed by the two directions.
 
     Args:
@@ -39,7 +39,7 @@ class Work(ABC):
     """
 
     def __init__(
-        self, tiers: Hierarchy, shares: Sequence[Share], plan: TransferPlan
+        self, tiers: TierStack, shares: Sequence[GroupRequest], plan: TransferPlan
     ) -> None:
         self.tiers = tiers
         self.drained = asyncio.Event()
@@ -66,7 +66,7 @@ class Work(ABC):
         return await self._outcome()
 
     @abstractmethod
-    async def step(self, share: Share, positions: Ids) -> Bits:
+    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
         """Go on with some blocks of one share.
 
         Returns:
@@ -79,7 +79,7 @@ class Work(ABC):
     def count(self, outcome: Outcome, there: int, blocks: int) -> None:
         """Count the end of it: so many of its blocks landed."""
 
-    def turns(self, share: Share) -> Iterable[Ids]:
+    def turns(self, share: GroupRequest) -> Iterable[Ids]:
         """The positions of a share in the order of their turns, ascending in each."""
         return (np.arange(len(share)),)
 
@@ -91,13 +91,13 @@ class Work(ABC):
 
     # --- for the two directions -------------------------------------------------------
 
-    def lost(self, share: Share, positions: Ids, reason: str) -> None:
+    def lost(self, share: GroupRequest, positions: Ids, reason: str) -> None:
         """These blocks do not land, and why."""
         if reason not in self._reasons:
             self._reasons.append(reason)
         self._codes[share][positions] = self._reasons.index(reason)
 
-    def lacking(self, share: Share, reason: str) -> Ids:
+    def lacking(self, share: GroupRequest, reason: str) -> Ids:
         """The positions that do not land for one reason."""
         if reason not in self._reasons:
             return np.empty(0, np.int64)
@@ -110,7 +110,7 @@ class Work(ABC):
             self.drained.set()
 
     async def copy(
-        self, share: Share, positions: Ids, slots: Ids, *, into_cache: bool
+        self, share: GroupRequest, positions: Ids, slots: Ids, *, into_cache: bool
     ) -> None:
         """Copy images between slots and the caller's cache, on a thread.
 
@@ -129,7 +129,7 @@ class Work(ABC):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[Share, Ids]]:
+    def _batches(self) -> Iterator[tuple[GroupRequest, Ids]]:
         for share in self._shares:
             step = max(1, STORE_BATCH_BYTES // share.space.image_bytes)
             for positions in self.turns(share):
@@ -137,7 +137,7 @@ class Work(ABC):
                 for first in reversed(range(0, positions.size, step)):
                     yield share, positions[first : first + step]
 
-    async def _lane(self, batches: Iterator[tuple[Share, Ids]]) -> None:
+    async def _lane(self, batches: Iterator[tuple[GroupRequest, Ids]]) -> None:
         for share, positions in batches:
             todo = positions
             while todo.size:

@@ -15,7 +15,7 @@ from kvwire.proto.auth import key_id
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
-from kvwire.wire.hello import NONCE_BYTES, Terms
+from kvwire.wire.hello import NONCE_BYTES, ConnectionParameters
 
 Frame = tuple[bytes, bytes]
 """A header and what follows it."""
@@ -28,7 +28,7 @@ NONCE_SERVER: Final = bytes([0x5E]) * NONCE_BYTES
 BINDING: Final = bytes([0xCC]) * 32 + bytes([0x55]) * 32
 
 # As small as they may be, so that a few bytes show what megabytes would.
-SMALL: Final = Terms(
+SMALL: Final = ConnectionParameters(
     chunk_bytes=CHUNK_BYTES_MIN,
     eager_bytes=64,
     window_bytes=1 * KIB,
@@ -40,7 +40,7 @@ def identity(
     name: str,
     *,
     trust: TrustMode = TrustMode.LOOPBACK,
-    terms: Terms = SMALL,
+    terms: ConnectionParameters = SMALL,
     psk: bytes = PSK,
     accepts: tuple[bytes, ...] = (),
     profile: tuple[tuple[str, str], ...] = (),
@@ -88,7 +88,7 @@ class Shaking:
         """The handshake of one side."""
         return self.client if role is Role.CLIENT else self.server
 
-    def terms(self, role: Role) -> Terms:
+    def terms(self, role: Role) -> ConnectionParameters:
         """What that side has said of its own limits; the handshake must be over."""
         other = self.of(role.other).agreement
         assert other is not None

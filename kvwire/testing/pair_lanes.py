@@ -19,12 +19,12 @@ from itertools import count
 from typing import Final
 
 from kvwire.memory.checksum import checksum
-from kvwire.proto.chunks import Arrival, Chunk
+from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.events import (
-    AsideReceived,
-    LaneAnswered,
     LaneAsked,
-    LaneLowered,
+    LaneBootstrapped,
+    LaneClosed,
+    LaneDataReceived,
 )
 from kvwire.testing.handshakes import Frame
 from kvwire.testing.pair import ConnectionPair
@@ -55,7 +55,7 @@ class Half:
     number: int
     sending: dict[int, Chunk] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
-    arriving: dict[int, Arrival] = field(default_factory=dict)
+    arriving: dict[int, ChunkArrival] = field(default_factory=dict)
     ending: bool = False
     gone: bool = False
 
@@ -201,11 +201,11 @@ class PairLanes:
                 else:
                     self._add(role, number)
                     lanes.answer(number, b"the server's half")
-            case LaneAnswered(lane=number):
+            case LaneBootstrapped(lane=number):
                 lanes.up(number)
-            case LaneLowered(lane=number):
+            case LaneClosed(lane=number):
                 self.halves[role, number].ending = True
-            case AsideReceived(arrival=arrival, ticket=ticket):
+            case LaneDataReceived(arrival=arrival, ticket=ticket):
                 if lanes.expects(arrival):
                     half = self.halves[role, arrival.lane]
                     half.arriving[int.from_bytes(ticket, "little")] = arrival

@@ -13,34 +13,34 @@ from typing import Final
 
 from kvwire.errors import KVWireError, ProtocolError
 from kvwire.memory.checksum import checksum
-from kvwire.proto.chunks import Arrival, Chunk, Place
-from kvwire.proto.connection import Connection
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
-    AsideReceived,
     Ended,
     Event,
-    LaneAnswered,
     LaneAsked,
-    LaneLowered,
-    LaneRaised,
+    LaneBootstrapped,
+    LaneClosed,
+    LaneDataReceived,
+    LaneOpened,
     MemoryWanted,
     RequestDone,
     SegmentMarked,
 )
 from kvwire.proto.handshake import Handshake
 from kvwire.proto.holds import Holds
-from kvwire.proto.records import Segment, Transfer
-from kvwire.proto.regions import Region, Regions
-from kvwire.proto.requests import Request as CoreRequest
+from kvwire.proto.records import SegmentRecord, TransferRecord
+from kvwire.proto.regions import RegionRecord, RegionTable
+from kvwire.proto.requests import RequestRecord as CoreRequest
 from kvwire.testing.handshakes import Frame
 from kvwire.testing.inlet import Inlet
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId
 from kvwire.wire.control import Access, Body, encode_body
 from kvwire.wire.header import Flag
-from kvwire.wire.hello import Terms
+from kvwire.wire.hello import ConnectionParameters
 
-LaneEvent = LaneAsked | LaneAnswered | LaneRaised | LaneLowered | AsideReceived
+LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
 
 _CHECKED: Final = int(Flag.CHECKED)
 
@@ -68,11 +68,13 @@ class Peer:
         span: How many bytes the way of the next chunk takes at once; 0 for a chunk.
     """
 
-    def __init__(self, handshake: Handshake, *, terms: Terms, now: float) -> None:
+    def __init__(
+        self, handshake: Handshake, *, terms: ConnectionParameters, now: float
+    ) -> None:
         """Go on from a handshake that has ended well."""
         assert handshake.agreement is not None
         self.now = now
-        self.core = Connection(
+        self.core = ConnectionCore(
             handshake.agreement,
             handshake.framing,
             Holds(),
@@ -86,20 +88,20 @@ class Peer:
         self.done: dict[CoreRequest, RequestDone] = {}
         self.memory: dict[BufferId, bytearray] = {}
         self.freed: dict[BufferId, bytes] = {}
-        self.transfers: dict[CoreRequest, Transfer] = {}
+        self.transfers: dict[CoreRequest, TransferRecord] = {}
         self.broken: ProtocolError | None = None
         self.lost = False
         self.stalled = False
         self.slow = False
-        self.place: Callable[[Segment], None] | None = self._place
+        self.place: Callable[[SegmentRecord], None] | None = self._place
         self.aside: Callable[[Peer, Chunk, int], Frame | None] = _on_the_wire
         self.on_lane: Callable[[Peer, LaneEvent], None] = _without_lanes
         self.span: Callable[[Peer], int] = _chunk_by_chunk
-        self._regions = Regions()
+        self._regions = RegionTable()
         self._leaving: deque[Chunk] = deque()
         self._held: dict[CoreRequest, bytes] = {}
         self._inlet = Inlet(self._begin, self._end)
-        self._arrival: Arrival | None = None
+        self._arrival: ChunkArrival | None = None
 
     # --- what an application does -----------------------------------------------------
 
@@ -143,14 +145,14 @@ class Peer:
 
     def expose(
         self, data: bytes | int, access: Direction = Direction.READWRITE
-    ) -> Region:
+    ) -> RegionRecord:
         """Register a new buffer."""
         buffer = self.lend(data)
         return self._regions.register(buffer, len(self.memory[buffer]), access)
 
     def grant(
         self,
-        region: Region,
+        region: RegionRecord,
         offset: int = 0,
         nbytes: int | None = None,
         access: Direction | None = None,
@@ -160,13 +162,13 @@ class Peer:
         row = self.core.grant(region, offset, size, access or region.access)
         return Access(row.id, row.generation, row.token, 0, size)
 
-    def revoke(self, region: Region) -> None:
+    def revoke(self, region: RegionRecord) -> None:
         """End every grant of a region."""
         self._regions.revoke(region)
         self.core.region_revoked(region.id)
         self.collect()
 
-    def close_region(self, region: Region) -> None:
+    def close_region(self, region: RegionRecord) -> None:
         """End a region; its memory drains when nothing touches it any more."""
         self._regions.close(region)
         self.core.region_revoked(region.id)
@@ -256,7 +258,7 @@ class Peer:
         if arrival is not None:
             self.body(arrival, body)
 
-    def header(self, raw: bytes) -> Arrival | None:
+    def header(self, raw: bytes) -> ChunkArrival | None:
         """A header has come; None if it broke a rule."""
         try:
             return self.core.header_received(raw)
@@ -264,13 +266,13 @@ class Peer:
             self._broke(exc)
             return None
 
-    def body(self, arrival: Arrival, body: bytes) -> None:
+    def body(self, arrival: ChunkArrival, body: bytes) -> None:
         """All that follows a header has come."""
         assert len(body) == arrival.length, "a frame that is not whole"
         header, intact = arrival.header, True
-        if arrival.place in (Place.BUFFER, Place.HOLD):
+        if arrival.place in (ChunkPlace.BUFFER, ChunkPlace.HOLD):
             assert arrival.buffer is not None
-            if arrival.place is Place.HOLD:
+            if arrival.place is ChunkPlace.HOLD:
                 self.memory[arrival.buffer] = bytearray(len(body))
             memory = self.memory[arrival.buffer]
             assert arrival.offset + len(body) <= len(memory), "beyond the buffer"
@@ -385,7 +387,7 @@ class Peer:
             self.transfers[request] = self.core.transfers.transfer(request)
             self.core.transfers.forget(request)
 
-    def _place(self, segment: Segment) -> None:
+    def _place(self, segment: SegmentRecord) -> None:
         self.core.transfers.place(segment, self.lend(segment.nbytes))
 
     def _broke(self, error: ProtocolError) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 
 from kvwire.errors import RequestCancelled, WireCode
 from kvwire.proto.events import TransferOpened
-from kvwire.proto.records import Transfer
-from kvwire.proto.requests import Request
+from kvwire.proto.records import TransferRecord
+from kvwire.proto.requests import RequestRecord
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import PairLanes
 from kvwire.testing.peer import Peer
@@ -212,19 +212,19 @@ def _forged(grant: Access) -> Access:
     return Access(grant.grant, grant.generation, bytes(16), 0, 1)
 
 
-def _ask(peer: Peer, *, pull: bool) -> Request:
-    transfer = Transfer(id=b"request 17", priority=1)
+def _ask(peer: Peer, *, pull: bool) -> RequestRecord:
+    transfer = TransferRecord(id=b"request 17", priority=1)
     request = peer.core.open_transfer(transfer, b"mine", pull=pull, deadline=None)
     peer.collect()
     return request
 
 
-def _opened(peer: Peer) -> Request:
+def _opened(peer: Peer) -> RequestRecord:
     opened = [event for event in peer.events if isinstance(event, TransferOpened)]
     return opened[-1].request
 
 
-def _answer(peer: Peer) -> Request:
+def _answer(peer: Peer) -> RequestRecord:
     request = _opened(peer)
     peer.core.transfers.agree(request, b"yours")
     peer.collect()

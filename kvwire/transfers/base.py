@@ -38,9 +38,9 @@ from kvwire.proto.events import (
     TransferCommitted,
     TransferSettled,
 )
-from kvwire.proto.requests import Request as CoreRequest
-from kvwire.transfers.description import END_BYTES, Description
-from kvwire.transfers.timings import Phases
+from kvwire.proto.requests import RequestRecord as CoreRequest
+from kvwire.transfers.description import END_BYTES, TransferOffer
+from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Answer(enum.Enum):
     """Once the link that the peer has lost is known to be lost here as well."""
 
 
-class Unheard(NamedTuple):
+class UnnotifiedPeers(NamedTuple):
     """The peers of a transfer that is over who may still ask for it.
 
     Attributes:
@@ -115,7 +115,7 @@ class Attempt:
         # This side has ended it; the peer hears of that, unless the link is lost.
         self.refused = False
 
-    def agreed(self, description: Description) -> None:
+    def agreed(self, description: TransferOffer) -> None:
         """The peer has answered our OPEN."""
         raise NotImplementedError
 
@@ -196,7 +196,7 @@ class KVTransfer:
             communicator.devices.desk(cache.device)
         self.deadline = absolute(deadline)
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
-        self.phases = Phases()
+        self.phases = PhaseTimer()
         self.end = secrets.token_bytes(END_BYTES)
         # Its end has begun; it has an outcome as soon as there is memory for one.
         self.ending = False

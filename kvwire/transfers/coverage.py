@@ -8,7 +8,7 @@ bit for each block. On arrays of booleans the same takes five times as long.
 from __future__ import annotations
 
 
-class Claims:
+class Coverage:
     """The cells, layers times blocks, of one group of one transfer.
 
     Args:

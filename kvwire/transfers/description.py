@@ -26,7 +26,7 @@ from kvwire.limits import (
     NAME_CHARS_MAX,
     PROFILE_FIELDS_MAX,
 )
-from kvwire.wire.decode_errors import UNREADABLE
+from kvwire.wire.decode_errors import DECODE_ERRORS
 
 GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Pairs = Annotated[
@@ -38,7 +38,7 @@ END_BYTES = 8
 _FIXARRAY = 16
 
 
-class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One side's half of a transfer.
 
     Attributes:
@@ -91,7 +91,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return data
 
     @classmethod
-    def decode(cls, data: bytes) -> Description:
+    def decode(cls, data: bytes) -> TransferOffer:
         """Read a peer's.
 
         Raises:
@@ -99,7 +99,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """
         try:
             return _DECODER.decode(data)
-        except UNREADABLE as exc:
+        except DECODE_ERRORS as exc:
             raise ProfileMismatch(f"the peer's description: {exc}") from None
 
     def read_geometry(self) -> Geometry:
@@ -163,11 +163,11 @@ class Description(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return found
 
 
-_DECODER = msgspec.msgpack.Decoder(Description)
+_DECODER = msgspec.msgpack.Decoder(TransferOffer)
 
 
 def pack_have(have: Mapping[str, Bits]) -> tuple[tuple[str, bytes], ...]:
-    """The bitmaps of :attr:`Description.have`."""
+    """The bitmaps of :attr:`TransferOffer.have`."""
     return tuple(
         (name, np.packbits(bits, bitorder="little").tobytes())
         for name, bits in have.items()

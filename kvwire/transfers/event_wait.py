@@ -20,7 +20,7 @@ Failure = str
 """How what was waited for failed; "" if it came true."""
 
 
-class Afters:
+class EventWaiter:
     """Waits on behalf of one transfer.
 
     Args:
@@ -86,7 +86,7 @@ async def fired(after: Any, devices: Devices) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, failure)
 
-    Afters(devices).prepare(after)(tell)
+    EventWaiter(devices).prepare(after)(tell)
     failure = await over
     if failure:
         raise BackendUnavailable(f"what was waited for {failure}")

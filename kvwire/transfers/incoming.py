@@ -20,19 +20,19 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.limits import LANDED_BOXES_MAX
-from kvwire.proto.records import Segment as CoreSegment
+from kvwire.proto.records import SegmentRecord as CoreSegment
 from kvwire.transfers.base import (
     DAMAGED,
     UNMARKED,
     Answer,
     KVTransfer,
-    Unheard,
+    UnnotifiedPeers,
     recoverable,
 )
 from kvwire.transfers.dedup import Hashes, Have, digest, held, listed_hashes
-from kvwire.transfers.description import Description, pack_have
-from kvwire.transfers.receiver import Receipt, missing_chunks
-from kvwire.transfers.settle import LastWord
+from kvwire.transfers.description import TransferOffer, pack_have
+from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
+from kvwire.transfers.settle import SettleAttempt
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -61,7 +61,7 @@ class Incoming(KVTransfer):
         listed = listed_hashes(hashes, self.geometry)
         self.have = held(have, listed, self.lists)
         self.hashes = digest(listed)
-        self.receipt: Receipt | None = None
+        self.receipt: ReceiveAttempt | None = None
         self.met = b""
         self.planned = False
         self.told: list[Segment] = []
@@ -140,7 +140,7 @@ class Incoming(KVTransfer):
 
     # --- the exchange -----------------------------------------------------------------
 
-    def answer_to(self, connection: Connection, description: Description) -> Answer:
+    def answer_to(self, connection: Connection, description: TransferOffer) -> Answer:
         """Whether a peer that offers it may send it."""
         receipt = self.receipt
         if receipt is None:
@@ -157,13 +157,13 @@ class Incoming(KVTransfer):
         return core is not None and not core.over
 
     @property
-    def unheard(self) -> Unheard:
+    def unheard(self) -> UnnotifiedPeers:
         """The producer, if it may still ask once it is over."""
         receipt = self.receipt
         if receipt is None:
-            return Unheard(1, frozenset())
+            return UnnotifiedPeers(1, frozenset())
         lost = receipt.suspended or receipt.refused
-        return Unheard(0, frozenset([receipt.peer_end] if lost else ()))
+        return UnnotifiedPeers(0, frozenset([receipt.peer_end] if lost else ()))
 
     def interrupted(self, origin: bytes) -> bool:
         """Whether it waits for another link to a peer."""
@@ -197,7 +197,9 @@ class Incoming(KVTransfer):
                 self.start_lease()
             raise
 
-    def meet(self, connection: Connection, core: Any, description: Description) -> None:
+    def meet(
+        self, connection: Connection, core: Any, description: TransferOffer
+    ) -> None:
         """Push: the peer of a connection offers it."""
         receipt = self._new_receipt(connection)
         receipt.core, core.context = core, receipt
@@ -230,7 +232,7 @@ class Incoming(KVTransfer):
 
     # --- the receipt ------------------------------------------------------------------
 
-    def plan_with(self, description: Description) -> None:
+    def plan_with(self, description: TransferOffer) -> None:
         """Plan against the producer's half.
 
         Raises:
@@ -288,7 +290,7 @@ class Incoming(KVTransfer):
             receipt.forget()
             if recoverable(error) and self.communicator.config.resume:
                 self.communicator.exchange.unconfirmed(
-                    LastWord(self, receipt, asks=receipt.asked)
+                    SettleAttempt(self, receipt, asks=receipt.asked)
                 )
             self.communicator.exchange.settled(self)
         elif self.ending:
@@ -306,16 +308,16 @@ class Incoming(KVTransfer):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _new_receipt(self, connection: Connection) -> Receipt:
+    def _new_receipt(self, connection: Connection) -> ReceiveAttempt:
         self.stop_lease()
-        self.receipt = Receipt(self, connection)
+        self.receipt = ReceiveAttempt(self, connection)
         return self.receipt
 
-    def description(self, plan: bytes = b"") -> Description:
+    def description(self, plan: bytes = b"") -> TransferOffer:
         """This side's half; ``plan`` is the digest of its plan, in an answer."""
         # What does not fit is sent again, which is only slower.
         self.told = self.landed.boxes(LANDED_BOXES_MAX) if self.met else []
-        return Description(
+        return TransferOffer(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
             end=self.end,
             met=self.met,

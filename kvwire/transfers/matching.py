@@ -25,15 +25,15 @@ from kvwire.errors import (
 from kvwire.limits import TOMBSTONES_MAX
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.state import Kind
-from kvwire.transfers.base import Answer, Unheard, transfer_key
-from kvwire.transfers.description import Description
+from kvwire.transfers.base import Answer, UnnotifiedPeers, transfer_key
+from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.outgoing import Outgoing
-from kvwire.transfers.settle import LastWord
+from kvwire.transfers.settle import SettleAttempt
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
-    from kvwire.proto.requests import Request as CoreRequest
+    from kvwire.proto.requests import RequestRecord as CoreRequest
 
 End = Outgoing | Incoming
 # A producer and a consumer of one name may live in one communicator, in tests above
@@ -53,10 +53,10 @@ class Tombstone(NamedTuple):
 
     reason: str
     end: bytes
-    unheard: Unheard
+    unheard: UnnotifiedPeers
 
 
-class Exchange:
+class TransferRegistry:
     """The KV transfers of one communicator.
 
     Attributes:
@@ -72,7 +72,7 @@ class Exchange:
         self._stashed: dict[CoreRequest, Key] = {}
         # Settled here on links that we take for alive; by key and end.
         self._settling: dict[tuple[bytes, bytes], None] = {}
-        self._last_words: dict[tuple[bytes, bytes], LastWord] = {}
+        self._last_words: dict[tuple[bytes, bytes], SettleAttempt] = {}
         self._all_said = asyncio.Event()
         self._all_said.set()
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
@@ -140,7 +140,7 @@ class Exchange:
         if request.over:
             return
         try:
-            description = Description.decode(event.description)
+            description = TransferOffer.decode(event.description)
         except KVWireError as exc:
             _refuse(connection, request, exc, WireCode.PROFILE)
             return
@@ -177,7 +177,7 @@ class Exchange:
                 del self._asked[key]
         connection.core.transfers.forget(request)
 
-    def _ended(self, key: Key, description: Description) -> str:
+    def _ended(self, key: Key, description: TransferOffer) -> str:
         """Why the transfer that a peer asks for has ended; "" if it has not.
 
         A peer that never came is told once. After that the id can be used anew,
@@ -187,12 +187,14 @@ class Exchange:
         if grave is not None:
             strangers, known = grave.unheard
             if description.end in known:
-                self._bury(key, grave, Unheard(strangers, known - {description.end}))
+                self._bury(
+                    key, grave, UnnotifiedPeers(strangers, known - {description.end})
+                )
                 return grave.reason
             if description.met == grave.end:
                 return grave.reason
             if strangers and not description.met:
-                self._bury(key, grave, Unheard(strangers - 1, known))
+                self._bury(key, grave, UnnotifiedPeers(strangers - 1, known))
                 return grave.reason
         if description.met and (end is None or end.end != description.met):
             return "nothing is known of it"
@@ -202,9 +204,9 @@ class Exchange:
         """An id is used again: only those who came for its last use hear of that."""
         grave = self._tombstones.get(key)
         if grave is not None:
-            self._bury(key, grave, Unheard(0, grave.unheard.known))
+            self._bury(key, grave, UnnotifiedPeers(0, grave.unheard.known))
 
-    def _bury(self, key: Key, grave: Tombstone, unheard: Unheard) -> None:
+    def _bury(self, key: Key, grave: Tombstone, unheard: UnnotifiedPeers) -> None:
         """Keep the reason for as long as somebody may ask for it."""
         self._tombstones.pop(key, None)
         if any(unheard):
@@ -261,7 +263,7 @@ class Exchange:
             self._note_said()
             self._ask_again(_key(end))
 
-    def unconfirmed(self, last_word: LastWord) -> None:
+    def unconfirmed(self, last_word: SettleAttempt) -> None:
         """A transfer is settled here, and its producer may not know.
 
         Kept for as long as the producer would wait for another link.
@@ -271,7 +273,7 @@ class Exchange:
         end = last_word.incoming
         end.loop.call_later(end.lease_s, self.confirmed, last_word)
 
-    def confirmed(self, last_word: LastWord) -> None:
+    def confirmed(self, last_word: SettleAttempt) -> None:
         """Its producer knows, or has stopped waiting."""
         if self._last_words.get(last_word.key) is last_word:
             del self._last_words[last_word.key]
@@ -324,7 +326,9 @@ class Exchange:
                 with suppress(ConnectionClosed, UsageError):
                     word.ask(connection)
 
-    def _heard_before(self, key: Key, description: Description) -> LastWord | None:
+    def _heard_before(
+        self, key: Key, description: TransferOffer
+    ) -> SettleAttempt | None:
         """The last word that a producer which pushes again has not heard."""
         for word in self._last_words.values():
             same = word.incoming.key == key[0] and word.peer_end == description.end

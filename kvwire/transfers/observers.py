@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvwire")
 
 
-class Watcher(Protocol):
+class Observer(Protocol):
     """What is told of each transfer; on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
@@ -43,17 +43,17 @@ class Watcher(Protocol):
         """
 
 
-class Watchers:
+class Observers:
     """The watchers of one communicator."""
 
     def __init__(self) -> None:
-        self._all: list[Watcher] = []
+        self._all: list[Observer] = []
 
-    def add(self, watcher: Watcher) -> None:
+    def add(self, watcher: Observer) -> None:
         """Tell it of every transfer that begins from here on."""
         self._all.append(watcher)
 
-    def remove(self, watcher: Watcher) -> None:
+    def remove(self, watcher: Observer) -> None:
         """Tell it nothing any more; does nothing if it was not told before."""
         if watcher in self._all:
             self._all.remove(watcher)

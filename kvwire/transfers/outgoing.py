@@ -2,7 +2,7 @@
 
 One :class:`Outgoing` may serve several consumers, such as the ranks of a
 tensor-parallel group, each with its own plan: a
-:class:`~kvwire.transfers.sender.Delivery`. They all read the same log of marks.
+:class:`~kvwire.transfers.sender.SendAttempt`. They all read the same log of marks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.outcome import join_outcomes
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import GROUP_BYTES
-from kvwire.transfers.base import UNMARKED, Answer, KVTransfer, Unheard, recoverable
+from kvwire.transfers.base import (
+    UNMARKED,
+    Answer,
+    KVTransfer,
+    UnnotifiedPeers,
+    recoverable,
+)
 from kvwire.transfers.dedup import Hashes, digest, listed_hashes
-from kvwire.transfers.description import Description
-from kvwire.transfers.ready_log import Marks, Which
-from kvwire.transfers.sender import Delivery
+from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.ready_log import ReadyLog, Which
+from kvwire.transfers.sender import SendAttempt
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -56,14 +62,14 @@ class Outgoing(KVTransfer):
         self.consumers = consumers
         self.hashes = digest(listed_hashes(hashes, self.geometry))
         self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
-        self.marks = Marks(
+        self.marks = ReadyLog(
             self.cache,
             self.lists,
             self.loop,
             self._marked,
             self.communicator.devices,
         )
-        self.deliveries: list[Delivery] = []
+        self.deliveries: list[SendAttempt] = []
 
     def extend(self, blocks: Blocks) -> None:
         """Name the next blocks of a growing transfer. Thread-safe and non-blocking.
@@ -163,7 +169,7 @@ class Outgoing(KVTransfer):
 
     # --- the exchange -----------------------------------------------------------------
 
-    def answer_to(self, connection: Connection, description: Description) -> Answer:
+    def answer_to(self, connection: Connection, description: TransferOffer) -> Answer:
         """Whether a peer that asks may have it."""
         known = self._known(connection, description)
         if known is None:
@@ -173,9 +179,9 @@ class Outgoing(KVTransfer):
         return Answer.YES if known.waits else Answer.LATER
 
     @property
-    def unheard(self) -> Unheard:
+    def unheard(self) -> UnnotifiedPeers:
         """The consumers who may still ask once it is over."""
-        return Unheard(
+        return UnnotifiedPeers(
             self.consumers - len(self.deliveries),
             frozenset(d.peer_end for d in self.deliveries if d.suspended or d.refused),
         )
@@ -188,14 +194,14 @@ class Outgoing(KVTransfer):
         """Whether it is this side that asks again on another link."""
         return any(d.waits and d.asked and d.origin == origin for d in self.deliveries)
 
-    def description(self, met: bytes = b"", plan: bytes = b"") -> Description:
+    def description(self, met: bytes = b"", plan: bytes = b"") -> TransferOffer:
         """This side's half.
 
         Args:
             met: The consumer's end, if this side goes on with it.
             plan: The digest of this side's plan, in an answer.
         """
-        return Description(
+        return TransferOffer(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
             end=self.end,
             met=met,
@@ -225,7 +231,9 @@ class Outgoing(KVTransfer):
             self._watch()
             raise
 
-    def meet(self, connection: Connection, core: Any, description: Description) -> None:
+    def meet(
+        self, connection: Connection, core: Any, description: TransferOffer
+    ) -> None:
         """Pull: the peer of a connection asks for it."""
         delivery = self._delivery(connection, self._known(connection, description))
         delivery.core, core.context = core, delivery
@@ -264,7 +272,7 @@ class Outgoing(KVTransfer):
 
     # --- inside -----------------------------------------------------------------------
 
-    def delivery_ended(self, delivery: Delivery, error: KVWireError | None) -> None:
+    def delivery_ended(self, delivery: SendAttempt, error: KVWireError | None) -> None:
         """One consumer is served, or lost."""
         if self.ending:
             return
@@ -302,8 +310,8 @@ class Outgoing(KVTransfer):
                 )
 
     def _known(
-        self, connection: Connection, description: Description
-    ) -> Delivery | None:
+        self, connection: Connection, description: TransferOffer
+    ) -> SendAttempt | None:
         """The delivery that a peer's question belongs to, if it is not a new one."""
         for delivery in self.deliveries:
             same_peer = delivery.origin == connection.peer.origin
@@ -311,10 +319,12 @@ class Outgoing(KVTransfer):
                 return delivery
         return None
 
-    def _delivery(self, connection: Connection, known: Delivery | None) -> Delivery:
+    def _delivery(
+        self, connection: Connection, known: SendAttempt | None
+    ) -> SendAttempt:
         """A new consumer, or one whose last connection was lost."""
         if known is None:
-            delivery = Delivery(self, connection)
+            delivery = SendAttempt(self, connection)
             self.deliveries.append(delivery)  # bounded by `consumers`
             self.renew_lease()
         else:

@@ -23,13 +23,13 @@ from kvwire.errors import UsageError
 from kvwire.kv.blocks import UNNAMED, Ids, among
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
-from kvwire.transfers.coverage import Claims
-from kvwire.transfers.event_wait import Afters, Failure
+from kvwire.transfers.coverage import Coverage
+from kvwire.transfers.event_wait import EventWaiter, Failure
 
 Which = int | slice | None
 
 
-class Mark(NamedTuple):
+class ReadyRange(NamedTuple):
     """Layers and block positions of one group, by index within the group."""
 
     group: str
@@ -47,7 +47,7 @@ class _Group:
 
     layers: range
     ids: Ids
-    claims: Claims
+    claims: Coverage
     named: int
 
     @property
@@ -69,7 +69,7 @@ class _Group:
             )
 
 
-class Marks:
+class ReadyLog:
     """The marks of one transfer.
 
     Attributes:
@@ -86,13 +86,13 @@ class Marks:
         wake: Callable[[], None],
         devices: Devices,
     ) -> None:
-        self.log: list[Mark] = []
+        self.log: list[ReadyRange] = []
         self.finished = False
         self.failed = ""
         self._loop = loop
         self._thread = threading.get_ident()
         self._wake = wake
-        self._afters = Afters(devices)
+        self._afters = EventWaiter(devices)
         self._woken = False
         self._lock = threading.Lock()
         self._later = 0
@@ -100,7 +100,7 @@ class Marks:
             name: _Group(
                 group.spec.layer_indices,
                 lists[name],
-                Claims(group.spec.layers, lists[name].size),
+                Coverage(group.spec.layers, lists[name].size),
                 int(np.count_nonzero(lists[name] != UNNAMED)),
             )
             for name, group in cache.groups.items()
@@ -188,7 +188,7 @@ class Marks:
         self._woken = False
         self._wake()
 
-    def _arrived(self, made: list[Mark], failure: Failure) -> None:
+    def _arrived(self, made: list[ReadyRange], failure: Failure) -> None:
         with self._lock:
             # In this order: the log is whole before `all_in` says so.
             if failure:
@@ -198,7 +198,7 @@ class Marks:
             self._later -= 1
         self.wake()
 
-    def _claim(self, made: list[Mark]) -> None:
+    def _claim(self, made: list[ReadyRange]) -> None:
         if self.finished:
             raise UsageError("ready: the transfer is finished already")
         if len(self.log) + self._later >= SEGMENTS_MAX:
@@ -215,7 +215,7 @@ class Marks:
         for mark in made:
             self._groups[mark.group].claims.claim(mark.layers, mark.blocks)
 
-    def _named(self, made: list[Mark]) -> str:
+    def _named(self, made: list[ReadyRange]) -> str:
         return ", ".join(
             f"layers {_span(self._groups[mark.group].layers, mark.layers)} x blocks "
             f"{_span(self._groups[mark.group].blocks, mark.blocks)} of group "
@@ -223,12 +223,12 @@ class Marks:
             for mark in made
         )
 
-    def _mark(self, group: str, layers: Which, blocks: Which) -> Mark:
+    def _mark(self, group: str, layers: Which, blocks: Which) -> ReadyRange:
         found = self._groups.get(group)
         if found is None:
             known = ", ".join(self._groups)
             raise UsageError(f"ready: no group {group!r}; there is {known}")
-        mark = Mark(
+        mark = ReadyRange(
             group,
             _range(layers, found.layers, "layers", group),
             _range(blocks, found.blocks, "blocks", group),

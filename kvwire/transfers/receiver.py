@@ -22,16 +22,16 @@ from kvwire.proto.events import (
     TransferSettled,
 )
 from kvwire.proto.records import CHUNK_LANDED
-from kvwire.proto.records import Segment as CoreSegment
+from kvwire.proto.records import SegmentRecord as CoreSegment
 from kvwire.transfers.base import Attempt, TransferEvent
-from kvwire.transfers.description import Description
+from kvwire.transfers.description import TransferOffer
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
     from kvwire.transfers.incoming import Incoming
 
 
-class Receipt(Attempt):
+class ReceiveAttempt(Attempt):
     """An incoming transfer on one connection."""
 
     def __init__(self, incoming: Incoming, connection: Connection) -> None:
@@ -53,7 +53,7 @@ class Receipt(Attempt):
         for segment in self.incoming.told:
             self._promised.mark(segment)
 
-    def agreed(self, description: Description) -> None:
+    def agreed(self, description: TransferOffer) -> None:
         """See Attempt."""
         incoming = self.incoming
         try:

@@ -16,16 +16,16 @@ from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.state import State
 from kvwire.transfers.base import DAMAGED, Attempt, TransferEvent
-from kvwire.transfers.description import Description
-from kvwire.transfers.ready_log import Mark
-from kvwire.transfers.timings import Phases
+from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.ready_log import ReadyRange
+from kvwire.transfers.timings import PhaseTimer
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
     from kvwire.transfers.outgoing import Outgoing
 
 
-class Delivery(Attempt):
+class SendAttempt(Attempt):
     """An outgoing transfer on its way to one consumer.
 
     Attributes:
@@ -49,11 +49,11 @@ class Delivery(Attempt):
         self.planned = False
         self.confirmed = False
         self.reason = ""
-        self._phases = Phases(outgoing.phases.created)
+        self._phases = PhaseTimer(outgoing.phases.created)
         self._resumed = False
         self._cursor = 0
         # Marks that wait for their neighbours, each also in the words of the plan.
-        self._held: list[tuple[Mark, tuple[Segment, ...]]] = []
+        self._held: list[tuple[ReadyRange, tuple[Segment, ...]]] = []
         self._held_bytes = 0
         self._under_way = 0
         self._sent: dict[int, Segment] = {}
@@ -67,7 +67,7 @@ class Delivery(Attempt):
         """Whether its link is lost, and has touched memory for the last time."""
         return self.suspended and self.core is None
 
-    def agreed(self, description: Description) -> None:
+    def agreed(self, description: TransferOffer) -> None:
         """See Attempt."""
         try:
             self.plan_with(description)
@@ -77,7 +77,7 @@ class Delivery(Attempt):
             return
         self.send_marks()
 
-    def plan_with(self, description: Description) -> None:
+    def plan_with(self, description: TransferOffer) -> None:
         """Plan against the consumer's half.
 
         Raises:
@@ -179,7 +179,7 @@ class Delivery(Attempt):
             layers_grouped=self._grouped,
         )
 
-    def _take(self, mark: Mark) -> None:
+    def _take(self, mark: ReadyRange) -> None:
         """Hold a mark back until it makes a segment, together with its neighbours."""
         if self._held and not _joins(self._held[-1][0], mark):
             self._flush()
@@ -196,7 +196,7 @@ class Delivery(Attempt):
         (first, named), (last, _) = self._held[0], self._held[-1]
         if last is not first:
             layers = range(first.layers.start, last.layers.stop)
-            named = self._named(Mark(first.group, layers, first.blocks))
+            named = self._named(ReadyRange(first.group, layers, first.blocks))
         self._held, self._held_bytes = [], 0
         for segment in named:
             for part in self._lacking(segment):
@@ -221,7 +221,7 @@ class Delivery(Attempt):
         self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
         self._under_way += 1
 
-    def _named(self, mark: Mark) -> tuple[Segment, ...]:
+    def _named(self, mark: ReadyRange) -> tuple[Segment, ...]:
         """A mark in the words of the plan."""
         first = self.outgoing.cache.groups[mark.group].spec.first_layer
         layers = slice(first + mark.layers.start, first + mark.layers.stop)
@@ -258,7 +258,7 @@ def _cut_range(whole: range, step: int) -> list[range]:
     return [whole[start : start + step] for start in range(0, len(whole), step)]
 
 
-def _joins(before: Mark, mark: Mark) -> bool:
+def _joins(before: ReadyRange, mark: ReadyRange) -> bool:
     """Whether a mark goes on with the layers of the one before."""
     return (
         before.group == mark.group

@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING, Any
 from kvwire.errors import KVWireError, ProtocolError
 from kvwire.proto.events import SegmentMarked
 from kvwire.transfers.base import Attempt, TransferEvent, recoverable
-from kvwire.transfers.description import Description
+from kvwire.transfers.description import TransferOffer
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
     from kvwire.transfers.incoming import Incoming
-    from kvwire.transfers.receiver import Receipt
+    from kvwire.transfers.receiver import ReceiveAttempt
 
 
-class LastWord(Attempt):
+class SettleAttempt(Attempt):
     """Tells a producer over another link that its transfer was settled on the last one.
 
     The consumer has its outcome and may be using the memory for something else, so
     nothing may land any more: the producer is told that everything has.
     """
 
-    def __init__(self, incoming: Incoming, receipt: Receipt, *, asks: bool) -> None:
+    def __init__(
+        self, incoming: Incoming, receipt: ReceiveAttempt, *, asks: bool
+    ) -> None:
         super().__init__(receipt.connection)
         self.incoming = incoming
         self.peer_end = incoming.met
@@ -49,7 +51,7 @@ class LastWord(Attempt):
         connection.core.transfers.agree(core, answer.encode())
         connection.run()
 
-    def agreed(self, description: Description) -> None:
+    def agreed(self, description: TransferOffer) -> None:
         """See Attempt."""
 
     def event(self, event: TransferEvent) -> None:

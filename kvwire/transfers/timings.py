@@ -10,7 +10,7 @@ from kvwire.kv.outcome import Timings
 Phase = Literal["met", "agreed", "first", "last", "over"]
 
 
-class Phases:
+class PhaseTimer:
     """The moments between which the time of a transfer is divided.
 
     * met: the peer's counterpart is known

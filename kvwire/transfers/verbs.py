@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Deadline = float | timedelta | None
 
 
-class Asking(ABC):
+class PullPush(ABC):
     """What a connection can ask its peer for."""
 
     communicator: Communicator
@@ -128,7 +128,7 @@ class Asking(ABC):
         return outgoing
 
 
-class Offering(ABC):
+class PublishExpect(ABC):
     """What a communicator can offer to, or take from, whoever asks."""
 
     @property

@@ -33,7 +33,7 @@ from kvwire.limits import (
     TICKET_BYTES_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
-from kvwire.wire.decode_errors import UNREADABLE
+from kvwire.wire.decode_errors import DECODE_ERRORS
 from kvwire.wire.header import FrameType
 
 U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
@@ -292,7 +292,7 @@ def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:
     """
     try:
         return _DECODERS[frame_type].decode(data)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         name = FrameType(frame_type).name
         raise MalformedFrame("KVW-CT-01", f"{name} body: {exc}") from None
 

@@ -8,4 +8,4 @@ import msgspec
 
 # It reports a text that is no UTF-8 as Python does, and likewise what is deeper than
 # its stack, even among fields that this version does not know.
-UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+DECODE_ERRORS: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)

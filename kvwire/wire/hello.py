@@ -36,7 +36,7 @@ _REFUSE: Final = struct.Struct("<8sHHHB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ConnectionParameters:
     """What a side allows; the connection runs with the smaller of the two.
 
     Attributes:
@@ -54,7 +54,7 @@ class Terms:
     features: int = 0
 
     @classmethod
-    def read(cls, numbers: Sequence[int]) -> Terms:
+    def read(cls, numbers: Sequence[int]) -> ConnectionParameters:
         """Terms of a peer, from the numbers in a body.
 
         Raises:
@@ -114,7 +114,7 @@ class Hello:
     version_min: int
     version_max: int
     trust: TrustMode
-    terms: Terms
+    terms: ConnectionParameters
     incarnation: bytes
     key_id: bytes
     nonce: bytes
@@ -144,7 +144,7 @@ class Hello:
         """
         fields = _unpack(_HELLO, body)
         _check_role(fields[3], Role.CLIENT)
-        terms = Terms.read(fields[5:10])
+        terms = ConnectionParameters.read(fields[5:10])
         if not 1 <= fields[1] <= fields[2]:
             raise MalformedFrame("KVW-HS-02", f"versions {fields[1]} to {fields[2]}")
         return cls(
@@ -164,7 +164,7 @@ class Accept:
 
     version: int
     trust: TrustMode
-    terms: Terms
+    terms: ConnectionParameters
     incarnation: bytes
     nonce: bytes
     mac: bytes = bytes(MAC_BYTES)
@@ -193,7 +193,7 @@ class Accept:
         """
         fields = _unpack(_ACCEPT, body)
         _check_role(fields[2], Role.SERVER)
-        terms = Terms.read(fields[4:9])
+        terms = ConnectionParameters.read(fields[4:9])
         return cls(
             version=fields[1],
             trust=_trust(fields[3]),

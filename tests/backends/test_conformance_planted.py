@@ -23,7 +23,7 @@ from kvwire_inproc import backend as backend_module
 from kvwire_inproc import link as link_module
 from kvwire_inproc.backend import InprocListener
 from kvwire_inproc.link import InprocLink
-from kvwire_inproc.way import End, Frame, Way
+from kvwire_inproc.way import Pipe, PipeEnd, PipeFrame
 from tests.backends.planted import Plant, Plants, expect_caught, id_of
 
 PLANTS = Plants()
@@ -58,85 +58,91 @@ async def _clean_up() -> AsyncIterator[None]:
 
 @caught_by("order.one-flush[small]", "order.echo")
 def loses_a_frame(patch: pytest.MonkeyPatch) -> None:
-    put = Way.put
+    put = Pipe.put
 
-    def lossy(self: Way, frames: list[Frame]) -> None:
+    def lossy(self: Pipe, frames: list[PipeFrame]) -> None:
         put(self, [frame for i, frame in enumerate(frames) if i % 10 != 9])
         if len(frames) == 1 and frames[0].payload_bytes == 300_000:
             self.done(frames[0])
 
-    patch.setattr(Way, "put", lossy)
+    patch.setattr(Pipe, "put", lossy)
 
 
 @caught_by("order.one-flush[pages]", "flush.again")
 def sends_a_frame_twice(patch: pytest.MonkeyPatch) -> None:
-    put = Way.put
+    put = Pipe.put
 
-    def doubling(self: Way, frames: list[Frame]) -> None:
+    def doubling(self: Pipe, frames: list[PipeFrame]) -> None:
         first = frames[0]
-        put(self, [Frame(first.header, first.payload, None), *frames])
+        put(self, [PipeFrame(first.header, first.payload, None), *frames])
 
-    patch.setattr(Way, "put", doubling)
+    patch.setattr(Pipe, "put", doubling)
 
 
 @caught_by("order.one-flush[alternating]", "order.kinds")
 def lets_small_frames_overtake(patch: pytest.MonkeyPatch) -> None:
-    put = Way.put
+    put = Pipe.put
 
-    def sorting(self: Way, frames: list[Frame]) -> None:
+    def sorting(self: Pipe, frames: list[PipeFrame]) -> None:
         put(self, sorted(frames, key=lambda frame: frame.payload_bytes))
 
-    patch.setattr(Way, "put", sorting)
+    patch.setattr(Pipe, "put", sorting)
 
 
 @caught_by("frame.headers")
 def changes_a_header(patch: pytest.MonkeyPatch) -> None:
-    def frame(header: bytes, payload: Payload | None, token: object) -> Frame:
-        return Frame(
+    def frame(header: bytes, payload: Payload | None, token: object) -> PipeFrame:
+        return PipeFrame(
             header[:7] + bytes([header[7] & 0x7F]) + header[8:], payload, token
         )
 
-    patch.setattr(link_module, "Frame", frame)
+    patch.setattr(link_module, "PipeFrame", frame)
 
 
 @caught_by("frame.size[1MiB]", "frame.kinds[pages-to-uneven]", "order.both-ways")
 def ignores_short_writes(patch: pytest.MonkeyPatch) -> None:
-    move = Way.move
+    move = Pipe.move
 
-    def short(self: Way, frame: Frame, landing: Payload | None, bytes_max: int) -> int:
+    def short(
+        self: Pipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
+    ) -> int:
         count = move(self, frame, landing, 64 * 1024)
         rest = frame.payload_bytes - frame.moved
         frame.moved += rest
         self.queued_bytes -= rest
         return count + rest
 
-    patch.setattr(Way, "move", short)
+    patch.setattr(Pipe, "move", short)
 
 
 @caught_by("frame.size[1]", "frame.kinds[view-to-thousands]")
 def delivers_before_the_bytes_are_there(patch: pytest.MonkeyPatch) -> None:
-    move = Way.move
+    move = Pipe.move
 
-    def late(self: Way, frame: Frame, landing: Payload | None, bytes_max: int) -> int:
+    def late(
+        self: Pipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
+    ) -> int:
         if landing is not None and frame.payload is not None:
             source = link_module._owned(frame.payload)
             asyncio.get_running_loop().call_soon(copy, source, landing)
         return move(self, frame, None, bytes_max)
 
-    patch.setattr(Way, "move", late)
+    patch.setattr(Pipe, "move", late)
 
 
 @caught_by("frame.small-kinds[thousands]", "frame.size[33]")
 def writes_one_byte_too_many(patch: pytest.MonkeyPatch) -> None:
-    move = Way.move
+    move = Pipe.move
 
-    def beyond(self: Way, frame: Frame, landing: Payload | None, bytes_max: int) -> int:
+    def beyond(
+        self: Pipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
+    ) -> int:
         if landing is not None:
             pieces = as_fragments(landing)
             ctypes.memset(int(pieces.addresses[-1] + pieces.lengths[-1]), 1, 1)
         return move(self, frame, landing, bytes_max)
 
-    patch.setattr(Way, "move", beyond)
+    patch.setattr(Pipe, "move", beyond)
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -144,15 +150,15 @@ def writes_one_byte_too_many(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("memory.source[view]", "memory.source-full", "threads.bulk")
 def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
-    put = Way.put
+    put = Pipe.put
 
-    def early(self: Way, frames: list[Frame]) -> None:
+    def early(self: Pipe, frames: list[PipeFrame]) -> None:
         put(self, frames)
         for frame in frames:
             self._sent.append(frame.token)
             frame.token = None
 
-    patch.setattr(Way, "put", early)
+    patch.setattr(Pipe, "put", early)
     # The sender has a turn before the receiver.
     wake_peer = InprocLink.wake_peer
 
@@ -172,7 +178,7 @@ def keeps_no_copy_without_token(patch: pytest.MonkeyPatch) -> None:
 def writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
     finish = InprocLink._finish
 
-    def late(self: InprocLink, handler: LinkHandler, end: End) -> None:
+    def late(self: InprocLink, handler: LinkHandler, end: PipeEnd) -> None:
         landing = self._landing
         finish(self, handler, end)
         if landing is not None and isinstance(landing.payload, memoryview):
@@ -184,21 +190,21 @@ def writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("memory.abort-sender", "abort.dropped-told", "close.then-abort")
 def sends_on_after_abort(patch: pytest.MonkeyPatch) -> None:
-    def end(self: Way, _error: Exception | None) -> None:
+    def end(self: Pipe, _error: Exception | None) -> None:
         self._finishing = True
 
-    patch.setattr(Way, "end", end)
+    patch.setattr(Pipe, "end", end)
 
 
 @caught_by("memory.released-idle")
 def holds_the_last_payload(patch: pytest.MonkeyPatch) -> None:
-    done = Way.done
+    done = Pipe.done
 
-    def hold(self: Any, frame: Frame) -> None:
+    def hold(self: Any, frame: PipeFrame) -> None:
         done(self, frame)
         self.last = frame
 
-    patch.setattr(Way, "done", hold)
+    patch.setattr(Pipe, "done", hold)
 
 
 @caught_by("memory.released-closed", "memory.released-aborted", "leak.link")
@@ -279,34 +285,34 @@ def calls_back_on_another_thread(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("callback.sent-once", "frame.none")
 def says_frame_sent_twice(patch: pytest.MonkeyPatch) -> None:
-    take_sent = Way.take_sent
+    take_sent = Pipe.take_sent
 
-    def twice(self: Way) -> list[object]:
+    def twice(self: Pipe) -> list[object]:
         return take_sent(self) * 2
 
-    patch.setattr(Way, "take_sent", twice)
+    patch.setattr(Pipe, "take_sent", twice)
 
 
 @caught_by("callback.sent-untokened")
 def says_frame_sent_without_token(patch: pytest.MonkeyPatch) -> None:
-    remove = Way._remove
+    remove = Pipe._remove
 
-    def untokened(self: Way, frame: Frame) -> None:
+    def untokened(self: Pipe, frame: PipeFrame) -> None:
         remove(self, frame)
         if frame.token is None:
             self._sent.append(None)
 
-    patch.setattr(Way, "_remove", untokened)
+    patch.setattr(Pipe, "_remove", untokened)
 
 
 @caught_by("frame.size[255]", "callback.sent-once")
 def looks_at_tokens(patch: pytest.MonkeyPatch) -> None:
-    take_sent = Way.take_sent
+    take_sent = Pipe.take_sent
 
-    def unique(self: Way) -> list[object]:
+    def unique(self: Pipe) -> list[object]:
         return list(set(take_sent(self)))
 
-    patch.setattr(Way, "take_sent", unique)
+    patch.setattr(Pipe, "take_sent", unique)
 
 
 @caught_by("callback.abort-in-header", "memory.abort-receiver")
@@ -341,7 +347,7 @@ def swallows_errors_of_handlers(patch: pytest.MonkeyPatch) -> None:
 def says_link_closed_twice(patch: pytest.MonkeyPatch) -> None:
     finish = InprocLink._finish
 
-    def twice(self: InprocLink, handler: LinkHandler, end: End) -> None:
+    def twice(self: InprocLink, handler: LinkHandler, end: PipeEnd) -> None:
         finish(self, handler, end)
         self._loop.call_soon(handler.link_closed, self, end.error)
 
@@ -352,7 +358,7 @@ def says_link_closed_twice(patch: pytest.MonkeyPatch) -> None:
 def never_says_link_closed_after_abort(patch: pytest.MonkeyPatch) -> None:
     finish = InprocLink._finish
 
-    def silent(self: InprocLink, handler: LinkHandler, end: End) -> None:
+    def silent(self: InprocLink, handler: LinkHandler, end: PipeEnd) -> None:
         if self._ending is None:
             finish(self, handler, end)
 
@@ -361,7 +367,7 @@ def never_says_link_closed_after_abort(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("close.queued[many]", "close.flushed[large]", "close.unread")
 def drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Way, "finish", lambda self: self.end(None))
+    patch.setattr(Pipe, "finish", lambda self: self.end(None))
 
 
 @caught_by("close.against-bulk", "close.both-queued")
@@ -378,8 +384,8 @@ def resets_what_the_peer_sends_on_close(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("abort.dropped-told", "close.then-abort", "abort.bulk-told")
 def takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
-    end = Way.end
-    patch.setattr(Way, "end", lambda self, error: end(self, None))
+    end = Pipe.end
+    patch.setattr(Pipe, "end", lambda self, error: end(self, None))
 
 
 @caught_by("abort.twice", "callback.in-closed")
@@ -434,7 +440,7 @@ def never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
 def does_not_count_dropped_payload(patch: pytest.MonkeyPatch) -> None:
     receive = InprocLink._receive_payload
 
-    def uncounted(self: InprocLink, frame: Frame, landing: Landing) -> int:
+    def uncounted(self: InprocLink, frame: PipeFrame, landing: Landing) -> int:
         before = self._received_bytes
         moved = receive(self, frame, landing)
         if landing.payload is None:
@@ -521,14 +527,14 @@ def gives_up_when_accept_raises(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("isolation.two", "isolation.sixteen")
 def mixes_two_links(patch: pytest.MonkeyPatch) -> None:
-    put = Way.put
-    ways: list[Way] = []
+    put = Pipe.put
+    ways: list[Pipe] = []
 
-    def astray(self: Way, frames: list[Frame]) -> None:
+    def astray(self: Pipe, frames: list[PipeFrame]) -> None:
         ways.append(self)
         put(ways[0] if len(ways) == 23 else self, frames)
 
-    patch.setattr(Way, "put", astray)
+    patch.setattr(Pipe, "put", astray)
 
 
 @caught_by("leak.cycles[closed]", "frame.none", "abort.unstarted-both")

@@ -26,9 +26,9 @@ import numpy as np
 from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import Bootstrap
 from kvwire_ucx.context import Context
-from kvwire_ucx.endpoint import Endpoint
+from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
-from kvwire_ucx.memory import Memory
+from kvwire_ucx.memory import MemoryHandles
 from kvwire_ucx.worker import Worker
 
 WAYS: Final = ("eager", "payload", "pipe")
@@ -70,7 +70,7 @@ class Player:
         (length,) = _LENGTH.unpack(sock.recv(_LENGTH.size, socket.MSG_WAITALL))
         theirs = sock.recv(length, socket.MSG_WAITALL)
         there = Bootstrap(lane=0, version=Version(0, 0, 0), address=theirs)
-        self._endpoint = Endpoint(self._worker, there, self._failed)
+        self._endpoint = UcxEndpoint(self._worker, there, self._failed)
 
     def send(self) -> None:
         """Send a message."""
@@ -79,13 +79,13 @@ class Player:
             return
         worker = self._worker
         send = worker.send if self._way == "payload" else worker.send_eager
-        send(self._endpoint.handle, Memory(self._out), _TAG, _nothing)
+        send(self._endpoint.handle, MemoryHandles(self._out), _TAG, _nothing)
 
     def receive(self) -> asyncio.Future[None]:
         """Post the receive of the next message; done when it is there."""
         self._came = self._loop.create_future()
         if self._way != "pipe":
-            self._worker.receive(Memory(self._in), _TAG, self._received)
+            self._worker.receive(MemoryHandles(self._in), _TAG, self._received)
         return self._came
 
     async def close(self) -> None:

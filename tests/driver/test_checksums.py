@@ -12,12 +12,12 @@ import kvwire
 from kvwire.driver.checksums import (
     SAMPLED_ONE_IN,
     CheckMode,
-    Checks,
+    ChecksumPolicy,
     arrived,
     landing_for,
     matches,
 )
-from kvwire.driver.scratch import Copies
+from kvwire.driver.scratch import ScratchPool
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX, KIB, MIB
 from kvwire.memory.checksum import checksum
@@ -37,7 +37,7 @@ def header(check: int | None) -> Header:
     )
 
 
-def checked(checks: Checks, payload: memoryview, count: int) -> list[int]:
+def checked(checks: ChecksumPolicy, payload: memoryview, count: int) -> list[int]:
     """The numbers of those of so many payloads that have a checksum."""
     return [i for i in range(count) if checks.of(payload) is not None]
 
@@ -52,7 +52,7 @@ def checked(checks: Checks, payload: memoryview, count: int) -> list[int]:
     ],
 )
 def test_how_many_are_checked(mode: CheckMode, short: int, long: int) -> None:
-    checks = Checks(mode)
+    checks = ChecksumPolicy(mode)
     assert len(checked(checks, SHORT, MANY)) == short
     assert abs(len(checked(checks, LONG, MANY)) - long) <= 1
 
@@ -62,13 +62,13 @@ def test_how_many_are_checked(mode: CheckMode, short: int, long: int) -> None:
     [("auto", MANY // SAMPLED_ONE_IN), ("on", MANY), ("off", 0)],
 )
 def test_how_many_are_checked_from_memory_to_memory(mode: CheckMode, long: int) -> None:
-    checks = Checks(mode)
+    checks = ChecksumPolicy(mode)
     found = [i for i in range(MANY) if checks.of(LONG, intact=True) is not None]
     assert abs(len(found) - long) <= 1
 
 
 def test_the_first_is_checked_and_the_longest_gap_is_known() -> None:
-    numbers = checked(Checks("sampled"), LONG, MANY)
+    numbers = checked(ChecksumPolicy("sampled"), LONG, MANY)
     assert numbers[0] == 0
     assert max(b - a for a, b in itertools.pairwise(numbers)) == 13
 
@@ -76,12 +76,12 @@ def test_the_first_is_checked_and_the_longest_gap_is_known() -> None:
 @pytest.mark.parametrize("period", [2, 8, 13, 16, 32, 80, 100])
 def test_no_place_in_a_transfer_is_passed_over_for_ever(period: int) -> None:
     """Transfers of the same number of chunks, such as one for each layer."""
-    numbers = checked(Checks("sampled"), LONG, MANY)
+    numbers = checked(ChecksumPolicy("sampled"), LONG, MANY)
     assert {number % period for number in numbers} == set(range(period))
 
 
 def test_it_is_the_checksum_of_the_payload() -> None:
-    check = Checks("on").of(SHORT)
+    check = ChecksumPolicy("on").of(SHORT)
     assert check == checksum(SHORT)
     assert matches(SHORT, header(check))
     damaged = memoryview(bytes(EAGER_BYTES_MAX - 1) + b"x")
@@ -94,7 +94,7 @@ def test_memory_of_a_device_is_not_touched() -> None:
     where = np.array([8], np.uint64)
     device = Device(MemoryKind.CUDA, 0)
     there = Fragments(where, where, owner=None, writable=True, device=device)
-    assert Checks("on").of(there) is None
+    assert ChecksumPolicy("on").of(there) is None
     assert matches(there, header(1))
 
 
@@ -113,23 +113,23 @@ def pieces(memory: Bytes, piece_bytes: int) -> Fragments:
 @pytest.mark.parametrize(("piece", "gathered"), [(512, True), (64 * KIB, False)])
 def test_small_fragments_travel_as_a_copy(piece: int, gathered: bool) -> None:
     memory = np.random.default_rng(1).integers(0, 256, MIB, np.uint8)
-    payload, copies = pieces(memory, piece), Copies()
-    sealed, check = Checks("on").seal(payload, copies, "chunk")
+    payload, copies = pieces(memory, piece), ScratchPool()
+    sealed, check = ChecksumPolicy("on").seal(payload, copies, "chunk")
     assert check == checksum(payload) == checksum(sealed)
     assert isinstance(sealed, memoryview) == gathered
     assert copies.lent_bytes == (MIB if gathered else 0)
 
 
 def test_what_is_not_checked_is_not_copied() -> None:
-    payload, copies = pieces(np.zeros(MIB, np.uint8), 512), Copies()
-    assert Checks("off").seal(payload, copies, "chunk") == (payload, None)
+    payload, copies = pieces(np.zeros(MIB, np.uint8), 512), ScratchPool()
+    assert ChecksumPolicy("off").seal(payload, copies, "chunk") == (payload, None)
     assert landing_for(payload, header(None), copies, "arrival") is payload
     assert copies.lent_bytes == 0
 
 
 def test_small_fragments_get_their_bytes_once_they_are_intact() -> None:
     memory = np.zeros(MIB, np.uint8)
-    place, copies = pieces(memory, 512), Copies()
+    place, copies = pieces(memory, 512), ScratchPool()
     sent = np.random.default_rng(2).integers(0, 256, MIB, np.uint8)
     head = header(checksum(sent.data))
     received = landing_for(place, head, copies, "arrival")

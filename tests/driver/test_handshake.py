@@ -15,9 +15,9 @@ from kvwire.proto.handshake import ClientHandshake
 from kvwire.types import TrustMode
 from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
 from kvwire.wire.header import Flag, FrameType, encode_header
-from kvwire.wire.hello import NONCE_BYTES, Terms
+from kvwire.wire.hello import NONCE_BYTES, ConnectionParameters
 
-_TERMS = Terms(
+_TERMS = ConnectionParameters(
     chunk_bytes=limits.CHUNK_BYTES,
     eager_bytes=limits.EAGER_BYTES,
     window_bytes=limits.EAGER_WINDOW_BYTES,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvwire.driver.scratch import Copies
+from kvwire.driver.scratch import ScratchPool
 from kvwire.limits import KIB, LINK_QUEUE_BYTES, MIB
 
 
 def test_what_was_given_back_is_used_again() -> None:
-    copies = Copies()
+    copies = ScratchPool()
     first = copies.room(MIB, "a")
     where = np.frombuffer(first, np.uint8).ctypes.data
     copies.give_back("a")
@@ -20,7 +20,7 @@ def test_what_was_given_back_is_used_again() -> None:
 
 
 def test_two_owners_never_share() -> None:
-    copies = Copies()
+    copies = ScratchPool()
     rooms = [copies.room(3, owner) for owner in range(4)]
     for number, room in enumerate(rooms):
         room[:] = bytes([number] * 3)
@@ -29,7 +29,7 @@ def test_two_owners_never_share() -> None:
 
 
 def test_a_spare_that_is_too_small_is_left() -> None:
-    copies = Copies()
+    copies = ScratchPool()
     copies.room(64 * KIB, "small")
     copies.give_back("small")
     assert len(copies.room(MIB, "large")) == MIB
@@ -37,7 +37,7 @@ def test_a_spare_that_is_too_small_is_left() -> None:
 
 
 def test_an_owner_that_has_nothing_may_give_it_back() -> None:
-    copies = Copies()
+    copies = ScratchPool()
     copies.give_back("nobody")
     copies.room(1, "a")
     copies.give_back("a")
@@ -47,7 +47,7 @@ def test_an_owner_that_has_nothing_may_give_it_back() -> None:
 
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_what_is_kept_is_bounded(trimmed: bool) -> None:
-    copies = Copies()
+    copies = ScratchPool()
     count = 4 * LINK_QUEUE_BYTES // MIB
     for owner in range(count):
         copies.room(MIB, owner)

@@ -22,17 +22,26 @@ from kvwire import (
     Region,
     Request,
 )
-from kvwire.driver.connection_driver import Pump
-from kvwire.driver.handshake import Opening
-from kvwire.proto.connection import Connection as Core
-from kvwire.proto.requests import Request as CoreRequest
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.handshake import HandshakeDriver
+from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.requests import RequestRecord as CoreRequest
 from tests.support.leaks import open_descriptors
 from tests.support.pairs import Pair, communicators, until
 
 # On each of two loops.
 CYCLES = 500
 LARGE = bytes(200_000)
-KINDS = (Communicator, Connection, Core, CoreRequest, Grant, Opening, Pump, Region)
+KINDS = (
+    Communicator,
+    Connection,
+    Core,
+    CoreRequest,
+    Grant,
+    HandshakeDriver,
+    ConnectionDriver,
+    Region,
+)
 
 Failure = Callable[[Pair], Awaitable[None]]
 

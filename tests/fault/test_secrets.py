@@ -19,7 +19,7 @@ import pytest
 
 import kvwire
 from kvwire import Connection, Grant, KVWireError, Request
-from kvwire.driver.connection_driver import Pump
+from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.auth import Keys, key_id
 from kvwire.security.keys import read_key_file, write_key_file
@@ -104,7 +104,7 @@ async def test_nothing_secret_is_written_down(
     async with connected(scheme, trust="psk", psk_file=path) as pair:
         await use(pair.left, pair.right, notes)
         await misuse(pair.left, pair.right, notes)
-        for holder in (Connection, Pump, Identity, Agreement, Keys):
+        for holder in (Connection, ConnectionDriver, Identity, Agreement, Keys):
             notes.show(*(i for i in gc.get_objects() if isinstance(i, holder)))
         notes.show(pair, pair.near.config, pair.near.identity)
         secrets = [CANARY, read_key_file(path), *keys_alive()]

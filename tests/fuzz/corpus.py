@@ -35,7 +35,7 @@ from kvwire.store.requests import (
     Welcome,
 )
 from kvwire.testing.transcripts import Transcript
-from kvwire.transfers.description import Description
+from kvwire.transfers.description import TransferOffer
 from kvwire.types import Access, Role
 from kvwire_local.host import Host
 from kvwire_local.ticket import Kind, encode, encode_piece
@@ -166,7 +166,7 @@ def _plans() -> Iterator[bytes]:
         {"have": (("kv", b"\x05"),), "hashes": bytes(32)},
         {"landed": ((0, 0, 1, 0, 2), (0, 1, 1, 2, 1)), "met": bytes(8)},
     ):
-        described = Description(geometry=geometry, end=bytes(8), **more)  # type: ignore[arg-type]
+        described = TransferOffer(geometry=geometry, end=bytes(8), **more)  # type: ignore[arg-type]
         for options in (2, 3):
             yield bytes([options]) + msgspec.msgpack.encode(described)
     boxes = bytes([0, 0, 2, 0, 2, 1, 2, 0, 0, 0, 1, 2, 1])

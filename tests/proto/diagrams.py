@@ -15,9 +15,9 @@ from kvwire.proto.state import (
     PHASE_TRANSITIONS,
     REQUEST_TRANSITIONS,
     TERMINAL,
+    CloseState,
     Input,
     Kind,
-    Phase,
     State,
 )
 from kvwire.types import Role
@@ -90,12 +90,12 @@ def _request(kind: Kind) -> Iterator[Edge]:
 
 
 def _connection() -> Iterator[Edge]:
-    yield "[*]", "", Phase.OPEN.name
+    yield "[*]", "", CloseState.OPEN.name
     for (old, what), new in PHASE_TRANSITIONS.items():
         # Asking again, and a link that ends after everything, change nothing.
         if old is not new:
             yield old.name, what.value, new.name
-    yield Phase.CLOSED.name, "", "[*]"
+    yield CloseState.CLOSED.name, "", "[*]"
 
 
 if __name__ == "__main__":

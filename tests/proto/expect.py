@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvwire.errors import KVWireError
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import RequestRecord
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
 from kvwire.wire.header import decode_header
@@ -28,7 +28,9 @@ def expect_fine(pair: ConnectionPair) -> None:
         assert end.broken is None, end.broken
 
 
-def expect_error(peer: Peer, request: Request | None, kind: type[KVWireError]) -> None:
+def expect_error(
+    peer: Peer, request: RequestRecord | None, kind: type[KVWireError]
+) -> None:
     """A request is over, with an error of exactly this class."""
     assert request is not None
     assert type(peer.error(request)) is kind, peer.error(request)

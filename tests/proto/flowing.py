@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvwire.proto.chunks import Chunk, Flows
+from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.events import RequestDone
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.records import Segment
-from kvwire.proto.requests import Request, Requests
+from kvwire.proto.records import SegmentRecord
+from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import Input, Kind
 from kvwire.types import Role
 from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
@@ -24,15 +24,15 @@ class Side:
 
     outbox: Outbox = field(default_factory=lambda: Outbox(Framing()))
     holds: Holds = field(default_factory=Holds)
-    requests: Requests = field(init=False)
-    flows: Flows = field(init=False)
+    requests: RequestTable = field(init=False)
+    flows: ChunkMover = field(init=False)
 
     def __post_init__(self) -> None:
-        self.requests = Requests(Role.CLIENT, self.outbox, self.holds)
-        self.flows = Flows(self.requests, self.holds, CHUNK)
+        self.requests = RequestTable(Role.CLIENT, self.outbox, self.holds)
+        self.flows = ChunkMover(self.requests, self.holds, CHUNK)
 
-    def request(self, kind: Kind, nbytes: int, base: int = 0) -> Request:
-        request = Request(
+    def request(self, kind: Kind, nbytes: int, base: int = 0) -> RequestRecord:
+        request = RequestRecord(
             kind=kind,
             wire_id=None,
             buffer=self.holds.new(),
@@ -42,25 +42,25 @@ class Side:
         self.requests.start(request)
         return request
 
-    def put(self, nbytes: int, base: int = 0) -> Request:
+    def put(self, nbytes: int, base: int = 0) -> RequestRecord:
         request = self.request(Kind.PUT, nbytes, base)
         self.flows.begin_send(request)
         return request
 
-    def get(self, nbytes: int, base: int = 0, kind: Kind = Kind.GET) -> Request:
+    def get(self, nbytes: int, base: int = 0, kind: Kind = Kind.GET) -> RequestRecord:
         request = self.request(kind, nbytes, base)
         self.flows.begin_receive(request)
         return request
 
-    def segment(self, nbytes: int, priority: int, number: int = 1) -> Segment:
+    def segment(self, nbytes: int, priority: int, number: int = 1) -> SegmentRecord:
         request = self.request(Kind.OUTGOING, 0)
         request.advance(Input.GO)
         return self.segment_of(request, nbytes, number, priority)
 
     def segment_of(
-        self, request: Request, nbytes: int, number: int, priority: int = 0
-    ) -> Segment:
-        segment = Segment(
+        self, request: RequestRecord, nbytes: int, number: int, priority: int = 0
+    ) -> SegmentRecord:
+        segment = SegmentRecord(
             request=request,
             number=number,
             box=(0, 0, 1, 0, 1),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvwire.errors import ProtocolError
 from kvwire.limits import CHUNK_BYTES_MIN
-from kvwire.proto.lanes import Stage
-from kvwire.proto.requests import Request
+from kvwire.proto.lanes import LaneStage
+from kvwire.proto.requests import RequestRecord
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import Half, PairLanes
 from kvwire.testing.peer import Peer
@@ -37,12 +37,12 @@ class Scene:
     def half(self, role: Role, number: int = 1) -> Half:
         return self.lanes.halves[role, number]
 
-    def stage(self, role: Role, number: int = 1) -> Stage:
+    def stage(self, role: Role, number: int = 1) -> LaneStage:
         """How far a lane is; one that is forgotten is down."""
         lane = self.pair.of(role).core.lanes._lanes.get(number)
-        return Stage.DOWN if lane is None else lane.stage
+        return LaneStage.DOWN if lane is None else lane.stage
 
-    def put(self) -> Request:
+    def put(self) -> RequestRecord:
         return self.client.put(self.data, self.grant)
 
     def tickets(self, role: Role, number: int = 1) -> list[int]:
@@ -64,7 +64,7 @@ def expect_refused(scene: Scene, peer: Peer, rule: str) -> None:
     assert peer.broken.rule == rule
 
 
-def expect_whole(scene: Scene, request: Request) -> None:
+def expect_whole(scene: Scene, request: RequestRecord) -> None:
     """All bytes are there, and the sender's memory is free."""
     assert scene.client.error(request) is None
     assert scene.server.content(scene.region.buffer) == scene.data

@@ -10,8 +10,8 @@ import pytest
 from kvwire.proto.events import (
     TransferOpened,
 )
-from kvwire.proto.records import Segment, Transfer
-from kvwire.proto.requests import Request
+from kvwire.proto.records import SegmentRecord, TransferRecord
+from kvwire.proto.requests import RequestRecord
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
 from kvwire.types import BufferId
@@ -29,8 +29,8 @@ class Moved:
 
     pair: ConnectionPair
     pull: bool = False
-    asker: Request = field(init=False)
-    answerer: Request = field(init=False)
+    asker: RequestRecord = field(init=False)
+    answerer: RequestRecord = field(init=False)
     sources: list[BufferId] = field(default_factory=list)
     targets: dict[int, BufferId] = field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class Moved:
         assert (opened.id, opened.description) == (b"name", b"what I have")
         self.answerer = opened.request
 
-        def place(segment: Segment) -> None:
+        def place(segment: SegmentRecord) -> None:
             buffer = self.consumer.lend(segment.nbytes)
             self.targets[segment.number] = buffer
             self.consumer.core.transfers.place(segment, buffer)
@@ -57,11 +57,11 @@ class Moved:
         return self.pair.client if self.pull else self.pair.server
 
     @property
-    def outgoing(self) -> Request:
+    def outgoing(self) -> RequestRecord:
         return self.answerer if self.pull else self.asker
 
     @property
-    def incoming(self) -> Request:
+    def incoming(self) -> RequestRecord:
         return self.asker if self.pull else self.answerer
 
     def agree(self) -> Moved:
@@ -70,7 +70,7 @@ class Moved:
         self.pair.run()
         return self
 
-    def mark(self, data: bytes) -> Segment:
+    def mark(self, data: bytes) -> SegmentRecord:
         buffer = self.producer.lend(data)
         self.sources.append(buffer)
         segment = self.producer.core.transfers.mark(
@@ -87,9 +87,9 @@ class Moved:
         return self.consumer.content(self.targets[number])
 
 
-def ask(peer: Peer, *, pull: bool = False, priority: int = 0) -> Request:
+def ask(peer: Peer, *, pull: bool = False, priority: int = 0) -> RequestRecord:
     """Open a transfer."""
-    transfer = Transfer(id=b"name", priority=priority)
+    transfer = TransferRecord(id=b"name", priority=priority)
     request = peer.core.open_transfer(
         transfer, b"what I have", pull=pull, deadline=None
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvwire.errors import (
     ConnectionLost,
 )
-from kvwire.proto.requests import Request
-from kvwire.proto.state import Phase
+from kvwire.proto.requests import RequestRecord
+from kvwire.proto.state import CloseState
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
 from kvwire.wire.control import Close
@@ -17,27 +17,27 @@ TAG = 7
 LARGE = b"large" * 30_000
 
 
-def in_phase(phase: Phase) -> ConnectionPair:
+def in_phase(phase: CloseState) -> ConnectionPair:
     """A pair whose server is in a phase, with nothing on its way."""
     pair = ConnectionPair()
-    if phase in (Phase.FLUSHING, Phase.ANSWERING):
+    if phase in (CloseState.FLUSHING, CloseState.ANSWERING):
         # Something the server has begun and cannot end yet.
         pair.client.stalled = True
         pair.server.get(pair.client.grant(pair.client.expose(100)))
         pair.run()
-    if phase in (Phase.FLUSHING, Phase.SAID):
+    if phase in (CloseState.FLUSHING, CloseState.SAID):
         pair.server.close()
-    elif phase is Phase.ANSWERING:
+    elif phase is CloseState.ANSWERING:
         pair.client.forge(FrameType.CLOSE, Close(1))
         pair.deliver(pair.client)
-    elif phase is Phase.CLOSED:
+    elif phase is CloseState.CLOSED:
         pair.server.core.fail(ConnectionLost("test"))
     pair.server.wire.clear()
     assert pair.server.core.phase is phase
     return pair
 
 
-def everything(pair: ConnectionPair) -> list[tuple[Peer, Request]]:
+def everything(pair: ConnectionPair) -> list[tuple[Peer, RequestRecord]]:
     """One request of each kind from each side, none of which can end by itself."""
     begun = []
     for end, other in (
@@ -58,7 +58,7 @@ def everything(pair: ConnectionPair) -> list[tuple[Peer, Request]]:
     return begun
 
 
-def waiting_on(end: Peer) -> list[Request]:
+def waiting_on(end: Peer) -> list[RequestRecord]:
     """What nobody at the other end has met: a receive, a message, a transfer."""
     message = end.send(TAG, LARGE)
     assert message is not None

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.proto.chunk_set import Seen
+from kvwire.proto.chunk_set import ChunkSet
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
 def test_it_is_a_set(steps: list[tuple[bool, int]]) -> None:
     """In any order, with any repetitions, from any start; what was lost is new."""
-    seen, model = Seen(), set[int]()
+    seen, model = ChunkSet(), set[int]()
     for lost, number in steps:
         if lost and number in model:
             seen.forget(number)
@@ -26,7 +26,7 @@ def test_it_is_a_set(steps: list[tuple[bool, int]]) -> None:
 
 def test_what_was_lost_is_kept_until_it_comes_again() -> None:
     """And then costs nothing any more."""
-    seen = Seen()
+    seen = ChunkSet()
     assert all(seen.note(number) for number in range(10))
     assert seen.note(20)
     seen.forget(3)
@@ -43,14 +43,14 @@ def test_every_order_ends_the_same(seed: int) -> None:
     """Each number is new once, and old in every later round."""
     numbers = list(range(200))
     random.Random(seed).shuffle(numbers)
-    seen = Seen()
+    seen = ChunkSet()
     assert all(seen.note(number) for number in numbers)
     assert not any(seen.note(number) for number in numbers)
 
 
 def test_no_memory_in_order() -> None:
     """A size that the peer announces costs nothing; what came out of order is kept."""
-    seen = Seen()
+    seen = ChunkSet()
     assert all(seen.note(number) for number in range(1000))
     assert not seen._beyond
     assert seen.note(10**12)

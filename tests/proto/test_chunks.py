@@ -17,8 +17,8 @@ from kvwire.errors import (
     UnexpectedFrame,
 )
 from kvwire.limits import LINK_CHUNKS_MAX
-from kvwire.proto.chunks import Arrival, Place
-from kvwire.proto.records import Segment
+from kvwire.proto.chunks import ChunkArrival, ChunkPlace
+from kvwire.proto.records import SegmentRecord
 from kvwire.proto.state import Kind, State
 from kvwire.wire.header import FrameType, decode_header
 from tests.proto.flowing import CHUNK, Side, data, pieces
@@ -54,7 +54,7 @@ def test_a_chunk_of_a_segment_names_it() -> None:
 
 def test_a_segment_is_sent_when_its_last_chunk_is() -> None:
     """Not when the link still works on one, and once."""
-    side, sent = Side(), list[Segment]()
+    side, sent = Side(), list[SegmentRecord]()
     side.flows.on_segment_sent(sent.append)
     segment = side.segment(25, priority=3)
     first, second, third = (side.chunk() for _ in range(3))
@@ -342,7 +342,7 @@ def test_chunks_in_any_order(kind: Kind, nbytes: int) -> None:
     for offset, length in order:
         assert side.done() == []
         arrival = side.flows.data_header(data(request.wire_id, offset, length))
-        assert (arrival.place, arrival.buffer) == (Place.BUFFER, request.buffer)
+        assert (arrival.place, arrival.buffer) == (ChunkPlace.BUFFER, request.buffer)
         assert (arrival.offset, arrival.length) == (100 + offset, length)
         side.flows.data_landed(arrival, intact=True)
     (done,) = side.done()
@@ -402,7 +402,7 @@ def test_payload_for_a_request_of_the_past_goes_nowhere() -> None:
     request = side.get(25)
     side.requests.fail(request, ConnectionLost("x"), tell=None)
     arrival = side.flows.data_header(data(request.wire_id, 0, 10))
-    assert (arrival.place, arrival.buffer) == (Place.NOWHERE, None)
+    assert (arrival.place, arrival.buffer) == (ChunkPlace.NOWHERE, None)
 
 
 @pytest.mark.rule("KVW-DT-04", "breaks")
@@ -416,7 +416,7 @@ def test_damage_fails_the_request_and_nothing_else() -> None:
     assert isinstance(done.error, IntegrityError)
     assert [decode_header(h).type for h, _ in side.outbox.frames] == [FrameType.FAIL]
     late = side.flows.data_header(data(damaged.wire_id, 10, 10))
-    assert late.place is Place.NOWHERE
+    assert late.place is ChunkPlace.NOWHERE
     arrival = side.flows.data_header(data(other.wire_id, 0, 5))
     side.flows.data_landed(arrival, intact=True)
     assert [event.error for event in side.done()] == [None]
@@ -471,4 +471,6 @@ def test_a_link_that_is_gone_holds_nothing() -> None:
 def test_arrivals_are_told_apart_by_identity() -> None:
     """Two of the same content are two."""
     header = data(1, 0, 10)
-    assert Arrival(Place.NOWHERE, header) != Arrival(Place.NOWHERE, header)
+    assert ChunkArrival(ChunkPlace.NOWHERE, header) != ChunkArrival(
+        ChunkPlace.NOWHERE, header
+    )

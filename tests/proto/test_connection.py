@@ -24,8 +24,8 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX
-from kvwire.proto.chunks import Place
-from kvwire.proto.state import Phase
+from kvwire.proto.chunks import ChunkPlace
+from kvwire.proto.state import CloseState
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import PairLanes
 from kvwire.types import Role, TrustMode
@@ -88,7 +88,7 @@ def test_no_rule_is_broken_in_a_quiet_hour() -> None:
     pair = ConnectionPair()
     pair.advance(3600)
     expect_fine(pair)
-    assert pair.client.core.phase is Phase.OPEN
+    assert pair.client.core.phase is CloseState.OPEN
     assert pair.client.events == []
 
 
@@ -325,7 +325,7 @@ def test_close_when_idle(who: str) -> None:
         assert end.ended is not None
         assert end.ended.graceful
         assert type(end.core.error) is ClosedOK
-        assert end.core.phase is Phase.CLOSED
+        assert end.core.phase is CloseState.CLOSED
 
 
 def test_idle_while_nothing_is_open() -> None:
@@ -358,14 +358,14 @@ def test_close_ends_what_the_peer_waits_for() -> None:
         assert len(end.core.holds) == 0
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-def test_close_may_be_called_in_every_phase(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", list(CloseState))
+def test_close_may_be_called_in_every_phase(phase: CloseState) -> None:
     """And again, and leads to an end."""
     pair = in_phase(phase)
     for _ in range(2):
         pair.server.close(timeout_s=1.0)
     pair.advance(6.0)
-    assert pair.server.core.phase is Phase.CLOSED
+    assert pair.server.core.phase is CloseState.CLOSED
     assert pair.server.core.error is not None
 
 
@@ -376,7 +376,7 @@ def test_close_has_a_deadline() -> None:
     got = pair.client.get(pair.server.grant(pair.server.expose(100)))
     pair.run()
     pair.client.close(timeout_s=3.0)
-    assert pair.client.core.phase is Phase.FLUSHING
+    assert pair.client.core.phase is CloseState.FLUSHING
     assert pair.client.core.next_tick <= pair.now + 3.0
     pair.advance(2.9)
     assert got not in pair.client.done
@@ -387,7 +387,7 @@ def test_close_has_a_deadline() -> None:
 
 def test_close_has_a_deadline_also_when_the_peer_was_first() -> None:
     """The first call sets it, later ones do not move it."""
-    pair = in_phase(Phase.ANSWERING)
+    pair = in_phase(CloseState.ANSWERING)
     pair.server.close(timeout_s=3.0)
     pair.advance(2.0)
     pair.server.close(timeout_s=3.0)
@@ -398,7 +398,7 @@ def test_close_has_a_deadline_also_when_the_peer_was_first() -> None:
 @pytest.mark.rule("KVW-CL-01", "breaks")
 def test_a_second_close() -> None:
     """While the first is being answered."""
-    pair = in_phase(Phase.ANSWERING)
+    pair = in_phase(CloseState.ANSWERING)
     pair.client.forge(FrameType.CLOSE, Close(1))
     expect_broken(pair, pair.server, "KVW-CL-01")
 
@@ -407,7 +407,7 @@ def test_a_second_close() -> None:
 @pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
 def test_nothing_starts_after_close(what: str) -> None:
     """The peer has said that it starts nothing."""
-    pair = in_phase(Phase.ANSWERING)
+    pair = in_phase(CloseState.ANSWERING)
     start_something(pair, what)
     expect_broken(pair, pair.server, "KVW-CL-02")
 
@@ -432,9 +432,11 @@ def start_something(pair: ConnectionPair, what: str) -> None:
 
 
 @pytest.mark.rule("KVW-CL-02", "keeps")
-@pytest.mark.parametrize("phase", [Phase.OPEN, Phase.FLUSHING, Phase.SAID])
+@pytest.mark.parametrize(
+    "phase", [CloseState.OPEN, CloseState.FLUSHING, CloseState.SAID]
+)
 @pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
-def test_the_peer_may_start_until_it_has_closed(phase: Phase, what: str) -> None:
+def test_the_peer_may_start_until_it_has_closed(phase: CloseState, what: str) -> None:
     """Its frames and our CLOSE may have crossed."""
     pair = in_phase(phase)
     start_something(pair, what)
@@ -445,12 +447,12 @@ def test_the_peer_may_start_until_it_has_closed(phase: Phase, what: str) -> None
 @pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
 def test_a_closed_connection_drops_what_comes(what: str) -> None:
     """It answers nothing, it fails nothing, and it counts frames as before."""
-    pair = in_phase(Phase.CLOSED)
+    pair = in_phase(CloseState.CLOSED)
     start_something(pair, what)
     header, body = pair.client.wire.popleft()
     arrival = pair.server.header(header)
     assert arrival is not None
-    assert arrival.place is Place.NOWHERE
+    assert arrival.place is ChunkPlace.NOWHERE
     pair.server.body(arrival, body)
     assert pair.server.broken is None
     assert not pair.server.core.outbox.frames
@@ -490,9 +492,9 @@ def test_a_message_announced_while_the_peer_closes() -> None:
 # --- the application, when it is too late
 
 
-@pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.OPEN])
+@pytest.mark.parametrize("phase", [p for p in CloseState if p is not CloseState.OPEN])
 @pytest.mark.parametrize("verb", ["send", "eager", "put", "get", "grant", "open"])
-def test_nothing_can_be_started_any_more(phase: Phase, verb: str) -> None:
+def test_nothing_can_be_started_any_more(phase: CloseState, verb: str) -> None:
     """ConnectionClosed, and nothing is sent."""
     pair = in_phase(phase)
     end, other = pair.server, ConnectionPair()
@@ -507,7 +509,7 @@ def test_nothing_can_be_started_any_more(phase: Phase, verb: str) -> None:
     }
     with pytest.raises(ConnectionClosed) as caught:
         calls[verb]()
-    expected = ConnectionLost if phase is Phase.CLOSED else ClosedOK
+    expected = ConnectionLost if phase is CloseState.CLOSED else ClosedOK
     assert type(caught.value) is expected
     assert not end.wire
 
@@ -530,7 +532,7 @@ def test_what_is_here_can_still_be_received(ended: str) -> None:
         pair.run()
         pair.client.forge(FrameType.CLOSE, Close(1))
         pair.deliver(pair.client)
-        assert pair.server.core.phase is Phase.ANSWERING
+        assert pair.server.core.phase is CloseState.ANSWERING
     for data in (b"one", b"two"):
         assert pair.server.received(pair.server.recv(TAG, 100)) == data
     with pytest.raises(ConnectionClosed):

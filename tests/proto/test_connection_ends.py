@@ -14,7 +14,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.events import Ended
-from kvwire.proto.state import Phase
+from kvwire.proto.state import CloseState
 from kvwire.testing.pair import ConnectionPair
 from kvwire.wire.control import Fail
 from kvwire.wire.header import FrameType
@@ -24,7 +24,7 @@ from tests.proto.phases import LARGE, TAG, everything, in_phase, waiting_on
 
 def test_the_error_of_a_closed_connection_is_a_new_one_each_time() -> None:
     """With the first one as its cause, so that tracebacks do not pile up."""
-    pair = in_phase(Phase.CLOSED)
+    pair = in_phase(CloseState.CLOSED)
     errors = []
     for _ in range(2):
         with pytest.raises(ConnectionLost) as caught:

@@ -20,7 +20,7 @@ from kvwire.proto.dispatch import Dispatch, Parts, check_numbers
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.requests import Request, Requests
+from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import Kind
 from kvwire.types import Role
 from kvwire.wire.control import (
@@ -104,7 +104,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.holds = Holds()
-        self.requests = Requests(Role.CLIENT, self.outbox, self.holds)
+        self.requests = RequestTable(Role.CLIENT, self.outbox, self.holds)
         parts: dict[str, Any] = {
             name: Part(name, self.calls)
             for name in ("messages", "onesided", "transfers", "lanes", "liveness")
@@ -120,8 +120,8 @@ class Scene:
     def hear(self, frame_type: FrameType, body: Body, request: int = 1) -> None:
         self.dispatch.control(header(frame_type, request), body, 1000.0)
 
-    def begin(self, kind: Kind) -> Request:
-        request = Request(
+    def begin(self, kind: Kind) -> RequestRecord:
+        request = RequestRecord(
             kind=kind, wire_id=None, buffer=self.holds.new(), nbytes=1, base=0
         )
         self.requests.start(request)

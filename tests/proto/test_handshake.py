@@ -35,7 +35,7 @@ from kvwire.testing.handshakes import (
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Choice, Offer, Verdict, decode_body, encode_body
 from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
-from kvwire.wire.hello import Accept, Confirm, Hello, Refuse, Terms
+from kvwire.wire.hello import Accept, Confirm, ConnectionParameters, Hello, Refuse
 from tests.proto.shaking import (
     at_frame,
     both_fail,
@@ -105,14 +105,14 @@ def test_no_answer_is_longer_than_the_question() -> None:
 
 def test_terms_are_the_smaller_of_both() -> None:
     """And features those of both; each side knows the other's own."""
-    mine = Terms(
+    mine = ConnectionParameters(
         chunk_bytes=2**20,
         eager_bytes=500,
         window_bytes=10_000,
         window_messages=3,
         features=0b0110,
     )
-    theirs = Terms(
+    theirs = ConnectionParameters(
         chunk_bytes=2**17,
         eager_bytes=900,
         window_bytes=8_000,
@@ -124,7 +124,7 @@ def test_terms_are_the_smaller_of_both() -> None:
     assert client is not None
     assert server is not None
     assert client.terms == server.terms == common_terms(mine, theirs)
-    assert client.terms == Terms(
+    assert client.terms == ConnectionParameters(
         chunk_bytes=2**17,
         eager_bytes=500,
         window_bytes=8_000,

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from kvwire.proto.keepalive import Voice
+from kvwire.proto.keepalive import Keepalive
 from kvwire.testing.pair import ConnectionPair
 
 INTERVAL_S = 2.0
 
 
-def voice() -> Voice:
-    return Voice(interval_s=INTERVAL_S, now=100.0, said=5)
+def voice() -> Keepalive:
+    return Keepalive(interval_s=INTERVAL_S, now=100.0, said=5)
 
 
 def test_nothing_is_missed_before_it_is_due() -> None:

@@ -8,13 +8,13 @@ from kvwire.errors import IntegrityError
 from kvwire.limits import LANE_PAYLOADS_MAX, SEAL_BYTES
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import (
-    LaneAnswered,
     LaneAsked,
-    LaneLowered,
-    LaneRaised,
+    LaneBootstrapped,
+    LaneClosed,
+    LaneOpened,
 )
-from kvwire.proto.lanes import Stage
-from kvwire.proto.state import Phase
+from kvwire.proto.lanes import LaneStage
+from kvwire.proto.state import CloseState
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import BACKEND
 from kvwire.types import Role, TrustMode
@@ -41,14 +41,14 @@ def test_a_lane_comes_up() -> None:
     """Asked for, answered, confirmed; in that order each side sees its part."""
     scene = Scene()
     assert scene.lanes.ask() == 1
-    assert scene.stage(CLIENT) is Stage.ASKED
+    assert scene.stage(CLIENT) is LaneStage.ASKED
     scene.pair.deliver(scene.client)
-    assert scene.stage(SERVER) is Stage.ANSWERED
+    assert scene.stage(SERVER) is LaneStage.ANSWERED
     scene.pair.deliver(scene.server)
-    assert scene.stage(CLIENT) is Stage.UP
-    assert scene.stage(SERVER) is Stage.ANSWERED
+    assert scene.stage(CLIENT) is LaneStage.UP
+    assert scene.stage(SERVER) is LaneStage.ANSWERED
     scene.pair.run()
-    assert scene.stage(SERVER) is Stage.UP
+    assert scene.stage(SERVER) is LaneStage.UP
     scene.client.core.lanes.settle()
     scene.client.collect()
     scene.pair.run()
@@ -56,10 +56,12 @@ def test_a_lane_comes_up() -> None:
     assert scene.client.core.lanes.settled
     assert scene.server.events == [
         LaneAsked(lane=1, backend=BACKEND, bootstrap=b"the client's half"),
-        LaneRaised(lane=1),
-        LaneRaised(lane=0),
+        LaneOpened(lane=1),
+        LaneOpened(lane=0),
     ]
-    assert scene.client.events == [LaneAnswered(lane=1, bootstrap=b"the server's half")]
+    assert scene.client.events == [
+        LaneBootstrapped(lane=1, bootstrap=b"the server's half")
+    ]
     assert scene.server.core.lanes.backend(1) == BACKEND
 
 
@@ -78,8 +80,8 @@ def test_a_lane_that_is_declined() -> None:
     scene.lanes.refuses = True
     number = scene.lanes.ask()
     scene.lanes.rest()
-    assert scene.client.events == [LaneLowered(lane=number, reason="not today")]
-    assert scene.stage(CLIENT) is scene.stage(SERVER) is Stage.DOWN
+    assert scene.client.events == [LaneClosed(lane=number, reason="not today")]
+    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.DOWN
 
 
 def test_a_pair_without_lanes_declines() -> None:
@@ -88,7 +90,7 @@ def test_a_pair_without_lanes_declines() -> None:
     pair.client.core.lanes.ask(1, BACKEND, b"")
     pair.client.collect()
     pair.run()
-    assert pair.client.events == [LaneLowered(lane=1, reason="there are no lanes here")]
+    assert pair.client.events == [LaneClosed(lane=1, reason="there are no lanes here")]
 
 
 @pytest.mark.parametrize("late", ["answer", "raised"])
@@ -104,7 +106,7 @@ def test_a_client_that_has_given_up_hears_of_it_late(late: str) -> None:
         scene.lanes.end(scene.half(SERVER))
     scene.lanes.rest()
     assert scene.client.broken is scene.server.broken is None
-    assert scene.stage(CLIENT) is scene.stage(SERVER) is Stage.DOWN
+    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.DOWN
 
 
 def test_what_is_too_late_to_say_is_not_said() -> None:
@@ -115,7 +117,7 @@ def test_what_is_too_late_to_say_is_not_said() -> None:
     scene.pair.deliver(scene.client)
     lanes = scene.server.core.lanes
     scene.pair.deliver(scene.client)
-    assert scene.stage(SERVER) is Stage.ENDING
+    assert scene.stage(SERVER) is LaneStage.ENDING
     scene.server.wire.clear()
     lanes.answer(1, b"late")
     assert not scene.server.core.outbox.frames
@@ -446,7 +448,7 @@ def test_a_close_waits_for_what_is_on_a_lane() -> None:
     scene.put()
     scene.client.close()
     scene.pair.run()
-    assert scene.client.core.phase is Phase.FLUSHING
+    assert scene.client.core.phase is CloseState.FLUSHING
     scene.lanes.rest()
     assert scene.client.ended is not None
     assert scene.client.ended.graceful

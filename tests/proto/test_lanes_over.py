@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvwire.limits import LANES_MAX
-from kvwire.proto.events import LaneLowered
-from kvwire.proto.lanes import Stage
+from kvwire.proto.events import LaneClosed
+from kvwire.proto.lanes import LaneStage
 from kvwire.types import Role
 from kvwire.wire.control import Lower
 from kvwire.wire.header import FrameType
@@ -27,7 +27,7 @@ def test_so_many_lanes_at_once_and_no_more() -> None:
     assert scene.client.core.lanes.next_number() is None
     scene.lanes.rest()
     assert scene.lanes.raise_one() == LANES_MAX + 1
-    assert scene.stage(SERVER, LANES_MAX + 1) is Stage.UP
+    assert scene.stage(SERVER, LANES_MAX + 1) is LaneStage.UP
     assert scene.client.core.lanes.next_number() is None
 
 
@@ -75,7 +75,7 @@ def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
     request = scene.put()
     scene.pair.deliver(scene.server)
     scene.lanes.end(scene.half(CLIENT))
-    assert scene.stage(CLIENT) is Stage.DOWN
+    assert scene.stage(CLIENT) is LaneStage.DOWN
     assert not is_over(scene)
     scene.lanes.rest()
     assert is_over(scene)
@@ -94,5 +94,5 @@ def test_what_a_peer_says_of_its_end_cannot_be_taken_for_the_log_s_own() -> None
     reason = "gone\n2026-01-01 ERROR all is lost\x1b[2J"
     scene.server.forge(FrameType.LOWER, Lower(lane=1, reason=reason, seen=0, missed=()))
     scene.pair.deliver(scene.server)
-    (event,) = (e for e in scene.client.events if isinstance(e, LaneLowered))
+    (event,) = (e for e in scene.client.events if isinstance(e, LaneClosed))
     assert event.reason == repr(reason)

@@ -12,8 +12,8 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.proto.lanes import Stage
-from kvwire.proto.requests import Request
+from kvwire.proto.lanes import LaneStage
+from kvwire.proto.requests import RequestRecord
 from kvwire.testing.peer import Peer
 from kvwire.types import TrustMode
 from tests.proto.lanes import CHUNK, Scene
@@ -80,9 +80,9 @@ class Asked:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.puts: list[Request] = []
-        self.gets: list[Request] = []
-        self.messages: list[tuple[Request, Request]] = []
+        self.puts: list[RequestRecord] = []
+        self.gets: list[RequestRecord] = []
+        self.messages: list[tuple[RequestRecord, RequestRecord]] = []
 
     def put(self) -> None:
         self.puts.append(self.scene.put())
@@ -98,7 +98,7 @@ class Asked:
         assert sent is not None
         self.messages.append((sent, received))
 
-    def of(self, peer: Peer) -> list[Request]:
+    def of(self, peer: Peer) -> list[RequestRecord]:
         if peer is self.scene.server:
             return [sent for sent, _ in self.messages]
         return [*self.puts, *self.gets, *(received for _, received in self.messages)]
@@ -141,7 +141,7 @@ def happenings(scene: Scene, asked: Asked) -> list[Callable[[], object]]:
     for half in lanes.halves.values():
         if half.gone:
             continue
-        if scene.stage(half.role, half.number) is Stage.UP:
+        if scene.stage(half.role, half.number) is LaneStage.UP:
             possible.append(partial(lanes.via.update, {half.role: half.number}))
         possible.append(partial(lanes.end, half))
         # A lane need not keep the order.

@@ -14,7 +14,7 @@ from kvwire.limits import (
     PINGS_SAVED_MAX,
     STALL_TOLERANCE_S,
 )
-from kvwire.proto.liveness import Liveness, Verdict
+from kvwire.proto.liveness import Liveness, LivenessVerdict
 
 
 def watch(now: float = 100.0) -> Liveness:
@@ -24,18 +24,22 @@ def watch(now: float = 100.0) -> Liveness:
 def test_silence_is_asked_about_and_then_ended() -> None:
     """A ping for each interval, and the verdict within 6.5 s (goal R13)."""
     liveness = watch()
-    said: list[tuple[float, Verdict]] = []
-    while not said or said[-1][1] is not Verdict.DEAD:
+    said: list[tuple[float, LivenessVerdict]] = []
+    while not said or said[-1][1] is not LivenessVerdict.DEAD:
         now = liveness.due
         said.append((now - 100.0, liveness.look(now)))
-    assert said == [(2.0, Verdict.PING), (4.0, Verdict.PING), (6.0, Verdict.DEAD)]
+    assert said == [
+        (2.0, LivenessVerdict.PING),
+        (4.0, LivenessVerdict.PING),
+        (6.0, LivenessVerdict.DEAD),
+    ]
     assert liveness.silence_s(106.0) == 6.0
 
 
 def test_nothing_is_said_before_it_is_due() -> None:
     """A look in between changes nothing."""
     liveness = watch()
-    assert liveness.look(101.0) is Verdict.FINE
+    assert liveness.look(101.0) is LivenessVerdict.FINE
     assert liveness.due == 102.0
 
 
@@ -45,7 +49,7 @@ def test_any_byte_is_a_sign_of_life() -> None:
     for step in range(1, 50):
         now = 100.0 + step * PING_INTERVAL_S * 0.9
         liveness.heard(now)
-        assert liveness.look(max(now, liveness.due)) is Verdict.FINE
+        assert liveness.look(max(now, liveness.due)) is LivenessVerdict.FINE
 
 
 @pytest.mark.parametrize("stall_s", [0.3, 3.0, 60.0, 3600.0])
@@ -53,7 +57,7 @@ def test_a_stall_of_ours_is_forgiven(stall_s: float) -> None:
     """However long we were away, the peer gets its intervals again (goal R14)."""
     liveness = watch()
     now = liveness.due + stall_s
-    assert liveness.look(now) is Verdict.PING
+    assert liveness.look(now) is LivenessVerdict.PING
     assert liveness.silence_s(now) == pytest.approx(PING_INTERVAL_S)
     assert liveness.due == pytest.approx(now + PING_INTERVAL_S)
 
@@ -62,9 +66,9 @@ def test_a_late_look_asks_before_it_judges() -> None:
     """What the peer has said may lie unread; one interval later nobody is late."""
     liveness = watch()
     for _ in range(2):
-        assert liveness.look(liveness.due) is Verdict.PING
-    assert liveness.look(liveness.due + 60.0) is Verdict.PING
-    assert liveness.look(liveness.due + 60.0) is Verdict.DEAD
+        assert liveness.look(liveness.due) is LivenessVerdict.PING
+    assert liveness.look(liveness.due + 60.0) is LivenessVerdict.PING
+    assert liveness.look(liveness.due + 60.0) is LivenessVerdict.DEAD
 
 
 def test_a_late_timer_within_the_tolerance_is_not_a_stall() -> None:
@@ -86,7 +90,7 @@ def test_stalls_delay_the_verdict_and_do_not_prevent_it(seed: int) -> None:
     while True:
         looks += 1
         now = liveness.due + chance.choice([0.0, 0.1, 0.3, 5.0])
-        if liveness.look(now) is Verdict.DEAD:
+        if liveness.look(now) is LivenessVerdict.DEAD:
             break
     assert PING_MISSES <= looks <= PING_MISSES + 1
     assert liveness.due == now + PING_INTERVAL_S

@@ -20,7 +20,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto import messages as module
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import RequestRecord
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
 from kvwire.wire.control import Announce, Credit, Ready
@@ -56,7 +56,7 @@ def test_a_message_arrives(data: bytes, first: str, room: int | None) -> None:
     """Of any size, whoever is first, into memory that fits, is larger, or is none."""
     pair = ConnectionPair()
     size = None if room is None else len(data) + room
-    received: Request | None = None
+    received: RequestRecord | None = None
     if first == "recv":
         received = pair.server.recv(TAG, size)
     sent = pair.client.send(TAG, data)
@@ -111,7 +111,7 @@ def test_each_tag_keeps_its_order(steps: list[tuple[str, int, int]]) -> None:
     """Whatever is sent, posted and delivered in between, at once or announced."""
     pair = ConnectionPair()
     sent: dict[int, list[bytes]] = defaultdict(list)
-    receives: dict[int, list[Request]] = defaultdict(list)
+    receives: dict[int, list[RequestRecord]] = defaultdict(list)
     for number, (step, tag, size) in enumerate(steps):
         if step == "send":
             data = bytes([number % 256]) * size
@@ -576,7 +576,7 @@ def test_many_messages_of_many_tags() -> None:
     chance, pair = random.Random(4), ConnectionPair()
     ends = {pair.client: pair.server, pair.server: pair.client}
     sent: dict[tuple[Peer, int], list[bytes]] = defaultdict(list)
-    receives: dict[tuple[Peer, int], list[Request]] = defaultdict(list)
+    receives: dict[tuple[Peer, int], list[RequestRecord]] = defaultdict(list)
     for _ in range(2000):
         end, tag = chance.choice(list(ends)), chance.randrange(4)
         match chance.randrange(3):

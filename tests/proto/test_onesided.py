@@ -17,7 +17,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.memory.checksum import checksum
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import State
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
@@ -31,14 +31,14 @@ CHUNK = 65_536
 LARGE = 3 * CHUNK + 5
 BEFORE = bytes(range(100))
 
-Verb = Callable[[Peer, Access], Request]
+Verb = Callable[[Peer, Access], RequestRecord]
 
 
-def put(peer: Peer, target: Access) -> Request:
+def put(peer: Peer, target: Access) -> RequestRecord:
     return peer.put(b"\xee" * target.nbytes, target)
 
 
-def get(peer: Peer, source: Access) -> Request:
+def get(peer: Peer, source: Access) -> RequestRecord:
     return peer.get(source)
 
 
@@ -174,7 +174,7 @@ def test_nothing_to_move(frame_type: FrameType) -> None:
 # --- DONE
 
 
-def put_of(pair: ConnectionPair, nbytes: int = 100) -> Request:
+def put_of(pair: ConnectionPair, nbytes: int = 100) -> RequestRecord:
     region = pair.server.expose(nbytes)
     return pair.client.put(bytes(nbytes), pair.server.grant(region))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvwire.proto.records import Segment, Transfer
-from kvwire.proto.requests import Request
+from kvwire.proto.records import SegmentRecord, TransferRecord
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Input, Kind, State
 
 
 def test_a_segment_is_in_the_state_of_its_transfer() -> None:
     """It has none of its own."""
-    request = Request(kind=Kind.OUTGOING, wire_id=None, buffer=None, nbytes=0)
-    segment = Segment(request=request, number=1, box=(0, 0, 1, 0, 1), nbytes=5)
+    request = RequestRecord(kind=Kind.OUTGOING, wire_id=None, buffer=None, nbytes=0)
+    segment = SegmentRecord(request=request, number=1, box=(0, 0, 1, 0, 1), nbytes=5)
     states = [segment.state]
     for event in (Input.GO, Input.FAIL):
         request.advance(event)
@@ -20,6 +20,6 @@ def test_a_segment_is_in_the_state_of_its_transfer() -> None:
 
 def test_two_transfers_share_nothing() -> None:
     """Each has its own segments."""
-    one, two = Transfer(id=b"one"), Transfer(id=b"two")
+    one, two = TransferRecord(id=b"one"), TransferRecord(id=b"two")
     assert one.segments is not two.segments
     assert one.acknowledge is not two.acknowledge

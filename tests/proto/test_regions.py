@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, rule
 from kvwire.errors import AccessDenied, KVWireError, StaleRegion, UsageError
 from kvwire.limits import GRANTS_MAX, REGIONS_MAX
 from kvwire.proto import regions as module
-from kvwire.proto.regions import GrantRow, Grants, Region, Regions
+from kvwire.proto.regions import GrantRow, Grants, RegionRecord, RegionTable
 from kvwire.types import Access, BufferId
 
 KEY = b"g" * 32
@@ -23,8 +23,8 @@ DIRECTIONS = (Access.READ, Access.WRITE, Access.READWRITE)
 
 
 def region_of(
-    regions: Regions, access: Access = Access.READWRITE, nbytes: int = SIZE
-) -> Region:
+    regions: RegionTable, access: Access = Access.READWRITE, nbytes: int = SIZE
+) -> RegionRecord:
     return regions.register(BUFFER, nbytes, access)
 
 
@@ -55,7 +55,7 @@ def edges(size: int) -> list[int]:
 def test_every_edge_of_every_range(size: int) -> None:
     """Offset and length over all edges up to 2**64 and below 0, against plain sums."""
     grants = Grants(KEY)
-    row = grants.give(region_of(Regions()), AT, size, Access.READWRITE)
+    row = grants.give(region_of(RegionTable()), AT, size, Access.READWRITE)
     numbers = edges(size)
     accepted = 0
     for offset, nbytes in itertools.product(numbers, numbers):
@@ -81,7 +81,7 @@ def test_every_direction_in_every_state(
     state: str, granted: Access, asked: Access
 ) -> None:
     """A grant allows what it says, until its region is revoked or closed."""
-    regions, grants = Regions(), Grants(KEY)
+    regions, grants = RegionTable(), Grants(KEY)
     region = region_of(regions)
     row = grants.give(region, AT, LENGTH, granted)
     match state:
@@ -107,7 +107,7 @@ def test_every_direction_in_every_state(
 @pytest.mark.rule("KVW-OS-03", "breaks")
 def test_every_forged_field() -> None:
     """Goal S11: each field of a grant changed alone, and each bit of its token."""
-    regions, grants = Regions(), Grants(KEY)
+    regions, grants = RegionTable(), Grants(KEY)
     region, other = region_of(regions), region_of(regions)
     row = grants.give(region, AT, LENGTH, Access.READ)
     second = grants.give(other, 0, LENGTH, Access.READ)
@@ -131,7 +131,7 @@ def test_every_forged_field() -> None:
 def test_missing_foreign_and_forged_are_not_told_apart() -> None:
     """Goal S10: one class, one text."""
     grants, theirs = Grants(KEY), Grants(b"h" * 32)
-    region = region_of(Regions())
+    region = region_of(RegionTable())
     row = grants.give(region, AT, LENGTH, Access.READ)
     foreign = theirs.give(region, AT, LENGTH, Access.READ)
     texts = set()
@@ -146,7 +146,7 @@ def test_a_token_depends_on_everything_it_stands_for() -> None:
     """Connection, number, region, generation, range and direction."""
 
     def token(key: bytes = KEY, before: int = 0, **changed: Any) -> bytes:
-        regions, grants = Regions(), Grants(key)
+        regions, grants = RegionTable(), Grants(key)
         for _ in range(changed.pop("regions", 0)):
             region_of(regions)
         region = region_of(regions)
@@ -179,13 +179,13 @@ def test_a_token_depends_on_everything_it_stands_for() -> None:
 def test_no_grant_beyond_its_region(offset: int, nbytes: int) -> None:
     """Our own user's mistake: an error that says the numbers."""
     with pytest.raises(UsageError, match=f"{SIZE} bytes"):
-        Grants(KEY).give(region_of(Regions()), offset, nbytes, Access.READ)
+        Grants(KEY).give(region_of(RegionTable()), offset, nbytes, Access.READ)
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, SIZE), (SIZE, 0), (SIZE - 1, 1)])
 def test_grants_up_to_the_edge(offset: int, nbytes: int) -> None:
     """All of it, none of it, the last byte."""
-    row = Grants(KEY).give(region_of(Regions()), offset, nbytes, Access.READ)
+    row = Grants(KEY).give(region_of(RegionTable()), offset, nbytes, Access.READ)
     assert (row.offset, row.nbytes) == (offset, nbytes)
 
 
@@ -195,7 +195,7 @@ def test_no_grant_of_more_than_was_registered(
     registered: Access, wanted: Access
 ) -> None:
     """Read for read, write for write."""
-    grants, region = Grants(KEY), region_of(Regions(), registered)
+    grants, region = Grants(KEY), region_of(RegionTable(), registered)
     if wanted & ~registered:
         with pytest.raises(UsageError, match="registered for"):
             grants.give(region, 0, 1, wanted)
@@ -205,7 +205,7 @@ def test_no_grant_of_more_than_was_registered(
 
 def test_no_grant_of_a_closed_region() -> None:
     """It never opens again, and closing it twice is closing it once."""
-    regions, grants = Regions(), Grants(KEY)
+    regions, grants = RegionTable(), Grants(KEY)
     region = region_of(regions)
     regions.close(region)
     generation = region.generation
@@ -221,7 +221,7 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(GRANTS_MAX, REGIONS_MAX) > 3
     monkeypatch.setattr(module, "GRANTS_MAX", 3)
     monkeypatch.setattr(module, "REGIONS_MAX", 2)
-    regions, grants = Regions(), Grants(KEY)
+    regions, grants = RegionTable(), Grants(KEY)
     one, two = region_of(regions), region_of(regions)
     with pytest.raises(UsageError, match="2 regions"):
         region_of(regions)
@@ -238,7 +238,7 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_token_is_shown_to_nobody() -> None:
     """Goal S12: neither raw nor in hexadecimal in the repr of a grant's row."""
-    row = Grants(KEY).give(region_of(Regions()), 0, 1, Access.READ)
+    row = Grants(KEY).give(region_of(RegionTable()), 0, 1, Access.READ)
     assert row.token.hex() not in repr(row)
     assert repr(row.token) not in repr(row)
     assert {field.name for field in fields(row) if not field.repr} == {"token"}
@@ -252,19 +252,19 @@ class GrantsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.regions = Regions()
+        self.regions = RegionTable()
         self.grants = [Grants(KEY), Grants(b"h" * 32)]
 
     @rule(target=regions_made, access=st.sampled_from(DIRECTIONS))
-    def register(self, access: Access) -> Region:
+    def register(self, access: Access) -> RegionRecord:
         return region_of(self.regions, access)
 
     @rule(region=regions_made)
-    def revoke(self, region: Region) -> None:
+    def revoke(self, region: RegionRecord) -> None:
         self.regions.revoke(region)
 
     @rule(region=regions_made)
-    def close(self, region: Region) -> None:
+    def close(self, region: RegionRecord) -> None:
         self.regions.close(region)
 
     @rule(
@@ -275,7 +275,7 @@ class GrantsMachine(RuleBasedStateMachine):
         nbytes=st.integers(0, SIZE),
     )
     def give(
-        self, region: Region, whose: int, offset: int, nbytes: int
+        self, region: RegionRecord, whose: int, offset: int, nbytes: int
     ) -> tuple[int, GrantRow | None]:
         try:
             row = self.grants[whose].give(region, offset, nbytes, region.access)

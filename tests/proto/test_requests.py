@@ -21,7 +21,7 @@ from kvwire.proto.events import RequestDone
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.requests import SENDING, SERVING, Request, Requests
+from kvwire.proto.requests import SENDING, SERVING, RequestRecord, RequestTable
 from kvwire.proto.state import FIRST_STATE, Input, Kind, State
 from kvwire.types import BufferId, RequestId, Role
 from kvwire.wire.control import Body, Done, Fail, decode_body
@@ -34,7 +34,7 @@ both_roles = pytest.mark.parametrize("role", list(Role))
 class Table:
     """The requests of one side, and what they say."""
 
-    requests: Requests
+    requests: RequestTable
     outbox: Outbox
     holds: Holds
 
@@ -52,8 +52,8 @@ class Table:
 
     def request(
         self, kind: Kind, *, deadline: float | None = None, nbytes: int = 5
-    ) -> Request:
-        return Request(
+    ) -> RequestRecord:
+        return RequestRecord(
             kind=kind,
             wire_id=None,
             buffer=self.holds.new(),
@@ -63,12 +63,12 @@ class Table:
 
     def started(
         self, kind: Kind = Kind.PUT, *, deadline: float | None = None
-    ) -> Request:
+    ) -> RequestRecord:
         request = self.request(kind, deadline=deadline)
         self.requests.start(request)
         return request
 
-    def served(self, wire_id: int, kind: Kind = Kind.SERVE_GET) -> Request:
+    def served(self, wire_id: int, kind: Kind = Kind.SERVE_GET) -> RequestRecord:
         request = self.request(kind)
         request.wire_id = self.requests.admit(wire_id)
         self.requests.serve(request)
@@ -77,7 +77,7 @@ class Table:
 
 def table(role: Role = Role.CLIENT) -> Table:
     outbox, holds = Outbox(Framing()), Holds()
-    return Table(Requests(role, outbox, holds), outbox, holds)
+    return Table(RequestTable(role, outbox, holds), outbox, holds)
 
 
 def first_of(role: Role) -> int:
@@ -248,7 +248,7 @@ def test_whose_memory_drains(kind: Kind) -> None:
 def test_a_request_without_memory_fails_too() -> None:
     """A receive that has met nothing."""
     side = table()
-    request = Request(kind=Kind.RECV, wire_id=None, buffer=None, nbytes=5)
+    request = RequestRecord(kind=Kind.RECV, wire_id=None, buffer=None, nbytes=5)
     side.requests.post(request)
     side.requests.fail(request, ConnectionLost("over"), tell=WireCode.CANCELLED)
     assert len(side.done()) == 1
@@ -273,7 +273,7 @@ def test_done_says_how_much() -> None:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_step_that_does_not_exist(kind: Kind) -> None:
     """It names the request, its state and what came."""
-    request = Request(kind=kind, wire_id=RequestId(7), buffer=None, nbytes=1)
+    request = RequestRecord(kind=kind, wire_id=RequestId(7), buffer=None, nbytes=1)
     assert request.state is FIRST_STATE[kind]
     with pytest.raises(UnexpectedFrame, match=r"request 7: confirmed while") as caught:
         request.advance(Input.CONFIRMED)
@@ -298,7 +298,7 @@ def test_deadlines_come_in_their_order() -> None:
     by_time = {float(at): side.started(deadline=float(at)) for at in times}
     done = by_time[110.0]
     side.requests.fail(done, ConnectionLost("over"), tell=None)
-    expired: list[Request] = []
+    expired: list[RequestRecord] = []
     while (due := side.requests.next_deadline) is not None:
         assert side.requests.expire(due - 0.5) == []
         expired += side.requests.expire(due)
@@ -353,7 +353,7 @@ def test_the_error_of_a_deadline_says_how_far_it_came() -> None:
     """Kind, state and bytes."""
     request = table().started(Kind.GET)
     request.moved = 3
-    error = Requests.expired(request)
+    error = RequestTable.expired(request)
     assert isinstance(error, DeadlineExceeded)
     assert "the get was moving, 3 of 5 bytes" in str(error)
 
@@ -361,7 +361,7 @@ def test_the_error_of_a_deadline_says_how_far_it_came() -> None:
 def test_states_of_a_fresh_request() -> None:
     """Nothing is over before it began."""
     for kind in Kind:
-        request = Request(kind=kind, wire_id=None, buffer=None, nbytes=0)
+        request = RequestRecord(kind=kind, wire_id=None, buffer=None, nbytes=0)
         assert not request.over
         assert request.state in (State.POSTED, State.MOVING)
 

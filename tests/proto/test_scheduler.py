@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ConnectionLost
 from kvwire.limits import REQUESTS_MAX
-from kvwire.proto.requests import Request
-from kvwire.proto.scheduler import Mover, Turns
+from kvwire.proto.requests import RequestRecord
+from kvwire.proto.scheduler import Mover, Scheduler
 from kvwire.proto.state import State
 from tests.proto.flowing import CHUNK, Side
 
@@ -35,11 +35,11 @@ def send(side: Side, piece: int = CHUNK) -> Mover:
     return chunk.mover
 
 
-def turns_of(side: Side) -> Turns:
+def turns_of(side: Side) -> Scheduler:
     return side.flows._turns
 
 
-def queued(turns: Turns) -> int:
+def queued(turns: Scheduler) -> int:
     return sum(len(level.new) + len(level.old) for level in turns._levels)
 
 
@@ -204,8 +204,8 @@ def begin(side: Side, chance: random.Random) -> list[Mover]:
     return [first, *(side.segment_of(first.request, 7, n, priority) for n in others)]
 
 
-def request_of(mover: Mover) -> Request:
-    return mover if isinstance(mover, Request) else mover.request
+def request_of(mover: Mover) -> RequestRecord:
+    return mover if isinstance(mover, RequestRecord) else mover.request
 
 
 # --- bounds
@@ -227,13 +227,13 @@ def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
 ) -> None:
     """A peer may have more open than are looked through at once."""
     looked: list[int] = []
-    drop_dead = Turns._drop_dead
+    drop_dead = Scheduler._drop_dead
 
-    def counted(turns: Turns) -> None:
+    def counted(turns: Scheduler) -> None:
         looked.append(turns.count)
         drop_dead(turns)
 
-    monkeypatch.setattr(Turns, "_drop_dead", counted)
+    monkeypatch.setattr(Scheduler, "_drop_dead", counted)
     for _ in range(REQUESTS_MAX):
         side.put(5)
     for _ in range(2 * REQUESTS_MAX):
@@ -249,7 +249,7 @@ def test_the_count_is_right(count_max: int, side: Side) -> None:
     chance = random.Random(3)
     turns = turns_of(side)
     turns._count_max = count_max
-    open_requests: list[Request] = []
+    open_requests: list[RequestRecord] = []
     for _ in range(2000):
         match chance.randrange(3):
             case 0:

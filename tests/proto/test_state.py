@@ -7,17 +7,17 @@ import itertools
 import pytest
 
 from kvwire.errors import UnexpectedFrame
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import (
     FIRST_STATE,
     PHASE_TRANSITIONS,
     REQUEST_TRANSITIONS,
     TERMINAL,
+    CloseInput,
+    CloseState,
     Input,
     Kind,
-    Phase,
     State,
-    Turn,
 )
 from kvwire.types import RequestId
 from tests.proto.diagrams import PAGE, diagrams, named, updated
@@ -35,8 +35,8 @@ WAYS = {
 }
 
 
-def request(kind: Kind, state: State | None = None) -> Request:
-    made = Request(kind=kind, wire_id=RequestId(1), buffer=None, nbytes=1)
+def request(kind: Kind, state: State | None = None) -> RequestRecord:
+    made = RequestRecord(kind=kind, wire_id=RequestId(1), buffer=None, nbytes=1)
     if state is not None:
         made.state = state
     return made
@@ -83,24 +83,24 @@ def test_no_other_step_leads_anywhere(kind: Kind) -> None:
 
 def test_every_phase_with_every_turn() -> None:
     """What is missing from the table cannot be caused; the rest stays in it."""
-    missing = set(itertools.product(Phase, Turn)) - PHASE_TRANSITIONS.keys()
+    missing = set(itertools.product(CloseState, CloseInput)) - PHASE_TRANSITIONS.keys()
     assert missing == {
-        (Phase.OPEN, Turn.IDLE),  # nobody has asked to close
-        (Phase.SAID, Turn.IDLE),  # it has been said
-        (Phase.ANSWERING, Turn.PEER_CLOSED),  # a second CLOSE breaks a rule
-        (Phase.CLOSED, Turn.PEER_CLOSED),
-        (Phase.CLOSED, Turn.IDLE),
+        (CloseState.OPEN, CloseInput.IDLE),  # nobody has asked to close
+        (CloseState.SAID, CloseInput.IDLE),  # it has been said
+        (CloseState.ANSWERING, CloseInput.PEER_CLOSED),  # a second CLOSE breaks a rule
+        (CloseState.CLOSED, CloseInput.PEER_CLOSED),
+        (CloseState.CLOSED, CloseInput.IDLE),
     }
-    assert set(PHASE_TRANSITIONS.values()) == set(Phase) - {Phase.OPEN}
+    assert set(PHASE_TRANSITIONS.values()) == set(CloseState) - {CloseState.OPEN}
 
 
 def test_closed_is_closed() -> None:
     """No way leads out, and one leads there from everywhere."""
     for (phase, turn), target in PHASE_TRANSITIONS.items():
-        if phase is Phase.CLOSED:
-            assert target is Phase.CLOSED
-        if turn is Turn.LOST:
-            assert target is Phase.CLOSED
+        if phase is CloseState.CLOSED:
+            assert target is CloseState.CLOSED
+        if turn is CloseInput.LOST:
+            assert target is CloseState.CLOSED
 
 
 def test_the_pictures_are_drawn_from_the_tables() -> None:

@@ -22,7 +22,7 @@ from kvwire.proto.events import (
     TransferCommitted,
     TransferOpened,
 )
-from kvwire.proto.records import Segment
+from kvwire.proto.records import SegmentRecord
 from kvwire.testing.pair import ConnectionPair
 from kvwire.wire.control import Agree, Commit, Done, Landed, Mark, Open, Settled
 from kvwire.wire.header import FrameType
@@ -199,7 +199,7 @@ def test_refused_before_it_was_answered(pull: bool) -> None:
 def test_memory_for_a_segment_of_a_transfer_that_is_over() -> None:
     """It drains at once."""
     m = moved()
-    marked: list[Segment] = []
+    marked: list[SegmentRecord] = []
     m.consumer.place = marked.append
     m.mark(b"x" * 100)
     m.pair.deliver(m.producer)

@@ -9,7 +9,7 @@ from kvwire.kv.canonical import negotiate
 from kvwire.proto.auth import Keys
 from kvwire.proto.auth import key_id as kvwire_key_id
 from kvwire.proto.framing import Framing
-from kvwire.transfers.description import Description
+from kvwire.transfers.description import TransferOffer
 from kvwire.types import Role
 from kvwire.wire.control import Ping, encode_body
 from kvwire.wire.header import FrameType
@@ -47,7 +47,7 @@ def test_kvwire_reads_the_same_descriptions() -> None:
     producer, consumer = sides()
     geometries = []
     for side in (producer, consumer):
-        read = Description.decode(side.description())
+        read = TransferOffer.decode(side.description())
         assert read.encode() == side.description()
         geometries.append(read.read_geometry())
     producer.meet(consumer.description())

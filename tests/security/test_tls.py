@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from kvwire import AuthenticationFailed, Config, UsageError
 from kvwire.limits import BINDING_BYTES
 from kvwire.security import tls as tls_module
-from kvwire.security.tls import CredentialFiles, Credentials, Proven
+from kvwire.security.tls import CredentialFiles, Credentials, PeerIdentity
 from kvwire.security.tls_errors import explained
 from kvwire.types import Role
 from tests.support.certificates import (
@@ -76,7 +76,7 @@ class Ends:
                 self._bios[role.other][0].write(self._bios[role][1].read())
         return errors
 
-    def proven(self, role: Role) -> Proven:
+    def proven(self, role: Role) -> PeerIdentity:
         """What this side knows of the other."""
         return self._credentials[role].proven(self.tls[role], role)
 

@@ -34,7 +34,7 @@ from kvwire.store.disk import DiskTier
 from kvwire.store.disk_index import Rows
 from kvwire.store.file import File
 from kvwire.store.index import as_keys
-from kvwire.store.space import Space
+from kvwire.store.space import Namespace
 
 ENTRIES = 1_000_000
 BATCH = 100
@@ -344,7 +344,7 @@ def tier(name: str, path: Path) -> None:
 async def _tier(path: Path) -> None:
     text = f"disk:{path}?size={ENTRIES * 4 // 1024}MiB&slab=4MiB"
     address = TierAddress.parse(text)
-    space = Space("kv", KVSpec(layers=1, kv_heads=1, head_dim=64, block_tokens=16))
+    space = Namespace("kv", KVSpec(layers=1, kv_heads=1, head_dim=64, block_tokens=16))
     made = await DiskTier.open(address, file_type=Sparse)
     numbers = np.arange(made.stats().size_bytes // 4096)
     keys = as_keys(space.digest + n.to_bytes(32, "big") for n in numbers.tolist())

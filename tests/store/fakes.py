@@ -10,8 +10,8 @@ import numpy as np
 from kvwire.kv.fragments import Fragments
 from kvwire.store.endings import finished
 from kvwire.store.index import Keys, Orders
-from kvwire.store.space import ABSENT, Space
-from kvwire.store.tier import Batch, Fate, Fates, Tier, TierStats
+from kvwire.store.space import ABSENT, Namespace
+from kvwire.store.tier import Batch, BlockResult, Fates, Tier, TierStats
 
 
 class FakeTier(Tier):
@@ -54,7 +54,7 @@ class FakeTier(Tier):
         found = [self.orders.get(key, ABSENT) for key in keys.tolist()]
         return np.array(found, np.uint8)
 
-    async def write(self, space: Space, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
         """See Tier."""
         self.moving.append(batch.images)
         try:
@@ -64,11 +64,11 @@ class FakeTier(Tier):
             self.moving.remove(batch.images)
         self.written.append(batch.keys.tolist())
         self.orders |= zip(batch.keys.tolist(), batch.orders.tolist(), strict=True)
-        return np.full(batch.keys.size, Fate.LANDED, np.uint8)
+        return np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
 
-    async def read(self, space: Space, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
         """See Tier; it has no bytes to give."""
-        return np.full(batch.keys.size, Fate.MISSING, np.uint8)
+        return np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
 
     def touch(self, keys: Keys) -> None:
         """See Tier."""

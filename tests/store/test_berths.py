@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from kvwire.limits import MIB
-from kvwire.store.berths import Berths, Bytes
+from kvwire.store.berths import Bytes, TransferBuffers
 
 
 async def test_a_berth_that_was_given_back_is_used_again() -> None:
-    berths = Berths(2, MIB)
+    berths = TransferBuffers(2, MIB)
     async with berths.one() as first, berths.one() as second:
         assert first.nbytes == second.nbytes == MIB
         assert first is not second
@@ -20,7 +20,7 @@ async def test_a_berth_that_was_given_back_is_used_again() -> None:
 
 
 async def test_so_many_at_once_and_no_more() -> None:
-    berths, held, most = Berths(2, 8), 0, 0
+    berths, held, most = TransferBuffers(2, 8), 0, 0
 
     async def use() -> None:
         nonlocal held, most
@@ -39,7 +39,7 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
     error: type[BaseException],
 ) -> None:
     """There is another one in its place, so a client goes on."""
-    berths, left = Berths(1, 8), []
+    berths, left = TransferBuffers(1, 8), []
 
     async def fails() -> Bytes:
         async with berths.one() as berth:
@@ -55,7 +55,7 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
 
 
 async def test_who_is_cancelled_while_waiting_takes_none() -> None:
-    berths = Berths(1, 8)
+    berths = TransferBuffers(1, 8)
 
     async def use() -> None:
         async with berths.one():

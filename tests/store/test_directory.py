@@ -17,13 +17,13 @@ from kvwire.store.directory import Directory
 from kvwire.store.disk_index import Rows
 from kvwire.store.file import File
 from kvwire.store.index import as_keys
-from kvwire.store.space import Space
+from kvwire.store.space import Namespace
 from tests.store.caches import SPEC
 from tests.store.files import Faults, scripted
 
 SLAB = 64 * KIB
 SIZE = 4 * SLAB
-SPACE = Space("kv", SPEC)
+SPACE = Namespace("kv", SPEC)
 
 
 @contextmanager

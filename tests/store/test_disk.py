@@ -25,13 +25,13 @@ from kvwire.store.file import File
 from kvwire.store.images import images_in
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.slabs import GRAIN_BYTES
-from kvwire.store.space import ABSENT, Space, space_of
-from kvwire.store.tier import Batch, Fate
+from kvwire.store.space import ABSENT, Namespace, space_of
+from kvwire.store.tier import Batch, BlockResult
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.files import Faults, disk, store_on
 
 IDS = list(range(16))
-Chosen = Callable[[Sequence[int]], tuple[Space, Batch]]
+Chosen = Callable[[Sequence[int]], tuple[Namespace, Batch]]
 
 
 async def landed(store: BlockStore, source: Filled, hashes: list[bytes]) -> list[int]:
@@ -239,9 +239,9 @@ async def test_what_a_failed_write_was_over_is_not_found_again(tmp_path: Path) -
     """Its row would else be there, be taken at its word, and have no image."""
     faults, small = Faults(), blocks_of(SPEC, 17)
     tier = await disk(tmp_path, "64KiB&slab=64KiB", hook=faults)
-    assert (await tier.write(*small(range(16))) == Fate.LANDED).all()
+    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
     faults.torn("pwritev", errno.EIO)
-    assert (await tier.write(*small([16])) == Fate.FAILED).all()
+    assert (await tier.write(*small([16])) == BlockResult.FAILED).all()
     faults.failing.clear()
     await tier.close()
     await expect_whole(tmp_path, small, range(17), found=15)
@@ -254,16 +254,16 @@ async def test_what_another_size_was_written_over_is_not_found_again(
     small = blocks_of(SPEC, 17)
     large = blocks_of(replace(SPEC, layers=40), 3)
     tier = await disk(tmp_path, "64KiB&slab=64KiB")
-    assert (await tier.write(*small(range(16))) == Fate.LANDED).all()
-    assert (await tier.write(*large([0, 1])) == Fate.LANDED).all()
-    assert (await tier.write(*small([16])) == Fate.LANDED).all()
+    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
+    assert (await tier.write(*large([0, 1])) == BlockResult.LANDED).all()
+    assert (await tier.write(*small([16])) == BlockResult.LANDED).all()
     await tier.close()
     await expect_whole(tmp_path, small, range(17), found=1)
 
 
 def blocks_of(spec: KVSpec, count: int) -> Chosen:
     """Some of so many blocks of random bytes, as a tier is given them."""
-    space = Space("kv", spec)
+    space = Namespace("kv", spec)
     memory = np.random.default_rng(1).integers(
         0, 256, count * space.image_bytes, np.uint8
     )
@@ -285,7 +285,7 @@ async def expect_whole(path: Path, chosen: Chosen, which: range, found: int) -> 
         held.size,
     )
     read = await tier.read(space, Batch(batch.keys, batch.orders, into))
-    assert (read[held] == Fate.LANDED).all()
+    assert (read[held] == BlockResult.LANDED).all()
     await tier.close()
 
 
@@ -302,7 +302,7 @@ def store_keys(hashes: list[bytes], source: Filled) -> Keys:
 
 async def test_the_block_that_was_written_last_goes_last(tmp_path: Path) -> None:
     """After a restart as well, and where an older slot has the same block."""
-    space = Space("kv", SPEC)
+    space = Namespace("kv", SPEC)
     keys = as_keys(space.digest + one for one in chain(3))
     memory = np.zeros(space.image_bytes, np.uint8)
     images = images_in(memory, space.image_bytes, 1)

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from kvwire import UsageError
 from kvwire.limits import KIB, NAME_CHARS_MAX, STORE_SPACES_MAX
 from kvwire.store.disk_index import FORMAT, DiskIndex, Rows
-from kvwire.store.space import ORDERS, Space
+from kvwire.store.space import ORDERS, Namespace
 from tests.store.caches import SPEC
 from tests.store.test_directory import rows
 from tests.support.depth import examples
 
 SLAB = 64 * KIB
-SPACE = Space("kv", SPEC)
+SPACE = Namespace("kv", SPEC)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def test_a_slot_has_one_row(tmp_path: Path) -> None:
 def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as index:
         index.record(SPACE, rows(1))
-        other = Space("other", SPEC)
+        other = Namespace("other", SPEC)
         bad = rows(5, 6)._replace(keys=np.array([b"k" * 20, None], object))
         _expect_failure(index, other, bad)
         assert slots_in(index) == [1]
@@ -83,7 +83,7 @@ def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert set(index.spaces) == {SPACE.digest, other.digest}
 
 
-def _expect_failure(index: DiskIndex, space: Space, told: Rows) -> None:
+def _expect_failure(index: DiskIndex, space: Namespace, told: Rows) -> None:
     with pytest.raises(sqlite3.IntegrityError):
         index.record(space, told)
 
@@ -166,7 +166,7 @@ def test_a_row_of_anything_makes_sense_or_is_none(
 
 
 def test_spaces_are_found_again(tmp_path: Path) -> None:
-    others = [Space("kv", replace(SPEC, layers=n)) for n in (1, 3)]
+    others = [Namespace("kv", replace(SPEC, layers=n)) for n in (1, 3)]
     with opened(tmp_path) as index:
         for slot, space in enumerate((SPACE, *others, SPACE)):
             index.record(space, rows(slot))

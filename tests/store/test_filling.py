@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.store.filling import Filling
+from kvwire.store.filling import InFlightFills
 from kvwire.store.index import as_keys
 
 _names = st.sets(st.binary(min_size=1, max_size=2), max_size=5)
@@ -19,7 +19,7 @@ _names = st.sets(st.binary(min_size=1, max_size=2), max_size=5)
 def test_a_key_is_busy_from_its_begin_to_its_end(
     begun: list[set[bytes]], asked: set[bytes], data: st.DataObject
 ) -> None:
-    filling = Filling()
+    filling = InFlightFills()
     open_: list[list[bytes]] = []
     for keys in begun:
         busy = {key for one in open_ for key in one}
@@ -35,7 +35,7 @@ def test_a_key_is_busy_from_its_begin_to_its_end(
 
 
 async def test_all_who_wait_for_one_of_the_keys_are_woken_at_the_end() -> None:
-    filling, keys = Filling(), as_keys([b"a", b"b"])
+    filling, keys = InFlightFills(), as_keys([b"a", b"b"])
     filling.begin(keys)
     filling.begin(as_keys([b"c"]))
     waiting = [asyncio.create_task(filling.ended(key)) for key in (b"a", b"a", b"b")]
@@ -54,7 +54,7 @@ async def test_all_who_wait_for_one_of_the_keys_are_woken_at_the_end() -> None:
 
 
 async def test_what_nobody_fills_is_not_waited_for() -> None:
-    filling = Filling()
+    filling = InFlightFills()
     await filling.ended(b"a")
     filling.begin(as_keys([b"a"]))
     filling.end(as_keys([b"a"]))
@@ -64,7 +64,7 @@ async def test_what_nobody_fills_is_not_waited_for() -> None:
 
 async def test_a_key_that_is_filled_again_is_another_wait() -> None:
     """Who was woken looks again, and finds it busy."""
-    filling, keys = Filling(), as_keys([b"a"])
+    filling, keys = InFlightFills(), as_keys([b"a"])
     filling.begin(keys)
     first = asyncio.create_task(filling.ended(b"a"))
     await asyncio.sleep(0)
@@ -77,4 +77,4 @@ async def test_a_key_that_is_filled_again_is_another_wait() -> None:
 
 def test_ending_what_was_not_begun_is_an_error() -> None:
     with pytest.raises(KeyError):
-        Filling().end(as_keys([b"a"]))
+        InFlightFills().end(as_keys([b"a"]))

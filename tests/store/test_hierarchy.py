@@ -13,25 +13,25 @@ import pytest
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
-from kvwire.store.hierarchy import Hierarchy
+from kvwire.store.hierarchy import TierStack
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.slabs import Slabs
-from kvwire.store.space import ABSENT, Space
+from kvwire.store.space import ABSENT, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tier import Batch, Fate, Fates
+from kvwire.store.tier import Batch, BlockResult, Fates
 from tests.store.caches import SPEC, chain
 from tests.store.fakes import FakeTier
 from tests.support.pairs import until
 
-SPACE = Space("kv", SPEC)
-OTHER = Space("kv", replace(SPEC, layers=1))
+SPACE = Namespace("kv", SPEC)
+OTHER = Namespace("kv", replace(SPEC, layers=1))
 
 
 @asynccontextmanager
-async def hierarchy(*below: FakeTier, through: bool = True) -> AsyncIterator[Hierarchy]:
+async def hierarchy(*below: FakeTier, through: bool = True) -> AsyncIterator[TierStack]:
     """Sixteen slots of memory, and what is below."""
     threads = Threads()
-    tiers = Hierarchy(Slabs(1, 64 * KIB), below, through=through, threads=threads)
+    tiers = TierStack(Slabs(1, 64 * KIB), below, through=through, threads=threads)
     yield tiers
     await tiers.memory.settle()
     await asyncio.sleep(0)  # the loop still has what woke the test
@@ -39,11 +39,11 @@ async def hierarchy(*below: FakeTier, through: bool = True) -> AsyncIterator[Hie
     tiers.memory.close()
 
 
-def keys_of(count: int, space: Space = SPACE) -> Keys:
+def keys_of(count: int, space: Namespace = SPACE) -> Keys:
     return as_keys(space.digest + one for one in chain(count))
 
 
-async def fill(tiers: Hierarchy, keys: Keys, order: int = 0) -> Ids:
+async def fill(tiers: TierStack, keys: Keys, order: int = 0) -> Ids:
     """Blocks that are in memory, and in nobody's use."""
     memory = tiers.memory
     slots = await memory.take(SPACE.image_bytes, keys.size)
@@ -53,7 +53,7 @@ async def fill(tiers: Hierarchy, keys: Keys, order: int = 0) -> Ids:
     return slots
 
 
-def batch(tiers: Hierarchy, keys: Keys) -> Batch:
+def batch(tiers: TierStack, keys: Keys) -> Batch:
     """Images somewhere in memory; nobody reads them."""
     images = tiers.memory.images(np.arange(keys.size), SPACE.image_bytes)
     return Batch(keys, np.zeros(keys.size, np.uint8), images)
@@ -130,7 +130,7 @@ async def test_only_what_a_tier_lacks_is_written_there() -> None:
     knowing(some, keys[1:2])
     async with hierarchy(full, some) as tiers:
         fates, trouble = await tiers.write_through(SPACE, batch(tiers, keys))
-        assert (fates == Fate.LANDED).all()
+        assert (fates == BlockResult.LANDED).all()
         assert not trouble
     assert full.written == []
     assert some.written == [[keys[0], keys[2]]]
@@ -144,12 +144,12 @@ async def test_the_best_of_the_tiers_that_count_counts() -> None:
     disk.refusing, disk.trouble = True, "it is full"
     async with hierarchy(cache, disk) as tiers:
         fates, trouble = await tiers.write_through(SPACE, batch(tiers, keys))
-        assert (fates == Fate.REFUSED).all()
+        assert (fates == BlockResult.REFUSED).all()
         assert trouble == "disk: it is full"
         assert cache.written == [keys.tolist()]
         disk.durable = False
         fates, trouble = await tiers.write_through(SPACE, batch(tiers, keys))
-        assert (fates == Fate.LANDED).all()
+        assert (fates == BlockResult.LANDED).all()
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -14,7 +14,7 @@ from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.mapping import GroupMap
 from kvwire.store.images import ImageCache, images_in
-from kvwire.store.space import ORDERS, Space
+from kvwire.store.space import ORDERS, Namespace
 from tests.store.caches import SPEC
 
 NBYTES = SPEC.block_bytes
@@ -58,7 +58,7 @@ def test_each_block_is_its_image(places: list[int], gap: int, order: int) -> Non
     """Whatever the order, the distances and the sequence of the images."""
     memory = np.empty(501 * 4096, np.uint8)
     wanted = at(memory, [place * gap for place in places], NBYTES)
-    found = walked(ImageCache(Space("g", SPEC), order, wanted), SPEC, order)
+    found = walked(ImageCache(Namespace("g", SPEC), order, wanted), SPEC, order)
     assert np.array_equal(found.addresses, wanted.merged().addresses)
     assert np.array_equal(found.lengths, wanted.merged().lengths)
 
@@ -70,7 +70,7 @@ def test_every_element_type(dtype: str) -> None:
     )
     memory = np.empty(1000, np.uint8)
     room = images_in(memory, spec.block_bytes, 3)
-    found = walked(ImageCache(Space("kv", spec), 0, room), spec, 0)
+    found = walked(ImageCache(Namespace("kv", spec), 0, room), spec, 0)
     assert found.nbytes == 3 * spec.block_bytes
     assert int(found.addresses[0]) == memory.ctypes.data
 
@@ -84,7 +84,7 @@ def test_the_owner_is_held_until_it_is_released() -> None:
     memory = np.empty(4 * NBYTES, np.uint8)
     gone = weakref.ref(memory)
     room = images_in(memory, NBYTES, 4)
-    images = ImageCache(Space("kv", SPEC), 0, room.selected(np.array([1, 3])))
+    images = ImageCache(Namespace("kv", SPEC), 0, room.selected(np.array([1, 3])))
     del memory, room
     assert gone() is not None
     images.release()

@@ -8,12 +8,12 @@ import pytest
 
 import kvwire
 from kvwire import ConnectionLost
-from kvwire.store.line import Line
+from kvwire.store.line import StoreClient
 
 
 async def test_what_is_asked_while_it_is_down_fails_at_once() -> None:
     async with kvwire.open() as communicator:
-        line = Line(communicator, "127.0.0.1:9", 1.0, lambda: None)
+        line = StoreClient(communicator, "127.0.0.1:9", 1.0, lambda: None)
         with pytest.raises(ConnectionLost, match="not dialled yet"):
             line.now()
         await line.open()
@@ -26,7 +26,7 @@ async def test_what_is_asked_while_it_is_down_fails_at_once() -> None:
 async def test_a_cancelled_close_is_cancelled() -> None:
     """And not taken for the end of what it waits for."""
     async with kvwire.open() as communicator:
-        line = Line(communicator, "127.0.0.1:9", 1.0, lambda: None)
+        line = StoreClient(communicator, "127.0.0.1:9", 1.0, lambda: None)
         go = asyncio.Event()
 
         async def slow() -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
 from kvwire.store.index import Keys, Named, as_keys
-from kvwire.store.memory import Memory
+from kvwire.store.memory import MemoryTier
 from kvwire.store.slabs import GRAIN_BYTES, Slabs
 from tests.store.caches import chain
 from tests.support.pairs import until
@@ -43,19 +43,19 @@ def below() -> Below:
 
 
 @pytest.fixture
-def memory(below: Below) -> Iterator[Memory]:
+def memory(below: Below) -> Iterator[MemoryTier]:
     """Sixteen slots in one slab, above a tier."""
-    made = Memory(Slabs(1, SLOTS * GRAIN_BYTES), below.demote)
+    made = MemoryTier(Slabs(1, SLOTS * GRAIN_BYTES), below.demote)
     yield made
     made.close()
 
 
-def name(memory: Memory, keys: Keys, slots: Ids) -> None:
+def name(memory: MemoryTier, keys: Keys, slots: Ids) -> None:
     memory.index.name(keys, slots)
     memory.unpin(keys, slots)
 
 
-async def full(memory: Memory) -> Keys:
+async def full(memory: MemoryTier) -> Keys:
     """Every slot has a block that nobody uses."""
     keys = as_keys(chain(SLOTS))
     slots = memory.index.take(BYTES, SLOTS)
@@ -73,7 +73,7 @@ async def some_turns() -> None:
 # --- slots ----------------------------------------------------------------------------
 
 
-async def test_images_lie_where_their_slots_are(memory: Memory) -> None:
+async def test_images_lie_where_their_slots_are(memory: MemoryTier) -> None:
     slots = np.array([3, 0, 15])
     memory.index.take(BYTES, SLOTS)
     images = memory.images(slots, BYTES)
@@ -86,12 +86,12 @@ async def test_images_lie_where_their_slots_are(memory: Memory) -> None:
     assert last <= begin + size
 
 
-async def test_what_does_not_fit_is_known(memory: Memory) -> None:
+async def test_what_does_not_fit_is_known(memory: MemoryTier) -> None:
     assert memory.fits(SLOTS * GRAIN_BYTES)
     assert not memory.fits(SLOTS * GRAIN_BYTES + 1)
 
 
-async def test_who_waits_is_woken_by_a_slot(memory: Memory) -> None:
+async def test_who_waits_is_woken_by_a_slot(memory: MemoryTier) -> None:
     """However it becomes free: given back, or named and let go of."""
     keys = as_keys(chain(SLOTS))
     taken = await memory.take(BYTES, SLOTS)
@@ -111,7 +111,7 @@ async def test_who_waits_is_woken_by_a_slot(memory: Memory) -> None:
     await memory.settle()
 
 
-async def test_a_part_of_what_is_wanted_is_given_at_once(memory: Memory) -> None:
+async def test_a_part_of_what_is_wanted_is_given_at_once(memory: MemoryTier) -> None:
     first = await memory.take(BYTES, SLOTS - 3)
     rest = await memory.take(BYTES, SLOTS)
     assert rest.size == 3
@@ -124,7 +124,9 @@ async def test_a_part_of_what_is_wanted_is_given_at_once(memory: Memory) -> None
 # --- evicting -------------------------------------------------------------------------
 
 
-async def test_what_leaves_is_given_below_first(memory: Memory, below: Below) -> None:
+async def test_what_leaves_is_given_below_first(
+    memory: MemoryTier, below: Below
+) -> None:
     keys = await full(memory)
     gate = asyncio.Event()
     below.before = gate.wait
@@ -141,7 +143,7 @@ async def test_what_leaves_is_given_below_first(memory: Memory, below: Below) ->
     memory.give_back(slots)
 
 
-async def test_what_is_used_meanwhile_stays(memory: Memory, below: Below) -> None:
+async def test_what_is_used_meanwhile_stays(memory: MemoryTier, below: Below) -> None:
     keys = await full(memory)
     gate = asyncio.Event()
     below.before = gate.wait
@@ -160,7 +162,7 @@ async def test_what_is_used_meanwhile_stays(memory: Memory, below: Below) -> Non
 
 
 async def test_a_cancelled_take_has_nothing_and_loses_nothing(
-    memory: Memory, below: Below
+    memory: MemoryTier, below: Below
 ) -> None:
     """Cancelled in its eviction: the blocks that were to leave stay where they are."""
     keys = await full(memory)
@@ -180,7 +182,7 @@ async def test_a_cancelled_take_has_nothing_and_loses_nothing(
 
 
 async def test_a_cancelled_take_gives_back_what_it_had(
-    memory: Memory, below: Below
+    memory: MemoryTier, below: Below
 ) -> None:
     keys = await full(memory)
     below.before = None
@@ -200,7 +202,7 @@ async def test_a_cancelled_take_gives_back_what_it_had(
     assert (memory.index.find(keys) == held).all()
 
 
-async def test_a_cancelled_wait_has_nothing(memory: Memory) -> None:
+async def test_a_cancelled_wait_has_nothing(memory: MemoryTier) -> None:
     taken = await memory.take(BYTES, SLOTS)
     waiting = asyncio.create_task(memory.take(BYTES, 1))
     await some_turns()
@@ -212,7 +214,7 @@ async def test_a_cancelled_wait_has_nothing(memory: Memory) -> None:
 
 
 async def test_a_demotion_that_raises_loses_nothing(
-    memory: Memory, below: Below
+    memory: MemoryTier, below: Below
 ) -> None:
     async def broken() -> None:
         raise ValueError("a bug")
@@ -231,7 +233,7 @@ async def test_a_demotion_that_raises_loses_nothing(
 async def test_some_room_is_cleared_in_the_background() -> None:
     """So that the next put need not wait for the tier below."""
     below = Below()
-    memory = Memory(Slabs(16, 64 * KIB), below.demote)
+    memory = MemoryTier(Slabs(16, 64 * KIB), below.demote)
     keys = as_keys(chain(256))
     slots = memory.index.take(BYTES, 256)
     name(memory, keys, slots)
@@ -250,7 +252,7 @@ async def test_some_room_is_cleared_in_the_background() -> None:
 async def test_memory_that_somebody_keeps_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    memory = Memory(Slabs(1, SLOTS * GRAIN_BYTES), None)
+    memory = MemoryTier(Slabs(1, SLOTS * GRAIN_BYTES), None)
     memory.index.take(BYTES, 1)
     images = memory.images(np.array([0]), BYTES)
     with caplog.at_level(logging.WARNING, "kvwire"):
@@ -262,7 +264,7 @@ async def test_memory_that_somebody_keeps_is_said(
     memory._arena.close()
 
 
-async def test_what_is_written_down_stays(memory: Memory, below: Below) -> None:
+async def test_what_is_written_down_stays(memory: MemoryTier, below: Below) -> None:
     keys = as_keys(chain(4))
     slots = memory.index.take(BYTES, 4)
     name(memory, keys, slots)

@@ -23,11 +23,11 @@ from kvwire.extras import install_command
 from kvwire.store.index import as_keys
 from kvwire.store.object import ObjectTier
 from kvwire.store.object_format import HEAD_BYTES, path_of
-from kvwire.store.space import ABSENT, Space
+from kvwire.store.space import ABSENT, Namespace
 from tests.store.caches import SPEC, Filled, chain
 from tests.support.pairs import until
 
-SPACE = Space("kv", SPEC)
+SPACE = Namespace("kv", SPEC)
 
 # Its threads start with the first request of a process, and stay.
 obstore.put(obstore.store.MemoryStore(), "first", b"")
@@ -120,7 +120,7 @@ async def test_in_memory() -> None:
 
 async def test_another_model_is_not_found(tmp_path: Path) -> None:
     tier = f"object:file://{tmp_path}"
-    other = Filled(spec=Space("kv", SPEC).spec, seed=2)
+    other = Filled(spec=Namespace("kv", SPEC).spec, seed=2)
     async with BlockStore.open([tier]) as store:
         await store.put(chain(1), other.cache, [0])
         wide = Filled(spec=type(SPEC)(**_fields() | {"fingerprint": "another"}))

@@ -34,10 +34,10 @@ from kvwire.store.requests import (
     decode_request,
     encode,
 )
-from kvwire.store.space import ABSENT, DIGEST_BYTES, ORDERS, Space
+from kvwire.store.space import ABSENT, DIGEST_BYTES, ORDERS, Namespace
 from tests.store.caches import SPEC, chain
 
-SPACE = Space("kv", SPEC)
+SPACE = Namespace("kv", SPEC)
 NAMES = Names.of(as_keys(SPACE.digest + one for one in chain(3)))
 
 

@@ -30,19 +30,19 @@ from kvwire.store.requests import (
     Hello,
     Names,
     Put,
-    Request,
     SpaceText,
+    StoreMessageRequest,
     Touch,
     Welcome,
     decode_reply,
     encode,
 )
-from kvwire.store.space import ABSENT, Space
-from kvwire.store.tier import Fate
+from kvwire.store.space import ABSENT, Namespace
+from kvwire.store.tier import BlockResult
 from tests.store.caches import SPEC, Filled, chain
 from tests.support.pairs import until
 
-SPACE = Space("kv", SPEC)
+SPACE = Namespace("kv", SPEC)
 
 
 class Client:
@@ -52,11 +52,11 @@ class Client:
         self.communicator = communicator
         self.connection = connection
 
-    async def say(self, message: Request | bytes) -> None:
+    async def say(self, message: StoreMessageRequest | bytes) -> None:
         body = message if isinstance(message, bytes) else encode(message)
         await self.connection.send(TAG, body)
 
-    async def ask(self, request: Request) -> Any:
+    async def ask(self, request: StoreMessageRequest) -> Any:
         await self.say(request)
         return decode_reply(await self.connection.recv(TAG))
 
@@ -96,12 +96,12 @@ def where(server: StoreServer, options: str = "") -> str:
     return f"kvwire://{server.address.host}:{server.address.port}{options}"
 
 
-def names(hashes: list[bytes], space: Space = SPACE) -> Names:
+def names(hashes: list[bytes], space: Namespace = SPACE) -> Names:
     return Names.of(as_keys(space.digest + one for one in hashes))
 
 
 def moving(
-    kind: type[Put | Get], hashes: list[bytes], of: Space = SPACE, **changes: Any
+    kind: type[Put | Get], hashes: list[bytes], of: Namespace = SPACE, **changes: Any
 ) -> Put | Get:
     """A request to move some blocks."""
     fields: dict[str, Any] = {
@@ -210,12 +210,12 @@ async def test_more_requests_than_allowed_end_the_connection() -> None:
 
 async def test_keys_of_another_space_are_refused() -> None:
     """The spec says one thing and the keys another: neither is believed."""
-    other = Space("other", SPEC)
+    other = Namespace("other", SPEC)
     async with serving() as (store, server), client(server) as liar:
         for kind in (Put, Get):
             request = moving(kind, chain(2), names=names(chain(2), other))
             done = await liar.ask(request)
-            assert done.table.tolist() == [Fate.REFUSED, Fate.REFUSED]
+            assert done.table.tolist() == [BlockResult.REFUSED, BlockResult.REFUSED]
             assert "another space" in done.reason
         assert not store.hierarchy.spaces
         assert await works(server)
@@ -226,7 +226,7 @@ async def test_more_bytes_than_a_berth_are_refused() -> None:
     async with serving(berth_bytes=berth) as (_, server), client(server) as liar:
         for kind in (Put, Get):
             done = await liar.ask(moving(kind, chain(5)))
-            assert set(done.table.tolist()) == {Fate.REFUSED}
+            assert set(done.table.tolist()) == {BlockResult.REFUSED}
             assert str(berth) in done.reason
         assert await works(server)
 
@@ -236,18 +236,18 @@ async def test_an_order_of_single_elements_is_refused_for_large_transfers() -> N
     spec = kvwire.KVSpec(
         layers=4, kv_heads=8, head_dim=128, block_tokens=256, dtype="uint8"
     )
-    space = Space("kv", spec)
+    space = Namespace("kv", spec)
     async with serving("memory:64MiB") as (_, server), client(server) as liar:
         done = await liar.ask(moving(Get, chain(8), space, order=119))
         assert "too many pieces" in done.reason
         done = await liar.ask(moving(Get, chain(8), space))
-        assert set(done.table.tolist()) == {Fate.MISSING}
+        assert set(done.table.tolist()) == {BlockResult.MISSING}
 
 
 async def test_an_id_that_nobody_published_fails_by_its_deadline() -> None:
     async with serving(berths=1) as (store, server), client(server) as liar:
         done = await liar.ask(moving(Put, chain(2), timeout_ms=50))
-        assert set(done.table.tolist()) == {Fate.FAILED}
+        assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "deadline" in done.reason
         # The only berth is free again.
         assert (await liar.ask(moving(Get, chain(2)))).table.tolist() == [1, 1]
@@ -284,7 +284,7 @@ async def test_a_put_of_fewer_blocks_than_it_says_stores_none_of_them() -> None:
         out.ready()
         out.finish()
         done = await liar.ask(moving(Put, chain(2)))
-        assert set(done.table.tolist()) == {Fate.FAILED}
+        assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "tokens" in done.reason
         assert not len(store.hierarchy.memory.index)
 
@@ -298,7 +298,11 @@ async def test_a_partly_marked_put_stores_what_was_marked() -> None:
         out.ready(layers=0, blocks=2)
         out.finish(partial=True)
         done = await one.ask(moving(Put, chain(3)))
-        assert done.table.tolist() == [Fate.LANDED, Fate.LANDED, Fate.FAILED]
+        assert done.table.tolist() == [
+            BlockResult.LANDED,
+            BlockResult.LANDED,
+            BlockResult.FAILED,
+        ]
         found = await one.ask(Find(2, names(chain(3))))
         assert (found.table != ABSENT).tolist() == [True, True, False]
         assert len(store.hierarchy.memory.index) == 2
@@ -313,7 +317,7 @@ async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> No
         _damage(tmp_path / "images", source.tensors[0][2].tobytes())
         async with client(server) as one:
             done = await one.ask(moving(Get, hashes))
-            fates = [Fate.LANDED, Fate.MISSING, Fate.FAILED]
+            fates = [BlockResult.LANDED, BlockResult.MISSING, BlockResult.FAILED]
             assert done.table.tolist() == fates
             assert "damaged" in done.reason
 
@@ -351,7 +355,7 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         # By the deadline its berth is free again.
         again = await idle.ask(moving(Get, hashes, number=2, transfer=2))
         assert again.number == 2
-        assert again.table.tolist() == [Fate.MISSING, Fate.MISSING]
+        assert again.table.tolist() == [BlockResult.MISSING, BlockResult.MISSING]
 
 
 async def test_a_client_that_takes_no_answers_is_one_of_many() -> None:
@@ -373,7 +377,7 @@ async def test_read_only() -> None:
         async with StoreServer(store, "127.0.0.1:0", read_only=True) as server:
             async with client(server) as liar:
                 done = await liar.ask(moving(Put, chain(1)))
-                assert done.table.tolist() == [Fate.REFUSED]
+                assert done.table.tolist() == [BlockResult.REFUSED]
                 assert "read-only" in done.reason
             tier, target = where(server), Filled()
             async with BlockStore.open([tier]) as other:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.spec import KVSpec
 from kvwire.memory.copy import copy
-from kvwire.store.share import Share
+from kvwire.store.share import GroupRequest
 from kvwire.store.space import ORDERS, order_of
 from tests.kv.reference import Element, Store, shapes
 from tests.store.caches import chain
@@ -22,7 +22,7 @@ SIZES = [(1, 1), (4, 4), (2, 4), (4, 2), (6, 4), (4, 6), (1, 3), (3, 1)]
 """Tokens of a block, and of a hash."""
 
 
-def image_bytes(share: Share, positions: list[int], order: int) -> bytes:
+def image_bytes(share: GroupRequest, positions: list[int], order: int) -> bytes:
     """The images, copied out of the cache."""
     fragments = share.fragments(np.array(positions), order)
     gathered = bytearray(fragments.nbytes)
@@ -66,7 +66,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     source = Store(spec, blocks + 1, data.draw(shapes(spec)))
     source.fill(ids)
     group = source.cache().groups["kv"]
-    share = Share(group, np.array(ids), chain(int(units)), hash_tokens)
+    share = GroupRequest(group, np.array(ids), chain(int(units)), hash_tokens)
     order = data.draw(st.integers(0, len(ORDERS) - 1))
     some = sorted(data.draw(st.sets(st.integers(0, int(units) - 1), min_size=1)))
 
@@ -79,7 +79,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     assert 0 <= order_of(group) < len(ORDERS)
 
     target = Store(spec, blocks + 1, data.draw(shapes(spec)))
-    there = Share(
+    there = GroupRequest(
         target.cache().groups["kv"], np.array(ids), chain(int(units)), hash_tokens
     )
     into = there.fragments(np.array(some), order)

@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire import KVSpec, PagedCache, UsageError
-from kvwire.store.space import ABSENT, DIGEST_BYTES, ORDERS, Space, order_of, space_of
+from kvwire.store.space import (
+    ABSENT,
+    DIGEST_BYTES,
+    ORDERS,
+    Namespace,
+    order_of,
+    space_of,
+)
 from tests.store.caches import SPEC
 
-SPACE = Space("kv", SPEC)
+SPACE = Namespace("kv", SPEC)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +41,7 @@ SPACE = Space("kv", SPEC)
     ids=str,
 )
 def test_whatever_differs_makes_another_space(change: dict[str, Any]) -> None:
-    other = Space("kv", replace(SPEC, **change))
+    other = Namespace("kv", replace(SPEC, **change))
     assert other.digest != SPACE.digest
     assert other != SPACE
     assert SPACE.differing(other) == other.differing(SPACE)
@@ -43,10 +50,10 @@ def test_whatever_differs_makes_another_space(change: dict[str, Any]) -> None:
 
 
 def test_the_group_is_a_part_of_it() -> None:
-    other = Space("window", SPEC)
+    other = Namespace("window", SPEC)
     assert other.digest != SPACE.digest
     assert SPACE.differing(other) == ("group",)
-    both = Space("window", replace(SPEC, layers=1))
+    both = Namespace("window", replace(SPEC, layers=1))
     assert SPACE.differing(both)[0] == "group"
     assert SPACE.differing(SPACE) == ()
 
@@ -61,8 +68,8 @@ def test_a_digest_is_the_same_everywhere_and_for_ever() -> None:
 @settings(max_examples=100)
 def test_no_text_runs_over_into_the_next(group: str, other: str, more: str) -> None:
     """A group that ends where a fingerprint begins is not another group's."""
-    one = Space(group + more, replace(SPEC, fingerprint=other))
-    two = Space(group, replace(SPEC, fingerprint=more + other))
+    one = Namespace(group + more, replace(SPEC, fingerprint=other))
+    two = Namespace(group, replace(SPEC, fingerprint=more + other))
     same = (group + more, other) == (group, more + other)
     assert (one.digest == two.digest) == same
 
@@ -92,7 +99,7 @@ def test_images_have_the_order_of_their_cache(layout: str, order: str) -> None:
     assert ORDERS[order_of(group)] == tuple(order.split())
     assert space_of(group, None) == SPACE
     assert space_of(group, 4) == SPACE
-    assert space_of(group, 8) == Space(group.name, replace(SPEC, block_tokens=8))
+    assert space_of(group, 8) == Namespace(group.name, replace(SPEC, block_tokens=8))
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 2**40, 1.5, True, "4"])
@@ -112,4 +119,4 @@ def test_a_spec_that_is_written_otherwise_is_the_same_space() -> None:
         layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16",
         model_layers=2, model_kv_heads=2,
     )  # fmt: skip
-    assert Space("kv", spec).digest == SPACE.digest
+    assert Namespace("kv", spec).digest == SPACE.digest

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvwire.store.images import images_in
 from kvwire.store.index import as_keys
-from kvwire.store.tier import Batch, Fate, TierStats
+from kvwire.store.tier import Batch, BlockResult, TierStats
 
 
 @given(st.integers(1, 12), st.data())
@@ -35,14 +35,14 @@ def test_a_selection_keeps_key_order_and_image_together(
         assert part.images.owner is memory
 
 
-@given(st.lists(st.sampled_from(Fate)), st.booleans())
+@given(st.lists(st.sampled_from(BlockResult)), st.booleans())
 @settings(max_examples=50, deadline=None, derandomize=True)
-def test_each_fate_is_counted_once(fates: list[Fate], written: bool) -> None:
+def test_each_fate_is_counted_once(fates: list[BlockResult], written: bool) -> None:
     """Blocks that are missing or refused are in no number of a tier."""
     stats, seen = TierStats(), Counter(fates)
     stats.count(np.array(fates, np.uint8), written=written)
-    assert stats.written_blocks == (seen[Fate.LANDED] if written else 0)
-    assert stats.read_blocks == (0 if written else seen[Fate.LANDED])
-    assert stats.damaged_blocks == seen[Fate.DAMAGED]
-    assert stats.failed_blocks == seen[Fate.FAILED]
+    assert stats.written_blocks == (seen[BlockResult.LANDED] if written else 0)
+    assert stats.read_blocks == (0 if written else seen[BlockResult.LANDED])
+    assert stats.damaged_blocks == seen[BlockResult.DAMAGED]
+    assert stats.failed_blocks == seen[BlockResult.FAILED]
     assert stats.evicted_blocks == 0

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from kvwire.store.request import StoreRequest
-from kvwire.store.space import Space
+from kvwire.store.space import Namespace
 from kvwire.store.store import BlockStore
 from kvwire.store.tier import Batch, Fates
 from tests.store.caches import SPEC, Filled, chain
@@ -16,7 +16,7 @@ from tests.store.fakes import FakeTier
 from tests.store.files import store_on
 from tests.support.pairs import until
 
-SPACE = Space("kv", SPEC)
+SPACE = Namespace("kv", SPEC)
 COUNT = 6
 
 
@@ -29,13 +29,13 @@ class Broken(FakeTier):
         self.asked = 0
         self.orders = {SPACE.digest + one: 0 for one in chain(COUNT, "there")}
 
-    async def read(self, space: Space, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
         """See Tier."""
         self.asked += 1
         await self.go.wait()
         raise ValueError("a bug")
 
-    async def write(self, space: Space, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
         """See Tier."""
         return await self.read(space, batch)
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from kvwire.errors import ConnectionLost
-from kvwire.proto.liveness import Liveness, Verdict
+from kvwire.proto.liveness import Liveness, LivenessVerdict
 from kvwire.testing.pair import ConnectionPair
 from tests.support.pairs import connected
 
@@ -74,17 +74,17 @@ async def test_messages_that_nobody_took_go_with_their_connection() -> None:
 def test_a_late_loop_listens_once_more_before_it_calls_its_peer_dead() -> None:
     """Two stalls in a row, and the answer to our ping still lies in the socket."""
     watch = Liveness(interval_s=2.0, misses=2, now=0.0)
-    assert watch.look(7.0) is Verdict.PING
-    assert watch.look(watch.due + 5.0) is Verdict.PING
+    assert watch.look(7.0) is LivenessVerdict.PING
+    assert watch.look(watch.due + 5.0) is LivenessVerdict.PING
     silent_until = watch.due
-    assert watch.look(silent_until) is Verdict.DEAD
+    assert watch.look(silent_until) is LivenessVerdict.DEAD
 
 
 def test_a_loop_that_is_always_late_still_finds_its_peer_dead() -> None:
     """It listens once more, not for ever."""
     watch = Liveness(interval_s=2.0, misses=3, now=0.0)
     verdicts = [watch.look(watch.due + 0.3) for _ in range(5)]
-    assert verdicts[-1] is Verdict.DEAD
+    assert verdicts[-1] is LivenessVerdict.DEAD
 
 
 def test_who_was_heard_after_a_late_look_is_judged_afresh() -> None:
@@ -94,6 +94,6 @@ def test_who_was_heard_after_a_late_look_is_judged_afresh() -> None:
     now = watch.due + 5.0
     watch.look(now)
     watch.heard(now + 0.1)
-    assert watch.look(watch.due) is Verdict.FINE
-    assert watch.look(watch.due + 5.0) is Verdict.PING
-    assert watch.look(watch.due + 5.0) is Verdict.PING
+    assert watch.look(watch.due) is LivenessVerdict.FINE
+    assert watch.look(watch.due + 5.0) is LivenessVerdict.PING
+    assert watch.look(watch.due + 5.0) is LivenessVerdict.PING

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.transfers.coverage import Claims
+from kvwire.transfers.coverage import Coverage
 
 LAYERS, BLOCKS = 5, 7
 
@@ -20,7 +20,7 @@ def _ranges(size: int) -> st.SearchStrategy[range]:
 @given(st.lists(st.tuples(_ranges(LAYERS), _ranges(BLOCKS)), max_size=12))
 def test_any_marks_in_any_order(marks: list[tuple[range, range]]) -> None:
     """What is taken, complete, untouched, and the first gap."""
-    claims = Claims(LAYERS, BLOCKS)
+    claims = Coverage(LAYERS, BLOCKS)
     cells = np.zeros((LAYERS, BLOCKS), np.bool_)
     for layers, blocks in marks:
         part = cells[layers.start : layers.stop, blocks.start : blocks.stop]
@@ -38,7 +38,7 @@ def test_any_marks_in_any_order(marks: list[tuple[range, range]]) -> None:
 @pytest.mark.parametrize("blocks", [0, 1, 64, 100_000])
 def test_layer_by_layer(blocks: int) -> None:
     """The common order, for lists from none to longer than any machine word."""
-    claims = Claims(80, blocks)
+    claims = Coverage(80, blocks)
     assert claims.complete == (blocks == 0)
     for layer in range(80):
         one, every = range(layer, layer + 1), range(blocks)
@@ -50,7 +50,7 @@ def test_layer_by_layer(blocks: int) -> None:
 
 def test_no_blocks_claim_nothing() -> None:
     """An empty range of blocks is no claim, not even twice."""
-    claims = Claims(2, 3)
+    claims = Coverage(2, 3)
     for _ in range(2):
         assert not claims.taken(range(2), range(0))
         claims.claim(range(2), range(0))

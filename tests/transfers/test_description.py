@@ -20,7 +20,7 @@ from kvwire.limits import (
     PROFILE_FIELDS_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
-from kvwire.transfers.description import END_BYTES, Description, pack_have
+from kvwire.transfers.description import END_BYTES, TransferOffer, pack_have
 
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
 END = b"endpoint"
@@ -39,9 +39,9 @@ class Fields:
         cache = PagedCache(SPEC, [np.zeros(shape, np.float32) for _ in range(2)])
         return describe(cache, cache.block_lists(range(self.blocks)))
 
-    def made(self, **more: Any) -> Description:
+    def made(self, **more: Any) -> TransferOffer:
         fields: Any = self.geometry.encode()
-        return Description(geometry=fields, end=END, **more)
+        return TransferOffer(geometry=fields, end=END, **more)
 
 
 U32 = st.integers(0, 2**32 - 1)
@@ -56,7 +56,7 @@ U32 = st.integers(0, 2**32 - 1)
 )
 def test_round_trip(**fields: Any) -> None:
     said = Fields().made(**fields)
-    assert Description.decode(said.encode()) == said
+    assert TransferOffer.decode(said.encode()) == said
     assert said.read_geometry().encode() == Fields().geometry.encode()
 
 
@@ -64,7 +64,7 @@ def test_round_trip(**fields: Any) -> None:
 def test_what_the_consumer_has_comes_back_bit_by_bit(bits: list[bool]) -> None:
     have = {"kv": np.array(bits)}
     said = Fields(len(bits)).made(have=pack_have(have))
-    heard = Description.decode(said.encode())
+    heard = TransferOffer.decode(said.encode())
     found = heard.read_have(heard.read_geometry())
     if any(bits):
         assert found["kv"].tolist() == bits
@@ -103,20 +103,20 @@ def test_a_bitmap_that_does_not_fit(have: Any) -> None:
 )
 def test_bytes_that_are_none(data: bytes) -> None:
     with pytest.raises(ProfileMismatch, match="the peer's description"):
-        Description.decode(data)
+        TransferOffer.decode(data)
 
 
 def test_a_name_that_is_no_text() -> None:
     """msgspec reports it as Python does, and not as its own error."""
     data = Fields().made().encode().replace(b"kv", b"k\xff", 1)
     with pytest.raises(ProfileMismatch, match=r"the peer's description.*utf-8"):
-        Description.decode(data)
+        TransferOffer.decode(data)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
-        read = Description.decode(data)
+        read = TransferOffer.decode(data)
     except ProfileMismatch:
         return
     assert len(read.end) == END_BYTES
@@ -140,7 +140,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 def test_a_field_out_of_range(change: dict[str, Any]) -> None:
     said = msgspec.structs.replace(Fields().made(), **change)
     with pytest.raises(ProfileMismatch):
-        Description.decode(msgspec.msgpack.encode(said))
+        TransferOffer.decode(msgspec.msgpack.encode(said))
 
 
 def test_a_geometry_out_of_range_names_the_peer() -> None:
@@ -149,7 +149,7 @@ def test_a_geometry_out_of_range_names_the_peer() -> None:
         Fields().made(), geometry=((name, pairs, order, 2**32 - 1, tokens),)
     )
     with pytest.raises(ProfileMismatch, match="the peer's description: group 'kv'"):
-        Description.decode(msgspec.msgpack.encode(said)).read_geometry()
+        TransferOffer.decode(msgspec.msgpack.encode(said)).read_geometry()
 
 
 def test_room_is_kept_for_what_will_have_landed() -> None:
@@ -206,4 +206,4 @@ def test_lists_that_are_longer_than_any_cache_needs(where: str) -> None:
         group[1] *= PROFILE_FIELDS_MAX + 1
         geometry = [group]
     with pytest.raises(ProfileMismatch, match="of length <="):
-        Description.decode(msgspec.msgpack.encode([geometry, END]))
+        TransferOffer.decode(msgspec.msgpack.encode([geometry, END]))

@@ -14,7 +14,7 @@ from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.limits import MIB
 from kvwire.memory.device.simulated import SimulatedDevice
-from kvwire.transfers.event_wait import Afters, fired
+from kvwire.transfers.event_wait import EventWaiter, fired
 from tests.support.pairs import until
 
 
@@ -29,7 +29,7 @@ async def devices() -> AsyncIterator[Devices]:
 async def test_a_future(devices: Devices, kind: str) -> None:
     after: Any = Future() if kind == "concurrent" else asyncio.Future()
     told: list[str] = []
-    Afters(devices).prepare(after)(told.append)
+    EventWaiter(devices).prepare(after)(told.append)
     assert told == []
     after.set_result(None)
     await until(lambda: told)
@@ -39,7 +39,7 @@ async def test_a_future(devices: Devices, kind: str) -> None:
 async def test_a_future_that_fails(devices: Devices) -> None:
     after: Future[None] = Future()
     told: list[str] = []
-    Afters(devices).prepare(after)(told.append)
+    EventWaiter(devices).prepare(after)(told.append)
     after.set_exception(ValueError("no such layer"))
     assert told == ["failed: ValueError: no such layer"]
 
@@ -49,7 +49,7 @@ async def test_an_event(devices: Devices) -> None:
     stream, told = device.stream(), list[str]()
     device.hold()
     stream.call(lambda: None)
-    Afters(devices).prepare(stream.record())(told.append)
+    EventWaiter(devices).prepare(stream.record())(told.append)
     for _ in range(20):
         await asyncio.sleep(0)
     assert told == []
@@ -71,7 +71,7 @@ async def test_an_event_that_its_library_does_not_take(
         raise RuntimeError("no more streams")
 
     monkeypatch.setattr(device, "stream", refuse)
-    Afters(devices).prepare(stream.record())(told.append)
+    EventWaiter(devices).prepare(stream.record())(told.append)
     assert told == ["failed: RuntimeError: no more streams"]
     stream.close()
     device.close()
@@ -82,7 +82,7 @@ async def test_an_event_that_its_library_does_not_take(
 )
 async def test_nothing_that_can_be_waited_for(devices: Devices, after: Any) -> None:
     with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
-        Afters(devices).prepare(after)
+        EventWaiter(devices).prepare(after)
 
 
 async def test_waiting_for_an_event(devices: Devices) -> None:

@@ -10,7 +10,7 @@ import pytest
 import kvwire
 from kvwire.testing import virtual_time
 from kvwire.transfers import matching as module
-from kvwire.transfers.description import Description
+from kvwire.transfers.description import TransferOffer
 from tests.scenarios.world import World, play, same
 
 LIST = [3, 1, 4]
@@ -213,14 +213,14 @@ def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
         for number in range(5):
             w.pull_side.pull(f"unknown {number}", w.target.cache, DEST)
         await w.until(lambda: len(w.p.exchange._stashed) == 5)
-        read = Description.decode
+        read = TransferOffer.decode
         said: list[bytes] = []
 
-        def counted(data: bytes) -> Description:
+        def counted(data: bytes) -> TransferOffer:
             said.append(data)
             return read(data)
 
-        monkeypatch.setattr(Description, "decode", counted)
+        monkeypatch.setattr(TransferOffer, "decode", counted)
         other = await w.d.connect(w.address)
         theirs = await w.p.accept()
         other.abort()

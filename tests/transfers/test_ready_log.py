@@ -14,7 +14,7 @@ from kvwire import KVSpec, PagedCache, UsageError
 from kvwire.driver.devices import Devices
 from kvwire.limits import MIB
 from kvwire.transfers import ready_log as module
-from kvwire.transfers.ready_log import Mark, Marks
+from kvwire.transfers.ready_log import ReadyLog, ReadyRange
 
 SPEC = KVSpec(
     layers=4,
@@ -36,13 +36,13 @@ def cache(*groups: str) -> PagedCache:
     return PagedCache(SPEC, tensors())
 
 
-def marks_of(*groups: str) -> tuple[Marks, list[int]]:
+def marks_of(*groups: str) -> tuple[ReadyLog, list[int]]:
     """The marks of a list of three blocks, and the log's length at each wake-up."""
     made, woken = cache(*groups), list[int]()
     lists = made.block_lists({name: [5, 1, 3] for name in groups} or [5, 1, 3])
     loop = asyncio.get_running_loop()
     devices = Devices(loop, MIB)
-    marks = Marks(made, lists, loop, lambda: woken.append(len(marks.log)), devices)
+    marks = ReadyLog(made, lists, loop, lambda: woken.append(len(marks.log)), devices)
     return marks, woken
 
 
@@ -58,10 +58,10 @@ async def test_layers_are_the_model_s_and_blocks_are_positions() -> None:
     marks.add(number, 0, None, None)
     marks.add(slice(None, 5), slice(0, 0), None, None)
     assert marks.log == [
-        Mark("kv", range(1), range(3)),
-        Mark("kv", range(1, 3), range(1, 3)),
-        Mark("kv", range(1, 2), range(1)),
-        Mark("kv", range(3), range(0)),
+        ReadyRange("kv", range(1), range(3)),
+        ReadyRange("kv", range(1, 3), range(1, 3)),
+        ReadyRange("kv", range(1, 2), range(1)),
+        ReadyRange("kv", range(3), range(0)),
     ]
     assert not marks.complete
 
@@ -185,7 +185,7 @@ async def test_a_mark_that_waits(where: str) -> None:
     while not marks.all_in:
         await turn()
     await turn()
-    assert marks.log == [Mark("kv", range(4), range(3))]
+    assert marks.log == [ReadyRange("kv", range(4), range(3))]
     assert woken[-1] == 1
     with pytest.raises(UsageError, match="finished already"):
         marks.add(2, None, None, None)
@@ -228,7 +228,7 @@ async def test_marks_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_loop_that_is_closed_is_no_error() -> None:
     """A forward pass that still runs need not know."""
-    kept: list[Marks] = []
+    kept: list[ReadyLog] = []
 
     async def main() -> None:
         kept.append(marks_of()[0])

@@ -9,8 +9,8 @@ import pytest
 
 import kvwire
 from kvwire.kv.plan import Segment
-from kvwire.proto.records import Segment as CoreSegment
-from kvwire.proto.records import Transfer
+from kvwire.proto.records import SegmentRecord as CoreSegment
+from kvwire.proto.records import TransferRecord
 from kvwire.proto.state import Kind
 from kvwire.transfers import receiver as receipt_module
 from kvwire.transfers.receiver import missing_chunks
@@ -254,7 +254,7 @@ def test_a_description_that_is_none(kind: Kind, description: bytes) -> None:
         waits = w.p.publish("t", w.source.cache, LIST)
         expects = w.p.expect("t", w.source.cache, LIST)
         request = w.pull_side.core.open_transfer(
-            Transfer(id=waits.key),
+            TransferRecord(id=waits.key),
             description,
             pull=kind is Kind.INCOMING,
             deadline=None,

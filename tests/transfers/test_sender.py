@@ -17,7 +17,7 @@ import kvwire
 from kvwire.kv.plan import Segment
 from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MAX
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.records import Segment as CoreSegment
+from kvwire.proto.records import SegmentRecord as CoreSegment
 from kvwire.transfers import sender as delivery_module
 from tests.scenarios.world import BLOCKS, LARGE, LAYERS, Memory, World, play, same
 from tests.support.depth import examples
@@ -250,7 +250,7 @@ def test_no_piece_is_longer_than_a_consumer_takes(
 
     order = ("block", "layer") if by_block else ("layer", "block")
     walk = SimpleNamespace(order=order)
-    delivery: Any = delivery_module.Delivery.__new__(delivery_module.Delivery)
+    delivery: Any = delivery_module.SendAttempt.__new__(delivery_module.SendAttempt)
     delivery.plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
     whole = Segment(0, 3, layers, 0, granules)
     pieces = delivery._cut(whole)
@@ -270,13 +270,13 @@ def test_what_has_landed_is_not_sent_again(transport: str, cuts: int) -> None:
         out = w.p.publish("t", w.source.cache, range(8))
         inc = w.pull_side.pull("t", w.target.cache, range(8))
         moved: deque[int] = deque()
-        send = delivery_module.Delivery._send
+        send = delivery_module.SendAttempt._send
 
         def counted(self: Any, segment: Segment) -> None:
             moved.append(self.plan.nbytes_of(segment))
             send(self, segment)
 
-        delivery_module.Delivery._send = counted  # type: ignore[method-assign]
+        delivery_module.SendAttempt._send = counted  # type: ignore[method-assign]
         try:
             for layer in range(cuts):
                 out.ready(layers=layer)
@@ -289,7 +289,7 @@ def test_what_has_landed_is_not_sent_again(transport: str, cuts: int) -> None:
             out.finish()
             outcome = await inc
         finally:
-            delivery_module.Delivery._send = send  # type: ignore[method-assign]
+            delivery_module.SendAttempt._send = send  # type: ignore[method-assign]
         assert outcome.complete
         assert (await out).complete
         assert sum(moved) == w.source.nbytes == outcome.nbytes

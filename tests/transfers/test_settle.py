@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.proto.records import Transfer
+from kvwire.proto.records import TransferRecord
 from kvwire.testing import virtual_time
-from kvwire.transfers.sender import Delivery
+from kvwire.transfers.sender import SendAttempt
 from kvwire.wire.control import Mark
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import LAYERS, World, play, same
@@ -103,7 +103,7 @@ def test_a_producer_that_is_gone_is_not_told_for_ever() -> None:
 @pytest.fixture(name="forge")
 def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that marks although its consumer says that all is settled."""
-    real = Delivery.send_marks
+    real = SendAttempt.send_marks
 
     def send_marks(self: Any) -> None:
         if not self._settled:
@@ -113,7 +113,7 @@ def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
             outbox.send(FrameType.MARK, body, request=self.core.wire_id)
             self.connection.run()
 
-    monkeypatch.setattr(Delivery, "send_marks", send_marks)
+    monkeypatch.setattr(SendAttempt, "send_marks", send_marks)
 
 
 @PUSH
@@ -199,7 +199,10 @@ def test_going_on_with_an_end_that_is_over_is_refused() -> None:
         await inc
         await out
         request = w.pull_side.core.open_transfer(
-            Transfer(id=inc.key), inc.description().encode(), pull=True, deadline=None
+            TransferRecord(id=inc.key),
+            inc.description().encode(),
+            pull=True,
+            deadline=None,
         )
         w.pull_side.run()
         await w.until(lambda: request.over)

@@ -8,7 +8,7 @@ import pytest
 
 from kvwire.kv.outcome import Timings
 from kvwire.transfers import timings as module
-from kvwire.transfers.timings import Phase, Phases
+from kvwire.transfers.timings import Phase, PhaseTimer
 
 
 @pytest.fixture(name="clock")
@@ -28,7 +28,7 @@ ORDER: list[Phase] = ["met", "agreed", "first", "last", "over"]
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("memory", [False, True])
 def test_every_phase(memory: bool) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     for phase in ORDER:
         phases.note(phase)
     times = phases.timings(memory=memory)
@@ -41,7 +41,7 @@ def test_every_phase(memory: bool) -> None:
 @pytest.mark.parametrize("reached", range(len(ORDER)))
 def test_a_transfer_that_ended_early(reached: int) -> None:
     """Phases that never came take no time, and none of it is negative."""
-    phases = Phases()
+    phases = PhaseTimer()
     for phase in ORDER[:reached]:
         phases.note(phase)
     times = phases.timings(memory=False)
@@ -52,7 +52,7 @@ def test_a_transfer_that_ended_early(reached: int) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_an_earlier_link_stands_and_the_last_byte_moves() -> None:
-    phases = Phases(created=90.0)
+    phases = PhaseTimer(created=90.0)
     phases.note("met")
     phases.note("met")
     phases.note("agreed")

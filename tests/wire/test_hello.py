@@ -18,9 +18,16 @@ from kvwire.limits import (
     HANDSHAKE_BODY_BYTES,
 )
 from kvwire.types import TrustMode
-from kvwire.wire.hello import MAGIC, Accept, Confirm, Hello, Refuse, Terms
+from kvwire.wire.hello import (
+    MAGIC,
+    Accept,
+    Confirm,
+    ConnectionParameters,
+    Hello,
+    Refuse,
+)
 
-TERMS = Terms(
+TERMS = ConnectionParameters(
     chunk_bytes=CHUNK_BYTES_MIN,
     eager_bytes=64,
     window_bytes=1024,
@@ -69,9 +76,9 @@ ids, digests = (st.binary(min_size=n, max_size=n) for n in (16, 32))
 
 
 @st.composite
-def terms(draw: st.DrawFn) -> Terms:
+def terms(draw: st.DrawFn) -> ConnectionParameters:
     eager = draw(st.integers(0, EAGER_BYTES_MAX))
-    return Terms(
+    return ConnectionParameters(
         chunk_bytes=draw(st.integers(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)),
         eager_bytes=eager,
         window_bytes=draw(st.integers(eager, EAGER_WINDOW_BYTES_MAX)),
@@ -124,7 +131,7 @@ def test_what_is_written_is_read(message: Message) -> None:
 def test_terms_without_features() -> None:
     """None is offered unless somebody offers it."""
     plain = replace(TERMS, features=0)
-    assert plain == Terms(
+    assert plain == ConnectionParameters(
         chunk_bytes=CHUNK_BYTES_MIN,
         eager_bytes=64,
         window_bytes=1024,

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvwire.backend.selection import protection, tried
 from kvwire.driver.counters import Counters
-from kvwire.driver.lanes.scheduler import Half, Lanes
+from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
 from kvwire.types import PeerInfo, TransportReport, TrustMode
 
 logger = logging.getLogger("kvwire")
@@ -25,7 +25,7 @@ WORD_S: Final = 0.25
 _OFFERED: Final = "offered by both sides"
 
 
-class Carrier:
+class ActiveTransport:
     """The transport that carries a connection's data.
 
     Args:
@@ -43,7 +43,7 @@ class Carrier:
 
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: LaneScheduler,
         *,
         scheme: str,
         report: TransportReport,
@@ -73,7 +73,7 @@ class Carrier:
         """The control link carries it, with lanes of its own transport or alone."""
         self._take(self._scheme, _OFFERED)
 
-    def take_lane(self, half: Half) -> None:
+    def take_lane(self, half: LaneEndpoint) -> None:
         """Lanes of another transport carry it; this is one of them."""
         self._take(half.backend, half.lane.description)
 
@@ -86,7 +86,7 @@ class Carrier:
         self.failed[name] = reason
         self._take(self._scheme, f"{name} failed: {reason}")
 
-    def lane_came_back(self, half: Half) -> None:
+    def lane_came_back(self, half: LaneEndpoint) -> None:
         """A lane has come up in the place of one that had broken."""
         name = half.backend
         self.failed.pop(name, None)

@@ -15,7 +15,7 @@ from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import RERAISE_S, RERAISE_S_MAX
 
 
-class Restoring:
+class LaneReconnector:
     """Of one connection's lanes.
 
     Args:

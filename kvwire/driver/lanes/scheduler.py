@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneHandler
-from kvwire.driver.checksums import Checks, matches
+from kvwire.driver.checksums import ChecksumPolicy, matches
 from kvwire.errors import ConnectionLost, KVWireError, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import LINK_QUEUE_BYTES, SPAN_PIECE_BYTES, TICKET_BYTES_MAX
-from kvwire.proto.chunks import Arrival, Chunk
-from kvwire.proto.events import AsideReceived, LaneLowered
+from kvwire.proto.chunks import Chunk, ChunkArrival
+from kvwire.proto.events import LaneClosed, LaneDataReceived
 from kvwire.types import BufferId, MemoryKind
 
 if TYPE_CHECKING:
-    from kvwire.driver.device_staging import Staged
-    from kvwire.proto.connection import Connection as Core
+    from kvwire.driver.device_staging import DeviceStaging
+    from kvwire.proto.connection import ConnectionCore as Core
 
 
-class Half:
+class LaneEndpoint:
     """Our half of one lane.
 
     Attributes:
@@ -54,13 +54,13 @@ class Half:
 class _Landing(Landing):
     __slots__ = ("arrival",)
 
-    def __init__(self, arrival: Arrival, payload: Payload | None) -> None:
+    def __init__(self, arrival: ChunkArrival, payload: Payload | None) -> None:
         self.length = arrival.header.length
         self.payload = payload
         self.arrival = arrival
 
 
-class Lanes(LaneHandler):
+class LaneScheduler(LaneHandler):
     """The halves of one connection's lanes, and the choice between them.
 
     Attributes:
@@ -74,14 +74,14 @@ class Lanes(LaneHandler):
     def __init__(
         self,
         core: Core,
-        staged: Staged,
+        staged: DeviceStaging,
         loop: asyncio.AbstractEventLoop,
         *,
-        checks: Checks,
+        checks: ChecksumPolicy,
         run: Callable[[], None],
         check_ended: Callable[[], None],
     ) -> None:
-        self.up: list[Half] = []
+        self.up: list[LaneEndpoint] = []
         self.shared = False
         self.fallback = True
         self.on_broken: Callable[[str, str], None] = _nobody_asks
@@ -92,7 +92,7 @@ class Lanes(LaneHandler):
         self._run = run
         self.check_ended = check_ended
         # bounded: LANES_MAX
-        self._halves: dict[Lane, Half] = {}
+        self._halves: dict[Lane, LaneEndpoint] = {}
         self._dirty: dict[Lane, None] = {}
 
     @property
@@ -102,11 +102,11 @@ class Lanes(LaneHandler):
 
     # --- coming up --------------------------------------------------------------------
 
-    def add(self, half: Half) -> None:
+    def add(self, half: LaneEndpoint) -> None:
         """Know a half that is about to join."""
         self._halves[half.lane] = half  # bounded: LANES_MAX
 
-    def drop(self, half: Half, reason: str) -> None:
+    def drop(self, half: LaneEndpoint, reason: str) -> None:
         """End a half that nobody waits for any more, and forget it.
 
         One that had joined at the last moment may touch memory until ``lane_closed``.
@@ -120,11 +120,11 @@ class Lanes(LaneHandler):
         self._run()
         self.check_ended()
 
-    def knows(self, half: Half) -> bool:
+    def knows(self, half: LaneEndpoint) -> bool:
         """Whether a half that has joined is still there, on both sides."""
         return half.lane in self._halves and not half.lowered
 
-    def raised(self, number: int) -> Half | None:
+    def raised(self, number: int) -> LaneEndpoint | None:
         """Both halves of a lane are there; None if ours has gone meanwhile."""
         for half in self._halves.values():
             if half.number == number and not half.lowered:
@@ -142,14 +142,14 @@ class Lanes(LaneHandler):
             return not self.fallback
         return not self.shared and self._roomiest() is None
 
-    def pick(self, link_queued_bytes: int) -> Half | None:
+    def pick(self, link_queued_bytes: int) -> LaneEndpoint | None:
         """What carries the next chunk; None for the control link."""
         half = self._roomiest()
         if half is None or not self.shared:
             return half
         return half if half.lane.queued_bytes <= link_queued_bytes else None
 
-    def carries(self, half: Half, payload: Payload) -> bool:
+    def carries(self, half: LaneEndpoint, payload: Payload) -> bool:
         """Whether a lane is the way for a payload: worth it, and memory that it takes.
 
         A lane that takes device memory alone may be the only way that is allowed; then
@@ -163,7 +163,7 @@ class Lanes(LaneHandler):
             return False
         return MemoryKind.HOST in kinds or not self.fallback
 
-    def span(self, half: Half, buffer: BufferId) -> int:
+    def span(self, half: LaneEndpoint, buffer: BufferId) -> int:
         """Bytes of a buffer that a lane takes at once; 0 for a chunk."""
         payload = self._staged.whole(buffer)
         if isinstance(payload, Fragments) and (
@@ -180,7 +180,9 @@ class Lanes(LaneHandler):
             for half in self._halves.values()
         )
 
-    def send(self, half: Half, chunk: Chunk, payload: Payload) -> tuple[bytes, bytes]:
+    def send(
+        self, half: LaneEndpoint, chunk: Chunk, payload: Payload
+    ) -> tuple[bytes, bytes]:
         """Queue a chunk on a lane; returns the frame that announces it."""
         check = self._checks.of(payload, intact=half.lane.intact)
         ticket = half.lane.send(payload, chunk)
@@ -200,7 +202,7 @@ class Lanes(LaneHandler):
 
     # --- receiving --------------------------------------------------------------------
 
-    def receive(self, event: AsideReceived, payload: Payload | None) -> None:
+    def receive(self, event: LaneDataReceived, payload: Payload | None) -> None:
         """Let a lane receive what the peer has announced.
 
         Raises:
@@ -218,7 +220,7 @@ class Lanes(LaneHandler):
             return
         self._dirty[half.lane] = None  # bounded: LANES_MAX
 
-    def lowered(self, event: LaneLowered) -> None:
+    def lowered(self, event: LaneClosed) -> None:
         """The peer's half of a lane is gone."""
         for half in list(self._halves.values()):
             if half.number == event.lane:
@@ -274,13 +276,13 @@ class Lanes(LaneHandler):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _in_place(self, arrival: Arrival) -> None:
+    def _in_place(self, arrival: ChunkArrival) -> None:
         """A staged payload has been copied to where it belongs."""
         if self._core.lanes.expects(arrival):
             self._core.payload_landed(arrival, self._loop.time(), intact=True)
 
-    def _roomiest(self) -> Half | None:
-        best: Half | None = None
+    def _roomiest(self) -> LaneEndpoint | None:
+        best: LaneEndpoint | None = None
         for half in self.up:
             queued_bytes = half.lane.queued_bytes
             if (
@@ -291,7 +293,7 @@ class Lanes(LaneHandler):
                 best = half
         return best
 
-    def _broken(self, half: Half, reason: str, error: Exception | None) -> None:
+    def _broken(self, half: LaneEndpoint, reason: str, error: Exception | None) -> None:
         """A lane that carried data is gone: go on without it, if that is allowed."""
         if isinstance(error, ProtocolError):
             self._core.fail(error)

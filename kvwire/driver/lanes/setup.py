@@ -18,14 +18,14 @@ from typing import Final
 from kvwire.backend import Backend
 from kvwire.backend.lane import LaneContext
 from kvwire.driver.counters import Counters
-from kvwire.driver.lanes.active_transport import Carrier
-from kvwire.driver.lanes.reconnect import Restoring
-from kvwire.driver.lanes.scheduler import Half, Lanes
+from kvwire.driver.lanes.active_transport import ActiveTransport
+from kvwire.driver.lanes.reconnect import LaneReconnector
+from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import LANE_TIMEOUT_S
-from kvwire.proto.connection import Connection as Core
-from kvwire.proto.events import LaneAnswered, LaneAsked, LaneLowered, LaneRaised
-from kvwire.proto.state import Phase
+from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
+from kvwire.proto.state import CloseState
 from kvwire.types import Address, TransportReport
 
 logger = logging.getLogger("kvwire")
@@ -36,7 +36,7 @@ REFUSALS_MAX: Final = 8
 
 OpenBackend = Callable[[str], Backend]
 Settings = Mapping[str, Mapping[str, str]]
-LaneEvent = LaneAsked | LaneAnswered | LaneRaised | LaneLowered
+LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Route:
     report: TransportReport
 
 
-class Raising:
+class LaneSetup:
     """The raising of one connection's lanes, on either side.
 
     Attributes:
@@ -64,7 +64,7 @@ class Raising:
     def __init__(
         self,
         core: Core,
-        lanes: Lanes,
+        lanes: LaneScheduler,
         route: Route,
         *,
         open_backend: OpenBackend,
@@ -83,7 +83,7 @@ class Raising:
             counters: Of the communicator.
             run: Carries out what the core says.
         """
-        self.carrier = Carrier(
+        self.carrier = ActiveTransport(
             lanes,
             scheme=route.scheme,
             report=route.report,
@@ -107,7 +107,9 @@ class Raising:
         self._chosen = ""
         self._wanted = 0
         self._refusals = 0
-        self._restoring = Restoring(self._lacks, self._raise_again, lanes.check_ended)
+        self._restoring = LaneReconnector(
+            self._lacks, self._raise_again, lanes.check_ended
+        )
         self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counters = counters
         lanes.on_broken = self._broken
@@ -128,11 +130,11 @@ class Raising:
         match event:
             case LaneAsked():
                 self._asked(event)
-            case LaneAnswered():
+            case LaneBootstrapped():
                 self._answered(event)
-            case LaneRaised():
+            case LaneOpened():
                 self._raised(event)
-            case LaneLowered():
+            case LaneClosed():
                 self._lowered(event)
 
     # --- the client -------------------------------------------------------------------
@@ -194,7 +196,7 @@ class Raising:
         """Whether a lane that had been up is missing, and worth another try."""
         there = sum(half.backend == self._chosen for half in self._lanes.up)
         return (
-            self._core.phase is Phase.OPEN
+            self._core.phase is CloseState.OPEN
             and self._refusals < REFUSALS_MAX
             and there < self._wanted
         )
@@ -218,7 +220,7 @@ class Raising:
         self._refusals = 0
         self._came_back(half)
 
-    async def _raise(self, name: str) -> Half:
+    async def _raise(self, name: str) -> LaneEndpoint:
         """Bring up one lane.
 
         Raises:
@@ -257,15 +259,15 @@ class Raising:
         self._run()
         return half
 
-    async def _join(self, half: Half, answer: asyncio.Future[bytes]) -> None:
+    async def _join(self, half: LaneEndpoint, answer: asyncio.Future[bytes]) -> None:
         """In a task of its own, which the end of the connection cancels."""
         await self._join_lane(half, await answer)
 
-    async def _join_lane(self, half: Half, bootstrap: bytes) -> None:
+    async def _join_lane(self, half: LaneEndpoint, bootstrap: bytes) -> None:
         await half.lane.join(bootstrap, self._lanes)
         half.joined = True
 
-    def _answered(self, event: LaneAnswered) -> None:
+    def _answered(self, event: LaneBootstrapped) -> None:
         """The server's half is there."""
         answer = self._answers.get(event.lane)
         if answer is not None and not answer.done():
@@ -279,7 +281,7 @@ class Raising:
         self._tasks.add(task)  # bounded: LANES_MAX
         task.add_done_callback(self._answer_given)
 
-    def _raised(self, event: LaneRaised) -> None:
+    def _raised(self, event: LaneOpened) -> None:
         """A lane is up on both sides; of lane 0: there will be no more."""
         if event.lane:
             self._counters.lanes_raised += 1
@@ -296,7 +298,7 @@ class Raising:
 
     async def _answer(self, event: LaneAsked) -> None:
         name, number = event.backend, event.lane
-        half: Half | None = None
+        half: LaneEndpoint | None = None
         try:
             if name not in self._possible:
                 raise BackendUnavailable(f"{name} was not agreed on")
@@ -334,7 +336,7 @@ class Raising:
 
     # --- both -------------------------------------------------------------------------
 
-    def _lowered(self, event: LaneLowered) -> None:
+    def _lowered(self, event: LaneClosed) -> None:
         """The peer's half is gone, or never came."""
         answer = self._answers.get(event.lane)
         if answer is not None and not answer.done():
@@ -356,7 +358,7 @@ class Raising:
         self.carrier.end()
         self._settle()
 
-    def _half(self, name: str, number: int) -> Half:
+    def _half(self, name: str, number: int) -> LaneEndpoint:
         backend = self._open_backend(name)
         context = LaneContext(
             role=self._core.agreement.role,
@@ -366,13 +368,13 @@ class Raising:
             settings=self._settings.get(name, {}),
         )
         try:
-            return Half(number, name, backend.open_lane(context))
+            return LaneEndpoint(number, name, backend.open_lane(context))
         except Exception as exc:
             if isinstance(exc, KVWireError):
                 raise
             raise self._unavailable(name, exc) from exc
 
-    def _given_up(self, half: Half, exc: BaseException) -> BaseException:
+    def _given_up(self, half: LaneEndpoint, exc: BaseException) -> BaseException:
         """Undo a half that has not come up; what its raiser gets."""
         ended = self._core.error
         if ended is not None:
@@ -394,7 +396,7 @@ class Raising:
         logger.error("a bug of backend %s", name, exc_info=exc)
         return BackendUnavailable(f"a bug of the backend: {exc!r}")
 
-    def _came_back(self, half: Half) -> None:
+    def _came_back(self, half: LaneEndpoint) -> None:
         self._counters.lanes_restored += 1
         self.carrier.lane_came_back(half)
 

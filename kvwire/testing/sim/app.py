@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, ConnectionLost, UsageError
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind, State
 from kvwire.testing.sim.app_kv import KVApp
 from kvwire.testing.sim.app_messages import MessageApp
@@ -78,7 +78,8 @@ class App:
     def start(
         self,
         ask: Ask,
-        begin: Callable[[BufferId], Request] | Callable[[BufferId | None], Request],
+        begin: Callable[[BufferId], RequestRecord]
+        | Callable[[BufferId | None], RequestRecord],
         data: bytes | None,
     ) -> bool:
         """Lend memory to a request and start it; False if the core would not."""

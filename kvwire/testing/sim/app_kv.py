@@ -24,8 +24,8 @@ from kvwire.proto.events import (
     TransferOpened,
     TransferSettled,
 )
-from kvwire.proto.records import Transfer
-from kvwire.proto.requests import Request
+from kvwire.proto.records import TransferRecord
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind, State
 from kvwire.testing.sim.ask import Ask, Part
 from kvwire.testing.sim.content import content
@@ -53,7 +53,7 @@ class KVApp:
     def open(self, endpoint: Endpoint, dice: Dice) -> None:
         """Ask the peer for a transfer, as its producer or as its consumer."""
         pull, deadline = dice.one_in(2), endpoint.deadline(dice)
-        transfer = Transfer(
+        transfer = TransferRecord(
             id=b"t%d" % self._world.next_serial(), priority=dice.below(_PRIORITIES)
         )
         kind = Kind.INCOMING if pull else Kind.OUTGOING
@@ -133,7 +133,7 @@ class KVApp:
 
     # --- inside -----------------------------------------------------------------------
 
-    def _opened(self, endpoint: Endpoint, request: Request) -> None:
+    def _opened(self, endpoint: Endpoint, request: RequestRecord) -> None:
         ask = Ask(endpoint, request.kind, 0)
         ask.core = request
         endpoint.note(ask)
@@ -173,7 +173,7 @@ class KVApp:
         self._node.collect()
 
 
-def _ask(request: Request) -> Ask:
+def _ask(request: RequestRecord) -> Ask:
     ask = request.context
     assert isinstance(ask, Ask), "an event of a transfer that nobody knows"
     demand(not ask.over, "completion", "an event of a transfer that is over")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, UsageError
-from kvwire.proto.regions import Region as CoreRegion
+from kvwire.proto.regions import RegionRecord as CoreRegion
 from kvwire.proto.state import Kind
 from kvwire.testing.sim.ask import Aim, Ask, Known, SimRegion
 from kvwire.testing.sim.content import content

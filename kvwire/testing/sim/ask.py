@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import KVWireError
 from kvwire.proto.regions import GrantRow
-from kvwire.proto.regions import Region as CoreRegion
-from kvwire.proto.requests import Request
+from kvwire.proto.regions import RegionRecord as CoreRegion
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind
 from kvwire.testing.sim.memory import Lease
 from kvwire.types import BufferId, Generation
@@ -137,7 +137,7 @@ class Ask:
         *("place", "read", "serial", "tag"),
     )
 
-    core: Request
+    core: RequestRecord
 
     def __init__(
         self,

@@ -14,13 +14,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from kvwire.limits import LANES_MAX
-from kvwire.proto.chunks import Arrival, Chunk
+from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.events import (
-    AsideReceived,
-    LaneAnswered,
     LaneAsked,
-    LaneLowered,
-    LaneRaised,
+    LaneBootstrapped,
+    LaneClosed,
+    LaneDataReceived,
+    LaneOpened,
 )
 from kvwire.testing.sim.lane import Frame
 from kvwire.testing.sim.memory import Lease
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvwire.testing.sim.plan import Plan
     from kvwire.testing.sim.world import World
 
-LaneEvent = LaneAsked | LaneAnswered | LaneRaised | LaneLowered | AsideReceived
+LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
 
 _BACKEND: Final = "beside"
 _SALT: Final = 0x1A9E
@@ -105,7 +105,7 @@ class _Load:
 class _Bay:
     """A payload that a half was told to receive, and where."""
 
-    arrival: Arrival
+    arrival: ChunkArrival
     lease: Lease | None
     begun: bool = False
 
@@ -151,14 +151,14 @@ class Beside:
             case LaneAsked(lane=number):
                 self._make(number)
                 node.after(world.latency(), self._answer, self.halves[number])
-            case LaneAnswered(lane=number):
+            case LaneBootstrapped(lane=number):
                 node.after(world.latency(), self._join, self.halves[number])
-            case LaneRaised(lane=number):
+            case LaneOpened(lane=number):
                 if number:
                     self.halves[number].up = True
-            case LaneLowered(lane=number):
+            case LaneClosed(lane=number):
                 self.break_half(self.halves[number], "the other half is gone")
-            case AsideReceived(arrival=arrival, ticket=ticket):
+            case LaneDataReceived(arrival=arrival, ticket=ticket):
                 self._receive(arrival, int.from_bytes(ticket, "little"))
 
     # --- sending ----------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Beside:
             self._world.note(self._endpoint.name, "lane", "up")
             self._pump()
 
-    def _receive(self, arrival: Arrival, ticket: int) -> None:
+    def _receive(self, arrival: ChunkArrival, ticket: int) -> None:
         endpoint = self._endpoint
         if not endpoint.core.lanes.expects(arrival):
             return
@@ -334,6 +334,6 @@ class Beside:
         self._endpoint.set_timer()
 
 
-def _frame(arrival: Arrival) -> Frame:
+def _frame(arrival: ChunkArrival) -> Frame:
     """What the judge wants to see: a payload, and not a whole message."""
     return Frame(b"", None, length=arrival.length)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ConnectionLost, ProtocolError
-from kvwire.proto.chunks import Arrival, Chunk, Place
-from kvwire.proto.connection import Connection
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Known
@@ -56,7 +56,9 @@ class Endpoint:
         beside: Its lanes.
     """
 
-    def __init__(self, world: World, node: Node, end: End, core: Connection) -> None:
+    def __init__(
+        self, world: World, node: Node, end: End, core: ConnectionCore
+    ) -> None:
         self.name = f"{node.name}.{len(node.endpoints)}"
         self.node = node
         self.end = end
@@ -122,12 +124,12 @@ class Endpoint:
         except ProtocolError as exc:
             self._broken(exc)
             return None
-        if arrival.place is Place.BUFFER:
+        if arrival.place is ChunkPlace.BUFFER:
             assert arrival.buffer is not None
             lease = self.node.lease(arrival.buffer)
             self._world.judge.lands(self, frame, arrival)
             return Landing(arrival, lease, arrival.offset)
-        if arrival.place is Place.HOLD:
+        if arrival.place is ChunkPlace.HOLD:
             assert arrival.buffer is not None
             lease = self.node.memory.lend(frame.length, readable=False, writable=True)
             self.held[arrival.buffer] = Held(lease, frame.serial)
@@ -139,14 +141,14 @@ class Endpoint:
     ) -> bool:
         """See net.Handler."""
         core, arrival = self.core, landing.arrival
-        assert isinstance(arrival, Arrival)
+        assert isinstance(arrival, ChunkArrival)
         ignores = core.closed
         self._world.judge.landed(self, frame, arrival, data, intact=intact)
         try:
-            if arrival.place is Place.CONTROL:
+            if arrival.place is ChunkPlace.CONTROL:
                 core.body_received(arrival, self.node.clock, body=data)
             else:
-                if arrival.place is Place.HOLD:
+                if arrival.place is ChunkPlace.HOLD:
                     self._held_landed(arrival, intact=intact)
                 core.body_received(arrival, self.node.clock, intact=intact)
         except ProtocolError as exc:
@@ -155,7 +157,7 @@ class Endpoint:
         self.pump()
         return not ignores
 
-    def _held_landed(self, arrival: Arrival, *, intact: bool) -> None:
+    def _held_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         assert arrival.buffer is not None
         self.held[arrival.buffer].whole = True
         if not intact:

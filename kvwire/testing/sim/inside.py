@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.proto import messages
-from kvwire.proto.state import Phase
+from kvwire.proto.state import CloseState
 from kvwire.testing.sim import scale
 from kvwire.testing.sim.violation import demand
 
@@ -25,7 +25,7 @@ def check(endpoint: Endpoint) -> None:
     """
     core = endpoint.core
     table, phase = core._requests, core.phase
-    if phase is Phase.CLOSED:
+    if phase is CloseState.CLOSED:
         demand(core.error is not None, "closed", "closed without a reason")
         demand(not len(table), "closed", "requests are open on a closed connection")
         return
@@ -39,7 +39,7 @@ def check(endpoint: Endpoint) -> None:
     demand(kept <= 9 * most, "table", "too many deadlines are kept")
     demand(len(core._messages._announced) <= most, "table", "too many announcements")
     demand(len(core._grants) <= grants_most, "table", "too many grants")
-    if phase is not Phase.OPEN and phase is not Phase.SAID:
+    if phase is not CloseState.OPEN and phase is not CloseState.SAID:
         demand(len(table), "close", "nothing is left to deliver, and no CLOSE was sent")
 
 

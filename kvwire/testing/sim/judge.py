@@ -10,9 +10,9 @@ from bisect import bisect
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ClosedOK, MessageTooLarge
-from kvwire.proto.chunks import Arrival, Chunk, Place
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.events import MemoryWanted, RequestDone
-from kvwire.proto.requests import Request
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind
 from kvwire.testing.sim import inside
 from kvwire.testing.sim.ask import Ask, Mailbox, Message
@@ -62,7 +62,7 @@ class Judge:
         buffer = ask.parts[number].buffer if number else ask.buffer
         demand(chunk.buffer == buffer, "place", "a chunk of another buffer")
 
-    def lands(self, endpoint: Endpoint, frame: Frame, arrival: Arrival) -> None:
+    def lands(self, endpoint: Endpoint, frame: Frame, arrival: ChunkArrival) -> None:
         """A payload is about to be written: may it be, and there?"""
         request, header = arrival.request, arrival.header
         if arrival.segment is not None:
@@ -87,13 +87,13 @@ class Judge:
         self,
         endpoint: Endpoint,
         frame: Frame,
-        arrival: Arrival,
+        arrival: ChunkArrival,
         data: bytes,
         *,
         intact: bool,
     ) -> None:
         """A payload is in place: is it what its sender meant?"""
-        if not intact or frame.harm or arrival.place is Place.CONTROL:
+        if not intact or frame.harm or arrival.place is ChunkPlace.CONTROL:
             return
         if frame.serial:
             message = self._eager[frame.serial]
@@ -222,7 +222,7 @@ class Judge:
                 _check_delivered(endpoint)
 
 
-def _own(request: Request) -> Ask:
+def _own(request: RequestRecord) -> Ask:
     """What this side's application asked for."""
     ask = request.context
     if not isinstance(ask, Ask):
@@ -230,7 +230,7 @@ def _own(request: Request) -> Ask:
     return ask
 
 
-def _asked(endpoint: Endpoint, request: Request) -> Ask:
+def _asked(endpoint: Endpoint, request: RequestRecord) -> Ask:
     """What the peer's application asked for, which this side carries out."""
     peer = endpoint.peer
     ask = None

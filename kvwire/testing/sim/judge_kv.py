@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvwire.proto.chunks import Arrival
-from kvwire.proto.records import Segment
+from kvwire.proto.chunks import ChunkArrival
+from kvwire.proto.records import SegmentRecord
 from kvwire.proto.state import Kind
 from kvwire.testing.sim.ask import Ask, Part
 from kvwire.testing.sim.content import content
@@ -13,7 +13,7 @@ from kvwire.testing.sim.violation import demand
 class KVJudge:
     """Compares what a consumer has with what its producer has marked."""
 
-    def serial_of(self, ask: Ask, segment: Segment) -> int:
+    def serial_of(self, ask: Ask, segment: SegmentRecord) -> int:
         """The content of a segment that its producer has marked."""
         part = _producer(ask).parts.get(segment.number)
         demand(part, "kv", "a segment that was never marked")
@@ -21,7 +21,7 @@ class KVJudge:
         demand(part.nbytes == segment.nbytes, "kv", "a segment of another size")
         return part.serial
 
-    def lands(self, arrival: Arrival) -> None:
+    def lands(self, arrival: ChunkArrival) -> None:
         """A chunk is about to be written: there, and may it be?"""
         segment = arrival.segment
         assert segment is not None
@@ -33,7 +33,7 @@ class KVJudge:
             arrival.offset == arrival.header.offset, "place", "a chunk beside its place"
         )
 
-    def landed(self, arrival: Arrival, data: bytes) -> None:
+    def landed(self, arrival: ChunkArrival, data: bytes) -> None:
         """A chunk is in place: is it what its producer meant?"""
         segment = arrival.segment
         assert segment is not None
@@ -43,7 +43,7 @@ class KVJudge:
         demand(data == right, "content", "a chunk has other bytes than were marked")
         part.covered += len(data)
 
-    def segment_landed(self, ask: Ask, segment: Segment) -> None:
+    def segment_landed(self, ask: Ask, segment: SegmentRecord) -> None:
         """The core says that a segment is all here."""
         part = ask.parts[segment.number]
         part.landed = True
@@ -106,7 +106,7 @@ class KVJudge:
         )
 
 
-def _consumer(segment: Segment) -> tuple[Ask, Part]:
+def _consumer(segment: SegmentRecord) -> tuple[Ask, Part]:
     ask = segment.request.context
     assert isinstance(ask, Ask)
     return ask, ask.parts[segment.number]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.proto.agreement import Identity
 from kvwire.proto.holds import Holds
-from kvwire.proto.regions import Regions
+from kvwire.proto.regions import RegionTable
 from kvwire.testing.sim.memory import Lease, Memory
 from kvwire.testing.sim.violation import demand
 from kvwire.types import BufferId, TrustMode
@@ -51,7 +51,7 @@ class Node:
         self.name = f"{'ABC'[index]}{incarnation}"
         self.memory = Memory()
         self.holds = Holds()
-        self.regions = Regions()
+        self.regions = RegionTable()
         self.endpoints: list[Endpoint] = []
         self.dead = False
         self.stalled_until = 0.0

@@ -8,7 +8,7 @@ from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
 from kvwire.limits import HANDSHAKE_TIMEOUT_S
 from kvwire.proto.agreement import Agreement
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.connection import Connection
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.testing.sim.endpoint import Endpoint
 from kvwire.testing.sim.lane import Frame, Landing
@@ -89,7 +89,7 @@ class Opening:
     def _agree(self, agreement: Agreement) -> None:
         node, end = self._node, self._end
         setup = self._world.plan.setup
-        core = Connection(
+        core = ConnectionCore(
             agreement,
             self._handshake.framing,
             node.holds,

@@ -24,7 +24,7 @@ from kvwire.limits import (
     PING_MISSES_MIN,
 )
 from kvwire.types import TrustMode
-from kvwire.wire.hello import Terms
+from kvwire.wire.hello import ConnectionParameters
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class Setup:
 
     nodes: int
     trust: TrustMode
-    terms: tuple[Terms, ...]
+    terms: tuple[ConnectionParameters, ...]
     checked: bool
     ping_interval_s: float
     ping_misses: int
@@ -280,9 +280,9 @@ def _make_setup(rng: random.Random, *, calm: bool) -> Setup:
     )
 
 
-def _make_terms(rng: random.Random, chunk_bytes: int) -> Terms:
+def _make_terms(rng: random.Random, chunk_bytes: int) -> ConnectionParameters:
     eager_bytes = rng.choice((0, 64, 100, 1024))
-    return Terms(
+    return ConnectionParameters(
         chunk_bytes=chunk_bytes * rng.choice((1, 1, 2)),
         eager_bytes=eager_bytes,
         window_bytes=eager_bytes * rng.choice((1, 2, 8)),

@@ -11,22 +11,24 @@ from hypothesis import strategies as st
 from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
 from kvwire.memory.copy import as_fragments
-from kvwire_inproc.way import End, Frame, Way
+from kvwire_inproc.way import Pipe, PipeEnd, PipeFrame
 
 HEADER = bytes(HEADER_BYTES)
 PAYLOAD = bytes(range(200))
 
 
-def frame(length: int = 0, token: object = None) -> Frame:
-    return Frame(HEADER, memoryview(PAYLOAD)[:length] if length else None, token)
+def frame(length: int = 0, token: object = None) -> PipeFrame:
+    return PipeFrame(HEADER, memoryview(PAYLOAD)[:length] if length else None, token)
 
 
 @pytest.fixture
-def way() -> Way:
-    return Way(RLock())
+def way() -> Pipe:
+    return Pipe(RLock())
 
 
-def take(way: Way, into: memoryview | None = None, piece_bytes: int = 1 << 20) -> Frame:
+def take(
+    way: Pipe, into: memoryview | None = None, piece_bytes: int = 1 << 20
+) -> PipeFrame:
     """Deliver the head whole."""
     head = way.head()
     assert head is not None
@@ -36,7 +38,7 @@ def take(way: Way, into: memoryview | None = None, piece_bytes: int = 1 << 20) -
     return head
 
 
-def test_frames_come_in_order_and_each_stays_first_until_it_is_done(way: Way) -> None:
+def test_frames_come_in_order_and_each_stays_first_until_it_is_done(way: Pipe) -> None:
     frames = [frame(10), frame(), frame(200)]
     way.put(frames[:2])
     way.put(frames[2:])
@@ -47,7 +49,7 @@ def test_frames_come_in_order_and_each_stays_first_until_it_is_done(way: Way) ->
 
 
 def test_a_payload_of_nothing_is_no_payload() -> None:
-    empty = Frame(HEADER, memoryview(b""), None)
+    empty = PipeFrame(HEADER, memoryview(b""), None)
     assert empty.payload is None
     assert empty.nbytes == HEADER_BYTES
 
@@ -61,7 +63,7 @@ def test_every_byte_arrives_once_and_is_queued_until_then(
     lengths: list[int], piece_bytes: int, cut: bool
 ) -> None:
     """However it is cut; ``queued_bytes`` falls with each piece, and ends at 0."""
-    way = Way(RLock())
+    way = Pipe(RLock())
     way.put([frame(length) for length in lengths])
     queued_bytes = sum(lengths) + HEADER_BYTES * len(lengths)
     for length in lengths:
@@ -81,14 +83,14 @@ def test_every_byte_arrives_once_and_is_queued_until_then(
     assert way.queued_bytes == 0
 
 
-def test_what_is_dropped_counts_as_delivered(way: Way) -> None:
+def test_what_is_dropped_counts_as_delivered(way: Pipe) -> None:
     way.put([frame(200, "token")])
     take(way, into=None)
     assert way.queued_bytes == 0
     assert way.take_sent() == ["token"]
 
 
-def test_a_token_comes_back_once_and_only_when_its_frame_is_done(way: Way) -> None:
+def test_a_token_comes_back_once_and_only_when_its_frame_is_done(way: Pipe) -> None:
     way.put([frame(100, "first"), frame(0), frame(100, "second")])
     head = way.head()
     assert head is not None
@@ -102,15 +104,15 @@ def test_a_token_comes_back_once_and_only_when_its_frame_is_done(way: Way) -> No
     assert way.take_sent() == []
 
 
-def test_a_clean_end_waits_for_what_was_sent_before(way: Way) -> None:
+def test_a_clean_end_waits_for_what_was_sent_before(way: Pipe) -> None:
     way.put([frame(100)])
     way.finish()
     assert way.outcome() is None
     take(way)
-    assert way.outcome() == End(None)
+    assert way.outcome() == PipeEnd(None)
 
 
-def test_after_an_end_the_sender_s_memory_is_not_read(way: Way) -> None:
+def test_after_an_end_the_sender_s_memory_is_not_read(way: Pipe) -> None:
     """Even by a receiver that is in the middle of a payload, and has it in hand."""
     way.put([frame(200, "token"), frame(10)])
     head = way.head()
@@ -125,20 +127,20 @@ def test_after_an_end_the_sender_s_memory_is_not_read(way: Way) -> None:
     assert way.take_sent() == []
     assert way.head() is None
     assert way.queued_bytes == 0
-    assert way.outcome() == End(error)
+    assert way.outcome() == PipeEnd(error)
 
 
-def test_the_first_end_counts_and_nothing_follows_it(way: Way) -> None:
+def test_the_first_end_counts_and_nothing_follows_it(way: Pipe) -> None:
     error = ConnectionLost("aborted")
     way.end(error)
     way.end(None)
     way.put([frame(10)])
     way.finish()
-    assert way.outcome() == End(error)
+    assert way.outcome() == PipeEnd(error)
     assert way.drained
 
 
-def test_a_receiver_that_is_gone_takes_nothing_more(way: Way) -> None:
+def test_a_receiver_that_is_gone_takes_nothing_more(way: Pipe) -> None:
     way.put([frame(10, "token")])
     way.retire()
     way.put([frame(20)])
@@ -146,4 +148,4 @@ def test_a_receiver_that_is_gone_takes_nothing_more(way: Way) -> None:
     assert way.queued_bytes == 0
     assert way.take_sent() == []
     way.finish()
-    assert way.outcome() == End(None)
+    assert way.outcome() == PipeEnd(None)

@@ -12,16 +12,16 @@ from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
 from kvwire.memory.iovec import address_of
-from kvwire_local.incoming import Incoming
+from kvwire_local.incoming import ReceivedPayloads
 from kvwire_local.peer import MemoryReading, Peer
 from kvwire_local.ticket import LATER, Kind, encode, encode_piece
 
 COOKIE = b"fedcba9876543210"
 
 
-def incoming() -> Incoming:
+def incoming() -> ReceivedPayloads:
     """One that reads this process."""
-    found = Incoming()
+    found = ReceivedPayloads()
     found.peer = Peer(os.getpid(), address_of(COOKIE), COOKIE)
     return found
 
@@ -34,7 +34,7 @@ def ticket_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
     return encode_piece(Kind.MEMORY, 0, memory.ctypes.data, memory.size)
 
 
-def drain(inc: Incoming) -> list[list[Landing]]:
+def drain(inc: ReceivedPayloads) -> list[list[Landing]]:
     """All batches."""
     batches = []
     while inc.can_read:
@@ -43,7 +43,7 @@ def drain(inc: Incoming) -> list[list[Landing]]:
 
 
 def test_nothing_is_read_before_the_peer_is_known() -> None:
-    inc = Incoming()
+    inc = ReceivedPayloads()
     memory = np.ones(100, np.uint8)
     inc.receive(ticket_of(memory), landing(100))
     assert not inc.can_read

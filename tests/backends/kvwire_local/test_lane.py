@@ -21,7 +21,7 @@ from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.types import Role
 from kvwire_local.host import Host
-from kvwire_local.incoming import Incoming
+from kvwire_local.incoming import ReceivedPayloads
 from kvwire_local.lane import LocalLane
 from kvwire_local.wire import Wire
 from tests.backends.kvwire_local.child import (
@@ -311,10 +311,10 @@ async def _torn(
     memory = await there.send_here(0, 2 * MIB, arena=way != "cma", land="odd-pages")
     lane = there.lane
     assert isinstance(lane, LocalLane)
-    read = Incoming.read
+    read = ReceivedPayloads.read
     halves: list[int] = []
 
-    def half(self: Incoming) -> list[Landing]:
+    def half(self: ReceivedPayloads) -> list[Landing]:
         halves.append(len(halves))
         if len(halves) > 1:
             return read(self)
@@ -324,7 +324,7 @@ async def _torn(
         reading.step(MIB)
         return []
 
-    monkeypatch.setattr(Incoming, "read", half)
+    monkeypatch.setattr(ReceivedPayloads, "read", half)
     with monkeypatch.context() as deaf:
         # The event loop would tell of the end of the stream; a race would not wait.
         deaf.setattr(LocalLane, "_readable", lambda self: None)

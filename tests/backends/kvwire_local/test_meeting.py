@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from kvwire.types import Role
-from kvwire_local.meeting import Meeting
-from kvwire_local.outgoing import Ways
+from kvwire_local.meeting import Rendezvous
+from kvwire_local.outgoing import ReadMethod
 from kvwire_local.tracer import tracers
 
 SECRET = bytes(32)
 
 
-def meeting(role: Role) -> Meeting:
-    return Meeting(role, SECRET, Ways.MEMORY | Ways.ARENA, tracers(), "none")
+def meeting(role: Role) -> Rendezvous:
+    return Rendezvous(
+        role, SECRET, ReadMethod.MEMORY | ReadMethod.ARENA, tracers(), "none"
+    )
 
 
 @pytest.mark.parametrize("clients", [1, 3])

@@ -12,12 +12,12 @@ from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena
-from kvwire_local.outgoing import Outgoing, Ways, read_so_far
+from kvwire_local.outgoing import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.staging import STAGING_BYTES
 from kvwire_local.ticket import LATER, Kind, decode
 from kvwire_local.wire import ARENAS_MAX, Say, Wire
 
-BOTH = Ways.MEMORY | Ways.ARENA
+BOTH = ReadMethod.MEMORY | ReadMethod.ARENA
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def ends() -> Iterator[tuple[Wire, Wire]]:
 
 
 @pytest.fixture
-def outgoing() -> Iterator[Outgoing]:
-    found = Outgoing()
+def outgoing() -> Iterator[SentPayloads]:
+    found = SentPayloads()
     yield found
     found.close()
 
@@ -61,16 +61,16 @@ def every_other(
         (BOTH, 4 * KIB, True, Kind.ARENA, 256),
         (BOTH, 1 * MIB, True, Kind.ARENA, 1),
         (BOTH, 64, True, Kind.ARENA, 1),
-        (Ways.ARENA, 64 * KIB, True, Kind.ARENA, 16),
-        (Ways.ARENA, 64 * KIB, False, Kind.ARENA, 1),
-        (Ways.MEMORY, 1 * MIB, True, Kind.MEMORY, 1),
-        (Ways.MEMORY, 4 * KIB, True, Kind.MEMORY, 1),
+        (ReadMethod.ARENA, 64 * KIB, True, Kind.ARENA, 16),
+        (ReadMethod.ARENA, 64 * KIB, False, Kind.ARENA, 1),
+        (ReadMethod.MEMORY, 1 * MIB, True, Kind.MEMORY, 1),
+        (ReadMethod.MEMORY, 4 * KIB, True, Kind.MEMORY, 1),
     ],
 )
 def test_each_payload_gets_the_ticket_that_suits_it(
     ends: tuple[Wire, Wire],
-    outgoing: Outgoing,
-    ways: Ways,
+    outgoing: SentPayloads,
+    ways: ReadMethod,
     size: int,
     in_arena: bool,
     kind: Kind,
@@ -93,7 +93,7 @@ def test_each_payload_gets_the_ticket_that_suits_it(
 
 
 def test_an_arena_is_announced_once(
-    ends: tuple[Wire, Wire], outgoing: Outgoing
+    ends: tuple[Wire, Wire], outgoing: SentPayloads
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     with Arena(4 * MIB) as arena:
@@ -104,7 +104,7 @@ def test_an_arena_is_announced_once(
 
 
 def test_beyond_so_many_arenas_memory_is_ordinary(
-    ends: tuple[Wire, Wire], outgoing: Outgoing
+    ends: tuple[Wire, Wire], outgoing: SentPayloads
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     arenas = [Arena(4096) for _ in range(ARENAS_MAX + 1)]
@@ -117,7 +117,7 @@ def test_beyond_so_many_arenas_memory_is_ordinary(
 
 
 def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
-    ends: tuple[Wire, Wire], outgoing: Outgoing
+    ends: tuple[Wire, Wire], outgoing: SentPayloads
 ) -> None:
     payload = every_other(np.zeros(2 * MIB, np.uint8), 1 * KIB)
     room = STAGING_BYTES // MIB
@@ -143,7 +143,7 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
 
 @pytest.mark.parametrize("count", [0, 3, 2**64 - 1])
 def test_what_cannot_have_been_read_is_refused(
-    ends: tuple[Wire, Wire], outgoing: Outgoing, count: int
+    ends: tuple[Wire, Wire], outgoing: SentPayloads, count: int
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     for number in range(2):
@@ -153,13 +153,13 @@ def test_what_cannot_have_been_read_is_refused(
 
 
 @pytest.mark.parametrize("body", [b"", b"\1", bytes(9)])
-def test_an_acknowledgement_is_8_bytes(outgoing: Outgoing, body: bytes) -> None:
+def test_an_acknowledgement_is_8_bytes(outgoing: SentPayloads, body: bytes) -> None:
     with pytest.raises(ProtocolError, match="payloads read"):
         outgoing.read(body)
 
 
 def test_a_payload_whose_place_is_not_told_cannot_have_been_read(
-    outgoing: Outgoing,
+    outgoing: SentPayloads,
 ) -> None:
     outgoing.send(memoryview(bytearray(100)), 0)
     with pytest.raises(ProtocolError, match="payloads read"):

@@ -17,7 +17,7 @@ from kvwire.memory.iovec import address_of
 from kvwire.testing.conformance.bench import open_descriptors
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire_local.peer import ARENA_BODY, MappedReading, MemoryReading, Peer
-from kvwire_local.ticket import Kind, Place
+from kvwire_local.ticket import DescribedPlace, Kind
 
 COOKIE = b"0123456789abcdef"
 
@@ -97,7 +97,9 @@ def test_an_arena_is_read_in_steps() -> None:
     peer = adopted(arena)
     target = Memory(MIB, CUTS["pages"])
     said = pieces((MIB, 512 * 1024), (0, 512 * 1024))
-    reading = peer.reading(Place(Kind.ARENA, 0, said), as_fragments(target.payload))
+    reading = peer.reading(
+        DescribedPlace(Kind.ARENA, 0, said), as_fragments(target.payload)
+    )
     assert isinstance(reading, MappedReading)
     assert reading.step(300_000) == 300_000
     assert reading.step(MIB) == MIB - 300_000
@@ -115,13 +117,13 @@ def test_what_lies_beyond_an_arena_is_refused() -> None:
         target = as_fragments(memoryview(bytearray(200)))
         for said in (pieces((8192 - 99, 100)), pieces((0, 100), (8192, 100))):
             with pytest.raises(ProtocolError, match="beyond an arena of 8192 bytes"):
-                peer.reading(Place(Kind.ARENA, 0, said), target)
+                peer.reading(DescribedPlace(Kind.ARENA, 0, said), target)
         peer.close()
 
 
 def test_an_arena_that_was_not_announced_is_waited_for() -> None:
     target = as_fragments(memoryview(bytearray(100)))
-    place = Place(Kind.ARENA, 0, pieces((0, 100)))
+    place = DescribedPlace(Kind.ARENA, 0, pieces((0, 100)))
     assert ourselves().reading(place, target) is None
 
 

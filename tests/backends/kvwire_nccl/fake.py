@@ -13,7 +13,7 @@ from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import Library
-from kvwire_nccl.one_way import Move, MoveFailed, OneWay, Progress
+from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
 
 _names = itertools.count()
 _lock = threading.Lock()
@@ -57,7 +57,7 @@ class FakeLibrary(Library):
     def name(self) -> bytes:
         return b"wire %d" % next(_names)
 
-    def open(self, name: bytes, sends: bool) -> OneWay:
+    def open(self, name: bytes, sends: bool) -> Pipe:
         return FakeOneWay(self.faults, name, sends=sends)
 
 
@@ -72,7 +72,7 @@ class FakeBackend(NcclBackend):
         return NcclLane(context, FakeLibrary())
 
 
-class FakeOneWay(OneWay):
+class FakeOneWay(Pipe):
     """One end of a wire."""
 
     def __init__(self, faults: Faults, name: bytes, *, sends: bool) -> None:

@@ -10,14 +10,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvwire.errors import ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Device, MemoryKind
-from kvwire_nccl.course import MOVES_MAX, Course, Job, Stage, Step, refusal
+from kvwire_nccl.course import (
+    MOVES_MAX,
+    DirectionStage,
+    DirectionState,
+    DirectionStep,
+    Job,
+    refusal,
+)
 
 
-def course() -> Course:
-    return Course(start_timeout_s=10, move_timeout_s=5)
+def course() -> DirectionState:
+    return DirectionState(start_timeout_s=10, move_timeout_s=5)
 
 
-def up() -> Course:
+def up() -> DirectionState:
     made = course()
     made.begun(0)
     made.up()
@@ -30,21 +37,21 @@ def job(token: object = None) -> Job:
 
 def test_from_the_beginning_to_rest() -> None:
     made = course()
-    assert made.step(0) is Step.BEGIN
+    assert made.step(0) is DirectionStep.BEGIN
     made.begun(0)
-    assert made.step(1) is Step.WATCH_START
+    assert made.step(1) is DirectionStep.WATCH_START
     made.up()
-    assert made.step(2) is Step.REST
+    assert made.step(2) is DirectionStep.REST
 
 
 def test_jobs_wait_until_it_is_up() -> None:
     made = course()
     made.submit(job())
-    assert made.step(0) is Step.BEGIN
+    assert made.step(0) is DirectionStep.BEGIN
     made.begun(0)
-    assert made.step(0) is Step.WATCH_START
+    assert made.step(0) is DirectionStep.WATCH_START
     made.up()
-    assert made.step(0) is Step.MOVE
+    assert made.step(0) is DirectionStep.MOVE
 
 
 def test_the_library_is_given_one_job_after_the_other() -> None:
@@ -54,14 +61,14 @@ def test_the_library_is_given_one_job_after_the_other() -> None:
     made.submit(first)
     made.submit(second)
     assert made.next_job(0) is first
-    assert made.step(0) is Step.WATCH
+    assert made.step(0) is DirectionStep.WATCH
     made.launched()
-    assert made.step(0) is Step.MOVE
+    assert made.step(0) is DirectionStep.MOVE
     assert made.next_job(0) is second
     assert made.done(1) is first
-    assert made.step(1) is Step.WATCH
+    assert made.step(1) is DirectionStep.WATCH
     assert made.done(1) is second
-    assert made.step(1) is Step.REST
+    assert made.step(1) is DirectionStep.REST
 
 
 def test_only_so_many_at_once() -> None:
@@ -69,19 +76,19 @@ def test_only_so_many_at_once() -> None:
     for _ in range(MOVES_MAX + 1):
         made.submit(job())
     for _ in range(MOVES_MAX):
-        assert made.step(0) is Step.MOVE
+        assert made.step(0) is DirectionStep.MOVE
         made.next_job(0)
         made.launched()
-    assert made.step(0) is Step.WATCH
+    assert made.step(0) is DirectionStep.WATCH
     made.done(0)
-    assert made.step(0) is Step.MOVE
+    assert made.step(0) is DirectionStep.MOVE
 
 
 def test_a_start_that_takes_too_long() -> None:
     made = course()
     made.begun(100)
-    assert made.step(110) is Step.WATCH_START
-    assert made.step(110.1) is Step.ABORT
+    assert made.step(110) is DirectionStep.WATCH_START
+    assert made.step(110.1) is DirectionStep.ABORT
     assert isinstance(made.error, ConnectionLost)
     assert "did not come up within 10 s" in str(made.error)
 
@@ -96,41 +103,41 @@ def test_a_movement_that_takes_too_long() -> None:
     made.next_job(0)
     made.launched()
     made.done(4)
-    assert made.step(9) is Step.WATCH
-    assert made.step(9.1) is Step.ABORT
+    assert made.step(9) is DirectionStep.WATCH
+    assert made.step(9.1) is DirectionStep.ABORT
     assert "moved nothing for 5 s" in str(made.error)
 
 
 def test_rest_is_no_delay() -> None:
     made = up()
-    assert made.step(1000) is Step.REST
+    assert made.step(1000) is DirectionStep.REST
     made.submit(job())
     made.next_job(1000)
-    assert made.step(1005) is Step.WATCH
+    assert made.step(1005) is DirectionStep.WATCH
 
 
 def test_a_close_waits_for_what_is_queued() -> None:
     made = up()
     made.submit(job())
     made.close()
-    assert made.step(0) is Step.MOVE
+    assert made.step(0) is DirectionStep.MOVE
     made.next_job(0)
     made.launched()
-    assert made.step(0) is Step.WATCH
+    assert made.step(0) is DirectionStep.WATCH
     made.done(0)
-    assert made.step(0) is Step.ABORT
+    assert made.step(0) is DirectionStep.ABORT
     made.quiet()
-    assert made.step(0) is Step.GO
+    assert made.step(0) is DirectionStep.GO
     assert made.error is None
 
 
 def test_a_close_while_it_comes_up() -> None:
     made = course()
     made.close()
-    assert made.step(0) is Step.BEGIN
+    assert made.step(0) is DirectionStep.BEGIN
     made.begun(0)
     made.up()
-    assert made.step(0) is Step.ABORT
+    assert made.step(0) is DirectionStep.ABORT
 
 
 def test_the_first_reason_counts() -> None:
@@ -149,7 +156,7 @@ def test_begun_and_up_after_the_end_change_nothing() -> None:
     made.fail(None)
     made.begun(0)
     made.up()
-    assert made.step(0) is Step.ABORT
+    assert made.step(0) is DirectionStep.ABORT
 
 
 def test_what_nccl_does_not_move() -> None:
@@ -201,23 +208,23 @@ class Anything(RuleBasedStateMachine):
     @rule()
     def do_what_it_says(self) -> None:
         match self.course.step(self.now):
-            case Step.BEGIN:
+            case DirectionStep.BEGIN:
                 self.course.begun(self.now)
-            case Step.WATCH_START:
+            case DirectionStep.WATCH_START:
                 self.course.up()
-            case Step.MOVE:
+            case DirectionStep.MOVE:
                 self.course.next_job(self.now)
-            case Step.WATCH:
+            case DirectionStep.WATCH:
                 self.course.launched()
                 self.done.append(self.course.done(self.now))
             case _:
                 pass
 
-    @precondition(lambda self: self.course.stage is Stage.ENDING)
+    @precondition(lambda self: self.course.stage is DirectionStage.ENDING)
     @rule()
     def quiet(self) -> None:
         self.course.quiet()
-        assert self.course.step(self.now) is Step.GO
+        assert self.course.step(self.now) is DirectionStep.GO
 
     @invariant()
     def jobs_are_done_in_their_order(self) -> None:
@@ -226,9 +233,9 @@ class Anything(RuleBasedStateMachine):
     @invariant()
     def an_end_is_final(self) -> None:
         if self.ending:
-            assert self.course.stage in (Stage.ENDING, Stage.QUIET)
-            assert self.course.step(self.now) in (Step.ABORT, Step.GO)
-        self.ending = self.course.stage in (Stage.ENDING, Stage.QUIET)
+            assert self.course.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
+            assert self.course.step(self.now) in (DirectionStep.ABORT, DirectionStep.GO)
+        self.ending = self.course.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
 
     @invariant()
     def what_is_in_flight_is_bounded(self) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from kvwire.backend import Payload
 from kvwire.limits import WAKEUP_BYTES
-from kvwire_nccl.course import MOVES_MAX, Course, Job
+from kvwire_nccl.course import MOVES_MAX, DirectionState, Job
 from kvwire_nccl.driver import Driver
-from kvwire_nccl.one_way import Move, MoveFailed, OneWay, Progress
+from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
 from tests.support.logs import logged
 
 # Below the timeout of a test, which would end the whole run.
@@ -67,7 +67,7 @@ class Loop:
         self.error = error
 
 
-class Wire(OneWay):
+class Wire(Pipe):
     """A communicator that does what the test says.
 
     Attributes:
@@ -135,7 +135,7 @@ class Driven:
         self.loop = Loop()
         self.driver = Driver(
             self.wire,
-            Course(start_timeout_s=_PATIENCE_S, move_timeout_s=_PATIENCE_S),
+            DirectionState(start_timeout_s=_PATIENCE_S, move_timeout_s=_PATIENCE_S),
             "kvwire nccl test",
             call_soon=self.loop.call_soon,
             moved=self.loop.moved,

@@ -15,7 +15,7 @@ import pytest
 
 from kvwire_nccl.gloo import Gloo
 from kvwire_nccl.library import Library
-from kvwire_nccl.one_way import Move, MoveFailed, OneWay, Progress
+from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
 from tests.backends.kvwire_nccl.fake import FakeLibrary
 
 pytestmark = pytest.mark.usefixtures("gloo_is_loaded")
@@ -44,7 +44,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 @pytest.fixture
-def ends(library: Library) -> Iterator[tuple[OneWay, OneWay]]:
+def ends(library: Library) -> Iterator[tuple[Pipe, Pipe]]:
     """The sending end of a direction and the receiving one, both up."""
     name = library.name()
     sending, receiving = library.open(name, True), library.open(name, False)
@@ -79,7 +79,7 @@ def end(moves: list[Move]) -> None:
 
 
 def test_payloads_arrive_in_the_order_in_which_they_were_given(
-    ends: tuple[OneWay, OneWay],
+    ends: tuple[Pipe, Pipe],
 ) -> None:
     sending, receiving = ends
     into = [bytearray(len(payload)) for payload in PAYLOADS]
@@ -93,7 +93,7 @@ def test_payloads_arrive_in_the_order_in_which_they_were_given(
 
 
 def test_a_receive_without_memory_drops_its_payload_and_keeps_the_order(
-    ends: tuple[OneWay, OneWay],
+    ends: tuple[Pipe, Pipe],
 ) -> None:
     sending, receiving = ends
     into = bytearray(2000)
@@ -105,7 +105,7 @@ def test_a_receive_without_memory_drops_its_payload_and_keeps_the_order(
 
 
 def test_nothing_is_done_before_its_other_half_is_there(
-    ends: tuple[OneWay, OneWay],
+    ends: tuple[Pipe, Pipe],
 ) -> None:
     sending, receiving = ends
     into = bytearray(1000)
@@ -117,7 +117,7 @@ def test_nothing_is_done_before_its_other_half_is_there(
     assert bytes(into) == PAYLOADS[0]
 
 
-def test_after_an_abort_no_memory_is_written(ends: tuple[OneWay, OneWay]) -> None:
+def test_after_an_abort_no_memory_is_written(ends: tuple[Pipe, Pipe]) -> None:
     """Though the sender goes on: what it sends has nowhere to go."""
     sending, receiving = ends
     into = bytearray(1000)
@@ -129,7 +129,7 @@ def test_after_an_abort_no_memory_is_written(ends: tuple[OneWay, OneWay]) -> Non
     assert not any(into)
 
 
-def send_until_lost(sending: OneWay) -> None:
+def send_until_lost(sending: Pipe) -> None:
     """Send, and look at it as the thread does until the loss of the peer is told."""
     move = sending.move(memoryview(PAYLOADS[0]), 1000)
 

@@ -10,7 +10,7 @@ import pytest
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import CONNECTIONS_MAX
 from kvwire.types import Address
-from kvwire_tcp.door import Door, Guest
+from kvwire_tcp.door import PendingLane, PendingLanes
 from kvwire_tcp.preamble import is_proof, make_preamble, token_of
 from kvwire_tcp.wire import PlainWire, Wire
 from tests.support.sockets import tcp_sockets
@@ -20,7 +20,7 @@ SECRET, OTHER = bytes(32), bytes(range(32))
 PREAMBLE = make_preamble(SECRET, 1, bytes(32))
 
 
-class Lane(Guest):
+class Lane(PendingLane):
     """Waits for the socket of one lane, and keeps it."""
 
     def __init__(self, secret: bytes = SECRET) -> None:
@@ -42,9 +42,9 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield near, far
 
 
-def waiting(secret: bytes = SECRET) -> tuple[Door, Lane]:
+def waiting(secret: bytes = SECRET) -> tuple[PendingLanes, Lane]:
     """A door, and a lane that waits there."""
-    door, lane = Door(), Lane(secret)
+    door, lane = PendingLanes(), Lane(secret)
     door.expect(token_of(secret), lane)
     return door, lane
 
@@ -123,12 +123,12 @@ def test_a_lane_that_was_forgotten_gets_nothing(
 def test_a_socket_that_is_gone_already_is_no_error() -> None:
     gone = socket.socket()
     gone.close()
-    Door().admit(PlainWire(gone), REMOTE, PREAMBLE)
+    PendingLanes().admit(PlainWire(gone), REMOTE, PREAMBLE)
     assert gone.fileno() == -1
 
 
 def test_so_many_lanes_may_wait_and_no_more() -> None:
-    door, lane = Door(), Lane()
+    door, lane = PendingLanes(), Lane()
     for number in range(CONNECTIONS_MAX):
         door.expect(number.to_bytes(16, "big"), lane)
     with pytest.raises(BackendUnavailable, match=f"{CONNECTIONS_MAX} lanes wait"):

@@ -12,8 +12,8 @@ from typing import Final
 
 from kvwire_ucx.bootstrap import Bootstrap
 from kvwire_ucx.context import Context
-from kvwire_ucx.endpoint import Endpoint
-from kvwire_ucx.memory import Memory
+from kvwire_ucx.endpoint import UcxEndpoint
+from kvwire_ucx.memory import MemoryHandles
 from kvwire_ucx.worker import Worker
 
 # More than there are until the peer's first message has come.
@@ -33,9 +33,11 @@ async def close_after(steps: int, transports: str) -> None:
     peer = Worker(context, loop_of_peer)
     version = context.library.version
     there = Bootstrap(lane=1, version=version, address=worker.address)
-    way = Endpoint(peer, there, lambda status: None)
+    way = UcxEndpoint(peer, there, lambda status: None)
     # One that wants an answer: UCX then makes the worker an endpoint of its own.
-    peer.send(way.handle, Memory(memoryview(b"hello")), 1, lambda status, nbytes: None)
+    peer.send(
+        way.handle, MemoryHandles(memoryview(b"hello")), 1, lambda status, nbytes: None
+    )
     for step in range(steps):
         _progress(worker if step % 2 else peer)
     closed = asyncio.Event()

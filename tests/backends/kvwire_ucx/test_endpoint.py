@@ -11,7 +11,7 @@ import pytest
 from kvwire_ucx import endpoint as module
 from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import Bootstrap
-from kvwire_ucx.endpoint import Endpoint
+from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
 from kvwire_ucx.worker import Worker
 
@@ -66,8 +66,8 @@ def asked() -> Asked:
     return Asked()
 
 
-def endpoint(asked: Asked, on_failed: Callable[[int], None] = print) -> Endpoint:
-    return Endpoint(cast("Worker", asked), PEER, on_failed)
+def endpoint(asked: Asked, on_failed: Callable[[int], None] = print) -> UcxEndpoint:
+    return UcxEndpoint(cast("Worker", asked), PEER, on_failed)
 
 
 def test_each_has_a_number_of_its_own_and_an_address_with_an_end(asked: Asked) -> None:

@@ -11,7 +11,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.memory.iovec import address_of
 from kvwire.types import Device, MemoryKind
 from kvwire_ucx import binding
-from kvwire_ucx.memory import Memory
+from kvwire_ucx.memory import MemoryHandles
 
 
 def fragments(
@@ -30,7 +30,7 @@ def fragments(
 
 def test_a_view_is_bytes() -> None:
     arena = bytearray(100)
-    memory = Memory(memoryview(arena)[10:40])
+    memory = MemoryHandles(memoryview(arena)[10:40])
     assert memory.address == address_of(arena) + 10
     assert (memory.count, memory.nbytes) == (30, 30)
     assert memory.datatype == binding.DATATYPE_BYTES
@@ -39,7 +39,7 @@ def test_a_view_is_bytes() -> None:
 
 def test_one_fragment_is_bytes() -> None:
     arena = bytearray(100)
-    memory = Memory(fragments(arena, (10, 30)))
+    memory = MemoryHandles(fragments(arena, (10, 30)))
     assert memory.address == address_of(arena) + 10
     assert (memory.count, memory.nbytes) == (30, 30)
     assert memory.datatype == binding.DATATYPE_BYTES
@@ -47,7 +47,7 @@ def test_one_fragment_is_bytes() -> None:
 
 def test_more_are_a_list_of_pieces_in_their_order() -> None:
     arena = bytearray(100)
-    memory = Memory(fragments(arena, (50, 7), (0, 9), (20, 1)))
+    memory = MemoryHandles(fragments(arena, (50, 7), (0, 9), (20, 1)))
     assert (memory.count, memory.nbytes) == (3, 17)
     assert memory.datatype == binding.DATATYPE_IOV
     table = (ctypes.c_uint64 * 6).from_address(memory.address)
@@ -58,5 +58,5 @@ def test_more_are_a_list_of_pieces_in_their_order() -> None:
 @pytest.mark.parametrize("pieces", [[(0, 9)], [(0, 9), (20, 9)]])
 def test_memory_of_a_device_is_named(pieces: list[tuple[int, int]]) -> None:
     arena = bytearray(100)
-    memory = Memory(fragments(arena, *pieces, device=Device(MemoryKind.CUDA, 0)))
+    memory = MemoryHandles(fragments(arena, *pieces, device=Device(MemoryKind.CUDA, 0)))
     assert memory.memory_type == binding.MEMORY_CUDA

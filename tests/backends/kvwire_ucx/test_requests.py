@@ -8,7 +8,7 @@ from typing import cast
 
 from kvwire_ucx.binding import ERR_CANCELED, OK
 from kvwire_ucx.library import Ucp
-from kvwire_ucx.requests import Requests
+from kvwire_ucx.requests import UcxRequests
 
 PENDING = 0x5500_0000_1000
 
@@ -27,9 +27,9 @@ class Bytes(bytearray):
     """A buffer that can be watched."""
 
 
-def made() -> tuple[Requests, Library, list[tuple[str, int, int]]]:
+def made() -> tuple[UcxRequests, Library, list[tuple[str, int, int]]]:
     library = Library()
-    return Requests(cast("Ucp", library)), library, []
+    return UcxRequests(cast("Ucp", library)), library, []
 
 
 def test_what_is_done_at_once_is_told_later() -> None:

@@ -14,8 +14,8 @@ from kvwire_ucx import worker as module
 from kvwire_ucx.binding import ERR_CANCELED, OK
 from kvwire_ucx.bootstrap import Bootstrap
 from kvwire_ucx.context import Context
-from kvwire_ucx.endpoint import Endpoint
-from kvwire_ucx.memory import Memory
+from kvwire_ucx.endpoint import UcxEndpoint
+from kvwire_ucx.memory import MemoryHandles
 from kvwire_ucx.worker import Worker
 from tests.backends.kvwire_ucx import newcomer
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
@@ -38,10 +38,10 @@ def workers(count: int) -> Iterator[list[Worker]]:
         context.close()
 
 
-def endpoint(worker: Worker, peer: Worker) -> Endpoint:
+def endpoint(worker: Worker, peer: Worker) -> UcxEndpoint:
     version = worker.context.library.version
     there = Bootstrap(lane=1, version=version, address=peer.address)
-    return Endpoint(worker, there, lambda status: None)
+    return UcxEndpoint(worker, there, lambda status: None)
 
 
 class Told:
@@ -60,7 +60,7 @@ class Told:
         return self.how[0]
 
 
-async def gone(endpoint: Endpoint, worker: Worker) -> None:
+async def gone(endpoint: UcxEndpoint, worker: Worker) -> None:
     """Close an endpoint and wait until its worker may be destroyed."""
     done, idle = asyncio.Event(), asyncio.Event()
     endpoint.close(done.set)
@@ -74,8 +74,8 @@ async def test_a_message_wakes_its_receiver() -> None:
         way = endpoint(near, far)
         arrived = bytearray(5)
         received, sent = Told(), Told()
-        far.receive(Memory(memoryview(arrived)), TAG, received)
-        near.send(way.handle, Memory(memoryview(b"hello")), TAG, sent)
+        far.receive(MemoryHandles(memoryview(arrived)), TAG, received)
+        near.send(way.handle, MemoryHandles(memoryview(b"hello")), TAG, sent)
         assert await received.wait() == (OK, 5)
         assert await sent.wait() == (OK, 0)
         assert arrived == b"hello"
@@ -87,7 +87,7 @@ async def test_a_pending_receive_costs_nothing() -> None:
     """No turn of the loop is taken while nothing arrives: none is polled for."""
     with workers(1) as (worker,):
         told, idle = Told(), asyncio.Event()
-        request = worker.receive(Memory(memoryview(bytearray(5))), TAG, told)
+        request = worker.receive(MemoryHandles(memoryview(bytearray(5))), TAG, told)
         worker.when_idle(idle.set)
         await idle.wait()
         turns: list[str] = []
@@ -107,7 +107,7 @@ async def test_a_pending_receive_costs_nothing() -> None:
 async def test_the_end_of_a_worker_ends_what_is_pending() -> None:
     told = Told()
     with workers(1) as (worker,):
-        worker.receive(Memory(memoryview(bytearray(5))), TAG, told)
+        worker.receive(MemoryHandles(memoryview(bytearray(5))), TAG, told)
     assert told.how == [(ERR_CANCELED, 0)]
 
 
@@ -131,7 +131,7 @@ async def test_an_address_that_leads_nowhere_is_refused() -> None:
         version = worker.context.library.version
         nowhere = Bootstrap(lane=1, version=version, address=bytes(40))
         with pytest.raises(BackendUnavailable, match="UCX cannot reach the peer"):
-            Endpoint(worker, nowhere, lambda status: None)
+            UcxEndpoint(worker, nowhere, lambda status: None)
 
 
 async def test_the_child_of_a_process_that_has_used_ucx_is_refused(

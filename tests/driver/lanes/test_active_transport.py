@@ -15,8 +15,8 @@ import pytest
 
 from kvwire.driver.counters import Counters
 from kvwire.driver.lanes import active_transport as carrier_module
-from kvwire.driver.lanes.active_transport import WORD_S, Carrier
-from kvwire.driver.lanes.scheduler import Half, Lanes
+from kvwire.driver.lanes.active_transport import WORD_S, ActiveTransport
+from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
 from kvwire.testing import virtual_time
 from kvwire.types import Candidate, PeerInfo, TransportReport, TrustMode
 
@@ -36,9 +36,9 @@ class Ends:
     """A carrier, and lanes that are up because the test says so."""
 
     def __init__(self, scheme: str = "tcp", peer: PeerInfo = FAR) -> None:
-        self.lanes = cast("Lanes", SimpleNamespace(up=[], shared=False))
+        self.lanes = cast("LaneScheduler", SimpleNamespace(up=[], shared=False))
         self.counters = Counters()
-        self.carrier = Carrier(
+        self.carrier = ActiveTransport(
             self.lanes,
             scheme=scheme,
             report=REPORT,
@@ -46,9 +46,9 @@ class Ends:
             counters=self.counters,
         )
 
-    def up(self, backend: str) -> Half:
+    def up(self, backend: str) -> LaneEndpoint:
         lane = SimpleNamespace(description=f"what {backend} is")
-        half = Half(1, backend, cast("Any", lane))
+        half = LaneEndpoint(1, backend, cast("Any", lane))
         self.lanes.up.append(half)
         return half
 

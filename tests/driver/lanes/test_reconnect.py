@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from kvwire.driver.lanes.reconnect import Restoring
+from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import RERAISE_S, RERAISE_S_MAX
 from kvwire.testing import virtual_time
@@ -34,7 +34,7 @@ class Lanes:
         self.ended = 0
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self.restoring = Restoring(self.lacks, self.attempt, self.end)
+        self.restoring = LaneReconnector(self.lacks, self.attempt, self.end)
 
     def lose(self) -> None:
         self.missing += 1

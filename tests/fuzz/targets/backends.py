@@ -15,7 +15,7 @@ import numpy as np
 from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import KIB
 from kvwire_local.host import Host
-from kvwire_local.outgoing import Outgoing
+from kvwire_local.outgoing import SentPayloads
 from kvwire_local.ticket import Kind, decode, encode
 from kvwire_local.wire import Say, Wire
 from kvwire_nccl.bootstrap import Bootstrap as NcclBootstrap
@@ -61,7 +61,7 @@ def _local_ticket(reader: Reader, _: bytes) -> None:
 def _local_records(_: Reader, said: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
-    wire, outgoing = Wire(ours), Outgoing()
+    wire, outgoing = Wire(ours), SentPayloads()
     try:
         theirs.sendall(said)
         records, there = wire.hear()

@@ -19,10 +19,10 @@ from msgspec import inspect
 
 from kvwire.errors import ConnectionClosed, UsageError
 from kvwire.proto.events import TransferOpened
-from kvwire.proto.lanes import Stage
-from kvwire.proto.records import Transfer
-from kvwire.proto.regions import Region
-from kvwire.proto.requests import Request
+from kvwire.proto.lanes import LaneStage
+from kvwire.proto.records import TransferRecord
+from kvwire.proto.regions import RegionRecord
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind, State
 from kvwire.testing.handshakes import SMALL, Shaking, begin, identity, shake
 from kvwire.testing.pair import ConnectionPair
@@ -90,9 +90,9 @@ class _World:
         self.fed = 0
         self._pair = _pair(trust)
         self._made_lanes: PairLanes | None = None
-        self._begun: list[tuple[Peer, Request]] = []
+        self._begun: list[tuple[Peer, RequestRecord]] = []
         self._grants: dict[Role, list[Access]] = {role: [] for role in Role}
-        self._regions: dict[Role, list[Region]] = {role: [] for role in Role}
+        self._regions: dict[Role, list[RegionRecord]] = {role: [] for role in Role}
         self._steps: tuple[Callable[[Reader, Role], None], ...] = (
             *(self._deliver, self._deliver, self._send, self._recv, self._expose),
             *(self._put, self._get, self._end_request, self._time, self._wire),
@@ -182,7 +182,7 @@ class _World:
 
     def _transfer(self, reader: Reader, role: Role) -> None:
         end = self._pair.of(role)
-        transfer = Transfer(id=b"name", priority=reader.byte())
+        transfer = TransferRecord(id=b"name", priority=reader.byte())
         pull = bool(reader.byte() & 1)
         request = end.core.open_transfer(transfer, b"mine", pull=pull, deadline=None)
         end.collect()
@@ -266,7 +266,7 @@ class _World:
         done = sorted(half.sending.keys() - half.unread)
         if how == 1 and half.number in self._pair.of(role).core.lanes._lanes:
             stage = self._pair.of(role).core.lanes._lanes[half.number].stage
-            lanes.via[role] = half.number if stage is Stage.UP else 0
+            lanes.via[role] = half.number if stage is LaneStage.UP else 0
         elif how == 2 and (honest := self._honest(half)):
             lanes.move(half, reader.pick(honest), flip=bool(reader.byte() & 1))
         elif how == 3 and done:
@@ -351,7 +351,7 @@ class _World:
             header, body = wire[0]
             wire[0] = (header, bytes([body[0] ^ (reader.byte() | 1)]) + body[1:])
 
-    def _note(self, end: Peer, request: Request | None) -> None:
+    def _note(self, end: Peer, request: RequestRecord | None) -> None:
         if request is not None:
             self._begun.append((end, request))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvwire.errors import AccessDenied, StaleRegion, UsageError
 from kvwire.limits import REQUEST_BYTES_MAX
-from kvwire.proto.regions import GrantRow, Grants, Region, Regions
+from kvwire.proto.regions import GrantRow, Grants, RegionRecord, RegionTable
 from kvwire.region import Grant
 from kvwire.types import Access, BufferId
 from tests.fuzz.reader import Reader
@@ -41,9 +41,9 @@ class _Tables:
     """Two connections, their grants, and what each of these allows."""
 
     def __init__(self) -> None:
-        self._regions = Regions()
+        self._regions = RegionTable()
         self._grants = (Grants(b"one" * 10), Grants(b"two" * 10))
-        self._made: list[Region] = []
+        self._made: list[RegionRecord] = []
         self._rows: list[tuple[int, GrantRow]] = []
 
     def step(self, reader: Reader) -> None:

@@ -21,8 +21,8 @@ from kvwire.kv.layout import AXES
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import KVSpec
-from kvwire.proto.records import Segment as CoreSegment
-from kvwire.transfers.description import Description
+from kvwire.proto.records import SegmentRecord as CoreSegment
+from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.receiver import missing_chunks
 from tests.fuzz.reader import Reader
 
@@ -40,7 +40,7 @@ def run(data: bytes) -> int:
     side = Side.PRODUCER if options & 1 else Side.CONSUMER
     said = data[1:] if options & 2 else _written(reader)
     try:
-        description = Description.decode(said)
+        description = TransferOffer.decode(said)
         peer = description.read_geometry()
         have = description.read_have(peer if side is Side.PRODUCER else _mine())
         plan = TransferPlan(_cache(), _LIST, peer, side, have=have)

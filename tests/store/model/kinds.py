@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import KVSpec, PagedCache
-from kvwire.store.space import Space
+from kvwire.store.space import Namespace
 
 Words = npt.NDArray[np.uint64]
 
@@ -52,9 +52,9 @@ def spec_of(kind: int) -> KVSpec:
 
 
 @cache
-def space_of_kind(kind: int) -> Space:
+def space_of_kind(kind: int) -> Namespace:
     """The space of one kind of blocks."""
-    return Space("kv", spec_of(kind))
+    return Namespace("kv", spec_of(kind))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     EngineFailed,
 )
 from kvwire.integrations.vllm.proxy.engines import Engine
-from kvwire.wire.decode_errors import UNREADABLE
+from kvwire.wire.decode_errors import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):
     import httpx
@@ -94,7 +94,7 @@ class _Front:
             # Takes no NaN and no half of a surrogate pair, which Python's own would
             # read and the engines' requests could not be written with.
             body = msgspec.json.decode(await request.body())
-        except UNREADABLE as exc:
+        except DECODE_ERRORS as exc:
             return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {exc}")
         if not isinstance(body, dict):
             return _error(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
