@@ -83,7 +83,7 @@ demo: $(DEMO_STAMP)
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/cli/demo tests/examples \
 	  tests/backends/kvwire_nccl/test_gloo.py \
-	  tests/backends/kvwire_nccl/test_one_way.py tests/kv/test_torch.py $(ARGS)
+	  tests/backends/kvwire_nccl/test_pipe.py tests/kv/test_torch.py $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from kvwire.region import Grant, Region
     from kvwire.request import Request
     from kvwire.store.request import StoreRequest
-    from kvwire.store.server import StoreServer
+    from kvwire.store.server.server import StoreServer
     from kvwire.store.store import BlockStore
     from kvwire.transfers.incoming import Incoming
     from kvwire.transfers.join import Joined, join
@@ -150,7 +150,7 @@ _HOMES: Final = {
     "Region": "kvwire.region",
     "Request": "kvwire.request",
     "StoreRequest": "kvwire.store.request",
-    "StoreServer": "kvwire.store.server",
+    "StoreServer": "kvwire.store.server.server",
     "BlockStore": "kvwire.store.store",
 }
 

@@ -54,7 +54,7 @@ from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.verbs import PublishExpect
 from kvwire.types import Access, Address
 from kvwire.wire.control import BackendOffer, Offer
-from kvwire.wire.hello import NONCE_BYTES, ConnectionParameters
+from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 logger = logging.getLogger("kvwire")
 

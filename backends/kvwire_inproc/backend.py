@@ -16,8 +16,8 @@ from kvwire.types import Address
 from kvwire_inproc.faults import FaultyPipe
 from kvwire_inproc.lane import InprocLane
 from kvwire_inproc.link import InprocLink, join
+from kvwire_inproc.pipe import Pipe
 from kvwire_inproc.plan import FaultPlan, injected_plan
-from kvwire_inproc.way import Pipe
 
 _log = logging.getLogger("kvwire.inproc")
 

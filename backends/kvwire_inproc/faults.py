@@ -17,8 +17,8 @@ from threading import RLock
 
 from kvwire.errors import ConnectionLost
 from kvwire.memory.copy import copy
+from kvwire_inproc.pipe import Pipe, PipeEnd, PipeFrame
 from kvwire_inproc.plan import Fault, FaultDecision, FaultPlan, Schedule
-from kvwire_inproc.way import Pipe, PipeEnd, PipeFrame
 
 
 class FaultyPipe(Pipe):

@@ -26,7 +26,7 @@ from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES_MAX, HEADER_BYTES, WAKEUP_BYTES
 from kvwire.memory.copy import copy
 from kvwire.types import Address
-from kvwire_inproc.way import Pipe, PipeEnd, PipeFrame
+from kvwire_inproc.pipe import Pipe, PipeEnd, PipeFrame
 
 _log = logging.getLogger("kvwire.inproc")
 

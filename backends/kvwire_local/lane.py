@@ -44,9 +44,9 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.host import Host
-from kvwire_local.incoming import ReceivedPayloads
-from kvwire_local.meeting import Rendezvous, RendezvousResult
-from kvwire_local.outgoing import ReadMethod, SentPayloads, read_so_far
+from kvwire_local.received_payloads import ReceivedPayloads
+from kvwire_local.rendezvous import Rendezvous, RendezvousResult
+from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.tracer import CHOICES, tracers
 from kvwire_local.wire import Record, Say, Wire
 

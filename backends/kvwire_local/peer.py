@@ -20,7 +20,7 @@ from kvwire.memory import cma
 from kvwire.memory.arena import SEALS, address_of_map, use_huge_pages
 from kvwire.memory.copy import copy
 from kvwire.memory.iovec import Iovecs, address_of
-from kvwire_local.ticket import RULE, DescribedPlace, Kind
+from kvwire_local.descriptor import RULE, DescribedPlace, Kind
 from kvwire_local.wire import ARENAS_MAX
 
 ARENA_BODY: Final = struct.Struct("<I")

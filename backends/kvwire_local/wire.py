@@ -29,7 +29,7 @@ from typing import Final
 
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, TICKET_BYTES_MAX
-from kvwire_local.ticket import RULE
+from kvwire_local.descriptor import RULE
 
 _HEAD: Final = struct.Struct("<BxxxI")
 # `struct ucred`: pid, uid, gid.

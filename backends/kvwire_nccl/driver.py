@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvwire.limits import WAKEUP_BYTES
-from kvwire_nccl.course import DirectionState, DirectionStep, Job
-from kvwire_nccl.one_way import Move, Pipe, Progress
+from kvwire_nccl.direction_state import DirectionState, DirectionStep, Job
+from kvwire_nccl.pipe import Move, Pipe, Progress
 
 _log = logging.getLogger("kvwire.nccl")
 

@@ -18,7 +18,7 @@ from kvwire.extras import install_command
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.library import Library
-from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 
 _HOST = "127.0.0.1"
 

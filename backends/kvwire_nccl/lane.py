@@ -18,7 +18,7 @@ from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import KIB, MIB
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import Bootstrap
-from kvwire_nccl.course import DirectionState, Job, refusal
+from kvwire_nccl.direction_state import DirectionState, Job, refusal
 from kvwire_nccl.driver import Driver
 from kvwire_nccl.library import Library
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvwire.errors import UsageError
 from kvwire.types import MemoryKind
-from kvwire_nccl.one_way import Pipe
+from kvwire_nccl.pipe import Pipe
 
 # NCCL's first communicator of a process loads kernels and looks for networks: seconds.
 _START_TIMEOUT_S: Final = 20.0

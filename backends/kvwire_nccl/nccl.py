@@ -19,7 +19,7 @@ from kvwire.memory.cuda.external import DeviceArray
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, device_ops
 from kvwire.types import Device, MemoryKind
 from kvwire_nccl.library import Library
-from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 
 # ncclResult_t of nccl.h.
 _SUCCESS: Final = 0

@@ -29,9 +29,9 @@ from kvwire.errors import (
     ProtocolError,
 )
 from kvwire.types import Address, Role
-from kvwire_tcp.door import PendingLane, PendingLanes
 from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.payloads import PayloadReader
+from kvwire_tcp.pending_lanes import PendingLane, PendingLanes
 from kvwire_tcp.preamble import (
     ANSWER_BYTES,
     NONCE_BYTES,

@@ -15,8 +15,8 @@ from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
 from kvwire.security.tls import PeerIdentity
 from kvwire.types import Address
-from kvwire_tcp.door import PendingLanes
 from kvwire_tcp.duplex import Duplex
+from kvwire_tcp.pending_lanes import PendingLanes
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble
 from kvwire_tcp.reader import FrameHandler, FrameReader
 from kvwire_tcp.wire import Wire

@@ -131,7 +131,7 @@ class Worker:
         return self._posted(request, result)
 
     def cancel(self, request: UcxRequest) -> None:
-        """Ask for an early end; :attr:`UcxRequest.on_done` still tells when it is over."""
+        """Ask for an early end; :attr:`UcxRequest.on_done` tells when it is over."""
         if request.handle and not self._closed:
             self._ucp.request_cancel(self.handle, request.handle)
             self.wake()

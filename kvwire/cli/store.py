@@ -18,8 +18,8 @@ from kvwire import Config, KVWireError
 from kvwire.cli.doctor.findings import in_bytes
 from kvwire.limits import STORE_BERTH_BYTES
 from kvwire.store.address import TierAddress
-from kvwire.store.asking import ask_report
-from kvwire.store.requests import Report, TierRow
+from kvwire.store.server.messages import Report, TierRow
+from kvwire.store.server.stats_client import ask_report
 
 app = App(name="store")
 

@@ -20,7 +20,7 @@ from kvwire.limits import PENDING_HANDSHAKES_MAX
 from kvwire.proto.handshake import ServerHandshake
 from kvwire.security.keys import crosses_hosts, is_loopback
 from kvwire.types import TrustMode
-from kvwire.wire.hello import NONCE_BYTES
+from kvwire.wire.handshake_messages import NONCE_BYTES
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator

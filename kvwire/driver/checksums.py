@@ -90,7 +90,8 @@ def landing_for(
     """Where to receive a payload that belongs in ``place``.
 
     If it is checked and goes to small fragments, they get theirs by a copy once it is
-    known to be intact: :func:`arrived`. The reason is that of :meth:`ChecksumPolicy.seal`.
+    known to be intact: :func:`arrived`. The reason is that of
+    :meth:`ChecksumPolicy.seal`.
     """
     if header.flags & _CHECKED and is_scattered(place):
         return copies.room(place.nbytes, owner)

@@ -1,9 +1,9 @@
 """Joins one link to one protocol core, where frames, memory and time meet.
 
 Whatever happens (a frame arrives, the link has room, a timer fires, the application
-calls), the core is told, and then :meth:`ConnectionDriver.run` carries out what it says: control
-frames first, then chunks while the link has room, then events. One flush of the link
-per run, so that what belongs together leaves in one system call.
+calls), the core is told, and then :meth:`ConnectionDriver.run` carries out what it
+says: control frames first, then chunks while the link has room, then events. One flush
+of the link per run, so that what belongs together leaves in one system call.
 """
 
 from __future__ import annotations

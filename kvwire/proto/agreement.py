@@ -9,7 +9,7 @@ from typing import Final
 from kvwire.proto.auth import Keys
 from kvwire.types import PeerInfo, Role, TrustMode
 from kvwire.wire.control import Choice, Offer
-from kvwire.wire.hello import ConnectionParameters
+from kvwire.wire.handshake_messages import ConnectionParameters
 
 VERSION_MIN: Final = 1
 VERSION_MAX: Final = 1

@@ -54,8 +54,8 @@ from kvwire.wire.control import (
     Ping,
     decode_body,
 )
+from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FIRST_PAYLOAD_TYPE, FrameType, Header
-from kvwire.wire.hello import ConnectionParameters
 
 # The frame types that may follow the handshake and have a control body.
 _CONTROL = frozenset(

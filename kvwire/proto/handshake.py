@@ -43,8 +43,8 @@ from kvwire.proto.auth import Keys, key_id, same, transcript_hash
 from kvwire.proto.framing import Framing
 from kvwire.types import PeerInfo, Role, TrustMode
 from kvwire.wire.control import Choice, Offer, decode_body, encode_body, narrowed
+from kvwire.wire.handshake_messages import Accept, Confirm, Hello, Refuse
 from kvwire.wire.header import FrameType, Header
-from kvwire.wire.hello import Accept, Confirm, Hello, Refuse
 
 
 class HandshakeState(enum.Enum):

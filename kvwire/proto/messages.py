@@ -38,8 +38,8 @@ from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import Announce, Credit, Ready
+from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FrameType, Header
-from kvwire.wire.hello import ConnectionParameters
 
 
 class Waiting(msgspec.Struct, eq=False, kw_only=True):

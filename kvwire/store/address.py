@@ -19,7 +19,7 @@ from kvwire.limits import (
     STORE_SLABS,
     STORE_TIER_BYTES_MAX,
 )
-from kvwire.store.slabs import GRAIN_BYTES
+from kvwire.store.tiers.slabs import GRAIN_BYTES
 
 _UNITS: Final = {
     "": 1,

@@ -1,7 +1,7 @@
 """What has happened on a store so far, as numbers that only grow.
 
 Plain attributes, as :class:`kvwire.driver.counters.Counters` are. What each tier has
-done is in :class:`kvwire.store.tier.TierStats`.
+done is in :class:`kvwire.store.tiers.base.TierStats`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Theory
 ------
-A key names a block: the digest of its space (see :mod:`kvwire.store.space`) and its
+A key names a block: the digest of its space (see :mod:`kvwire.store.namespace`) and its
 hash. A slot is *free*, *taken* (somebody is filling it: it has no name yet), or
 *named*. A slot that is taken, read or written back is *pinned*, as often as there are
 users of it, and is not evicted meanwhile.
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.store.slabs import Slabs, rounded
+from kvwire.store.tiers.slabs import Slabs, rounded
 
 Key: TypeAlias = bytes
 Keys: TypeAlias = npt.NDArray[np.object_]
@@ -119,7 +119,7 @@ class Index:
         return np.fromiter(found, np.int64, keys.size)
 
     def orders(self, slots: Ids) -> Orders:
-        """The order of each image; see :mod:`kvwire.store.space`."""
+        """The order of each image; see :mod:`kvwire.store.namespace`."""
         return self._orders[slots]
 
     def take(self, nbytes: int, count: int) -> Ids:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from kvwire.kv.outcome import Outcome
-from kvwire.store.work import Operation
+from kvwire.store.operations.base import Operation
 
 
 class StoreRequest:

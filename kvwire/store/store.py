@@ -5,9 +5,9 @@
 ...     found = await store.match(hashes, other)
 ...     outcome = await store.get(hashes[:found], other, free_blocks[:found])
 
-A block is immutable: its hash names the tokens, and :mod:`kvwire.store.space` what else
-its bytes depend on. So a block that is there is never written again, and one that was
-put from one cache can be got into any cache that holds the same of the same model,
+A block is immutable: its hash names the tokens, and :mod:`kvwire.store.namespace` what
+else its bytes depend on. So a block that is there is never written again, and one that
+was put from one cache can be got into any cache that holds the same of the same model,
 whatever its layout and block size.
 """
 
@@ -26,17 +26,23 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Side, TransferPlan
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
-from kvwire.store.getting import GetOperation
-from kvwire.store.hierarchy import TierStack
 from kvwire.store.index import as_keys
-from kvwire.store.putting import PutOperation
+from kvwire.store.namespace import Namespace, space_of
+from kvwire.store.operations.get import GetOperation
+from kvwire.store.operations.group_request import (
+    GroupRequest,
+    Hashes,
+    by_group,
+    keys_of,
+    shares_of,
+)
+from kvwire.store.operations.put import PutOperation
 from kvwire.store.request import StoreRequest
-from kvwire.store.share import GroupRequest, Hashes, by_group, keys_of, shares_of
-from kvwire.store.slabs import Slabs
-from kvwire.store.space import Namespace, space_of
 from kvwire.store.threads import Threads
-from kvwire.store.tier import Tier, TierStats
-from kvwire.store.tiers import ELSEWHERE, PASSAGE, open_tier
+from kvwire.store.tier_stack import TierStack
+from kvwire.store.tiers.base import Tier, TierStats
+from kvwire.store.tiers.registry import ELSEWHERE, PASSAGE, open_tier
+from kvwire.store.tiers.slabs import Slabs
 
 HashTokens = int | Mapping[str, int] | None
 Write = Literal["through", "back"]

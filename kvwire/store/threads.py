@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
-from kvwire.store.endings import finished
+from kvwire.store.cleanup import finished
 
 T = TypeVar("T")
 

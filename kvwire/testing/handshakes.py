@@ -15,7 +15,7 @@ from kvwire.proto.auth import key_id
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
-from kvwire.wire.hello import NONCE_BYTES, ConnectionParameters
+from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 Frame = tuple[bytes, bytes]
 """A header and what follows it."""

@@ -37,8 +37,8 @@ from kvwire.testing.inlet import Inlet
 from kvwire.types import Access as Direction
 from kvwire.types import BufferId
 from kvwire.wire.control import Access, Body, encode_body
+from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import Flag
-from kvwire.wire.hello import ConnectionParameters
 
 LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
 

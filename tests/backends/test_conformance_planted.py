@@ -23,7 +23,7 @@ from kvwire_inproc import backend as backend_module
 from kvwire_inproc import link as link_module
 from kvwire_inproc.backend import InprocListener
 from kvwire_inproc.link import InprocLink
-from kvwire_inproc.way import Pipe, PipeEnd, PipeFrame
+from kvwire_inproc.pipe import Pipe, PipeEnd, PipeFrame
 from tests.backends.planted import Plant, Plants, expect_caught, id_of
 
 PLANTS = Plants()

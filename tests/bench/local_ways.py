@@ -30,7 +30,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
 from kvwire.types import Role
-from kvwire_local import LocalBackend, outgoing
+from kvwire_local import LocalBackend, sent_payloads
 
 WAYS = ("in place", "gathered", "arena")
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 65536, MIB)
@@ -139,7 +139,7 @@ async def write(sock: socket.socket, nbytes: int) -> None:
     while line := await streams[0].readline():
         way, size = json.loads(line)
         knee = 0 if way == "in place" else 2 * MIB
-        with mock.patch.object(outgoing, "_GATHER_BELOW_BYTES", knee):
+        with mock.patch.object(sent_payloads, "_GATHER_BELOW_BYTES", knee):
             began = time.process_time()
             writer.payloads = scattered(memories[way], size, 1)
             for _ in range(_UNDER_WAY):

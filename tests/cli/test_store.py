@@ -15,8 +15,8 @@ from kvwire import BlockStore
 from kvwire.cli import store as command
 from kvwire.cli.main import main
 from kvwire.security.keys import write_key_file
-from kvwire.store.requests import ClientRow, Report, TierRow
-from kvwire.store.tier import TierStats
+from kvwire.store.server.messages import ClientRow, Report, TierRow
+from kvwire.store.tiers.base import TierStats
 from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
 

@@ -14,8 +14,8 @@ from kvwire.proto.agreement import Identity
 from kvwire.proto.handshake import ClientHandshake
 from kvwire.types import TrustMode
 from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
+from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 from kvwire.wire.header import Flag, FrameType, encode_header
-from kvwire.wire.hello import NONCE_BYTES, ConnectionParameters
 
 _TERMS = ConnectionParameters(
     chunk_bytes=limits.CHUNK_BYTES,

@@ -16,7 +16,7 @@ from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.testing.handshakes import begin, choose_first, identity
 from kvwire.wire.control import Body, encode_body
-from kvwire.wire.hello import NONCE_BYTES, ConnectionParameters
+from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 from tests.support.splitter import Frame, Splitter
 
 # The limits of a kvwire peer that nobody has configured.

@@ -21,8 +21,8 @@ from kvwire.kv.layout import AXES
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import HEADER_BYTES
 from kvwire.region import Grant
-from kvwire.store import requests
-from kvwire.store.requests import (
+from kvwire.store.server import messages as requests
+from kvwire.store.server.messages import (
     Done,
     Find,
     Found,
@@ -37,8 +37,8 @@ from kvwire.store.requests import (
 from kvwire.testing.transcripts import Transcript
 from kvwire.transfers.description import TransferOffer
 from kvwire.types import Access, Role
+from kvwire_local.descriptor import Kind, encode, encode_piece
 from kvwire_local.host import Host
-from kvwire_local.ticket import Kind, encode, encode_piece
 from kvwire_nccl.bootstrap import Bootstrap as NcclBootstrap
 from kvwire_tcp.preamble import make_preamble
 from kvwire_ucx.bootstrap import Bootstrap

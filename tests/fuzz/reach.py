@@ -25,7 +25,7 @@ _CORE: Final = (
     *(
         "kvwire/kv/",
         "kvwire/transfers/receiver.py",
-        "kvwire/store/requests.py",
+        "kvwire/store/server/messages.py",
         "backends/",
     ),
 )

@@ -15,7 +15,7 @@ _INSTRUMENTED = [
         "kvwire.transfers.description",
         "kvwire.kv",
     ),
-    *("kvwire.transfers.receiver", "kvwire.store.requests", "kvwire.memory"),
+    *("kvwire.transfers.receiver", "kvwire.store.server.messages", "kvwire.memory"),
     *("kvwire_local", "kvwire_tcp", "kvwire_ucx", "kvwire_nccl"),
 ]
 

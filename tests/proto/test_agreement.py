@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvwire.proto.agreement import Identity, common_terms
 from kvwire.types import TrustMode
-from kvwire.wire.hello import ConnectionParameters
+from kvwire.wire.handshake_messages import ConnectionParameters
 
 counts = st.integers(0, 2**32 - 1)
 terms = st.builds(

@@ -34,8 +34,14 @@ from kvwire.testing.handshakes import (
 )
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Choice, Offer, Verdict, decode_body, encode_body
+from kvwire.wire.handshake_messages import (
+    Accept,
+    Confirm,
+    ConnectionParameters,
+    Hello,
+    Refuse,
+)
 from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
-from kvwire.wire.hello import Accept, Confirm, ConnectionParameters, Hello, Refuse
 from tests.proto.shaking import (
     at_frame,
     both_fail,

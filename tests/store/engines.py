@@ -30,11 +30,11 @@ import xxhash
 
 from kvwire import KVSpec
 from kvwire.store.address import TierAddress
-from kvwire.store.disk import DiskTier
-from kvwire.store.disk_index import Rows
-from kvwire.store.file import File
 from kvwire.store.index import as_keys
-from kvwire.store.space import Namespace
+from kvwire.store.namespace import Namespace
+from kvwire.store.tiers.disk import DiskTier
+from kvwire.store.tiers.disk_index import Rows
+from kvwire.store.tiers.file import File
 
 ENTRIES = 1_000_000
 BATCH = 100

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvwire.kv.fragments import Fragments
-from kvwire.store.endings import finished
+from kvwire.store.cleanup import finished
 from kvwire.store.index import Keys, Orders
-from kvwire.store.space import ABSENT, Namespace
-from kvwire.store.tier import Batch, BlockResult, Fates, Tier, TierStats
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
 
 
 class FakeTier(Tier):

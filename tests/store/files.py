@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvwire.store.address import TierAddress
-from kvwire.store.disk import DiskTier
-from kvwire.store.file import File, Views
 from kvwire.store.store import BlockStore
-from kvwire.store.tier import Tier
+from kvwire.store.tiers.base import Tier
+from kvwire.store.tiers.disk import DiskTier
+from kvwire.store.tiers.file import File, Views
 
 Hook = Callable[[str, "Scripted", Views | None, int], None]
 """Called in front of each system call, with its name, memory and offset."""

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from kvwire.kv.blocks import Ids
 from kvwire.store.index import NO_SLOT, Index, Keys, as_keys, once
-from kvwire.store.slabs import GRAIN_BYTES, Slabs
+from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.support.depth import examples
 
 SIZES = (1, 2, 5)

@@ -10,7 +10,7 @@ import pytest
 from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, UsageError
 from kvwire.store import store as store_module
 from kvwire.store.address import TierAddress
-from kvwire.store.tier import Tier
+from kvwire.store.tiers.base import Tier
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on

@@ -24,7 +24,7 @@ from kvwire.limits import (
     PING_MISSES_MIN,
 )
 from kvwire.types import TrustMode
-from kvwire.wire.hello import ConnectionParameters
+from kvwire.wire.handshake_messages import ConnectionParameters
 
 T = TypeVar("T")
 

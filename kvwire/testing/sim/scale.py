@@ -20,7 +20,7 @@ from kvwire.proto import (
     scheduler,
     transfers,
 )
-from kvwire.wire import hello
+from kvwire.wire import handshake_messages as hello
 
 SMALL_CHUNK_BYTES: Final = 64
 

@@ -21,8 +21,8 @@ from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.types import Role
 from kvwire_local.host import Host
-from kvwire_local.incoming import ReceivedPayloads
 from kvwire_local.lane import LocalLane
+from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.wire import Wire
 from tests.backends.kvwire_local.child import (
     Child,

@@ -16,8 +16,8 @@ from kvwire.memory.copy import as_fragments
 from kvwire.memory.iovec import address_of
 from kvwire.testing.conformance.bench import open_descriptors
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
+from kvwire_local.descriptor import DescribedPlace, Kind
 from kvwire_local.peer import ARENA_BODY, MappedReading, MemoryReading, Peer
-from kvwire_local.ticket import DescribedPlace, Kind
 
 COOKIE = b"0123456789abcdef"
 

@@ -13,7 +13,7 @@ from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import Library
-from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 
 _names = itertools.count()
 _lock = threading.Lock()

@@ -15,9 +15,9 @@ import pytest
 
 from kvwire.backend import Payload
 from kvwire.limits import WAKEUP_BYTES
-from kvwire_nccl.course import MOVES_MAX, DirectionState, Job
+from kvwire_nccl.direction_state import MOVES_MAX, DirectionState, Job
 from kvwire_nccl.driver import Driver
-from kvwire_nccl.one_way import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 from tests.support.logs import logged
 
 # Below the timeout of a test, which would end the whole run.

@@ -18,7 +18,7 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import KIB, MIB
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
-from kvwire_tcp import door as door_module
+from kvwire_tcp import pending_lanes as door_module
 from kvwire_tcp.lane import BOOTSTRAP
 from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
 from tests.backends.kvwire_tcp.lanes import Ends, House, LaneRecorder, house, raised

@@ -21,7 +21,7 @@ from kvwire.cli.bench.store_work import (
 )
 from kvwire.limits import GIB, KIB, MIB
 from kvwire.store.address import TierAddress
-from kvwire.store.slabs import Slabs
+from kvwire.store.tiers.slabs import Slabs
 
 shapes = st.sampled_from(list(SHAPES.values()))
 rounds = st.integers(4, 4096).map(lambda mib: mib * MIB)

@@ -69,8 +69,8 @@ BUGS: Final = (
     Planted(
         name="a lane is forgotten before its peer has said that it is gone",
         module=_MODULE,
-        before="self.stage is Stage.DOWN and self.lowered and not self.waiting\n",
-        after="self.stage is Stage.DOWN and not self.waiting\n",
+        before="self.stage is LaneStage.DOWN and self.lowered and not self.waiting\n",
+        after="self.stage is LaneStage.DOWN and not self.waiting\n",
         rules=frozenset({"accused"}),
     ),
 )

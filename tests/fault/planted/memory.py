@@ -21,9 +21,9 @@ BUGS: Final = (
         # SGLang #38961: the timeout path frees as well.
         name="a timeout frees the memory of its request",
         module="kvwire.proto.connection",
-        before="            self._abandon(request, Requests.expired(request), "
+        before="            self._abandon(request, RequestTable.expired(request), "
         "WireCode.DEADLINE)\n",
-        after="            self._abandon(request, Requests.expired(request), "
+        after="            self._abandon(request, RequestTable.expired(request), "
         "WireCode.DEADLINE)\n"
         "            while request.buffer and self.holds.held(request.buffer):\n"
         "                self.holds.drop(request.buffer)\n",

@@ -123,7 +123,7 @@ BUGS: Final = (
     Planted(
         name="a silent peer is pinged for ever",
         module="kvwire.proto.connection",
-        before="        if verdict is Verdict.DEAD:\n",
+        before="        if verdict is LivenessVerdict.DEAD:\n",
         after="        if verdict is None:\n",
         rules=frozenset({"liveness", "detection"}),
         seeds=3000,

@@ -14,9 +14,9 @@ import numpy as np
 
 from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import KIB
+from kvwire_local.descriptor import Kind, decode, encode
 from kvwire_local.host import Host
-from kvwire_local.outgoing import SentPayloads
-from kvwire_local.ticket import Kind, decode, encode
+from kvwire_local.sent_payloads import SentPayloads
 from kvwire_local.wire import Say, Wire
 from kvwire_nccl.bootstrap import Bootstrap as NcclBootstrap
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble, is_proof, token_in

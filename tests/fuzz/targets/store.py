@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvwire.errors import UsageError
 from kvwire.limits import STORE_KEYS_MAX
-from kvwire.store.requests import (
+from kvwire.store.server.messages import (
     Done,
     Find,
     Found,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import KVSpec, PagedCache
-from kvwire.store.space import Namespace
+from kvwire.store.namespace import Namespace
 
 Words = npt.NDArray[np.uint64]
 

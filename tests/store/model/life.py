@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from kvwire.store.address import TierAddress
-from kvwire.store.disk import DiskTier
 from kvwire.store.index import as_keys
-from kvwire.store.space import ABSENT
+from kvwire.store.namespace import ABSENT
 from kvwire.store.store import BlockStore
+from kvwire.store.tiers.disk import DiskTier
 from tests.store.files import store_on
 from tests.store.model.faults import POINTS, PointedFile
 from tests.store.model.kinds import Block, Cache, contents

@@ -15,7 +15,7 @@ from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.sides.half import HOST
 from kvwire.cli.bench.sides.store_peers import FlatSet, PeerSolo
 from kvwire.cli.bench.store_work import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
-from kvwire.store.space import DIGEST_BYTES
+from kvwire.store.namespace import DIGEST_BYTES
 
 _TIMEOUT_S: Final = 60.0
 _END: Final = b"\r\n"

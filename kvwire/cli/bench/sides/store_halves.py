@@ -15,7 +15,7 @@ from kvwire.cli.bench.fragment_work import LEFT, RIGHT, FragmentWork
 from kvwire.cli.bench.sides.fragments_half import FragmentsHalf, Pool
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
 from kvwire.cli.bench.store_work import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork
-from kvwire.store.space import DIGEST_BYTES
+from kvwire.store.namespace import DIGEST_BYTES
 
 # What a store server is asked for each hash, and what it answers.
 _ASKED_BYTES: Final = DIGEST_BYTES + HASH_BYTES

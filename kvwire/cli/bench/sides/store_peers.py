@@ -34,7 +34,7 @@ from kvwire.cli.bench.store_work import (
 )
 from kvwire.limits import STORE_BATCH_BYTES, STORE_OBJECT_REQUESTS, STORE_TIMEOUT_S
 from kvwire.store.address import TierAddress
-from kvwire.store.object_bucket import bucket_of
+from kvwire.store.tiers.object_bucket import bucket_of
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 

@@ -1,0 +1,141 @@
+"""What this side receives: payloads of the peer, read in the order of their tickets.
+
+Payloads are read in batches of about a millisecond, so that the loop has its turns. A
+batch counts only if the peer was still there after it (see :mod:`kvwire_local.lane`),
+so :meth:`ReceivedPayloads.read` gives back what is whole and says nothing to anybody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.backend import Landing
+from kvwire.errors import ProtocolError
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
+from kvwire.memory.copy import as_fragments
+from kvwire_local.descriptor import RULE, DescribedPlace, Kind, decode
+from kvwire_local.peer import Peer, Reading
+
+# Reading blocks the loop. A budget of bytes alone would not bound that: fragments of
+# 256 bytes are read at a twentieth of the rate of 1 MiB.
+_BATCH_S: Final = 0.001
+# What is read between two looks at the clock: a quarter of a span, or all of it where
+# fragments are so long that this takes less than a batch. A step costs about 20 us.
+_STEP_BYTES: Final = 1 * MIB
+_LONG_STEP_BYTES: Final = SPAN_BYTES_MAX
+_LONG_FRAGMENT_BYTES: Final = 64 * KIB
+
+
+@dataclass(slots=True)
+class _Arrival:
+    landing: Landing
+    place: DescribedPlace
+    reading: Reading | None = None
+
+
+class ReceivedPayloads:
+    """The payloads that a lane is to receive.
+
+    Attributes:
+        peer: Whose memory is read; None until the lane is up.
+        received_bytes: Bytes of payloads that were read or dropped.
+        count: Payloads that were read or dropped.
+    """
+
+    def __init__(self) -> None:
+        self.peer: Peer | None = None
+        self.received_bytes = 0
+        self.count = 0
+        self._arrivals: deque[_Arrival] = deque()
+        # Tickets that came on the socket, for arrivals whose own was LATER.
+        self._placed: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        """Payloads that have not been read."""
+        return len(self._arrivals)
+
+    def receive(self, ticket: bytes, landing: Landing) -> None:
+        """Queue one.
+
+        Raises:
+            ProtocolError: The ticket is not one of this transport, or is for another
+                number of bytes.
+        """
+        place = decode(ticket, landing.length)
+        self._arrivals.append(_Arrival(landing, place))  # bounded: LANE_PAYLOADS_MAX
+
+    def placed(self, ticket: bytes) -> None:
+        """The peer says where the first payload lies of which it had not said it.
+
+        Raises:
+            ProtocolError: It says more than it can have sent.
+        """
+        if len(self._placed) >= LANE_PAYLOADS_MAX:
+            raise ProtocolError(RULE, "local: more tickets than payloads")
+        self._placed.append(ticket)  # bounded: LANE_PAYLOADS_MAX
+
+    def read(self) -> list[Landing]:
+        """Read one batch; returns what is whole.
+
+        Raises:
+            ConnectionLost: The peer's memory has gone.
+            ProtocolError: A place that cannot be.
+        """
+        whole: list[Landing] = []
+        budget = WAKEUP_BYTES
+        end = time.perf_counter() + _BATCH_S
+        while self._arrivals and budget > 0 and time.perf_counter() < end:
+            arrival = self._arrivals[0]
+            if not self._is_ready(arrival):
+                break
+            if arrival.reading is not None:
+                step_bytes = min(_step_bytes(arrival.place), budget)
+                budget -= arrival.reading.step(step_bytes)
+                if arrival.reading.rest:
+                    continue
+            self._arrivals.popleft()
+            self.count += 1
+            self.received_bytes += arrival.landing.length
+            whole.append(arrival.landing)
+        return whole
+
+    @property
+    def can_read(self) -> bool:
+        """Whether the next batch would read anything."""
+        return bool(self._arrivals) and self._is_ready(self._arrivals[0])
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._arrivals.clear()
+        self._placed.clear()
+        if self.peer is not None:
+            self.peer.close()
+            self.peer = None
+
+    def _is_ready(self, arrival: _Arrival) -> bool:
+        """Whether it is known where its bytes lie, and what reads them is made."""
+        if self.peer is None:
+            return False
+        if arrival.place.kind is Kind.LATER:
+            if not self._placed:
+                return False
+            place = decode(self._placed.popleft(), arrival.landing.length)
+            if place.kind is Kind.LATER:
+                raise ProtocolError(RULE, "local: a place that is put off twice")
+            arrival.place = place
+        payload = arrival.landing.payload
+        if arrival.reading is None and payload is not None:
+            destination = as_fragments(payload)
+            arrival.reading = self.peer.reading(arrival.place, destination)
+            return arrival.reading is not None
+        return True
+
+
+def _step_bytes(place: DescribedPlace) -> int:
+    fragments = place.fragments
+    assert fragments is not None
+    long = fragments.nbytes >= _LONG_FRAGMENT_BYTES * len(fragments)
+    return _LONG_STEP_BYTES if long else _STEP_BYTES

@@ -1,0 +1,264 @@
+"""How the two sides of a lane meet, and find out how each can read the other.
+
+The server listens on an abstract Unix socket whose name only those know who know the
+lane's secret. The client connects, and three greetings go over the socket, each proved
+with the secret::
+
+    client                                        server
+      asks the kernel for the server's pid          asks it for the client's pid
+      permits the server to read it
+      greeting: where my cookie lies       ->       permits the client to read it
+                                                    tries to read the client's cookie
+                                           <-       greeting: my cookie, how I read you
+      tries to read the server's cookie
+      greeting: how I read you             ->
+
+Each side has permitted the other before the other tries, which is what Yama's scope 1
+needs. When the client's join returns, all is known to it, and the last greeting is in
+the server's socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvwire.errors import BackendUnavailable
+from kvwire.limits import LANE_TIMEOUT_S
+from kvwire.types import Role
+from kvwire_local.peer import Peer
+from kvwire_local.sent_payloads import ReadMethod
+from kvwire_local.tracer import Tracers
+from kvwire_local.wire import peer_pid
+
+# Address of the cookie, and how this side reads the other one.
+_SAID: Final = struct.Struct("<QQ")
+_PROOF_BYTES: Final = hashlib.sha256().digest_size
+_GREETING_BYTES: Final = _SAID.size + _PROOF_BYTES
+_COOKIE_BYTES: Final = 16
+# Strangers of this host may connect as well. They are heard one after the other, and
+# none for longer than this.
+_BACKLOG: Final = 8
+_STRANGER_S: Final = LANE_TIMEOUT_S / 2
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousResult:
+    """What a meeting has found out.
+
+    Attributes:
+        sock: The socket between the two.
+        peer: The other side.
+        is_read: How the other one reads this side.
+    """
+
+    sock: socket.socket
+    peer: Peer
+    is_read: ReadMethod
+
+
+class Rendezvous:
+    """One side of a meeting.
+
+    Args:
+        role: Of this side.
+        secret: Of the lane.
+        allowed: The ways that the settings leave.
+        tracers: Who may read this process.
+        tracer: The setting of that.
+
+    Attributes:
+        description: How this side reads the other one, once it has tried.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        secret: bytes,
+        allowed: ReadMethod,
+        tracers: Tracers,
+        tracer: str,
+    ) -> None:
+        self._role = role
+        self._secret = secret
+        self._allowed = allowed
+        self._tracers = tracers
+        self._tracer = tracer
+        self.description = "not up"
+        self._refusal = ""
+        self._permitted: list[int] = []
+        # It stays where it is, as long as this object lives.
+        self._cookie = np.frombuffer(bytearray(self._cookie_of(role)), np.uint8)
+
+    def listen(self) -> socket.socket:
+        """Server: the socket that the client will connect to.
+
+        Raises:
+            BackendUnavailable: The name is taken, or sockets are not to be had.
+        """
+        try:
+            sock = _socket()
+        except OSError as exc:
+            raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
+        try:
+            sock.bind(self._name())
+            sock.listen(_BACKLOG)
+        except OSError as exc:
+            sock.close()
+            raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
+        return sock
+
+    async def wait(self, listener: socket.socket) -> RendezvousResult:
+        """Server: meet the client; strangers who connect are turned away."""
+        while True:
+            sock = await _accepted(listener)
+            try:
+                sock.setblocking(False)
+                async with asyncio.timeout(_STRANGER_S):
+                    return await self._welcome(sock)
+            except (BackendUnavailable, OSError, TimeoutError):
+                sock.close()
+            except BaseException:
+                sock.close()
+                raise
+
+    async def visit(self) -> RendezvousResult:
+        """Client: meet the server.
+
+        Raises:
+            BackendUnavailable: Nobody is there, or who is there knows no secret, or
+                the two cannot read each other in the way that is asked for.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            sock = _socket()
+        except OSError as exc:
+            raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
+        try:
+            await loop.sock_connect(sock, self._name())
+            pid = peer_pid(sock)
+            self._permit(pid)
+            await self._greet(sock, ReadMethod(0))
+            address, is_read = await self._greeting(sock)
+            peer, reads = self._look_at(pid, address)
+            await self._greet(sock, reads)
+        except OSError as exc:
+            sock.close()
+            raise BackendUnavailable(
+                f"local: the server's socket is not reached: {exc}"
+            ) from exc
+        except BaseException:
+            sock.close()
+            raise
+        if not reads or not is_read:
+            sock.close()
+            raise BackendUnavailable(
+                "local: way=cma is asked for, and "
+                + ("the server cannot read this process" if reads else self._refusal)
+            )
+        return RendezvousResult(sock, peer, is_read)
+
+    def close(self) -> None:
+        """Withdraw what was permitted."""
+        while self._permitted:
+            self._tracers.withdraw(self._permitted.pop(), self._tracer)
+
+    async def _welcome(self, sock: socket.socket) -> RendezvousResult:
+        pid = peer_pid(sock)
+        address, _ = await self._greeting(sock)
+        self._permit(pid)
+        peer, reads = self._look_at(pid, address)
+        await self._greet(sock, reads)
+        _, is_read = await self._greeting(sock)
+        if not reads or not is_read:
+            raise BackendUnavailable(f"local: not in both directions: {reads!r}")
+        return RendezvousResult(sock, peer, is_read)
+
+    def _permit(self, pid: int) -> None:
+        if self._tracers.permit(pid, self._tracer):
+            self._permitted.append(pid)
+
+    def _look_at(self, pid: int, address: int) -> tuple[Peer, ReadMethod]:
+        """Try to read the other side."""
+        peer = Peer(pid, address, self._cookie_of(self._role.other))
+        if ReadMethod.MEMORY not in self._allowed:
+            self.description = "arena (asked for)"
+            return peer, self._allowed
+        refusal = peer.refusal()
+        if not refusal:
+            self.description = "cma"
+            return peer, self._allowed
+        self._refusal = refusal
+        self.description = f"arena ({refusal})"
+        return peer, self._allowed & ~ReadMethod.MEMORY
+
+    # --- greetings --------------------------------------------------------------------
+
+    async def _greet(self, sock: socket.socket, ways: ReadMethod) -> None:
+        said = _SAID.pack(self._cookie.ctypes.data, ways)
+        greeting = said + self._proof(self._role, said)
+        await asyncio.get_running_loop().sock_sendall(sock, greeting)
+
+    async def _greeting(self, sock: socket.socket) -> tuple[int, ReadMethod]:
+        """The other side's next greeting: its cookie's address, how it reads us."""
+        loop = asyncio.get_running_loop()
+        greeting = b""
+        while len(greeting) < _GREETING_BYTES:
+            more = await loop.sock_recv(sock, _GREETING_BYTES - len(greeting))
+            if not more:
+                raise BackendUnavailable("local: the peer has left before it was up")
+            greeting += more
+        said, proof = greeting[: _SAID.size], greeting[_SAID.size :]
+        if not hmac.compare_digest(proof, self._proof(self._role.other, said)):
+            raise BackendUnavailable("local: whoever is there does not know the secret")
+        address, ways = _SAID.unpack(said)
+        return address, ReadMethod(ways & (ReadMethod.MEMORY | ReadMethod.ARENA))
+
+    def _proof(self, role: Role, said: bytes) -> bytes:
+        return self._derived(b"greeting %d " % role + said)
+
+    def _cookie_of(self, role: Role) -> bytes:
+        return self._derived(b"cookie %d" % role)[:_COOKIE_BYTES]
+
+    def _name(self) -> bytes:
+        return b"\0kvwire-" + self._derived(b"name").hex()[:32].encode()
+
+    def _derived(self, label: bytes) -> bytes:
+        return hmac.digest(self._secret, b"kvwire local " + label, "sha256")
+
+
+async def _accepted(listener: socket.socket) -> socket.socket:
+    """The next connection to a listening socket.
+
+    loop.sock_accept() of asyncio accepts a connection for a waiter that was cancelled
+    in the same turn, fails with InvalidStateError, and leaves the socket open.
+
+    Raises:
+        OSError: There are no descriptors, or the socket cannot be used.
+
+    Cancel safety: safe, what was not accepted waits in the socket.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return listener.accept()[0]
+        except BlockingIOError:
+            ready = asyncio.Event()
+        loop.add_reader(listener, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(listener)
+
+
+def _socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    return sock

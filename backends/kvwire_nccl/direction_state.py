@@ -1,0 +1,193 @@
+"""The course of one direction, from its making to its end: what to do next, and when.
+
+::
+
+            begun            up                    closed and idle
+    MADE ---------> STARTING ---> UP ------------------------------+
+      |                |          |                                v
+      +---- failed, ended, or too late at what is awaited -----> ENDING ---> QUIET
+                                                                       quiet
+
+A pure state machine: its thread asks :meth:`DirectionState.step` what to do, does it,
+and says what came of it. It knows the time only by being told. Nothing leaves ENDING
+but proof that no memory is touched any more; a communicator that cannot give it is in
+quarantine, and so is the memory of everything under way.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvwire.backend import Payload
+from kvwire.errors import ConnectionLost
+from kvwire.types import MemoryKind
+
+# Handed to the library at once: enough that the next is there when one is done, and
+# few enough that an abort has little to wait for.
+MOVES_MAX: Final = 8
+
+
+class DirectionStage(enum.Enum):
+    """How far it is."""
+
+    MADE = "made"
+    STARTING = "starting"
+    UP = "up"
+    ENDING = "ending"
+    QUIET = "quiet"
+
+
+class DirectionStep(enum.Enum):
+    """What its thread does next."""
+
+    BEGIN = "begin"
+    WATCH_START = "watch the start"
+    MOVE = "hand over the next job"
+    WATCH = "watch the jobs under way"
+    REST = "rest until something is said"
+    ABORT = "abort the communicator"
+    GO = "go: it is over"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One payload to move.
+
+    Attributes:
+        payload: Its memory; None drops what arrives.
+        nbytes: Its length.
+        token: What the lane knows it by.
+    """
+
+    payload: Payload | None
+    nbytes: int
+    token: object
+
+
+@dataclass(slots=True, kw_only=True)
+class DirectionState:
+    """One direction.
+
+    Attributes:
+        start_timeout_s: How long it may take to come up.
+        move_timeout_s: How long it may take until the next of the jobs under way is
+            done.
+        waiting: Jobs that have not been handed over.
+        moving: Jobs that have, oldest first.
+        stage: How far it is.
+        error: Why it ended; None if it was asked to.
+    """
+
+    start_timeout_s: float
+    move_timeout_s: float
+    waiting: deque[Job] = field(default_factory=deque)
+    moving: deque[Job] = field(default_factory=deque)
+    stage: DirectionStage = DirectionStage.MADE
+    error: Exception | None = None
+    _closing: bool = False
+    # The last one handed over was taken by the library.
+    _launched: bool = True
+    _since: float = 0.0
+
+    # --- what its thread does ---------------------------------------------------------
+
+    def step(self, now: float) -> DirectionStep:
+        """What to do next."""
+        if (
+            self.stage is DirectionStage.STARTING
+            and now - self._since > self.start_timeout_s
+        ):
+            self.fail(_late(f"did not come up within {self.start_timeout_s:g} s"))
+        waits = self.stage is DirectionStage.UP and bool(self.moving)
+        if waits and now - self._since > self.move_timeout_s:
+            self.fail(_late(f"moved nothing for {self.move_timeout_s:g} s"))
+        return (
+            self._step_up() if self.stage is DirectionStage.UP else _STEPS[self.stage]
+        )
+
+    def begun(self, now: float) -> None:
+        """It is coming up."""
+        if self.stage is DirectionStage.MADE:
+            self.stage, self._since = DirectionStage.STARTING, now
+
+    def up(self) -> None:
+        """It has come up."""
+        if self.stage is DirectionStage.STARTING:
+            self.stage = DirectionStage.UP
+
+    def next_job(self, now: float) -> Job:
+        """The job to hand over now."""
+        job = self.waiting.popleft()
+        if not self.moving:
+            self._since = now
+        self.moving.append(job)  # bounded: LANE_PAYLOADS_MAX
+        self._launched = False
+        return job
+
+    def launched(self) -> None:
+        """The library has taken the last job."""
+        self._launched = True
+
+    def done(self, now: float) -> Job:
+        """The oldest job under way is done."""
+        self._since = now
+        return self.moving.popleft()
+
+    def quiet(self) -> None:
+        """Nothing touches any memory any more."""
+        assert self.stage is DirectionStage.ENDING
+        self.stage = DirectionStage.QUIET
+        self.waiting.clear()
+        self.moving.clear()
+
+    # --- what is said to it -----------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Another job, behind those that wait."""
+        if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
+            self.waiting.append(job)  # bounded: LANE_PAYLOADS_MAX
+
+    def close(self) -> None:
+        """End once there is nothing left to do."""
+        self._closing = True
+
+    def fail(self, error: Exception | None) -> None:
+        """End now; None if it is as wished. The first reason counts."""
+        if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
+            self.stage, self.error = DirectionStage.ENDING, error
+
+    def _step_up(self) -> DirectionStep:
+        if self.waiting and self._launched and len(self.moving) < MOVES_MAX:
+            return DirectionStep.MOVE
+        if self.moving:
+            return DirectionStep.WATCH
+        if self._closing and not self.waiting:
+            self.fail(None)
+            return DirectionStep.ABORT
+        return DirectionStep.REST
+
+
+_STEPS: Final = {
+    DirectionStage.MADE: DirectionStep.BEGIN,
+    DirectionStage.STARTING: DirectionStep.WATCH_START,
+    DirectionStage.ENDING: DirectionStep.ABORT,
+    DirectionStage.QUIET: DirectionStep.GO,
+}
+
+
+def refusal(payload: Payload | None, kinds: frozenset[MemoryKind]) -> str:
+    """Why a payload cannot be moved; "" if it can."""
+    if payload is None:
+        return ""
+    device = None if isinstance(payload, memoryview) else payload.device
+    kind = MemoryKind.HOST if device is None else device.kind
+    if kind in kinds:
+        return ""
+    return f"it moves {' and '.join(sorted(kinds))} memory only, and this is {kind}"
+
+
+def _late(what: str) -> ConnectionLost:
+    return ConnectionLost(f"the communicator {what}")

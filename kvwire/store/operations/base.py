@@ -1,0 +1,174 @@
+"""What a put and a get have in common: batches, reasons, and an exact end."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from time import monotonic
+from typing import Final
+
+import numpy as np
+
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.landed import Landed
+from kvwire.kv.outcome import Outcome, Timings, outcome_of
+from kvwire.kv.plan import TransferPlan
+from kvwire.limits import STORE_BATCH_BYTES
+from kvwire.store.cleanup import together
+from kvwire.store.operations.group_request import GroupRequest
+from kvwire.store.threads import copy_in_turns
+from kvwire.store.tier_stack import TierStack
+
+# One batch moves between memory and a disk while another one is copied.
+_LANES: Final = 2
+_LANDED: Final = 0
+
+
+class Operation(ABC):
+    """The blocks of one call on their way. Subclassed by the two directions.
+
+    Args:
+        tiers: The store's tiers.
+        shares: What is asked of each group.
+        plan: The same as a transfer, for the outcome.
+
+    Attributes:
+        drained: Set when nothing touches the caller's blocks any more.
+    """
+
+    def __init__(
+        self, tiers: TierStack, shares: Sequence[GroupRequest], plan: TransferPlan
+    ) -> None:
+        self.tiers = tiers
+        self.drained = asyncio.Event()
+        self._plan = plan
+        self._shares = shares
+        self._reasons: list[str] = [""]
+        self._codes = {share: np.zeros(len(share), np.uint16) for share in shares}
+        self._left = sum(map(len, shares))
+        self._created = monotonic()
+        self._first = self._last = 0.0
+
+    async def run(self) -> Outcome:
+        """Move everything that can be moved, and say what became of each block.
+
+        Cancel safety: a copy that is under way is finished first.
+        """
+        batches = self._batches()
+        try:
+            await together(*(self._lane(batches) for _ in range(_LANES)))
+        finally:
+            self.drained.set()
+        for share in self._shares:
+            self.tiers.touch(share.keys)
+        return await self._outcome()
+
+    @abstractmethod
+    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
+        """Go on with some blocks of one share.
+
+        Returns:
+            Those of which the end is known; the others come again.
+
+        Cancel safety: a copy that is under way is finished first.
+        """
+
+    @abstractmethod
+    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+        """Count the end of it: so many of its blocks landed."""
+
+    def turns(self, share: GroupRequest) -> Iterable[Ids]:
+        """The positions of a share in the order of their turns, ascending in each."""
+        return (np.arange(len(share)),)
+
+    async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
+        """Say more of what is missing, now that all is known.
+
+        Cancel safety: safe, it only looks.
+        """
+
+    # --- for the two directions -------------------------------------------------------
+
+    def lost(self, share: GroupRequest, positions: Ids, reason: str) -> None:
+        """These blocks do not land, and why."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+        self._codes[share][positions] = self._reasons.index(reason)
+
+    def lacking(self, share: GroupRequest, reason: str) -> Ids:
+        """The positions that do not land for one reason."""
+        if reason not in self._reasons:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(self._codes[share] == self._reasons.index(reason))
+
+    def settled(self, blocks: int) -> None:
+        """So many of the caller's blocks are not touched any more."""
+        self._left -= blocks
+        if not self._left:
+            self.drained.set()
+
+    async def copy(
+        self, share: GroupRequest, positions: Ids, slots: Ids, *, into_cache: bool
+    ) -> None:
+        """Copy images between slots and the caller's cache, on a thread.
+
+        Cancel safety: the copy is finished first.
+        """
+        memory = self.tiers.memory
+        orders = memory.index.orders(slots)
+        self._first = self._first or monotonic()
+        for order in sorted(set(orders.tolist())):
+            which = orders == order
+            cache = share.fragments(positions[which], order)
+            images = memory.images(slots[which], share.space.image_bytes)
+            ends = (images, cache) if into_cache else (cache, images)
+            await self.tiers.threads.run(partial(copy_in_turns, *ends))
+        self._last = monotonic()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[tuple[GroupRequest, Ids]]:
+        for share in self._shares:
+            step = max(1, STORE_BATCH_BYTES // share.space.image_bytes)
+            for positions in self.turns(share):
+                # The tail first: where a chain has no room, its head is what stays.
+                for first in reversed(range(0, positions.size, step)):
+                    yield share, positions[first : first + step]
+
+    async def _lane(self, batches: Iterator[tuple[GroupRequest, Ids]]) -> None:
+        for share, positions in batches:
+            todo = positions
+            while todo.size:
+                todo = todo[~await self.step(share, todo)]
+
+    async def _outcome(self) -> Outcome:
+        await self.explain()
+        landed = Landed(self._plan)
+        granules = []
+        for index, share in enumerate(self._shares):
+            walk = self._plan.groups[index]
+            per_hash = share.space.spec.block_tokens // walk.granule_tokens
+            codes = np.repeat(self._codes[share], per_hash)
+            landed.mark_granules(index, codes == _LANDED)
+            per_block = self._plan.granules_per_block(index)
+            granules.append((walk.group, codes.reshape(-1, per_block)))
+        reasons = [
+            (text, {name: (codes == code).any(axis=1) for name, codes in granules})
+            for code, text in enumerate(self._reasons)
+            if code != _LANDED
+        ]
+        outcome = outcome_of(
+            landed, otherwise="", reasons=reasons, timings=self._timings()
+        )
+        there = sum(int((codes == _LANDED).sum()) for codes in self._codes.values())
+        self.count(outcome, there, sum(map(len, self._shares)))
+        return outcome
+
+    def _timings(self) -> Timings:
+        now = monotonic()
+        first, last = self._first or now, self._last or now
+        return Timings(
+            queue_s=first - self._created, wire_s=last - first, commit_s=now - last
+        )

@@ -1,0 +1,174 @@
+"""A get: from memory into a cache, and from a tier below into memory before that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from kvwire.kv.blocks import Bits, Ids, among
+from kvwire.kv.outcome import Outcome
+from kvwire.store.index import Keys, as_keys, once
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
+from kvwire.store.operations.base import Operation
+from kvwire.store.operations.group_request import GroupRequest
+from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier
+
+NOT_THERE: Final = "it is not in the store"
+
+# Other spaces that are looked into to say why nothing was found.
+_SPACES_TRIED: Final = 16
+_NO_KEYS: Final = as_keys(())
+
+
+class GetOperation(Operation):
+    """The blocks of one get on their way out."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        shares: Sequence[GroupRequest] = self._shares
+        # The first tier below that has not been asked for each block.
+        self._next = {share: np.zeros(len(share), np.int64) for share in shares}
+
+    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+        """See Work."""
+        self.tiers.counters.get_ended(outcome, there=there, blocks=blocks)
+
+    def turns(self, share: GroupRequest) -> Iterable[Ids]:
+        """What is in memory first, before what has to come there takes its room."""
+        here = self.tiers.memory.index.find(share.keys) >= 0
+        return np.flatnonzero(here), np.flatnonzero(~here)
+
+    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
+        """What is in memory is copied at once; the rest is brought there.
+
+        Cancel safety: a copy or read that is under way is finished first.
+        """
+        memory = self.tiers.memory
+        keys = share.keys[positions]
+        slots = memory.index.find(keys)
+        here = slots >= 0
+        if here.any():
+            memory.index.pin(keys[here], slots[here])
+            await self._hand_out(share, positions[here], slots[here])
+            return here
+        if busy := keys[memory.filling.busy(keys)].tolist():
+            await memory.filling.ended(busy[0])
+            return here
+        return await self._fetch(share, positions)
+
+    async def explain(self) -> None:
+        """Say of blocks that are not there whether another space has them.
+
+        Cancel safety: safe, it only looks.
+        """
+        below = self.tiers.below
+        for share in self._shares:
+            positions = self.lacking(share, NOT_THERE)
+            spaces = [s for s in self.tiers.spaces.values() if s != share.space]
+            spaces = spaces[:_SPACES_TRIED]
+            if not positions.size:
+                continue
+            if away := "; ".join(f"{t.name}: {t.away}" for t in below if t.away):
+                self.lost(share, positions, f"{NOT_THERE}, but for {away}")
+            # In one call: a tier may be a round trip away.
+            keys = [_moved(share.keys[positions], other) for other in spaces]
+            found = await self.tiers.find(np.concatenate((*keys, _NO_KEYS)))
+            table = found.reshape(-1, positions.size)
+            for other, there in zip(spaces, table, strict=True):
+                fields = ", ".join(share.space.differing(other))
+                why = f"{NOT_THERE} for this cache; it is for one with another {fields}"
+                if there.any():
+                    self.lost(share, positions[there], why)
+
+    # --- inside -----------------------------------------------------------------------
+
+    async def _fetch(self, share: GroupRequest, positions: Ids) -> Bits:
+        """Bring blocks that are not in memory from the first tier that has some."""
+        done = np.zeros(positions.size, np.bool_)
+        tried = self._next[share][positions]
+        which = np.flatnonzero((tried == tried.min()) & once(share.keys[positions]))
+        asked = positions[which]
+        number, orders = await self.tiers.source(share.keys[asked], int(tried.min()))
+        if number == len(self.tiers.below):
+            fresh = asked[self._codes[share][asked] == 0]
+            self.lost(share, fresh, NOT_THERE)
+            self.settled(asked.size)
+            done[which] = True
+            return done
+        found = orders != ABSENT
+        self._next[share][asked[~found]] = number + 1
+        tier = self.tiers.below[number]
+        read = await self._read(share, asked[found], orders[found], tier)
+        self._next[share][read[1]] = number + 1
+        done[among(positions, read[0])] = True
+        return done
+
+    async def _read(
+        self, share: GroupRequest, positions: Ids, orders: Fates, tier: Tier
+    ) -> tuple[Ids, Ids]:
+        """Read blocks into memory and copy them to the cache.
+
+        Returns:
+            The positions that have landed, and those that this tier does not give.
+        """
+        memory, nbytes = self.tiers.memory, share.space.image_bytes
+        if not memory.fits(nbytes):
+            self.lost(share, positions, f"a block of {nbytes} bytes has no room here")
+            return positions[:0], positions
+        taken = await memory.take(nbytes, positions.size)
+        keys = share.keys[positions]
+        # Taking may have waited: somebody else may have brought some of them.
+        free = (memory.index.find(keys) < 0) & ~memory.filling.busy(keys)
+        mine = np.flatnonzero(free)[-taken.size :]
+        memory.give_back(taken[mine.size :])
+        taken, keys, orders = taken[: mine.size], keys[mine], orders[mine]
+        positions = positions[mine]
+        landed = np.zeros(mine.size, np.bool_)
+        memory.filling.begin(keys)
+        try:
+            if mine.size:
+                batch = Batch(keys, orders, memory.images(taken, nbytes))
+                fates = await tier.read(share.space, batch)
+                self._note(share, positions, fates, tier)
+                landed = fates == BlockResult.LANDED
+                self.tiers.spaces[share.space.digest] = share.space
+                memory.index.mark(taken[landed], orders[landed])
+                memory.index.name(keys[landed], taken[landed])
+        finally:
+            memory.filling.end(keys)
+            memory.give_back(taken[~landed])
+        if landed.any():
+            await self._hand_out(share, positions[landed], taken[landed])
+        return positions[landed], positions[~landed]
+
+    async def _hand_out(self, share: GroupRequest, positions: Ids, slots: Ids) -> None:
+        """Copy pinned slots into the cache, and let go of them."""
+        memory = self.tiers.memory
+        try:
+            await self.copy(share, positions, slots, into_cache=True)
+        finally:
+            memory.unpin(share.keys[positions], slots)
+        self._codes[share][positions] = 0
+        memory.counts.read_blocks += positions.size
+        self.settled(positions.size)
+
+    def _note(
+        self, share: GroupRequest, positions: Ids, fates: Fates, tier: Tier
+    ) -> None:
+        """Keep why a tier did not give some blocks, in case no other one does."""
+        reasons = {
+            BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
+            BlockResult.DAMAGED: f"its bytes in {tier.name} are damaged",
+            BlockResult.FAILED: f"{tier.name} could not read it: {tier.trouble}",
+            BlockResult.REFUSED: f"{tier.name} did not give it: {tier.trouble}",
+        }
+        for fate, reason in reasons.items():
+            if (fates == fate).any():
+                self.lost(share, positions[fates == fate], reason)
+
+
+def _moved(keys: Keys, space: Namespace) -> Keys:
+    """Keys of the same hashes in another space."""
+    return as_keys(space.digest + key[DIGEST_BYTES:] for key in keys.tolist())

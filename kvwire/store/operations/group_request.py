@@ -1,0 +1,198 @@
+"""What one call asks of one cache group: keys, and where their images lie in the cache.
+
+The image of a block is its bytes in one order of the axes, without a gap. A cache has
+the same bytes in as many pieces as its layout makes; :meth:`GroupRequest.fragments`
+names them in the image's order. Copying is then one list of fragments onto another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import BlockLists, Ids
+from kvwire.kv.canonical import Canonical
+from kvwire.kv.fragments import Fragments
+from kvwire.kv.mapping import GroupMap
+from kvwire.kv.paged import CacheGroup, PagedCache
+from kvwire.limits import STORE_HASH_BYTES_MAX
+from kvwire.store.index import as_keys
+from kvwire.store.namespace import ORDERS, Namespace, order_of, space_of
+
+Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
+"""One hash for each block, of each group of a grouped cache."""
+
+
+class GroupRequest:
+    """The blocks of one group that a put or a get is about. Immutable.
+
+    Args:
+        group: The group of the caller's cache.
+        ids: Its block ids, in token order.
+        hashes: The names of the blocks; as many tokens as the blocks hold.
+        hash_tokens: Tokens that each hash stands for; None for those of a block.
+
+    Attributes:
+        group: The group of the caller's cache.
+        space: The space of its blocks.
+        keys: Their keys, one for each hash.
+        order: The order of images that are made here.
+
+    Raises:
+        UsageError: The hashes do not fit the blocks.
+    """
+
+    __slots__ = ("_ids", "group", "keys", "order", "space")
+
+    def __init__(
+        self,
+        group: CacheGroup,
+        ids: Ids,
+        hashes: Sequence[bytes],
+        hash_tokens: int | None,
+    ) -> None:
+        self.group = group
+        self.space = space_of(group, hash_tokens)
+        self.order = order_of(group)
+        self.keys = as_keys(keys_of(hashes, self.space))
+        self._ids = ids
+        held = ids.size * group.spec.block_tokens
+        named = len(hashes) * self.space.spec.block_tokens
+        if held != named:
+            raise UsageError(
+                f"hashes: {len(hashes)} of group {group.name!r} stand for {named} "
+                f"tokens, and its {ids.size} blocks hold {held}; pass one for each "
+                f"block, or hash_tokens=, and leave out a last block that is not full"
+            )
+
+    def __len__(self) -> int:
+        """The number of hashes."""
+        return int(self.keys.size)
+
+    def fragments(self, positions: Ids, order: int) -> Fragments:
+        """Where the images of some hashes lie in the caller's cache, one by one.
+
+        Args:
+            positions: Positions in the list of hashes, ascending.
+            order: The order of each image.
+        """
+        here, unit = self.group.spec.block_tokens, self.space.spec.block_tokens
+        granule = math.gcd(here, unit)
+        # Only the blocks from the first to the last of them are looked at.
+        first = int(positions[0]) * unit // here
+        last = -(-(int(positions[-1]) + 1) * unit // here)
+        granules = (last - first) * (here // granule)
+        per_hash = unit // granule
+        start = positions[:, None] * per_hash + np.arange(per_hash)
+        wanted = np.zeros(granules, np.bool_)
+        wanted[start.ravel() - first * (here // granule)] = True
+        walk = self._walk(order, granule, granules)
+        listed = GroupMap(walk, self.group, self._ids[first:last], wanted)
+        found = listed.fragments(walk.layers, slice(0, granules))
+        return found if per_hash == 1 else _woven(found, walk, per_hash)
+
+    def _walk(self, order: int, granule: int, granules: int) -> Canonical:
+        spec = self.group.spec
+        return Canonical(
+            group=self.group.name,
+            order=("block", *ORDERS[order]),
+            layers=spec.layer_indices,
+            heads=spec.heads,
+            components=spec.components,
+            head_dim=spec.head_dim,
+            item_bytes=spec.item_bytes,
+            tokens=granules * granule,
+            granule_tokens=granule,
+            granules=granules,
+        )
+
+
+def shares_of(
+    cache: PagedCache,
+    lists: BlockLists,
+    hashes: Hashes,
+    hash_tokens: int | Mapping[str, int] | None,
+) -> tuple[GroupRequest, ...]:
+    """What a call asks of each group of a cache that has blocks in it.
+
+    Raises:
+        UsageError: The hashes or their tokens do not fit the cache and the blocks.
+    """
+    named = by_group(hashes, tuple(cache.groups))
+    if named.keys() != cache.groups.keys():
+        raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
+    if isinstance(hash_tokens, Mapping) and hash_tokens.keys() - cache.groups.keys():
+        raise UsageError(f"hash_tokens: the groups are {', '.join(cache.groups)}")
+    return tuple(
+        GroupRequest(group, lists[name], named[name], _of(hash_tokens, name))
+        for name, group in cache.groups.items()
+    )
+
+
+def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
+    """Hashes by group; a plain sequence where there is one.
+
+    Raises:
+        UsageError: A plain sequence for several groups.
+    """
+    if isinstance(hashes, Mapping):
+        return hashes
+    if len(groups) != 1:
+        raise UsageError(f"hashes: pass {{group: hashes}} for {', '.join(groups)}")
+    return {groups[0]: hashes}
+
+
+def keys_of(hashes: Sequence[bytes], space: Namespace) -> list[bytes]:
+    """The keys of some hashes in a space.
+
+    Raises:
+        UsageError: A hash is not bytes, too long, or as long as no other.
+    """
+    if set(map(type, hashes)) - {bytes}:
+        raise UsageError("hashes: one is not bytes; a hash is the same everywhere")
+    lengths = set(map(len, hashes))
+    if len(lengths) > 1:
+        raise UsageError(f"hashes: of {sorted(lengths)} bytes; all have one length")
+    if lengths and not 0 < min(lengths) <= STORE_HASH_BYTES_MAX:
+        raise UsageError(
+            f"hashes: of {min(lengths)} bytes; 1 to {STORE_HASH_BYTES_MAX} are allowed"
+        )
+    return list(map(space.digest.__add__, hashes))
+
+
+def _of(hash_tokens: int | Mapping[str, int] | None, group: str) -> int | None:
+    return hash_tokens.get(group) if isinstance(hash_tokens, Mapping) else hash_tokens
+
+
+def _woven(stream: Fragments, walk: Canonical, per_hash: int) -> Fragments:
+    """The granules of each hash as one image.
+
+    The walk goes through one granule after the other; an image has the tokens of all of
+    its granules along one axis. So each run of a granule, from the token axis inwards,
+    goes to its place among those of the other granules.
+    """
+    inner = walk.order[walk.order.index("token") :]
+    extents = walk.extents(len(walk.layers), 1)
+    run = math.prod(extents[axis] for axis in inner) * walk.item_bytes
+    granule = len(walk.layers) * walk.granule_bytes
+    runs = np.arange(0, stream.nbytes, run, dtype=np.uint64)
+    starts = np.sort(np.concatenate((stream.starts[:-1], runs)))
+    starts = starts[np.append(True, starts[1:] != starts[:-1])]
+    source = stream.starts.searchsorted(starts, "right") - 1
+    addresses = stream.addresses[source] + (starts - stream.starts[source])
+    lengths = np.diff(np.append(starts, np.uint64(stream.nbytes)))
+    at = starts.astype(np.int64)
+    image, inside = np.divmod(at, granule * per_hash)
+    number, inside = np.divmod(inside, granule)
+    outer, inside = np.divmod(inside, run)
+    place = image * (granule * per_hash) + (outer * per_hash + number) * run + inside
+    order = np.argsort(place, kind="stable")
+    return Fragments(
+        addresses[order],
+        lengths[order],
+        owner=stream.owner,
+        writable=stream.writable,
+    ).merged()

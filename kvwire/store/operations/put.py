@@ -1,0 +1,113 @@
+"""A put: from a cache into memory, and from there to the tiers below."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.outcome import Outcome
+from kvwire.store.index import once
+from kvwire.store.operations.base import Operation
+from kvwire.store.tiers.base import Batch, BlockResult
+
+if TYPE_CHECKING:
+    from kvwire.store.operations.group_request import GroupRequest
+
+
+class PutOperation(Operation):
+    """The blocks of one put on their way in."""
+
+    # Blocks that were there before.
+    _present = 0
+
+    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+        """See Work."""
+        self.tiers.counters.put_ended(
+            outcome, there=there, blocks=blocks, present=self._present
+        )
+
+    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
+        """What is not in memory is copied there, and then written below.
+
+        Cancel safety: a copy or write that is under way is finished first.
+        """
+        memory, nbytes = self.tiers.memory, share.space.image_bytes
+        keys = share.keys[positions]
+        done = await self.tiers.kept(keys)
+        slots = memory.index.find(keys)
+        if not self.tiers.through:
+            done = slots >= 0
+        if done.any():
+            self._present += int(done.sum())
+            self.settled(int(done.sum()))
+            return done
+        if not memory.fits(nbytes):
+            self.lost(share, positions, _too_large(nbytes))
+            self.settled(positions.size)
+            return ~done
+        lacking = (slots < 0) & once(keys)
+        if busy := keys[lacking & memory.filling.busy(keys)].tolist():
+            await memory.filling.ended(busy[0])
+            return done
+        count = int(lacking.sum())
+        slots = await memory.take(nbytes, count) if count else np.empty(0, np.int64)
+        return await self._fill(share, positions, slots)
+
+    async def _fill(self, share: GroupRequest, positions: Ids, taken: Ids) -> Bits:
+        """Copy what is not in memory into the slots taken, then write all of it down.
+
+        Taking may have waited, so what is in memory is looked up again.
+        """
+        memory, keys = self.tiers.memory, share.keys[positions]
+        slots = memory.index.find(keys)
+        held = slots >= 0
+        lacking = np.flatnonzero(~held & once(keys) & ~memory.filling.busy(keys))
+        # Where there is no room for all, the head of the chain comes last and stays.
+        mine = lacking[max(0, lacking.size - taken.size) :]
+        memory.give_back(taken[mine.size :])
+        taken = taken[: mine.size]
+        memory.index.pin(keys[held], slots[held])
+        memory.filling.begin(keys[mine])
+        try:
+            if mine.size:
+                memory.index.mark(taken, np.full(mine.size, share.order, np.uint8))
+                await self.copy(share, positions[mine], taken, into_cache=False)
+                self.tiers.spaces[share.space.digest] = share.space
+                memory.index.name(keys[mine], taken)
+        except BaseException:
+            memory.give_back(taken)
+            memory.unpin(keys[held], slots[held])
+            raise
+        finally:
+            memory.filling.end(keys[mine])
+        held[mine], slots[mine] = True, taken
+        self.settled(int(held.sum()))
+        memory.counts.written_blocks += mine.size
+        try:
+            if self.tiers.through:
+                await self._write_through(share, positions[held], slots[held])
+        finally:
+            memory.unpin(keys[held], slots[held])
+        return held
+
+    async def _write_through(
+        self, share: GroupRequest, positions: Ids, slots: Ids
+    ) -> None:
+        memory, keys = self.tiers.memory, share.keys[positions]
+        first = once(keys)
+        images = memory.images(slots[first], share.space.image_bytes)
+        batch = Batch(keys[first], memory.index.orders(slots[first]), images)
+        fates, trouble = await self.tiers.write_through(share.space, batch)
+        failed = fates != BlockResult.LANDED
+        if failed.any():
+            lost = np.isin(keys, batch.keys[failed])
+            self.lost(share, positions[lost], f"it is in memory only: {trouble}")
+
+
+def _too_large(nbytes: int) -> str:
+    return (
+        f"a block of {nbytes} bytes has no room in a slab of the memory tier; give it "
+        f"memory:SIZE?slab= of several blocks"
+    )

@@ -1,0 +1,1 @@
+"""Serve a store to other machines, and ask one. Internal."""

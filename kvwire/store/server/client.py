@@ -1,0 +1,301 @@
+"""A client's connection to a store server: requests and answers, and dialling again.
+
+A line is *up* or *down*. What is asked while it is down fails at once, with the reason;
+so an engine whose store is gone goes on without it. A line goes down when its
+connection ends, and when a server does not answer within a request's deadline: it is
+then not asked any further, but dialled again, after pauses that grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvwire.clock import Backoff
+from kvwire.errors import (
+    ConnectError,
+    ConnectionClosed,
+    ConnectionLost,
+    DeadlineExceeded,
+    HandshakeTimeout,
+    KVWireError,
+    RequestError,
+    UsageError,
+    VersionMismatch,
+)
+from kvwire.limits import STORE_GRACE_S, STORE_REDIAL_S, STORE_REDIAL_S_MAX
+from kvwire.store.cleanup import quiet, said
+from kvwire.store.image_cache import ImageCache
+from kvwire.store.server.messages import (
+    TAG,
+    VERSION,
+    Answer,
+    AnswerT,
+    Hello,
+    StoreMessageRequest,
+    Welcome,
+    decode_reply,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from kvwire import Communicator, Connection, Incoming, Outgoing
+
+logger = logging.getLogger("kvwire")
+
+
+class ActiveConnection:
+    """One connection of a line, from its welcome to its end.
+
+    Attributes:
+        connection: The connection.
+        welcome: What the server said of itself.
+    """
+
+    def __init__(
+        self, connection: Connection, welcome: Welcome, timeout_s: float
+    ) -> None:
+        self.connection = connection
+        self.welcome = welcome
+        self._timeout_s = timeout_s
+        self._requests = asyncio.Semaphore(welcome.requests)
+        self._berths = asyncio.Semaphore(welcome.berths)
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._transfers: set[Incoming | Outgoing] = set()
+        # Called with each answer.
+        self.works: Callable[[], None] = lambda: None
+
+    async def tell(self, request: StoreMessageRequest) -> None:
+        """Send what has no answer.
+
+        Raises:
+            KVWireError: It could not be sent.
+
+        Cancel safety: safe, it is sent or not.
+        """
+        within = timedelta(seconds=self._timeout_s)
+        await self.connection.send(TAG, encode(request), deadline=within)
+
+    async def call(
+        self, number: int, request: StoreMessageRequest, kind: type[AnswerT]
+    ) -> AnswerT:
+        """Ask, and wait for the answer.
+
+        Args:
+            number: The request's.
+            request: The request.
+            kind: What answers it.
+
+        Raises:
+            KVWireError: There is no answer; by the deadline the connection has ended.
+
+        Cancel safety: safe, an answer that nobody waits for is dropped.
+        """
+        async with self._requests:
+            answer = asyncio.get_running_loop().create_future()
+            self._answers[number] = answer  # bounded by the server's requests
+            try:
+                async with asyncio.timeout(self._timeout_s + STORE_GRACE_S):
+                    await self.tell(request)
+                    found = await answer
+            except TimeoutError:
+                error = DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
+                self.connection.abort(str(error))
+                raise error from None
+            finally:
+                self._answers.pop(number, None)
+                # Its exception holds this frame, and with it what moves, in a cycle.
+                del answer
+        if not isinstance(found, kind):
+            self.connection.abort(f"{type(found).__name__} is no answer to that")
+            raise ConnectionLost("the server has answered something else")
+        return found
+
+    @contextlib.asynccontextmanager
+    async def berth(self) -> AsyncIterator[None]:
+        """Wait for one of the server's berths; the deadline counts from here.
+
+        Cancel safety: safe.
+        """
+        async with self._berths:
+            yield
+
+    @contextlib.asynccontextmanager
+    async def moving(
+        self, transfer: Incoming | Outgoing, images: ImageCache
+    ) -> AsyncIterator[None]:
+        """Within the block, the end of the connection is that of a transfer.
+
+        After it the transfer is over, and nothing touches its memory any more.
+
+        Cancel safety: the memory is waited for in any case.
+        """
+        self._transfers.add(transfer)  # bounded by the server's berths
+        if self.connection.closed:
+            transfer.abort("the connection was lost before it began")
+        try:
+            yield
+        finally:
+            self._transfers.discard(transfer)
+            transfer.abort("it was not asked for")
+            await quiet(transfer, self.connection)
+            images.release()
+
+    async def listen(self) -> None:
+        """Take answers until the connection ends; then fail what waits for one.
+
+        Raises:
+            KVWireError: Why it has ended.
+
+        Cancel safety: what waits is failed.
+        """
+        why = "the line was closed"
+        try:
+            while True:
+                reply = decode_reply(await self.connection.recv(TAG))
+                if not isinstance(reply, Answer):
+                    raise UsageError("it welcomes twice")
+                self.works()
+                waiting = self._answers.pop(reply.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        except KVWireError as exc:
+            why = str(exc)
+            raise
+        finally:
+            self._end(why)
+
+    def _end(self, why: str) -> None:
+        """Fail what waits, in a frame that no exception keeps."""
+        self.connection.abort(why)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                # One for each: it collects the frames of whom it is raised in.
+                waiting.set_exception(ConnectionLost(why))
+        for transfer in list(self._transfers):
+            transfer.abort(why)
+
+
+class StoreClient:
+    """A server, whether it can be reached or not. One event loop.
+
+    Args:
+        communicator: Connects.
+        address: Where the server listens.
+        timeout_s: Of each request, and of a handshake.
+        changed: Called when the line has gone up or down.
+
+    Attributes:
+        trouble: Why it is down; empty while it is up.
+        up: The connection, or None while it is down.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        address: str,
+        timeout_s: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self.trouble = "it was not dialled yet"
+        self.up: ActiveConnection | None = None
+        self._communicator = communicator
+        self._address = address
+        self._timeout_s = timeout_s
+        self._changed = changed
+        self._numbers = count(1)
+        self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
+        self._keeping: asyncio.Task[None] | None = None
+
+    def number(self) -> int:
+        """A number that no request and no transfer of this line has had."""
+        return next(self._numbers)
+
+    def now(self) -> ActiveConnection:
+        """The connection.
+
+        Raises:
+            ConnectionLost: It is down, and why.
+        """
+        if self.up is None or self.up.connection.closed:
+            raise ConnectionLost(self.trouble or "the connection has just ended")
+        return self.up
+
+    async def open(self) -> None:
+        """Dial for the first time. A server that is not there yet is dialled again.
+
+        Raises:
+            KVWireError: Dialling again would not help: the address or the key is wrong.
+
+        Cancel safety: safe, nothing stays connected.
+        """
+        first: ActiveConnection | None = None
+        try:
+            first = await self._dial()
+        except (ConnectError, ConnectionClosed, HandshakeTimeout, RequestError) as exc:
+            self._went_down(exc)
+        self._keeping = asyncio.create_task(self._keep(first))
+
+    async def close(self) -> None:
+        """End the connection, and dial no more.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._keeping is not None:
+            self._keeping.cancel()
+            # Not awaited itself: its cancellation and the caller's would look alike.
+            await asyncio.wait((self._keeping,))
+
+    # --- inside -----------------------------------------------------------------------
+
+    async def _keep(self, up: ActiveConnection | None) -> None:
+        """Listen while it is up, dial while it is down."""
+        while True:
+            try:
+                if up is None:
+                    await asyncio.sleep(self._backoff.pause_s())
+                    up = await self._dial()
+                await up.listen()
+            except KVWireError as exc:
+                self._went_down(exc)
+                up = None
+
+    async def _dial(self) -> ActiveConnection:
+        connection = await self._communicator.connect(
+            self._address, timeout_s=self._timeout_s
+        )
+        try:
+            up = await self._welcomed(connection)
+        except BaseException as exc:
+            connection.abort(str(exc))
+            raise
+        self.up, self.trouble = up, ""
+        up.works = self._backoff.reset
+        self._changed()
+        return up
+
+    async def _welcomed(self, connection: Connection) -> ActiveConnection:
+        within = timedelta(seconds=self._timeout_s)
+        await connection.send(TAG, encode(Hello(VERSION)), deadline=within)
+        welcome = decode_reply(await connection.recv(TAG, deadline=within))
+        if not isinstance(welcome, Welcome):
+            raise UsageError(f"it begins with {type(welcome).__name__}")
+        if welcome.version != VERSION:
+            raise VersionMismatch(
+                f"the store server speaks version {welcome.version} and this side "
+                f"{VERSION}",
+                fields=("version",),
+            )
+        return ActiveConnection(connection, welcome, self._timeout_s)
+
+    def _went_down(self, error: Exception) -> None:
+        if self.up is not None:
+            logger.warning("store server %s: %s", self._address, error)
+        self.up = None
+        self.trouble = said(error)
+        self._changed()

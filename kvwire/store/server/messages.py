@@ -1,0 +1,341 @@
+"""What a store server and its clients say to each other, beside the blocks themselves.
+
+Every message is one kvwire message of :data:`TAG`: a msgspec array, with its kind in
+front and the range of every number spelled out. Fields are numbered by position: new
+ones go to the end and have defaults, old readers ignore them. No payload is in them;
+that moves as KV transfers, whose ids the client makes.
+
+=========  =======================  ==================================================
+client     server                   then
+=========  =======================  ==================================================
+Hello      Welcome                  once, before anything else
+Find       Found
+Touch      (nothing)
+Put        Done                     before it answers, the server pulls the images from
+                                    the client, which has published them
+Get        Done                     after that, the server pushes the images that it
+                                    calls landed, which the client then expects
+Flush      Done
+Stats      Report
+=========  =======================  ==================================================
+
+The server always asks, on the connection of the request, and offers nothing under an
+id. So a client that makes up ids reaches nobody else's blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Self, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvwire.errors import UsageError, shown
+from kvwire.kv.spec import KVSpec
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    REASON_CHARS_MAX,
+    REQUEST_BYTES_MAX,
+    STORE_BERTHS_MAX,
+    STORE_CLIENTS_MAX,
+    STORE_HASH_BYTES_MAX,
+    STORE_KEYS_MAX,
+    STORE_REQUESTS_MAX,
+    STORE_SPACES_TOLD,
+    STORE_TIMEOUT_S_MAX,
+)
+from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.tiers.base import BlockResult, Fates, TierStats
+from kvwire.wire.decode_errors import DECODE_ERRORS
+
+TAG: Final = int.from_bytes(b"kv-store", "big")
+"""The tag of every message, in both directions."""
+VERSION: Final = 1
+
+_Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+_Text = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+_Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
+_KEY_BYTES_MAX: Final = DIGEST_BYTES + STORE_HASH_BYTES_MAX
+_Width = Annotated[int, Meta(ge=DIGEST_BYTES + 1, le=_KEY_BYTES_MAX)]
+_Joined = Annotated[bytes, Meta(max_length=STORE_KEYS_MAX * _KEY_BYTES_MAX)]
+_Milliseconds = Annotated[int, Meta(ge=1, le=int(STORE_TIMEOUT_S_MAX * 1000))]
+# KVSpec has a dozen fields; more may come.
+_FIELDS_MAX: Final = 64
+_TIERS_MAX: Final = 64
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One message, or a part of one."""
+
+
+class Names(Message, array_like=True, frozen=True, gc=False):
+    """Keys of one length, one behind the other."""
+
+    width: _Width
+    joined: _Joined
+
+    def __post_init__(self) -> None:
+        # msgspec reports a ValueError as one of its own.
+        if not self.joined or len(self.joined) % self.width:
+            raise ValueError(f"{len(self.joined)} bytes of keys of {self.width}")
+        if len(self) > STORE_KEYS_MAX:
+            raise ValueError(f"{len(self)} keys; {STORE_KEYS_MAX} are the most")
+
+    def __len__(self) -> int:
+        return len(self.joined) // self.width
+
+    @classmethod
+    def of(cls, keys: Keys) -> Self:
+        """Some keys, 1 to ``STORE_KEYS_MAX``, all of one length."""
+        return cls(len(keys[0]), b"".join(keys.tolist()))
+
+    @property
+    def keys(self) -> Keys:
+        """The keys."""
+        return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
+
+    def all_in(self, space: Namespace) -> bool:
+        """Whether every key is of one space."""
+        table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width)
+        digest = np.frombuffer(space.digest, np.uint8)
+        return bool((table[:, :DIGEST_BYTES] == digest).all())
+
+
+class SpaceText(Message, array_like=True, frozen=True, gc=False):
+    """A space in words; see :mod:`kvwire.store.namespace`."""
+
+    group: _Name
+    fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
+
+    @classmethod
+    def of(cls, space: Namespace) -> Self:
+        """A space in words."""
+        return cls(space.group, space.spec.to_pairs())
+
+    def space(self) -> Namespace:
+        """The space.
+
+        Raises:
+            UsageError: A field is missing or out of range.
+        """
+        return Namespace(self.group, KVSpec.from_pairs(self.fields))
+
+
+# --- from the client ------------------------------------------------------------------
+
+
+class StoreMessageRequest(Message, array_like=True, frozen=True, gc=False):
+    """What a client asks."""
+
+
+class Hello(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=1):
+    """The first message: which version the client speaks."""
+
+    version: _Number
+
+
+class Find(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=2):
+    """Which of these blocks are there."""
+
+    number: _Number
+    names: Names
+
+
+class Touch(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=3):
+    """These blocks were used elsewhere."""
+
+    names: Names
+
+
+class Moving(StoreMessageRequest, array_like=True, frozen=True, gc=False):
+    """Blocks that are to move.
+
+    Attributes:
+        number: Of the request.
+        transfer: The id of the KV transfer.
+        space: The space of all of them.
+        order: Of their images at the client.
+        names: Their keys.
+        timeout_ms: How long the client waits.
+    """
+
+    number: _Number
+    transfer: _Number
+    space: SpaceText
+    order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
+    names: Names
+    timeout_ms: _Milliseconds
+
+
+class Put(Moving, array_like=True, frozen=True, gc=False, tag=4):
+    """Pull these blocks from me, and keep them."""
+
+
+class Get(Moving, array_like=True, frozen=True, gc=False, tag=5):
+    """Push these blocks to me."""
+
+
+class Flush(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=6):
+    """Answer when what was put survives a power cut."""
+
+    number: _Number
+
+
+class Stats(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=7):
+    """What is there, and what has happened."""
+
+    number: _Number
+
+
+# --- from the server ------------------------------------------------------------------
+
+
+class Reply(Message, array_like=True, frozen=True, gc=False):
+    """What a server answers."""
+
+
+class Welcome(Reply, array_like=True, frozen=True, gc=False, tag=1):
+    """The answer to Hello.
+
+    Attributes:
+        version: Which version the server speaks.
+        durable: Whether what it takes survives a restart of it.
+        read_only: Whether it takes nothing.
+        requests: How many requests of one client may be open.
+        berths: How many of them move blocks at once.
+        berth_bytes: How many bytes of blocks one request may move.
+        spaces: What it has blocks of.
+    """
+
+    version: _Number
+    durable: bool = False
+    read_only: bool = False
+    requests: Annotated[int, Meta(ge=1, le=STORE_REQUESTS_MAX)] = 1
+    berths: Annotated[int, Meta(ge=1, le=STORE_BERTHS_MAX)] = 1
+    berth_bytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)] = 1
+    spaces: Annotated[tuple[SpaceText, ...], Meta(max_length=STORE_SPACES_TOLD)] = ()
+
+
+class Answer(Reply, array_like=True, frozen=True, gc=False):
+    """The answer to the request of a number."""
+
+    number: _Number
+
+
+class Found(Answer, array_like=True, frozen=True, gc=False, tag=2):
+    """The order of each block's image, a byte each, or ``ABSENT``."""
+
+    orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]
+
+    def __post_init__(self) -> None:
+        table = self.table
+        if ((table >= len(ORDERS)) & (table != ABSENT)).any():
+            raise ValueError("an order that there is not")
+
+    @property
+    def table(self) -> Orders:
+        """The orders."""
+        return np.frombuffer(self.orders, np.uint8)
+
+
+class Done(Answer, array_like=True, frozen=True, gc=False, tag=3):
+    """What became of each block, a byte each, and why where it did not land."""
+
+    fates: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
+    reason: _Reason = ""
+
+    def __post_init__(self) -> None:
+        if (self.table > max(BlockResult)).any():
+            raise ValueError("a fate that there is not")
+
+    @classmethod
+    def of(cls, number: int, fates: Fates, reason: str = "") -> Self:
+        """The answer, with as much of the reason as it may have."""
+        return cls(number, fates.tobytes(), reason[:REASON_CHARS_MAX])
+
+    @property
+    def table(self) -> Fates:
+        """The fates."""
+        return np.frombuffer(self.fates, np.uint8)
+
+
+class TierRow(Message, array_like=True, frozen=True, gc=False):
+    """One tier of a server."""
+
+    name: _Text
+    trouble: _Reason
+    stats: TierStats
+
+
+class ClientRow(Message, array_like=True, frozen=True, gc=False):
+    """One client of a server.
+
+    Attributes:
+        name: As it calls itself.
+        address: Where it is.
+        requests: Requests that are open.
+        asked: Requests so far.
+        read_bytes: Bytes of blocks that it was sent.
+        written_bytes: Bytes of blocks that it sent.
+    """
+
+    name: _Text
+    address: _Text
+    requests: _Number
+    asked: _Number
+    read_bytes: _Number
+    written_bytes: _Number
+
+
+class Report(Answer, array_like=True, frozen=True, gc=False, tag=4):
+    """What a server has, and who is there."""
+
+    name: _Text
+    read_only: bool
+    tiers: Annotated[tuple[TierRow, ...], Meta(max_length=_TIERS_MAX)]
+    clients: Annotated[tuple[ClientRow, ...], Meta(max_length=STORE_CLIENTS_MAX)]
+    dropped: _Number
+    """Clients that broke a rule and were let go of."""
+
+
+AnyRequest = Hello | Find | Touch | Put | Get | Flush | Stats
+AnyReply = Welcome | Found | Done | Report
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
+    AnyRequest
+)
+_replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
+
+
+def encode(message: StoreMessageRequest | Reply) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_request(body: bytes | bytearray) -> AnyRequest:
+    """Read what a client sent.
+
+    Raises:
+        UsageError: It is no request, or a field of it is out of range.
+    """
+    try:
+        return _requests.decode(body)
+    except DECODE_ERRORS as exc:
+        raise UsageError(f"not a request: {shown(str(exc))}") from None
+
+
+def decode_reply(body: bytes | bytearray) -> AnyReply:
+    """Read what a server sent.
+
+    Raises:
+        UsageError: It is no reply, or a field of it is out of range.
+    """
+    try:
+        return _replies.decode(body)
+    except DECODE_ERRORS as exc:
+        raise UsageError(f"not a reply: {shown(str(exc))}") from None

@@ -1,0 +1,223 @@
+"""A store that other processes use: ``kvwire://host:port`` is a tier of theirs.
+
+>>> async with kvwire.BlockStore.open(["memory:8GiB"]) as store:
+...     async with kvwire.StoreServer(store, "10.0.0.5:7500", psk_file=key) as server:
+...         await server.closed()
+
+Whoever proves the key may read, and write unless the server is read-only. A hash is
+taken at its word: who writes wrong bytes under a hash poisons it for all others, so the
+clients of one server are one trust domain.
+
+Each client has its own berths, its own task, and its own limits; see
+:mod:`kvwire.store.server.session`. What breaks a rule ends that client's connection and
+is counted. What is slow ends with its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from functools import partial
+from typing import Any, Self
+
+import kvwire
+from kvwire.config import Config
+from kvwire.errors import ClosedOK, UsageError
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    REASON_CHARS_MAX,
+    STORE_BERTH_BYTES,
+    STORE_BERTHS,
+    STORE_BERTHS_MAX,
+    STORE_CLIENTS_MAX,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_SPACES_TOLD,
+    STORE_TIER_BYTES_MAX,
+)
+from kvwire.store.server.messages import ClientRow, Report, SpaceText, TierRow, Welcome
+from kvwire.store.server.session import ClientSession
+from kvwire.store.store import BlockStore
+from kvwire.types import Address
+
+logger = logging.getLogger("kvwire")
+
+
+class StoreServer:
+    """Serves a store on an address, within ``async with``. One event loop.
+
+    Args:
+        store: What is served; whoever opened it closes it, after the server.
+        address: Where to listen; ``"host:0"`` takes any free port.
+        config: As for :func:`kvwire.open`.
+        read_only: Clients may get and not put.
+        berths: How many transfers of one client may move at once.
+        berth_bytes: The most that one transfer moves, so the largest block. The memory
+            of a client is ``berths * berth_bytes``, as far as it is used.
+        **arguments: Keys of :class:`kvwire.Config`, such as ``psk_file``.
+
+    Attributes:
+        address: Where it listens, with the real port; once it is entered.
+        dropped: Clients that broke a rule and were let go of.
+
+    Raises:
+        UsageError: An argument cannot be used.
+    """
+
+    address: Address
+
+    def __init__(
+        self,
+        store: BlockStore,
+        address: str | Address,
+        config: Config | str | os.PathLike[str] | None = None,
+        *,
+        read_only: bool = False,
+        berths: int = STORE_BERTHS,
+        berth_bytes: int = STORE_BERTH_BYTES,
+        **arguments: Any,
+    ) -> None:
+        if not 1 <= berths <= STORE_BERTHS_MAX:
+            raise UsageError(f"berths={berths}: 1 to {STORE_BERTHS_MAX}")
+        if not 1 <= berth_bytes <= STORE_TIER_BYTES_MAX:
+            raise UsageError(
+                f"berth_bytes={berth_bytes}: 1 to {STORE_TIER_BYTES_MAX}; a block of "
+                f"every client has to fit"
+            )
+        self.store = store
+        self.read_only = read_only
+        self.berths = berths
+        self.berth_bytes = berth_bytes
+        self.dropped = 0
+        self._where = Address.parse(address)
+        self._config = _config(config, arguments)
+        self._clients: dict[ClientSession, asyncio.Task[None]] = {}
+        self._entered = False
+        self._accepting: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._stopped.is_set() else f"{len(self._clients)} clients"
+        return f"<StoreServer {getattr(self, 'address', self._where)}, {state}>"
+
+    async def __aenter__(self) -> Self:
+        """The server, listening. It is entered once.
+
+        Raises:
+            UsageError: The address cannot be used, or needs a key; or it was entered
+                or closed before.
+            ListenError: The address cannot be listened on.
+
+        Cancel safety: nothing stays bound.
+        """
+        if self._entered or self._stopped.is_set():
+            raise UsageError("a StoreServer is entered once; make another one")
+        self._entered = True
+        self._communicator = await kvwire.open(self._config)
+        try:
+            self.address = await self._communicator.listen(self._where)
+        except BaseException:
+            await self._communicator.close()
+            raise
+        self._accepting = asyncio.create_task(self._accept())
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close it."""
+        await self.close()
+
+    async def close(self) -> None:
+        """End every connection, and return when nothing of it touches the store.
+
+        What was begun has ``close_timeout_s``. Any number of times, and also of one
+        that does not listen yet.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._accepting is not None:
+            await self._communicator.close()
+            await asyncio.wait((self._accepting,))
+        if self._clients:
+            await asyncio.wait(tuple(self._clients.values()))
+        self._stopped.set()
+
+    async def closed(self) -> None:
+        """Wait until it is closed.
+
+        Cancel safety: safe, it only watches.
+        """
+        await self._stopped.wait()
+
+    # --- what clients are told --------------------------------------------------------
+
+    def welcome(self, version: int, requests: int) -> Welcome:
+        """What a new client has to know."""
+        tiers = self.store.hierarchy
+        spaces = list(tiers.spaces.values())[:STORE_SPACES_TOLD]
+        return Welcome(
+            version=version,
+            durable=any(tier.durable for tier in tiers.below),
+            read_only=self.read_only,
+            requests=requests,
+            berths=self.berths,
+            berth_bytes=self.berth_bytes,
+            spaces=tuple(map(SpaceText.of, spaces)),
+        )
+
+    def report(self, number: int) -> Report:
+        """What is there and what has happened, for whoever asks."""
+        troubles = self.store.report
+        rows = [
+            TierRow(name[:NAME_CHARS_MAX], troubles[name][:REASON_CHARS_MAX], stats)
+            for name, stats in self.store.stats().items()
+        ]
+        clients = list(self._clients)[:STORE_CLIENTS_MAX]
+        return Report(
+            number=number,
+            name=self._communicator.name,
+            read_only=self.read_only,
+            tiers=tuple(rows),
+            clients=tuple(client.row() for client in clients),
+            dropped=self.dropped,
+        )
+
+    def clients(self) -> tuple[ClientRow, ...]:
+        """Who is connected."""
+        return tuple(client.row() for client in self._clients)
+
+    # --- inside -----------------------------------------------------------------------
+
+    async def _accept(self) -> None:
+        try:
+            while True:
+                connection = await self._communicator.accept()
+                # bounded: connections_max of the communicator
+                serving = ClientSession(self, connection)
+                task = asyncio.create_task(serving.run())
+                self._clients[serving] = task
+                task.add_done_callback(partial(self._gone, serving))
+        except ClosedOK:
+            return
+
+    def _gone(self, client: ClientSession, _: asyncio.Task[None]) -> None:
+        del self._clients[client]
+
+
+def _config(
+    config: Config | str | os.PathLike[str] | None, arguments: dict[str, Any]
+) -> Config:
+    """The caller's wishes, and what a server needs beside them."""
+    if arguments.get("psk_file"):
+        arguments.setdefault("trust", "psk")
+    loaded = (
+        config.replace(**arguments)
+        if isinstance(config, Config)
+        else Config.load(config, **arguments)
+    )
+    return loaded.replace(
+        # A receive allocates what a client announces, up to this.
+        message_bytes=STORE_REQUEST_BYTES_MAX,
+        # The answer to a request is lost with its connection, so its transfer is.
+        resume=False,
+        connections_max=min(loaded.connections_max, STORE_CLIENTS_MAX),
+    )

@@ -1,0 +1,299 @@
+"""One client of a store server: its requests, and the blocks that move for them.
+
+Each request is a task, and ends by itself: a transfer by its deadline, everything by
+the end of the connection. Nothing here is ever cancelled, so a berth is given back only
+when both the link and the store have let go of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvwire.errors import ConnectionClosed, KVWireError, UsageError
+from kvwire.kv.blocks import Bits, Ids, among
+from kvwire.kv.outcome import Outcome
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    REASON_CHARS_MAX,
+    STORE_PIECES_MAX,
+    STORE_REQUESTS_MAX,
+    STORE_SPACES_MAX,
+    STORE_TIMEOUT_S,
+)
+from kvwire.store.cleanup import quiet
+from kvwire.store.image_cache import ImageCache, images_in
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.operations.get import NOT_THERE
+from kvwire.store.server.buffers import Bytes, TransferBuffers
+from kvwire.store.server.messages import (
+    TAG,
+    VERSION,
+    AnyRequest,
+    ClientRow,
+    Done,
+    Find,
+    Flush,
+    Found,
+    Get,
+    Hello,
+    Moving,
+    Put,
+    Reply,
+    Stats,
+    Touch,
+    decode_request,
+    encode,
+)
+from kvwire.store.tiers.base import BlockResult, Fates
+
+if TYPE_CHECKING:
+    from kvwire import Connection
+    from kvwire.store.server.server import StoreServer
+
+logger = logging.getLogger("kvwire")
+
+_PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
+
+
+class ClientSession:
+    """What a server does for one client.
+
+    Args:
+        server: Whose client it is.
+        connection: The connection to it.
+    """
+
+    def __init__(self, server: StoreServer, connection: Connection) -> None:
+        self._server = server
+        self._store = server.store
+        self._connection = connection
+        self._berths = TransferBuffers(server.berths, server.berth_bytes)
+        self._open: set[asyncio.Task[None]] = set()
+        self._asked = 0
+        self._read_bytes = self._written_bytes = 0
+
+    def row(self) -> ClientRow:
+        """Who it is, and what it has done."""
+        peer = self._connection.peer
+        return ClientRow(
+            name=peer.name,
+            address=str(peer.address or "")[:NAME_CHARS_MAX],
+            requests=len(self._open),
+            asked=self._asked,
+            read_bytes=self._read_bytes,
+            written_bytes=self._written_bytes,
+        )
+
+    async def run(self) -> None:
+        """Serve it until its connection ends; then wait for what it had begun.
+
+        Cancel safety: not to be cancelled; the end of the connection ends it.
+        """
+        try:
+            hello = await self._received(_PATIENCE)
+            if not isinstance(hello, Hello):
+                raise UsageError(f"it began with {type(hello).__name__}")
+            version = min(VERSION, hello.version)
+            await self._send(self._server.welcome(version, STORE_REQUESTS_MAX))
+            while True:
+                self._begin(await self._received())
+        except ConnectionClosed:
+            pass
+        except KVWireError as exc:
+            self._drop(str(exc))
+        except Exception:
+            # A bug of ours ends this client's connection, and nobody else's.
+            logger.exception("store server: %s cannot be served", self._connection.peer)
+            self._drop("it cannot be served here")
+        finally:
+            while self._open:
+                await asyncio.wait(self._open)
+
+    # --- requests ---------------------------------------------------------------------
+
+    async def _received(self, within: timedelta | None = None) -> AnyRequest:
+        """Its next request, for which a client may take any time once it is known."""
+        return decode_request(await self._connection.recv(TAG, deadline=within))
+
+    def _begin(self, request: AnyRequest) -> None:
+        self._asked += 1
+        if isinstance(request, Hello):
+            raise UsageError("it says hello twice")
+        if isinstance(request, Touch):
+            self._store.hierarchy.touch(request.names.keys)
+            return
+        if len(self._open) >= STORE_REQUESTS_MAX:
+            raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
+        task = asyncio.create_task(self._answer(request))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _answer(self, request: Find | Put | Get | Flush | Stats) -> None:
+        try:
+            match request:
+                case Find():
+                    orders = await self._store.hierarchy.orders(request.names.keys)
+                    await self._send(Found(request.number, orders.tobytes()))
+                case Put():
+                    await self._send(await self._put(request))
+                case Get():
+                    await self._get(request)
+                case Flush():
+                    await self._send(await self._flush(request))
+                case Stats():
+                    await self._send(self._server.report(request.number))
+        except ConnectionClosed as exc:
+            self._connection.abort(str(exc))
+        except KVWireError as exc:
+            self._drop(str(exc))
+        except Exception:
+            logger.exception(
+                "store server: a request of %s failed", self._connection.peer
+            )
+            self._drop("its request failed here")
+
+    async def _send(self, reply: Reply) -> None:
+        """Answer; a client that takes no answers is ended by the deadline."""
+        await self._connection.send(TAG, encode(reply), deadline=_PATIENCE)
+
+    def _drop(self, reason: str) -> None:
+        logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
+        self._server.dropped += 1
+        self._connection.abort(reason)
+
+    # --- blocks -----------------------------------------------------------------------
+
+    async def _put(self, request: Put) -> Done:
+        """Pull blocks into a berth, and put those that landed into the store."""
+        space = request.space.space()
+        refusal = self._refusal(request, space) or self._write_refusal(space)
+        if refusal:
+            return _all(request, BlockResult.REFUSED, refusal)
+        async with self._berths.one() as berth:
+            images = _images(berth, request, space)
+            cache, ids = images.cache, images.ids
+            pulled = self._connection.pull(
+                request.transfer, cache, {space.group: ids}, deadline=_deadline(request)
+            )
+            outcome = await pulled
+            await quiet(pulled, self._connection)
+            reasons = outcome.missing.reasons
+            kept = here = _landed(outcome, space, ids)
+            if here.any():
+                put = self._store.put(
+                    {space.group: _hashes(request)[here].tolist()},
+                    cache,
+                    {space.group: ids[here]},
+                )
+                stored = await put
+                await put.drained()
+                kept = here & _landed(stored, space, ids)
+                reasons += stored.missing.reasons
+        self._written_bytes += outcome.nbytes
+        fates = np.where(kept, BlockResult.LANDED, BlockResult.FAILED).astype(np.uint8)
+        return Done.of(request.number, fates, "; ".join(reasons))
+
+    async def _get(self, request: Get) -> None:
+        """Get blocks into a berth, say which there are, and push those."""
+        space = request.space.space()
+        refusal = self._refusal(request, space)
+        if refusal:
+            await self._send(_all(request, BlockResult.REFUSED, refusal))
+            return
+        async with self._berths.one() as berth:
+            images = _images(berth, request, space)
+            cache, ids = images.cache, images.ids
+            hashes = {space.group: _hashes(request).tolist()}
+            got = await self._store.get(hashes, cache, {space.group: ids})
+            here = _landed(got, space, ids)
+            fates = np.full(ids.size, BlockResult.LANDED, np.uint8)
+            fates[~here] = _lost(got, space)
+            reason = "; ".join(got.missing.reasons)
+            await self._send(Done.of(request.number, fates, reason))
+            if not here.any():
+                return
+            pushed = self._connection.push(
+                request.transfer,
+                cache,
+                {space.group: ids[here]},
+                deadline=_deadline(request),
+            )
+            pushed.ready()
+            pushed.finish()
+            outcome = await pushed
+            await quiet(pushed, self._connection)
+        self._read_bytes += outcome.nbytes
+
+    async def _flush(self, request: Flush) -> Done:
+        said = ""
+        if not self._server.read_only:
+            try:
+                await self._store.flush()
+            except OSError as exc:
+                said = str(exc) or type(exc).__name__
+        return Done(request.number, reason=said[:REASON_CHARS_MAX])
+
+    def _refusal(self, request: Moving, space: Namespace) -> str:
+        """Why blocks cannot move for a request; empty if they can."""
+        if not request.names.all_in(space):
+            return "a key is of another space than the request"
+        nbytes = len(request.names) * space.image_bytes
+        if nbytes > self._berths.nbytes:
+            return (
+                f"{len(request.names)} blocks of {space.image_bytes} bytes are more "
+                f"than the {self._berths.nbytes} that one transfer may have here"
+            )
+        axes = ORDERS[request.order]
+        piece = space.spec.item_bytes
+        if axes[-1] == "dim":
+            piece *= space.spec.head_dim
+        if nbytes > STORE_PIECES_MAX * piece:
+            return f"images in the order {', '.join(axes)} are in too many pieces"
+        return ""
+
+    def _write_refusal(self, space: Namespace) -> str:
+        if self._server.read_only:
+            return "this server is read-only"
+        known = self._store.hierarchy.spaces
+        if space.digest not in known and len(known) >= STORE_SPACES_MAX:
+            return f"it has blocks of {STORE_SPACES_MAX} kinds of caches already"
+        return ""
+
+
+def _images(berth: Bytes, request: Moving, space: Namespace) -> ImageCache:
+    """Room in a berth for the images of a request."""
+    room = images_in(berth, space.image_bytes, len(request.names))
+    return ImageCache(space, request.order, room)
+
+
+def _deadline(request: Moving) -> timedelta:
+    return timedelta(milliseconds=request.timeout_ms)
+
+
+def _hashes(request: Moving) -> Keys:
+    """The hashes of a request's blocks."""
+    return as_keys(key[DIGEST_BYTES:] for key in request.names.keys.tolist())
+
+
+def _landed(outcome: Outcome, space: Namespace, ids: Ids) -> Bits:
+    """Which blocks landed, by their position in the list."""
+    return among(ids, outcome.landed.ids(space.group))
+
+
+def _lost(got: Outcome, space: Namespace) -> Fates:
+    """What became of each block of a get that did not land."""
+    absent = np.array([why.startswith(NOT_THERE) for why in got.missing.meanings])
+    codes = got.missing.groups[space.group].codes
+    return np.where(absent[codes], BlockResult.MISSING, BlockResult.FAILED).astype(
+        np.uint8
+    )
+
+
+def _all(request: Moving, fate: BlockResult, reason: str) -> Done:
+    return Done.of(request.number, np.full(len(request.names), fate, np.uint8), reason)

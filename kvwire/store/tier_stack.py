@@ -1,0 +1,186 @@
+"""The tiers of a store together: memory, and what is below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+import numpy as np
+
+from kvwire.kv.blocks import Bits
+from kvwire.store.cleanup import together
+from kvwire.store.counters import StoreCounters
+from kvwire.store.index import Keys, Named, Orders
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
+from kvwire.store.threads import Threads
+from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier
+from kvwire.store.tiers.memory import MemoryTier
+from kvwire.store.tiers.slabs import Slabs
+
+_digest = itemgetter(slice(DIGEST_BYTES))
+
+
+class TierStack:
+    """Where blocks are, and how they get from one tier to the next.
+
+    Args:
+        slabs: The room of the memory tier.
+        below: The tiers below it, fastest first.
+        through: Whether a put is complete only when a durable tier has its blocks.
+        threads: Where copies are made.
+
+    Attributes:
+        counters: What has happened so far.
+        memory: The first tier.
+        below: The others.
+        spaces: The spaces of blocks that are or were here, by digest.
+        through: Whether a put waits for a durable tier; False without one.
+        threads: Where copies are made.
+    """
+
+    def __init__(
+        self, slabs: Slabs, below: Sequence[Tier], *, through: bool, threads: Threads
+    ) -> None:
+        self.counters = StoreCounters()
+        self.memory = MemoryTier(slabs, self._demote if below else None)
+        self.below = tuple(below)
+        self.through = through and bool(below)
+        self.threads = threads
+        self.spaces: dict[bytes, Namespace] = {
+            space.digest: space for tier in below for space in tier.spaces()
+        }
+
+    async def find(self, keys: Keys) -> Bits:
+        """Which blocks are in some tier.
+
+        Cancel safety: safe, it only looks.
+        """
+        here = self.memory.index.find(keys) >= 0
+        for tier in self.below:
+            if here.all():
+                break
+            here[~here] = await tier.find(keys[~here]) != ABSENT
+        return here
+
+    async def orders(self, keys: Keys) -> Orders:
+        """The order of each block's image in the first tier that has it, or ``ABSENT``.
+
+        Cancel safety: safe, it only looks.
+        """
+        slots = self.memory.index.find(keys)
+        here = slots >= 0
+        orders = np.full(keys.size, ABSENT, np.uint8)
+        orders[here] = self.memory.index.orders(slots[here])
+        for tier in self.below:
+            lacking = orders == ABSENT
+            if not lacking.any():
+                break
+            orders[lacking] = await tier.find(keys[lacking])
+        return orders
+
+    def touch(self, keys: Keys) -> None:
+        """The blocks of a chain were used, wherever they are; its head goes last."""
+        slots = self.memory.index.find(keys)
+        self.memory.index.touch(keys[slots >= 0], slots[slots >= 0])
+        for tier in self.below:
+            tier.touch(keys)
+
+    async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
+        """The first tier below, from number ``first`` on, that has any of some blocks.
+
+        Returns:
+            Its number, that of no tier if there is none, and what it has.
+
+        Cancel safety: safe, it only looks.
+        """
+        for number in range(first, len(self.below)):
+            orders = await self.below[number].find(keys)
+            if (orders != ABSENT).any():
+                return number, orders
+        return len(self.below), np.full(keys.size, ABSENT, np.uint8)
+
+    async def kept(self, keys: Keys) -> Bits:
+        """Which blocks are where a put has to bring them; touches them.
+
+        Cancel safety: safe, it may be called again.
+        """
+        kept = np.zeros(keys.size, np.bool_)
+        if not self.through:
+            return kept
+        for tier in self.keepers:
+            found = await tier.holds(keys)
+            tier.touch(keys[found])
+            kept |= found
+        return kept
+
+    @property
+    def keepers(self) -> tuple[Tier, ...]:
+        """The tiers one of which has to have a block before its put is complete."""
+        return tuple(t for t in self.below if t.durable) or self.below
+
+    async def write_through(self, space: Namespace, batch: Batch) -> tuple[Fates, str]:
+        """Bring images to every tier below that lacks them.
+
+        Returns:
+            What became of each at the best of the tiers that count, and why if not.
+
+        Cancel safety: the writes are finished first.
+        """
+        writes = (self._write(tier, space, batch) for tier in self.below)
+        done = await together(*writes)
+        keepers = self.keepers
+        counted = [
+            (fates, tier)
+            for fates, tier in zip(done, self.below, strict=True)
+            if tier in keepers
+        ]
+        best = np.min([fates for fates, _ in counted], axis=0)
+        troubles = (f"{tier.name}: {tier.trouble}" for _, tier in counted)
+        return best, "; ".join(t for t in troubles if not t.endswith(": "))
+
+    async def _write(self, tier: Tier, space: Namespace, batch: Batch) -> Fates:
+        """Bring images to one tier, but those that it has."""
+        fates = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
+        lacking = ~await tier.holds(batch.keys)
+        tier.touch(batch.keys[~lacking])
+        if not lacking.any():
+            return fates
+        if not tier.taking:
+            fates[lacking] = BlockResult.REFUSED
+            return fates
+        fates[lacking] = await tier.write(space, batch.selected(lacking))
+        return fates
+
+    async def flush(self) -> None:
+        """Return when what was put survives a power cut, where anything does.
+
+        Raises:
+            OSError: It does not, as far as anybody knows.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if not self.through:
+            await self.memory.write_down()
+        for tier in self.below:
+            await tier.flush()
+
+    async def _demote(self, named: Named) -> str:
+        """Bring blocks of memory to the next tier below, if none there has them."""
+        lacking = np.ones(named.keys.size, np.bool_)
+        for tier in self.below:
+            lacking[lacking] = ~await tier.holds(named.keys[lacking])
+        taker = next((tier for tier in self.below if tier.taking), None)
+        if not lacking.any():
+            return ""
+        if taker is None:
+            return "; ".join(f"{tier.name}: {tier.trouble}" for tier in self.below)
+        taken = True
+        keys, slots = named.keys[lacking], named.slots[lacking]
+        digests = np.array(list(map(_digest, keys.tolist())), object)
+        for digest in set(digests.tolist()):
+            space, mine = self.spaces[digest], digests == digest
+            orders = self.memory.index.orders(slots[mine])
+            images = self.memory.images(slots[mine], space.image_bytes)
+            fates = await taker.write(space, Batch(keys[mine], orders, images))
+            taken &= bool((fates == BlockResult.LANDED).all())
+        return "" if taken else f"{taker.name}: {taker.trouble}"

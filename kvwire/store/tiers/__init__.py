@@ -1,0 +1,1 @@
+"""Keep blocks: in memory, on disks, in objects, on a store server. Internal."""

@@ -1,0 +1,454 @@
+"""A tier of slots in one file, which is found again after a restart.
+
+Which slot has which image is known in memory, and on the disk in SQLite. One thread at
+a time writes: images first, then the rows that name them, in one transaction. Who reads
+has the slots pinned, so that nothing else is written there. An error of the disk ends a
+request by a reason, and no later one: each is tried anew.
+
+Trust
+-----
+A row of a tier that was not closed in order may name an image that was being written
+over. So until it was read and compared, its block is found, and is not *held*: a put of
+it reads it first, and writes it again unless it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import sqlite3
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.fragments import Fragments
+from kvwire.store.address import TierAddress
+from kvwire.store.image_cache import images_in
+from kvwire.store.index import Index, Keys, Orders, once
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.operations.in_flight import InFlightFills
+from kvwire.store.sums import Sums, image_sums, named_sums, views_of
+from kvwire.store.threads import Threads
+from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
+from kvwire.store.tiers.directory import Directory
+from kvwire.store.tiers.disk_index import Rows
+from kvwire.store.tiers.file import File
+from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
+
+_SYNCS: Final = ("flush", "put")
+_ERRORS: Final = (OSError, sqlite3.Error)
+
+
+class DiskTier(Tier):
+    """Blocks in a file. Made by :meth:`open`."""
+
+    durable = True
+
+    def __init__(self, name: str, directory: Directory, threads: Threads) -> None:
+        self.name = name
+        self.trouble = ""
+        self._directory = directory
+        self._rows = directory.index
+        self._file = directory.file
+        self._slabs = Slabs(directory.slabs, directory.index.slab_bytes)
+        self._index = Index(self._slabs)
+        self._sums = np.zeros(self._slabs.slots, np.uint64)
+        self._trusted = np.zeros(self._slabs.slots, np.bool_)
+        # The size of slots that the rows of each slab are of; 0 without any.
+        self._named_bytes = np.zeros(len(self._slabs), np.int64)
+        # Slots whose rows name what is not there any more.
+        self._stale: set[int] = set()
+        self._serial = 0
+        self._counts = TierStats(size_bytes=len(self._slabs) * self._slabs.slab_bytes)
+        self._filling = InFlightFills()
+        self._writing = asyncio.Lock()
+        self._threads = threads
+        # What a flush has failed with since it was opened.
+        self._unflushed = ""
+        self._restore()
+
+    @classmethod
+    async def open(
+        cls, address: TierAddress, *, file_type: type[File] = File
+    ) -> DiskTier:
+        """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=flush|put``.
+
+        Args:
+            address: As the user has written it.
+            file_type: How images are read and written.
+
+        Raises:
+            UsageError: The address is wrong, the directory cannot be used, another
+                process has it, or the disk has no room; and what to do.
+
+        Cancel safety: the directory is let go of again.
+        """
+        address.require("size", "slab", "sync")
+        if not address.place or "size" not in address.options:
+            raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
+        nbytes = address.size(address.options["size"])
+        slab_bytes = address.slab_bytes(nbytes)
+        sync = address.options.get("sync", "flush")
+        if sync not in _SYNCS:
+            raise UsageError(f"tier {address.text!r}: sync={sync!r}: flush or put")
+        place, threads = Path(address.place), Threads()
+        opened: list[Directory] = []
+
+        def open_it() -> DiskTier:
+            opened.append(
+                Directory(place, nbytes, slab_bytes, sync == "put", file_type)
+            )
+            return cls(address.text, opened[0], threads)
+
+        try:
+            return await threads.run(open_it)
+        except BaseException as exc:
+            # Also when this was cancelled while the thread was opening it.
+            for directory in opened:
+                directory.close(in_order=False)
+            threads.close()
+            if _is_full(exc):
+                said = f"the disk has no room for {nbytes} bytes; give it less: ?size="
+                raise UsageError(f"tier {address.text!r}: {said}") from exc
+            if isinstance(exc, _ERRORS):
+                passes = isinstance(exc, OSError | sqlite3.OperationalError)
+                hint = "" if passes else "; delete the directory, or give another one"
+                raise UsageError(f"tier {address.text!r}: {exc}{hint}") from exc
+            raise
+
+    async def find(self, keys: Keys) -> Orders:
+        """The order of each block's image, or ``ABSENT``.
+
+        Cancel safety: safe, it only looks.
+        """
+        slots = self._index.find(keys)
+        found = np.full(keys.size, ABSENT, np.uint8)
+        found[slots >= 0] = self._index.orders(slots[slots >= 0])
+        return found
+
+    async def holds(self, keys: Keys) -> Bits:
+        """Which blocks are there, with their images written or read by this process.
+
+        Cancel safety: safe, it only looks.
+        """
+        slots = self._index.find(keys)
+        held: Bits = (slots >= 0) & self._trusted[slots]
+        return held
+
+    def touch(self, keys: Keys) -> None:
+        """See Tier."""
+        slots = self._index.find(keys)
+        self._index.touch(keys[slots >= 0], slots[slots >= 0])
+
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
+        """Take blocks; those that are held already are touched.
+
+        Cancel safety: the write is finished first.
+        """
+        fates = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
+        nbytes = space.image_bytes
+        if not self._slabs.capacity(nbytes):
+            self.trouble = (
+                f"a block of {nbytes} bytes has no room in a slab of "
+                f"{self._slabs.slab_bytes}; open an empty directory with ?slab= of "
+                f"several blocks"
+            )
+            return fates
+        held = await self._look(space, batch.keys)
+        self.touch(batch.keys[held])
+        fates[held] = BlockResult.LANDED
+        lacking = np.flatnonzero(~held)
+        if not lacking.size:
+            return fates
+        slots = self._room(nbytes, lacking.size)
+        mine = lacking[: slots.size]
+        if mine.size:
+            fates[mine] = await self._write(space, batch.selected(mine), slots)
+        if mine.size < lacking.size:
+            self.trouble = "every slot is being read or written"
+        self._counts.count(fates[mine], written=True)
+        return fates
+
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
+        """Fill images with blocks, and compare them with their checksums.
+
+        Cancel safety: the read is finished first.
+        """
+        fates = np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
+        slots = self._index.find(batch.keys)
+        here = np.flatnonzero(slots >= 0)
+        if not here.size:
+            return fates
+        part, slots = batch.selected(here), slots[here]
+        self._index.pin(part.keys, slots)
+        bad = np.zeros(here.size, np.bool_)
+        try:
+            got = await self._threads.run(partial(self._read_slots, part, slots))
+            fates[here] = got
+            self._trusted[slots[got == BlockResult.LANDED]] = True
+            # One that could not be read may be whole, and be read the next time.
+            self._trusted[slots[got == BlockResult.FAILED]] = False
+            bad = got == BlockResult.DAMAGED
+        finally:
+            self._index.unpin(part.keys[~bad], slots[~bad])
+        if bad.any():
+            await self._discard(part.keys[bad], slots[bad])
+        self._counts.count(fates, written=False)
+        return fates
+
+    def stats(self) -> TierStats:
+        """See Tier."""
+        self._counts.blocks = len(self._index)
+        self._counts.used_bytes = self._slabs.used_bytes
+        self._counts.evicted_blocks = self._index.evicted
+        return self._counts
+
+    def spaces(self) -> Iterable[Namespace]:
+        """See Tier."""
+        return tuple(self._rows.spaces.values())
+
+    async def flush(self) -> None:
+        """Return when what was written survives a power cut as well.
+
+        Raises:
+            OSError: It does not, as far as anybody knows. A disk may have dropped what
+                it has failed to take once, so that lasts until the tier is closed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        async with self._writing:
+            try:
+                await self._threads.run(self._sync)
+            except _ERRORS as exc:
+                self._failed("flushing", exc)
+                if not _is_full(exc):
+                    self._unflushed = self.trouble
+                raise OSError(f"{self.name}: {self.trouble}") from exc
+        if self._unflushed:
+            raise OSError(f"{self.name}: {self._unflushed}")
+
+    async def close(self) -> None:
+        """Flush, and let go of the directory. Never raises.
+
+        Cancel safety: the directory is let go of in any case.
+        """
+        in_order = False
+        try:
+            in_order = await self._settled()
+            await self.flush()
+        except OSError:
+            in_order = False  # `trouble` says why
+        finally:
+            closing = partial(self._directory.close, in_order=in_order)
+            try:
+                await self._threads.run(closing)
+            except _ERRORS as exc:
+                self._failed("closing", exc)
+            finally:
+                self._threads.close()
+
+    # --- on the loop ------------------------------------------------------------------
+
+    async def _look(self, space: Namespace, keys: Keys) -> Bits:
+        """Which blocks are held, now that nobody writes them and all there are known.
+
+        The others are not there. Nothing has been awaited since.
+        """
+        while True:
+            slots = self._index.find(keys)
+            doubtful = (slots >= 0) & ~self._trusted[slots]
+            if busy := keys[self._filling.busy(keys)].tolist():
+                await self._filling.ended(busy[0])
+            elif doubtful.any():
+                await self._verify(space, keys[doubtful], slots[doubtful])
+            else:
+                return slots >= 0
+
+    async def _verify(self, space: Namespace, keys: Keys, slots: Ids) -> None:
+        """Read blocks that may be damaged; those that cannot be read are forgotten."""
+        scratch = np.empty(keys.size * space.image_bytes, np.uint8)
+        images = images_in(scratch, space.image_bytes, keys.size)
+        fates = await self.read(space, Batch(keys, self._index.orders(slots), images))
+        failed = keys[fates == BlockResult.FAILED]
+        slots = self._index.find(failed)
+        failed, slots = failed[slots >= 0], slots[slots >= 0]
+        self._index.pin(failed, slots)
+        self._stale.update(slots[self._index.drop(failed, slots)].tolist())
+
+    def _room(self, nbytes: int, count: int) -> Ids:
+        """Slots for some blocks, as many as there are without those in use."""
+        slots = self._index.take(nbytes, count)
+        while slots.size < count:
+            evicted = self._index.evict(nbytes, count - slots.size).slots
+            if not evicted.size:
+                break
+            # Their rows may be of images that are there no more, and stay.
+            self._stale.update(evicted[~self._trusted[evicted]].tolist())
+            more = self._index.take(nbytes, count - slots.size)
+            slots = np.concatenate((slots, more))
+        return np.sort(slots)
+
+    async def _write(self, space: Namespace, batch: Batch, slots: Ids) -> Fates:
+        """Write images into slots that were taken for them, and name these."""
+        self._filling.begin(batch.keys)
+        written = False
+        try:
+            async with self._writing:
+                # What is said of them is not so from here on, whatever happens.
+                self._stale.update(slots.tolist())
+                await self._threads.run(partial(self._write_slots, space, batch, slots))
+                self._stale.difference_update(slots.tolist())
+                written = True
+        except _ERRORS as exc:
+            self._failed("writing", exc)
+        finally:
+            self._filling.end(batch.keys)
+            if written:
+                self.trouble = ""
+                self._trusted[slots] = True
+                self._index.mark(slots, batch.orders)
+                self._index.name(batch.keys, slots)
+                self._index.unpin(batch.keys, slots)
+            else:
+                self._index.give_back(slots)
+        fate = BlockResult.LANDED if written else BlockResult.FAILED
+        return np.full(batch.keys.size, fate, np.uint8)
+
+    async def _discard(self, keys: Keys, slots: Ids) -> None:
+        """Forget pinned blocks that are no good, here and on the disk."""
+        gone = slots[self._index.forget(keys, slots)]
+        self._stale.update(gone.tolist())
+        try:
+            await self._settled()
+        finally:
+            self._index.give_back(gone)
+
+    async def _settled(self) -> bool:
+        """Erase stale rows; whether every row is true, as far as this process knows."""
+        try:
+            async with self._writing:
+                stale = [range(slot, slot + 1) for slot in sorted(self._stale)]
+                if stale:
+                    await self._threads.run(partial(self._rows.erase, stale))
+                self._stale.difference_update(slot for (slot,) in stale)
+        except _ERRORS as exc:
+            self._failed("writing", exc)
+        return not self._stale and bool(self._trusted[self._index.named().slots].all())
+
+    def _failed(self, what: str, error: Exception) -> None:
+        said = getattr(error, "strerror", None) or str(error)
+        self.trouble = f"{what} failed: {said}"
+
+    # --- on a thread ------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Take up what the index has; of two slots with one key the later counts."""
+        found = list(self._rows.rows())
+        if not found:
+            return
+        rows = Rows(*map(np.concatenate, zip(*found, strict=True)))
+        self._serial = int(rows.serials.max())
+        newest = np.argsort(rows.serials, kind="stable")[::-1]
+        rows = rows.selected(newest)
+        slabs, sizes = rows.slots // self._slabs.stride, rounded(rows.nbytes)
+        # All rows of a slab are of slots of one size; those that are not make no sense.
+        inside = slabs < len(self._slabs)
+        known, first = np.unique(slabs[inside], return_index=True)
+        self._named_bytes[known] = sizes[inside][first]
+        inside[inside] = sizes[inside] == self._named_bytes[slabs[inside]]
+        inside &= rows.slots % self._slabs.stride < self._slabs.slab_bytes // sizes
+        inside[inside] = once(rows.keys[inside])
+        self._stale.update(rows.slots[~inside].tolist())
+        self._adopt(rows.selected(inside), sizes[inside])
+
+    def _adopt(self, rows: Rows, sizes: Ids) -> None:
+        """Take up rows that fit each other, the newest first."""
+        self._sums[rows.slots] = rows.sums
+        self._trusted[rows.slots] = self._directory.whole
+        slots = np.sort(rows.slots)
+        borders = np.flatnonzero(np.diff(slots // self._slabs.stride)) + 1
+        for taken in np.split(slots, borders):
+            slab = int(taken[0]) // self._slabs.stride
+            self._slabs.restore(slab, int(self._named_bytes[slab]), taken)
+        # A size that was written to last is the one that was used last.
+        for size in reversed(dict.fromkeys(sizes.tolist())):
+            mine = sizes == size
+            self._index.adopt(rows.keys[mine], rows.slots[mine], rows.orders[mine])
+
+    def _write_slots(self, space: Namespace, batch: Batch, slots: Ids) -> None:
+        """Write images, and then their rows."""
+        self._rows.dirty()
+        size = rounded(space.image_bytes)
+        slabs = np.unique(slots // self._slabs.stride)
+        before = self._named_bytes[slabs]
+        moved = slabs[(before != size) & (before > 0)]
+        if moved.size:
+            # Slots of another size begin elsewhere: these rows will fit nothing.
+            begins = (moved * self._slabs.stride).tolist()
+            self._rows.erase(range(at, at + self._slabs.stride) for at in begins)
+        self._named_bytes[slabs] = size
+        sums = _sums_of(batch)
+        for run, offset in self._runs(slots, space.image_bytes):
+            self._file.write(_padded(batch.images.selected(run)), offset)
+        if self._directory.synced:
+            self._file.sync()
+        # The head of a chain is younger than what follows it; see Index.unpin.
+        serials = self._serial + np.arange(slots.size, 0, -1)
+        self._serial += slots.size
+        nbytes = np.full(slots.size, space.image_bytes)
+        rows = Rows(slots, batch.keys, batch.orders, nbytes, sums, serials)
+        self._rows.record(space, rows)
+        self._sums[slots] = sums
+
+    def _sync(self) -> None:
+        self._file.sync()
+        self._rows.sync()
+
+    def _read_slots(self, batch: Batch, slots: Ids) -> Fates:
+        """Read images, and say of each whether it is what was written."""
+        order = np.argsort(slots)
+        fates = np.full(slots.size, BlockResult.LANDED, np.uint8)
+        nbytes = int(batch.images.lengths[0])
+        for run, offset in self._runs(slots[order], nbytes):
+            part = order[run]
+            try:
+                self._file.read(_padded(batch.images.selected(part)), offset)
+            except OSError as exc:
+                fates[part] = BlockResult.FAILED
+                self._failed("reading", exc)
+        whole = _sums_of(batch) == self._sums[slots]
+        fates[(fates == BlockResult.LANDED) & ~whole] = BlockResult.DAMAGED
+        return fates
+
+    def _runs(self, slots: Ids, nbytes: int) -> Iterable[tuple[Ids, int]]:
+        """Slots whose images lie side by side in the file, and where they begin."""
+        offsets = self._slabs.offsets(slots)
+        breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes)) + 1
+        for run in np.split(np.arange(slots.size), breaks):
+            yield run, int(offsets[run[0]])
+
+
+def _sums_of(batch: Batch) -> Sums:
+    return image_sums(batch.images) ^ named_sums(batch.keys, batch.orders)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether nothing else is wrong than that a disk has no room."""
+    name = getattr(error, "sqlite_errorname", "")
+    return name == "SQLITE_FULL" or getattr(error, "errno", 0) == errno.ENOSPC
+
+
+# Read and written where a slot is longer than its image; nobody looks at it.
+_PAD: Final = memoryview(bytearray(GRAIN_BYTES))
+
+
+def _padded(images: Fragments) -> Sequence[memoryview]:
+    """Images with what fills their slots behind each of them."""
+    views = views_of(images)
+    pad = _PAD[: rounded(views[0].nbytes) - views[0].nbytes]
+    return [piece for view in views for piece in (view, pad)] if pad else views

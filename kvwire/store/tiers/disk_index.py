@@ -1,0 +1,249 @@
+"""Which image is in which slot of a disk tier, in SQLite.
+
+A row of ``blocks`` says what a slot of the file of images holds: key, order and length,
+a checksum over these and the image, and when it was written. A row whose image was not
+written, or is written over by now, does not fit it. See docs/adr/0017.
+
+The index is *closed in order* or it is not. It says so itself, from before the first
+image is written until after the last row is. If it was not, rows may be there of images
+that were being written over, so none is taken at its word before its image was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.spec import KVSpec
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    STORE_HASH_BYTES_MAX,
+    STORE_SLAB_BYTES_MAX,
+    STORE_SPACES_MAX,
+)
+from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.sums import Sums
+from kvwire.store.tiers.slabs import GRAIN_BYTES
+from kvwire.wire.decode_errors import DECODE_ERRORS
+
+FORMAT: Final = 2
+"""Of the tables and the file of images. Format 1 had no SQLite."""
+
+_SETTINGS: Final = (
+    # One process has it: no lock and no shared memory for each transaction.
+    "locking_mode=EXCLUSIVE",
+    "journal_mode=WAL",
+    "wal_autocheckpoint=4096",
+    "cache_size=-16384",
+    "secure_delete=OFF",
+    "synchronous=FULL",
+)
+_TABLES: Final = (
+    "CREATE TABLE tier (slab_bytes INTEGER NOT NULL, closed INTEGER NOT NULL)",
+    "CREATE TABLE spaces (digest BLOB PRIMARY KEY, described BLOB NOT NULL)",
+    """CREATE TABLE blocks (
+        slot INTEGER PRIMARY KEY, key BLOB NOT NULL, image_order INTEGER NOT NULL,
+        nbytes INTEGER NOT NULL, checksum INTEGER NOT NULL, serial INTEGER NOT NULL
+    )""",
+    f"PRAGMA user_version={FORMAT}",
+)
+# To SQLite, a text is more than any number: whoever is between two of them is one.
+_ROWS: Final = """
+    SELECT slot, key, image_order, nbytes, checksum, serial FROM blocks
+    WHERE slot >= 0 AND typeof(key) = 'blob' AND typeof(checksum) = 'integer'
+    AND length(key) > ? AND length(key) <= ? AND image_order BETWEEN 0 AND ?
+    AND nbytes BETWEEN 1 AND ? AND serial BETWEEN 0 AND ?
+"""
+_KEY_BYTES: Final = (DIGEST_BYTES, DIGEST_BYTES + STORE_HASH_BYTES_MAX)
+_LIMITS: Final = (*_KEY_BYTES, len(ORDERS) - 1, STORE_SLAB_BYTES_MAX, 2**62)
+_SLABS: Final = range(GRAIN_BYTES, STORE_SLAB_BYTES_MAX + 1, GRAIN_BYTES)
+# Rows that are read at once: some of Python's objects for each.
+_AT_ONCE: Final = 64 * 1024
+
+
+class Rows(NamedTuple):
+    """Rows of ``blocks``, each column as an array.
+
+    Attributes:
+        slots: Where each image is.
+        keys, orders, nbytes, sums: What it is.
+        serials: When it was written: larger is later.
+    """
+
+    slots: Ids
+    keys: Keys
+    orders: Orders
+    nbytes: Ids
+    sums: Sums
+    serials: Ids
+
+    def selected(self, which: Ids | Bits) -> Rows:
+        """Some of the rows, by position or by a mask."""
+        return Rows._make(column[which] for column in self)
+
+
+class DiskIndex:
+    """The index of one directory, which no other process has; one thread at a time.
+
+    Its errors are those of SQLite, ``sqlite3.Error``: after one, nothing of what was
+    asked has happened, and it can be asked again.
+
+    Args:
+        path: Its file; made if it is not there.
+        slab_bytes: Bytes of a slab, if it is new.
+        synced: Whether each transaction survives a power cut.
+
+    Attributes:
+        slab_bytes: Bytes of a slab of the file of images.
+        closed: Whether it was closed in order, and nothing has been written since.
+        spaces: The spaces of its blocks, by digest; for words only, since a key has all
+            that is needed to find a block.
+
+    Raises:
+        UsageError: It is of another version.
+        OSError, sqlite3.Error: It cannot be read, or there is no room for it.
+    """
+
+    def __init__(self, path: Path, slab_bytes: int, *, synced: bool) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+        self._synced = synced
+        self._db = sqlite3.connect(
+            path, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._set_up(path, slab_bytes)
+            found = self._db.execute("SELECT slab_bytes, closed FROM tier").fetchone()
+            if not found or found[0] not in _SLABS:
+                raise sqlite3.DatabaseError("its slabs have no length")
+            self.slab_bytes: int = found[0]
+            self.closed = bool(found[1])
+            self.spaces = dict(self._read_spaces())
+        except BaseException:
+            self._db.close()
+            raise
+
+    def rows(self) -> Iterator[Rows]:
+        """What it has, as far as it makes sense; some at a time, in no order."""
+        asked = self._db.execute(_ROWS, _LIMITS)
+        while some := asked.fetchmany(_AT_ONCE):
+            slots, keys, orders, nbytes, sums, serials = zip(*some, strict=True)
+            numbers = np.array((slots, nbytes, sums, serials), np.int64)
+            yield Rows(
+                numbers[0],
+                as_keys(keys),
+                np.array(orders, np.uint8),
+                numbers[1],
+                numbers[2].view(np.uint64),
+                numbers[3],
+            )
+
+    def dirty(self) -> None:
+        """An image is about to be written: from now on it is not closed in order."""
+        if self.closed:
+            with self._transaction(synced=True):
+                self._db.execute("UPDATE tier SET closed = 0")
+            self.closed = False
+
+    def record(self, space: Namespace, rows: Rows) -> None:
+        """Say what slots hold, of which the images are written.
+
+        Args:
+            space: The space of all of them.
+            rows: The slots; what was said of them before is gone.
+        """
+        known = self.spaces
+        new = space.digest not in known and len(known) < STORE_SPACES_MAX
+        with self._transaction():
+            if new:
+                words = msgspec.json.encode((space.group, space.spec.to_pairs()))
+                self._db.execute(
+                    "INSERT OR REPLACE INTO spaces VALUES (?, ?)", (space.digest, words)
+                )
+            signed = rows._replace(sums=rows.sums.view(np.int64))
+            self._db.executemany(
+                "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?)",
+                zip(*(column.tolist() for column in signed), strict=True),
+            )
+        if new:
+            known[space.digest] = space
+
+    def erase(self, slots: Iterable[range]) -> None:
+        """Say nothing of some slots any more."""
+        self.dirty()
+        with self._transaction():
+            self._db.executemany(
+                "DELETE FROM blocks WHERE slot >= ? AND slot < ?",
+                ((some.start, some.stop) for some in slots),
+            )
+
+    def sync(self) -> None:
+        """Return when all of it survives a power cut."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def close(self, *, in_order: bool) -> None:
+        """Close it.
+
+        Args:
+            in_order: Whether every row fits its image, and both are safe.
+        """
+        try:
+            if in_order and not self.closed:
+                with self._transaction(synced=True):
+                    self._db.execute("UPDATE tier SET closed = 1")
+        finally:
+            self._db.close()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _set_up(self, path: Path, slab_bytes: int) -> None:
+        """Make the tables, unless they are there."""
+        for setting in _SETTINGS:
+            self._db.execute(f"PRAGMA {setting}")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version == FORMAT:
+            return
+        if version or self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
+            raise UsageError(
+                f"{path}: its format is {version}, and this kvwire reads {FORMAT}; "
+                f"give another directory"
+            )
+        with self._transaction(synced=True):
+            for statement in _TABLES:
+                self._db.execute(statement)
+            self._db.execute("INSERT INTO tier VALUES (?, 1)", (slab_bytes,))
+
+    @contextlib.contextmanager
+    def _transaction(self, *, synced: bool = False) -> Iterator[None]:
+        """All that is done within, or nothing of it."""
+        how = "FULL" if self._synced or synced else "NORMAL"
+        self._db.execute(f"PRAGMA synchronous={how}")
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+            raise
+
+    def _read_spaces(self) -> Iterator[tuple[bytes, Namespace]]:
+        """The spaces that are described, as far as that can be read."""
+        kind = tuple[str, list[tuple[str, str]]]
+        for (words,) in self._db.execute("SELECT described FROM spaces"):
+            with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):
+                group, pairs = msgspec.json.decode(words, type=kind)
+                if 1 <= len(group) <= NAME_CHARS_MAX:
+                    space = Namespace(group, KVSpec.from_pairs(pairs))
+                    yield space.digest, space

@@ -1,0 +1,245 @@
+"""The first tier: slots of one arena, through which every block of a store goes.
+
+A put copies from a cache into slots, a get from slots into a cache; what comes from or
+goes to a tier below does so from and into slots as well. So what was read from a disk
+is in memory already, and what is evicted lies in one piece for whoever takes it.
+
+Room
+----
+:meth:`MemoryTier.take` gives free slots, or those of the blocks that go first. Blocks
+that no tier below has are written there before they go; they are pinned and can still
+be found meanwhile, and if somebody has used one by then it stays. Where there is a tier
+below, a part of memory is kept free in the background, so that a put seldom waits for
+that. Memory is the bound of all of it: what is on its way down lies in its slots.
+
+If every slot is pinned, ``take`` waits. Whoever waits in it must hold no pin: all pins
+belong to copies, reads and writes that are under way, so some slot is let go of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Ids
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
+from kvwire.memory.arena import Arena
+from kvwire.store.index import Index, Keys, Named
+from kvwire.store.operations.in_flight import InFlightFills
+from kvwire.store.tiers.base import TierStats
+from kvwire.store.tiers.slabs import Slabs
+
+logger = logging.getLogger("kvwire")
+
+Demote = Callable[[Named], Awaitable[str]]
+"""Gives blocks to the tiers below that lack them; why some of them were not taken."""
+
+
+class MemoryTier:
+    """The slots of a store's memory. One event loop.
+
+    Args:
+        slabs: The room, as many bytes of memory.
+        demote: What is done with blocks before they go; None for nothing.
+
+    Attributes:
+        index: What is in which slot.
+        filling: What is on its way in.
+        counts: Blocks read and written.
+    """
+
+    def __init__(self, slabs: Slabs, demote: Demote | None) -> None:
+        self.index = Index(slabs)
+        self.filling = InFlightFills()
+        self.counts = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
+        self._arena, self._bytes = _allocate(self.counts.size_bytes)
+        self._base = int(self._bytes.ctypes.data)
+        self._demote = demote
+        self._changed = asyncio.Event()
+        self._clearing: asyncio.Task[None] | None = None
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a block of so many bytes has room at all."""
+        return self.index.slabs.capacity(nbytes) > 0
+
+    def images(self, slots: Ids, nbytes: int) -> Fragments:
+        """The images in some slots, one fragment each."""
+        offsets = self.index.slabs.offsets(slots)
+        return Fragments(
+            (offsets + self._base).astype(np.uint64),
+            np.full(slots.size, nbytes, np.uint64),
+            owner=self._bytes,
+            writable=True,
+        )
+
+    async def take(self, nbytes: int, count: int) -> Ids:
+        """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
+
+        Returns:
+            1 to ``count`` slots, ascending, each pinned.
+
+        Cancel safety: safe, nothing stays taken, and what was to go stays.
+        """
+        while True:
+            slots = self.index.take(nbytes, count)
+            if slots.size == count:
+                break
+            changed = self._changed
+            try:
+                more = await self._evict(nbytes, count - slots.size)
+            except BaseException:
+                self.give_back(slots)
+                raise
+            if more:
+                rest = self.index.take(nbytes, count - slots.size)
+                slots = np.sort(np.concatenate((slots, rest)))
+            if slots.size:
+                break
+            if not more:
+                await changed.wait()
+        self._keep_headroom(nbytes)
+        return slots
+
+    def give_back(self, slots: Ids) -> None:
+        """Taken slots that are not going to be named."""
+        if slots.size:
+            self.index.give_back(slots)
+            self._notify()
+
+    def unpin(self, keys: Keys, slots: Ids) -> None:
+        """Let go of named slots."""
+        self.index.unpin(keys, slots)
+        self._notify()
+
+    def stats(self) -> TierStats:
+        """What is in it."""
+        self.counts.blocks = len(self.index)
+        self.counts.used_bytes = self.index.slabs.used_bytes
+        self.counts.evicted_blocks = self.index.evicted
+        return self.counts
+
+    async def settle(self) -> None:
+        """Wait for what is being cleared in the background.
+
+        Cancel safety: safe, it only watches.
+        """
+        if self._clearing is not None:
+            await asyncio.wait((self._clearing,))
+
+    async def write_down(self) -> None:
+        """Bring everything to the tiers below that lack it; it stays here as well.
+
+        Raises:
+            OSError: Something was not taken, and why.
+
+        Cancel safety: what is being written is finished first.
+        """
+        every = self.index.named().keys
+        step = max(1, STORE_BATCH_BYTES // max(self.index.sizes, default=1))
+        for first in range(0, every.size if self._demote else 0, step):
+            keys = every[first : first + step]
+            slots = self.index.find(keys)
+            named = Named(keys[slots >= 0], slots[slots >= 0])
+            self.index.pin(*named)
+            try:
+                assert self._demote is not None
+                trouble = await self._demote(named)
+            finally:
+                self.unpin(*named)
+            if trouble:
+                raise OSError(f"some blocks are in memory only: {trouble}")
+
+    async def empty(self) -> None:
+        """Evict everything, so that the tiers below have it; nothing is in use.
+
+        Cancel safety: safe, it may be called again.
+        """
+        for nbytes in self.index.sizes:
+            step = max(1, STORE_BATCH_BYTES // nbytes)
+            while await self._evict(nbytes, step):
+                continue
+
+    def close(self) -> None:
+        """Give the memory back; nothing is in use any more."""
+        self._bytes = np.empty(0, np.uint8)
+        if self._arena is None:
+            return
+        try:
+            self._arena.close()
+        except UsageError:
+            # Somebody keeps an exception, which keeps the frames that it went through.
+            logger.warning("%d bytes of a store stay in use", self.counts.size_bytes)
+
+    # --- inside -----------------------------------------------------------------------
+
+    async def _evict(self, nbytes: int, count: int, *, lose: bool = True) -> bool:
+        """Make room for some blocks; whether any slot may have become free.
+
+        Args:
+            nbytes: Of one block.
+            count: Of the blocks.
+            lose: Whether blocks go that no tier below has taken.
+        """
+        named = self.index.victims(nbytes, count)
+        if not named.slots.size:
+            return False
+        kept = True
+        try:
+            trouble = await self._demote(named) if self._demote is not None else ""
+            kept = bool(trouble) and not lose
+        finally:
+            if kept:  # they may be nowhere else
+                self.unpin(named.keys[::-1], named.slots[::-1])
+        if kept:
+            return False
+        gone = self.index.drop(*named)
+        self.index.evicted += int(np.count_nonzero(gone))
+        self._notify()
+        return True
+
+    def _keep_headroom(self, nbytes: int) -> None:
+        """Begin to clear some room, unless there is enough or it has begun."""
+        if self._demote is None or not self._lacks_headroom(nbytes):
+            return
+        if self._clearing is None or self._clearing.done():
+            self._clearing = asyncio.create_task(self._clear(nbytes))
+
+    async def _clear(self, nbytes: int) -> None:
+        step = max(1, self._headroom_bytes // 4 // nbytes)
+        while self._lacks_headroom(nbytes):
+            # Nobody waits for this room, so it costs nobody a block.
+            if not await self._evict(nbytes, step, lose=False):
+                return
+
+    def _lacks_headroom(self, nbytes: int) -> bool:
+        return self.index.slabs.free(nbytes) * nbytes < self._headroom_bytes
+
+    @property
+    def _headroom_bytes(self) -> int:
+        return min(STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS)
+
+    def _notify(self) -> None:
+        """Wake those who wait for room."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+_Bytes = npt.NDArray[np.uint8]
+_IS_LINUX: Final = sys.platform == "linux"
+
+
+def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
+    """Memory that other processes of this host can map, where there is such a thing."""
+    if not _IS_LINUX:
+        return None, np.zeros(nbytes, np.uint8)
+    arena = Arena(nbytes, name="kvwire-store")
+    memory: npt.NDArray[Any] = arena.buffer(nbytes)
+    return arena, memory

@@ -1,0 +1,323 @@
+"""A tier in an object store: ``object:s3://bucket/prefix``, one object for each block.
+
+A block's name follows from its key, so nothing has to be listed, and no index is kept:
+any number of stores share a prefix without knowing of each other. See
+docs/adr/0014-a-store-server-and-objects.md.
+
+``find`` reads the head of each object that it does not remember; ``read`` fetches whole
+objects and compares them with their checksums. What is not what its name says is
+missing, and is written again by the next put of it.
+
+A store that cannot be reached is not asked again until a pause is over, which grows
+with each failure. Meanwhile everything is answered at once, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from itertools import repeat
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvwire.clock import Backoff
+from kvwire.limits import (
+    REASON_CHARS_MAX,
+    STORE_OBJECT_ABSENT_S,
+    STORE_OBJECT_REQUESTS,
+    STORE_OBJECT_REQUESTS_MAX,
+    STORE_OBJECTS_KNOWN,
+    STORE_REDIAL_S,
+    STORE_REDIAL_S_MAX,
+    STORE_TIMEOUT_S,
+    STORE_TIMEOUT_S_MAX,
+)
+from kvwire.store.address import TierAddress
+from kvwire.store.cleanup import finished, together
+from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.threads import Threads
+from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
+from kvwire.store.tiers.object_bucket import bucket_of
+from kvwire.store.tiers.object_format import HEAD_BYTES, Head, packed, path_of, unpacked
+
+T = TypeVar("T")
+
+
+class ObjectTier(Tier):
+    """Blocks as objects. Made by :meth:`open`.
+
+    Args:
+        name: As the user has written it.
+        bucket: Where they are.
+        requests: How many requests are under way at once.
+        timeout_s: Of each of them, with what is tried again.
+        durable: Whether objects outlive this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bucket: Any,
+        *,
+        requests: int = STORE_OBJECT_REQUESTS,
+        timeout_s: float = STORE_TIMEOUT_S,
+        durable: bool = True,
+    ) -> None:
+        self.name = name
+        self.durable = durable
+        self.trouble = ""
+        import obstore  # noqa: PLC0415 - an extra
+
+        self._obstore = obstore
+        self._bucket = bucket
+        self._requests = requests
+        self._room = asyncio.Semaphore(requests)
+        self._timeout_s = timeout_s
+        self._counts = TierStats()
+        self._threads = Threads()
+        self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
+        self._away_until = 0.0
+        # The orders of blocks that are there, the ones found last at the end.
+        self._present: OrderedDict[Key, int] = OrderedDict()
+        # Until when blocks are taken to be absent; damaged ones until they are written.
+        self._absent: OrderedDict[Key, float] = OrderedDict()
+
+    @classmethod
+    async def open(cls, address: TierAddress) -> ObjectTier:
+        """Open a tier: ``object:URL?requests=N&timeout=SECONDS``.
+
+        The URL is ``s3://bucket/prefix``, ``gs://...``, ``az://...``,
+        ``file:///directory`` or ``memory:///``. Other options go to obstore, such as
+        ``region`` and ``endpoint``. Credentials come from the environment.
+
+        Args:
+            address: As the user has written it.
+
+        Raises:
+            UsageError: obstore is not installed, or the address is wrong.
+
+        Cancel safety: safe, nothing is opened yet.
+        """
+        requests = address.number(
+            "requests", STORE_OBJECT_REQUESTS, STORE_OBJECT_REQUESTS_MAX
+        )
+        timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
+        return cls(
+            address.text,
+            bucket_of(address, timeout_s),
+            requests=max(1, int(requests)),
+            timeout_s=timeout_s,
+            durable=not address.place.startswith("memory:"),
+        )
+
+    @property
+    def taking(self) -> bool:
+        """Whether it takes blocks: unless it was away a moment ago."""
+        return not self._resting()
+
+    async def find(self, keys: Keys) -> Orders:
+        """The order of each block's image, or ``ABSENT``.
+
+        What is not remembered is a request each, for the head of the object.
+
+        Cancel safety: safe, it only looks.
+        """
+        known = map(self._present.get, keys.tolist(), repeat(ABSENT))
+        orders = np.fromiter(known, np.uint8, keys.size)
+        if self._resting():
+            return orders
+        now = asyncio.get_running_loop().time()
+        unknown = np.flatnonzero(orders == ABSENT).tolist()
+        asked = [at for at in unknown if self._absent.get(keys[at], 0.0) <= now]
+
+        async def look(at: int) -> None:
+            orders[at] = await self._look(keys[at])
+
+        await self._each(look, asked)
+        return orders
+
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
+        """Put an object for each block, in place of what may be there.
+
+        Cancel safety: the write is finished first.
+        """
+        fates = await finished(self._write(space, batch))
+        self._counts.count(fates, written=True)
+        return fates
+
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
+        """Fetch the objects of blocks, and compare them with their checksums.
+
+        Cancel safety: the read is finished first.
+        """
+        fates = await finished(self._read(space, batch))
+        self._counts.count(fates, written=False)
+        return fates
+
+    def touch(self, keys: Keys) -> None:
+        """Nothing: an object store does not know what was used."""
+
+    def stats(self) -> TierStats:
+        """What this side has moved; what is there is not counted."""
+        return self._counts
+
+    async def flush(self) -> None:
+        """Nothing: an object is safe once it is written.
+
+        Cancel safety: safe.
+        """
+
+    async def close(self) -> None:
+        """Let go of the threads. Never raises.
+
+        Cancel safety: safe, it waits for nothing.
+        """
+        self._threads.close()
+
+    # --- blocks -----------------------------------------------------------------------
+
+    async def _look(self, key: Key) -> int:
+        """The order of one block's image, or ``ABSENT``."""
+        raw = await self._range(key, HEAD_BYTES)
+        if isinstance(raw, BlockResult):
+            if raw is BlockResult.MISSING:
+                self._lacks(key, STORE_OBJECT_ABSENT_S)
+            return ABSENT
+        head = Head.read(raw)
+        if head is None or head.key != key:
+            self._lacks(key, STORE_OBJECT_ABSENT_S)
+            return ABSENT
+        self._has(key, head.order)
+        return head.order
+
+    async def _write(self, space: Namespace, batch: Batch) -> Fates:
+        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        objects = await self._threads.run(partial(packed, batch))
+
+        async def put(at: int) -> None:
+            key = batch.keys[at]
+            done = await self._ask(
+                lambda: self._obstore.put_async(
+                    self._bucket,
+                    path_of(key),
+                    memoryview(objects[at]),
+                    use_multipart=False,
+                )
+            )
+            if not isinstance(done, BlockResult):
+                fates[at] = BlockResult.LANDED
+                self._has(key, int(batch.orders[at]))
+
+        # The head of a chain first: without it the tail is worth nothing.
+        await self._each(put, range(batch.keys.size))
+        return fates
+
+    async def _read(self, space: Namespace, batch: Batch) -> Fates:
+        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
+
+        async def get(at: int) -> None:
+            raw = await self._range(batch.keys[at], HEAD_BYTES + space.image_bytes)
+            if isinstance(raw, BlockResult):
+                fates[at] = raw
+            else:
+                raws[at], fates[at] = raw, BlockResult.LANDED
+
+        await self._each(get, range(batch.keys.size))
+        came = np.flatnonzero(fates == BlockResult.LANDED)
+        if came.size:
+            job = partial(unpacked, batch.selected(came), [raws[at] for at in came])
+            fates[came] = await self._threads.run(job)
+        for key, fate in zip(batch.keys.tolist(), fates.tolist(), strict=True):
+            if fate == BlockResult.DAMAGED:
+                self._lacks(key, math.inf)
+            elif fate == BlockResult.MISSING:
+                self._lacks(key, STORE_OBJECT_ABSENT_S)
+        return fates
+
+    # --- requests ---------------------------------------------------------------------
+
+    async def _range(self, key: Key, nbytes: int) -> memoryview | BlockResult:
+        """Up to so many bytes of an object from its beginning."""
+        path = path_of(key)
+
+        async def fetch() -> Any:
+            ask = self._obstore.get_range_async
+            try:
+                return await ask(self._bucket, path, start=0, length=nbytes)
+            except self._obstore.exceptions.GenericError:
+                # An empty object has no range; of a store that fails, so does this.
+                meta = await self._obstore.head_async(self._bucket, path)
+                if meta["size"]:
+                    raise
+                return b""
+
+        found = await self._ask(fetch)
+        return found if isinstance(found, BlockResult) else memoryview(found)
+
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T | BlockResult:
+        """Make one request.
+
+        Returns:
+            What came back; MISSING if there is no such object, FAILED otherwise.
+        """
+        async with self._room:
+            if self._resting():
+                return BlockResult.FAILED
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    found = await call()
+            except FileNotFoundError:
+                return BlockResult.MISSING
+            except (OSError, self._obstore.exceptions.BaseError) as exc:
+                self._went_away(exc)
+                return BlockResult.FAILED
+        if not self._resting():  # it may be an answer from before a failure
+            self._backoff.reset()
+            self.away = ""
+        return found
+
+    async def _each(
+        self, work: Callable[[int], Awaitable[None]], positions: Iterable[int]
+    ) -> None:
+        """Work on each position, some at a time; a task for each lane and not more."""
+        left = iter(positions)
+
+        async def lane() -> None:
+            for position in left:
+                await work(position)
+
+        await together(*(lane() for _ in range(self._requests)))
+
+    def _resting(self) -> bool:
+        return asyncio.get_running_loop().time() < self._away_until
+
+    def _went_away(self, error: Exception) -> None:
+        """A request has failed: say so, and leave the store alone for a while."""
+        first = str(error).partition("\n")[0] or f"no answer in {self._timeout_s:g} s"
+        self.trouble = self.away = first[:REASON_CHARS_MAX]
+        if not self._resting():
+            now = asyncio.get_running_loop().time()
+            self._away_until = now + self._backoff.pause_s()
+
+    # --- what is remembered -----------------------------------------------------------
+
+    def _has(self, key: Key, order: int) -> None:
+        self._absent.pop(key, None)
+        self._present[key] = order
+        self._present.move_to_end(key)
+        if len(self._present) > STORE_OBJECTS_KNOWN:
+            self._present.popitem(last=False)
+
+    def _lacks(self, key: Key, for_s: float) -> None:
+        self._present.pop(key, None)
+        now = asyncio.get_running_loop().time()
+        self._absent[key] = now + for_s
+        self._absent.move_to_end(key)
+        if len(self._absent) > STORE_OBJECTS_KNOWN:
+            self._absent.popitem(last=False)

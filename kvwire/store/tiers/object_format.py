@@ -1,0 +1,125 @@
+"""What stands in front of an image in an object: whose it is, and its checksum.
+
+An object is 128 bytes of head and the image. The head has the whole key, so that an
+object which was copied, renamed or written by somebody else is not taken for another
+block; the length, the order and the checksum of the image; and a checksum of its own.
+All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import STORE_HASH_BYTES_MAX
+from kvwire.store.index import Key
+from kvwire.store.namespace import DIGEST_BYTES, ORDERS
+from kvwire.store.sums import image_sums
+from kvwire.store.threads import copy_in_turns
+from kvwire.store.tiers.base import Batch, BlockResult, Fates
+
+HEAD_BYTES: Final = 128
+
+_MAGIC: Final = b"kvwobj\0\1"
+_KEY_BYTES_MAX: Final = DIGEST_BYTES + STORE_HASH_BYTES_MAX
+_HEAD: Final = struct.Struct(f"<8sBB6xQQ{_KEY_BYTES_MAX}s8x")
+_SUM: Final = struct.Struct("<Q")
+
+assert _HEAD.size + _SUM.size == HEAD_BYTES
+
+
+class Head(NamedTuple):
+    """The head of one object.
+
+    Attributes:
+        key: The block's key.
+        order: The order of its image.
+        nbytes: Bytes of the image.
+        image_sum: Their checksum.
+    """
+
+    key: Key
+    order: int
+    nbytes: int
+    image_sum: int
+
+    def to_bytes(self) -> bytes:
+        """The head as it stands in front of the image."""
+        head = _HEAD.pack(
+            _MAGIC, len(self.key), self.order, self.nbytes, self.image_sum, self.key
+        )
+        return head + _SUM.pack(xxhash.xxh3_64_intdigest(head))
+
+    @classmethod
+    def read(cls, raw: memoryview) -> Head | None:
+        """The head that some bytes begin with, or None if that is no whole one."""
+        if raw.nbytes < HEAD_BYTES:
+            return None
+        head = raw[: _HEAD.size]
+        (total,) = _SUM.unpack(raw[_HEAD.size : HEAD_BYTES])
+        magic, length, order, nbytes, image_sum, key = _HEAD.unpack(head)
+        whole = magic == _MAGIC and total == xxhash.xxh3_64_intdigest(head)
+        if not whole or length > _KEY_BYTES_MAX or order >= len(ORDERS):
+            return None
+        return cls(key[:length], order, nbytes, image_sum)
+
+
+def path_of(key: Key) -> str:
+    """Where a block lies: a folder for each space, and the hash in it."""
+    return f"{key[:DIGEST_BYTES].hex()}/{key[DIGEST_BYTES:].hex()}"
+
+
+def packed(batch: Batch) -> npt.NDArray[np.uint8]:
+    """The objects of a batch, one in each row. On a thread."""
+    nbytes = int(batch.images.lengths[0])
+    rows = np.empty((batch.keys.size, HEAD_BYTES + nbytes), np.uint8)
+    copy_in_turns(batch.images, _behind_heads([row.data for row in rows], nbytes))
+    sums = image_sums(batch.images)
+    for row, key, order, total in zip(
+        rows, batch.keys.tolist(), batch.orders.tolist(), sums.tolist(), strict=True
+    ):
+        head = Head(key, order, nbytes, total).to_bytes()
+        row[:HEAD_BYTES] = np.frombuffer(head, np.uint8)
+    return rows
+
+
+def unpacked(batch: Batch, raws: list[memoryview]) -> Fates:
+    """Copy images out of objects, and say of each whether it is the one asked for.
+
+    On a thread. An image that is not LANDED may hold anything.
+    """
+    nbytes = int(batch.images.lengths[0])
+    fates = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
+    sums = np.zeros(batch.keys.size, np.uint64)
+    for at, raw in enumerate(raws):
+        head = Head.read(raw)
+        if head is None or raw.nbytes != HEAD_BYTES + nbytes or head.nbytes != nbytes:
+            continue
+        ours = head.key == batch.keys[at] and head.order == batch.orders[at]
+        fates[at], sums[at] = (
+            (BlockResult.LANDED if ours else BlockResult.MISSING),
+            head.image_sum,
+        )
+    whole = np.flatnonzero(fates == BlockResult.LANDED)
+    if whole.size:
+        images = batch.images.selected(whole)
+        copy_in_turns(_behind_heads([raws[at] for at in whole], nbytes), images)
+        fates[whole[image_sums(images) != sums[whole]]] = BlockResult.DAMAGED
+    return fates
+
+
+def _behind_heads(objects: list[memoryview], nbytes: int) -> Fragments:
+    """Where the images of objects lie."""
+    arrays = [np.frombuffer(one, np.uint8) for one in objects]
+    begins = [array.ctypes.data + HEAD_BYTES for array in arrays]
+    return Fragments(
+        np.array(begins, np.uint64),
+        np.full(len(arrays), nbytes, np.uint64),
+        owner=arrays,
+        writable=not objects[0].readonly,
+    )

@@ -1,0 +1,328 @@
+"""A tier in another process: ``kvwire://host:port``, which a store server serves.
+
+Images go out of the store's memory and into it without a copy here. What cannot be done
+while the server is away is an answer with a reason, at once; see
+:mod:`kvwire.store.server.client`. What became of a block is said for each: what had
+landed when a server died has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+
+import kvwire
+from kvwire.config import Config
+from kvwire.errors import ConnectionLost, KVWireError, UsageError
+from kvwire.kv.blocks import Ids, among
+from kvwire.limits import (
+    STORE_KEYS_MAX,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_TIMEOUT_S,
+    STORE_TIMEOUT_S_MAX,
+    STORE_TOUCHES_MAX,
+)
+from kvwire.store.address import TierAddress
+from kvwire.store.cleanup import finished, said
+from kvwire.store.image_cache import ImageCache
+from kvwire.store.index import Key, Keys, Orders, as_keys
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.server.client import ActiveConnection, StoreClient
+from kvwire.store.server.messages import (
+    Done,
+    Find,
+    Flush,
+    Found,
+    Get,
+    Names,
+    Put,
+    SpaceText,
+    Touch,
+)
+from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
+
+_READ_ONLY: Final = "this server is read-only"
+
+
+class RemoteTier(Tier):
+    """Blocks at a store server. Made by :meth:`open`."""
+
+    durable = False
+
+    def __init__(
+        self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
+    ) -> None:
+        self.name = name
+        self.trouble = ""
+        self._communicator = communicator
+        self._timeout_s = timeout_s
+        self._line = StoreClient(communicator, where, timeout_s, self._changed)
+        self._counts = TierStats()
+        # Used elsewhere since the server was told last; the one used last at the end.
+        self._touched: dict[Key, None] = {}
+
+    @classmethod
+    async def open(cls, address: TierAddress) -> RemoteTier:
+        """Open a tier: ``kvwire://HOST:PORT?psk_file=FILE&timeout=SECONDS``.
+
+        ``KVWIRE_*`` environment variables count as for every communicator. A server
+        that cannot be reached is no error: ``trouble`` says so, and it is dialled
+        again.
+
+        Args:
+            address: As the user has written it.
+
+        Raises:
+            UsageError: The address or the key is wrong.
+
+        Cancel safety: nothing stays open.
+        """
+        address.require("psk_file", "timeout")
+        if not address.place.startswith("//"):
+            raise UsageError(f"tier {address.text!r}: write kvwire://HOST:PORT")
+        timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
+        communicator = await kvwire.open(_config(address))
+        where = address.place.removeprefix("//")
+        tier = cls(address.text, communicator, where, timeout_s)
+        try:
+            await tier._line.open()
+        except BaseException as exc:
+            await communicator.close()
+            if isinstance(exc, KVWireError):
+                raise UsageError(f"tier {address.text!r}: {exc}") from exc
+            raise
+        return tier
+
+    @property
+    def taking(self) -> bool:
+        """Whether it takes blocks: while the server is there, and takes them."""
+        up = self._line.up
+        return up is not None and not up.welcome.read_only
+
+    async def find(self, keys: Keys) -> Orders:
+        """The order of each block's image, or ``ABSENT``; one round trip.
+
+        Cancel safety: safe, it only looks.
+        """
+        orders = np.full(keys.size, ABSENT, np.uint8)
+        try:
+            up = self._line.now()
+            await self._tell_touches(up)
+            for which in _by_width(keys):
+                number = self._line.number()
+                find = Find(number, Names.of(keys[which]))
+                found = (await up.call(number, find, Found)).table
+                if found.size != which.size:
+                    raise _lie(up, f"{found.size} orders of {which.size} blocks")
+                orders[which] = found
+            self.away = ""
+        except KVWireError as exc:
+            self.trouble = self.away = said(exc)
+        return orders
+
+    def touch(self, keys: Keys) -> None:
+        """See Tier; the server hears of it with the next request."""
+        for key in keys[::-1].tolist():
+            self._touched.pop(key, None)
+            self._touched[key] = None
+        while len(self._touched) > STORE_TOUCHES_MAX:
+            del self._touched[next(iter(self._touched))]
+
+    async def write(self, space: Namespace, batch: Batch) -> Fates:
+        """Let the server pull blocks.
+
+        Cancel safety: the write is finished first.
+        """
+        fates = await finished(self._move(space, batch, self._put))
+        self._counts.count(fates, written=True)
+        return fates
+
+    async def read(self, space: Namespace, batch: Batch) -> Fates:
+        """Let the server push blocks.
+
+        Cancel safety: the read is finished first.
+        """
+        fates = await finished(self._move(space, batch, self._get))
+        self._counts.count(fates, written=False)
+        return fates
+
+    def stats(self) -> TierStats:
+        """What this side has moved; ``kvwire store stats`` says what is there."""
+        return self._counts
+
+    def spaces(self) -> Iterable[Namespace]:
+        """See Tier."""
+        up = self._line.up
+        return tuple(_spaces(up.welcome.spaces)) if up else ()
+
+    async def flush(self) -> None:
+        """Return when what was written survives a power cut as well.
+
+        Raises:
+            OSError: The server cannot be asked, or could not do it.
+
+        Cancel safety: safe, it may be called again.
+        """
+        try:
+            up = self._line.now()
+            await self._tell_touches(up)
+            number = self._line.number()
+            self.trouble = (await up.call(number, Flush(number), Done)).reason
+        except KVWireError as exc:
+            self.trouble = said(exc)
+        if self.trouble:
+            raise OSError(f"{self.name}: {self.trouble}")
+
+    async def close(self) -> None:
+        """End the connection. Never raises.
+
+        Cancel safety: the connection is ended in any case.
+        """
+        try:
+            await self._line.close()
+        finally:
+            await self._communicator.close()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """The line has gone up or down."""
+        self.trouble = self.away = self._line.trouble
+        if self._line.up is not None:
+            welcome = self._line.up.welcome
+            self.durable = welcome.durable
+            self.trouble = _READ_ONLY if welcome.read_only else ""
+
+    async def _tell_touches(self, up: ActiveConnection) -> None:
+        touched, self._touched = as_keys(self._touched), {}
+        for which in _by_width(touched):
+            await up.tell(Touch(Names.of(touched[which])))
+
+    async def _move(self, space: Namespace, batch: Batch, step: _Step) -> Fates:
+        """Move a batch in parts, as large as the server's berths."""
+        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        try:
+            up = self._line.now()
+            most = up.welcome.berth_bytes // space.image_bytes
+            if not most:
+                self.trouble = (
+                    f"a block of {space.image_bytes} bytes is more than the "
+                    f"{up.welcome.berth_bytes} that this server moves at once; start "
+                    f"it with a larger --berth"
+                )
+                return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
+            await self._tell_touches(up)
+            for which in _parts(batch, min(most, STORE_KEYS_MAX)):
+                async with up.berth():
+                    fates[which] = await step(up, space, batch.selected(which))
+        except KVWireError as exc:
+            self.trouble = said(exc)
+        return fates
+
+    async def _put(self, up: ActiveConnection, space: Namespace, batch: Batch) -> Fates:
+        """One request: publish the images, and let the server pull them."""
+        number = self._line.number()
+        images = ImageCache(space, int(batch.orders[0]), batch.images)
+        out = self._communicator.publish(
+            number,
+            images.cache,
+            {space.group: images.ids},
+            deadline=timedelta(seconds=self._timeout_s),
+        )
+        async with up.moving(out, images):
+            out.ready()
+            out.finish()
+            put = Put(*self._asked(number, space, batch))
+            return self._checked(up, batch, await up.call(number, put, Done))
+
+    async def _get(self, up: ActiveConnection, space: Namespace, batch: Batch) -> Fates:
+        """One request: hear which blocks there are, and expect the server's push."""
+        number = self._line.number()
+        get = Get(*self._asked(number, space, batch))
+        fates = self._checked(up, batch, await up.call(number, get, Done))
+        coming = np.flatnonzero(fates == BlockResult.LANDED)
+        if not coming.size:
+            return fates
+        wanted = batch.images.selected(coming)
+        images = ImageCache(space, int(batch.orders[0]), wanted)
+        incoming = self._communicator.expect(
+            number,
+            images.cache,
+            {space.group: images.ids},
+            deadline=timedelta(seconds=self._timeout_s),
+        )
+        async with up.moving(incoming, images):
+            outcome = await incoming
+        here = among(images.ids, outcome.landed.ids(space.group))
+        fates[coming[~here]] = BlockResult.FAILED
+        if not here.all():
+            self.trouble = "; ".join(outcome.missing.reasons)
+        return fates
+
+    def _asked(self, number: int, space: Namespace, batch: Batch) -> _Asked:
+        """The fields of a request to move a batch."""
+        order, names = int(batch.orders[0]), Names.of(batch.keys)
+        timeout_ms = max(1, int(self._timeout_s * 1000))
+        return number, number, SpaceText.of(space), order, names, timeout_ms
+
+    def _checked(self, up: ActiveConnection, batch: Batch, done: Done) -> Fates:
+        """What the server says of each block."""
+        fates = done.table.copy()
+        if fates.size != batch.keys.size:
+            raise _lie(up, f"{fates.size} fates of {batch.keys.size} blocks")
+        if (
+            done.reason
+            and ((fates == BlockResult.FAILED) | (fates == BlockResult.REFUSED)).any()
+        ):
+            self.trouble = done.reason
+        return fates
+
+
+_Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[Fates]]
+_Asked = tuple[int, int, SpaceText, int, Names, int]
+
+
+def _config(address: TierAddress) -> Config:
+    arguments: dict[str, Any] = {
+        "message_bytes": STORE_REQUEST_BYTES_MAX,
+        # What a lost connection interrupts is asked for again, or is not.
+        "resume": False,
+    }
+    if "psk_file" in address.options:
+        arguments |= {"trust": "psk", "psk_file": address.options["psk_file"]}
+    return Config.load(None, **arguments)
+
+
+def _by_width(keys: Keys) -> Iterator[Ids]:
+    """Positions of keys that one message can have: equally long, and not too many."""
+    widths = np.fromiter(map(len, keys.tolist()), np.int64, keys.size)
+    for width in sorted(set(widths.tolist())):
+        same = np.flatnonzero(widths == width)
+        for first in range(0, same.size, STORE_KEYS_MAX):
+            yield same[first : first + STORE_KEYS_MAX]
+
+
+def _parts(batch: Batch, most: int) -> Iterator[Ids]:
+    """Positions of blocks that one request can move: images of one order."""
+    for same in _by_width(batch.keys):
+        for order in sorted(set(batch.orders[same].tolist())):
+            alike = same[batch.orders[same] == order]
+            for first in range(0, alike.size, most):
+                yield alike[first : first + most]
+
+
+def _spaces(told: Iterable[SpaceText]) -> Iterator[Namespace]:
+    for text in told:
+        # What a newer server knows of, and this side does not, has no blocks for it.
+        with suppress(UsageError):
+            yield text.space()
+
+
+def _lie(up: ActiveConnection, what: str) -> ConnectionLost:
+    """The server breaks the rules; nothing more is asked of it for now."""
+    up.connection.abort(what)
+    return ConnectionLost(f"the server's answer has {what}")

@@ -1,0 +1,149 @@
+"""What is received: in order, in batches, and only from where it can be."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from kvwire.backend import Landing
+from kvwire.errors import ProtocolError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
+from kvwire.memory.iovec import address_of
+from kvwire_local.descriptor import LATER, Kind, encode, encode_piece
+from kvwire_local.peer import MemoryReading, Peer
+from kvwire_local.received_payloads import ReceivedPayloads
+
+COOKIE = b"fedcba9876543210"
+
+
+def incoming() -> ReceivedPayloads:
+    """One that reads this process."""
+    found = ReceivedPayloads()
+    found.peer = Peer(os.getpid(), address_of(COOKIE), COOKIE)
+    return found
+
+
+def landing(nbytes: int) -> Landing:
+    return Landing(nbytes, memoryview(bytearray(nbytes)))
+
+
+def ticket_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+    return encode_piece(Kind.MEMORY, 0, memory.ctypes.data, memory.size)
+
+
+def drain(inc: ReceivedPayloads) -> list[list[Landing]]:
+    """All batches."""
+    batches = []
+    while inc.can_read:
+        batches.append(inc.read())
+    return batches
+
+
+def test_nothing_is_read_before_the_peer_is_known() -> None:
+    inc = ReceivedPayloads()
+    memory = np.ones(100, np.uint8)
+    inc.receive(ticket_of(memory), landing(100))
+    assert not inc.can_read
+    assert inc.read() == []
+    assert len(inc) == 1
+
+
+def test_payloads_come_in_order_and_are_counted() -> None:
+    inc = incoming()
+    memories = [np.full(100 + n, n, np.uint8) for n in range(5)]
+    landings = [landing(memory.size) for memory in memories]
+    landings[2] = Landing(102, None)
+    for memory, place in zip(memories, landings, strict=True):
+        inc.receive(ticket_of(memory), place)
+    assert [place for batch in drain(inc) for place in batch] == landings
+    assert landings[3].payload == memories[3].data
+    assert inc.count == 5
+    assert inc.received_bytes == sum(memory.size for memory in memories)
+
+
+def test_a_batch_is_bounded() -> None:
+    inc = incoming()
+    memory = np.ones(MIB, np.uint8)
+    count = 3 * WAKEUP_BYTES // MIB
+    for _ in range(count):
+        inc.receive(ticket_of(memory), landing(MIB))
+    batches = drain(inc)
+    assert sum(map(len, batches)) == count
+    assert max(map(len, batches)) <= WAKEUP_BYTES // MIB
+
+
+@pytest.mark.parametrize(
+    ("fragment_bytes", "steps"), [(16 * KIB, [MIB] * 4), (64 * KIB, [SPAN_BYTES_MAX])]
+)
+def test_long_fragments_are_read_in_one_step(
+    monkeypatch: pytest.MonkeyPatch, fragment_bytes: int, steps: list[int]
+) -> None:
+    memory = np.random.default_rng(1).integers(0, 256, SPAN_BYTES_MAX, np.uint8)
+    firsts = np.arange(0, SPAN_BYTES_MAX, fragment_bytes)[::-1]
+    lengths = np.full(firsts.size, fragment_bytes, np.uint64)
+    addresses = firsts.astype(np.uint64) + np.uint64(memory.ctypes.data)
+    scattered = Fragments(addresses, lengths, owner=memory, writable=False)
+    ticket = encode(Kind.MEMORY, 0, scattered)
+    assert ticket is not None
+    taken: list[int] = []
+    step = MemoryReading.step
+
+    def counted(reading: MemoryReading, bytes_max: int) -> int:
+        taken.append(step(reading, bytes_max))
+        return taken[-1]
+
+    monkeypatch.setattr(MemoryReading, "step", counted)
+    inc = incoming()
+    arrived = bytearray(SPAN_BYTES_MAX)
+    inc.receive(ticket, Landing(SPAN_BYTES_MAX, memoryview(arrived)))
+    drain(inc)
+    assert taken == steps
+    assert arrived == memory.reshape(-1, fragment_bytes)[::-1].tobytes()
+
+
+def test_what_was_put_off_waits_for_its_place() -> None:
+    inc = incoming()
+    memory = np.arange(100, dtype=np.uint8)
+    late, soon = landing(100), landing(100)
+    inc.receive(LATER, late)
+    inc.receive(ticket_of(memory), soon)
+    assert not inc.can_read
+    inc.placed(ticket_of(memory))
+    assert drain(inc) == [[late, soon]]
+    assert late.payload == memory.data
+
+
+def test_a_place_may_be_told_before_it_is_asked_for() -> None:
+    inc = incoming()
+    memory = np.arange(100, dtype=np.uint8)
+    inc.placed(ticket_of(memory))
+    inc.receive(LATER, landing(100))
+    assert len(drain(inc)) == 1
+
+
+@pytest.mark.parametrize("place", [LATER, b"nonsense"])
+def test_a_place_that_is_none_is_refused(place: bytes) -> None:
+    inc = incoming()
+    inc.receive(LATER, landing(100))
+    inc.placed(place)
+    with pytest.raises(ProtocolError, match="local: a"):
+        inc.read()
+
+
+def test_more_places_than_payloads_are_refused() -> None:
+    inc = incoming()
+    for _ in range(LANE_PAYLOADS_MAX):
+        inc.placed(LATER)
+    with pytest.raises(ProtocolError, match="more tickets than payloads"):
+        inc.placed(LATER)
+
+
+def test_at_the_end_it_holds_nothing() -> None:
+    inc = incoming()
+    inc.receive(ticket_of(np.ones(9, np.uint8)), landing(9))
+    inc.close()
+    assert len(inc) == 0
+    assert inc.peer is None

@@ -1,0 +1,166 @@
+"""What is sent: which ticket a payload gets, and which acknowledgement is believed."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvwire.errors import ProtocolError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB, MIB
+from kvwire.memory.arena import Arena
+from kvwire_local.descriptor import LATER, Kind, decode
+from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
+from kvwire_local.staging import STAGING_BYTES
+from kvwire_local.wire import ARENAS_MAX, Say, Wire
+
+BOTH = ReadMethod.MEMORY | ReadMethod.ARENA
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Wire, Wire]]:
+    socks = socket.socketpair()
+    for sock in socks:
+        sock.setblocking(False)
+    wires = Wire(socks[0]), Wire(socks[1])
+    yield wires
+    for wire in wires:
+        wire.close()
+
+
+@pytest.fixture
+def outgoing() -> Iterator[SentPayloads]:
+    found = SentPayloads()
+    yield found
+    found.close()
+
+
+def every_other(
+    memory: np.ndarray[tuple[int], np.dtype[np.uint8]], size: int
+) -> Fragments:
+    count = memory.size // (2 * size)
+    places = np.arange(count, dtype=np.uint64) * np.uint64(2 * size)
+    return Fragments(
+        places + np.uint64(memory.ctypes.data),
+        np.full(count, size, np.uint64),
+        owner=memory,
+        writable=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ways", "size", "in_arena", "kind", "count"),
+    [
+        (BOTH, 64 * KIB, False, Kind.MEMORY, 16),
+        (BOTH, 8 * KIB, False, Kind.MEMORY, 128),
+        (BOTH, 4 * KIB, False, Kind.ARENA, 1),
+        (BOTH, 64 * KIB, True, Kind.ARENA, 16),
+        (BOTH, 4 * KIB, True, Kind.ARENA, 256),
+        (BOTH, 1 * MIB, True, Kind.ARENA, 1),
+        (BOTH, 64, True, Kind.ARENA, 1),
+        (ReadMethod.ARENA, 64 * KIB, True, Kind.ARENA, 16),
+        (ReadMethod.ARENA, 64 * KIB, False, Kind.ARENA, 1),
+        (ReadMethod.MEMORY, 1 * MIB, True, Kind.MEMORY, 1),
+        (ReadMethod.MEMORY, 4 * KIB, True, Kind.MEMORY, 1),
+    ],
+)
+def test_each_payload_gets_the_ticket_that_suits_it(
+    ends: tuple[Wire, Wire],
+    outgoing: SentPayloads,
+    ways: ReadMethod,
+    size: int,
+    in_arena: bool,
+    kind: Kind,
+    count: int,
+) -> None:
+    arena = Arena(2 * MIB)
+    memory = arena.buffer(2 * MIB) if in_arena else np.zeros(2 * MIB, np.uint8)
+    outgoing.come_up(ends[0], ways)
+    ticket = outgoing.send(every_other(memory, size), "token")
+    place = decode(ticket, MIB)
+    assert place.fragments is not None
+    assert (place.kind, len(place.fragments)) == (kind, count)
+    records, _ = ends[1].hear()
+    assert [record.kind for record in records] == [Say.ARENA] * (kind is Kind.ARENA)
+    assert outgoing.read(read_so_far(1)) == ["token"]
+    assert len(outgoing) == 0
+    outgoing.close()
+    del memory
+    arena.close()
+
+
+def test_an_arena_is_announced_once(
+    ends: tuple[Wire, Wire], outgoing: SentPayloads
+) -> None:
+    outgoing.come_up(ends[0], BOTH)
+    with Arena(4 * MIB) as arena:
+        for _ in range(3):
+            outgoing.send(arena.buffer(MIB).data, None)
+        outgoing.close()
+    assert len(ends[1].hear()[0]) == 1
+
+
+def test_beyond_so_many_arenas_memory_is_ordinary(
+    ends: tuple[Wire, Wire], outgoing: SentPayloads
+) -> None:
+    outgoing.come_up(ends[0], BOTH)
+    arenas = [Arena(4096) for _ in range(ARENAS_MAX + 1)]
+    tickets = [outgoing.send(arena.buffer(4096).data, None) for arena in arenas]
+    kinds = [decode(ticket, 4096).kind for ticket in tickets]
+    assert kinds == [Kind.ARENA] * ARENAS_MAX + [Kind.MEMORY]
+    outgoing.close()
+    for arena in arenas:
+        arena.close()
+
+
+def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
+    ends: tuple[Wire, Wire], outgoing: SentPayloads
+) -> None:
+    payload = every_other(np.zeros(2 * MIB, np.uint8), 1 * KIB)
+    room = STAGING_BYTES // MIB
+    assert outgoing.send(payload, 0) == LATER
+    assert outgoing.queued_bytes == MIB
+    outgoing.come_up(ends[0], BOTH)
+    assert outgoing.queued_bytes == 0
+    tickets = [outgoing.send(payload, number) for number in range(1, room + 2)]
+    assert tickets[-2:] == [LATER, LATER]
+    assert LATER not in tickets[:-2]
+    assert outgoing.queued_bytes == 2 * MIB
+    # What comes behind is told later as well, although it needs no room.
+    assert outgoing.send(memoryview(bytearray(100)), "last") == LATER
+    assert outgoing.read(read_so_far(1)) == [0]
+    outgoing.place_later()
+    assert outgoing.queued_bytes == MIB + 100
+    assert outgoing.read(read_so_far(3)) == [1, 2]
+    outgoing.place_later()
+    assert outgoing.queued_bytes == 0
+    placed = [r for r in ends[1].hear()[0] if r.kind is Say.PLACED]
+    assert len(placed) == 4
+
+
+@pytest.mark.parametrize("count", [0, 3, 2**64 - 1])
+def test_what_cannot_have_been_read_is_refused(
+    ends: tuple[Wire, Wire], outgoing: SentPayloads, count: int
+) -> None:
+    outgoing.come_up(ends[0], BOTH)
+    for number in range(2):
+        outgoing.send(memoryview(bytearray(100)), number)
+    with pytest.raises(ProtocolError, match="payloads read of 0"):
+        outgoing.read(read_so_far(count))
+
+
+@pytest.mark.parametrize("body", [b"", b"\1", bytes(9)])
+def test_an_acknowledgement_is_8_bytes(outgoing: SentPayloads, body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="payloads read"):
+        outgoing.read(body)
+
+
+def test_a_payload_whose_place_is_not_told_cannot_have_been_read(
+    outgoing: SentPayloads,
+) -> None:
+    outgoing.send(memoryview(bytearray(100)), 0)
+    with pytest.raises(ProtocolError, match="payloads read"):
+        outgoing.read(read_so_far(1))

@@ -1,0 +1,250 @@
+"""The course of one direction: every stage, every way out, and what is never done."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvwire.errors import ConnectionLost
+from kvwire.kv.fragments import Fragments
+from kvwire.types import Device, MemoryKind
+from kvwire_nccl.direction_state import (
+    MOVES_MAX,
+    DirectionStage,
+    DirectionState,
+    DirectionStep,
+    Job,
+    refusal,
+)
+
+
+def course() -> DirectionState:
+    return DirectionState(start_timeout_s=10, move_timeout_s=5)
+
+
+def up() -> DirectionState:
+    made = course()
+    made.begun(0)
+    made.up()
+    return made
+
+
+def job(token: object = None) -> Job:
+    return Job(memoryview(b"abc"), 3, token)
+
+
+def test_from_the_beginning_to_rest() -> None:
+    made = course()
+    assert made.step(0) is DirectionStep.BEGIN
+    made.begun(0)
+    assert made.step(1) is DirectionStep.WATCH_START
+    made.up()
+    assert made.step(2) is DirectionStep.REST
+
+
+def test_jobs_wait_until_it_is_up() -> None:
+    made = course()
+    made.submit(job())
+    assert made.step(0) is DirectionStep.BEGIN
+    made.begun(0)
+    assert made.step(0) is DirectionStep.WATCH_START
+    made.up()
+    assert made.step(0) is DirectionStep.MOVE
+
+
+def test_the_library_is_given_one_job_after_the_other() -> None:
+    """Until it has taken one, nothing else may be given to it."""
+    made = up()
+    first, second = job(), job()
+    made.submit(first)
+    made.submit(second)
+    assert made.next_job(0) is first
+    assert made.step(0) is DirectionStep.WATCH
+    made.launched()
+    assert made.step(0) is DirectionStep.MOVE
+    assert made.next_job(0) is second
+    assert made.done(1) is first
+    assert made.step(1) is DirectionStep.WATCH
+    assert made.done(1) is second
+    assert made.step(1) is DirectionStep.REST
+
+
+def test_only_so_many_at_once() -> None:
+    made = up()
+    for _ in range(MOVES_MAX + 1):
+        made.submit(job())
+    for _ in range(MOVES_MAX):
+        assert made.step(0) is DirectionStep.MOVE
+        made.next_job(0)
+        made.launched()
+    assert made.step(0) is DirectionStep.WATCH
+    made.done(0)
+    assert made.step(0) is DirectionStep.MOVE
+
+
+def test_a_start_that_takes_too_long() -> None:
+    made = course()
+    made.begun(100)
+    assert made.step(110) is DirectionStep.WATCH_START
+    assert made.step(110.1) is DirectionStep.ABORT
+    assert isinstance(made.error, ConnectionLost)
+    assert "did not come up within 10 s" in str(made.error)
+
+
+def test_a_movement_that_takes_too_long() -> None:
+    """Counted from the last that was done: a long queue is no reason to give up."""
+    made = up()
+    made.submit(job())
+    made.submit(job())
+    made.next_job(0)
+    made.launched()
+    made.next_job(0)
+    made.launched()
+    made.done(4)
+    assert made.step(9) is DirectionStep.WATCH
+    assert made.step(9.1) is DirectionStep.ABORT
+    assert "moved nothing for 5 s" in str(made.error)
+
+
+def test_rest_is_no_delay() -> None:
+    made = up()
+    assert made.step(1000) is DirectionStep.REST
+    made.submit(job())
+    made.next_job(1000)
+    assert made.step(1005) is DirectionStep.WATCH
+
+
+def test_a_close_waits_for_what_is_queued() -> None:
+    made = up()
+    made.submit(job())
+    made.close()
+    assert made.step(0) is DirectionStep.MOVE
+    made.next_job(0)
+    made.launched()
+    assert made.step(0) is DirectionStep.WATCH
+    made.done(0)
+    assert made.step(0) is DirectionStep.ABORT
+    made.quiet()
+    assert made.step(0) is DirectionStep.GO
+    assert made.error is None
+
+
+def test_a_close_while_it_comes_up() -> None:
+    made = course()
+    made.close()
+    assert made.step(0) is DirectionStep.BEGIN
+    made.begun(0)
+    made.up()
+    assert made.step(0) is DirectionStep.ABORT
+
+
+def test_the_first_reason_counts() -> None:
+    made = up()
+    first = ConnectionLost("first")
+    made.fail(first)
+    made.fail(ConnectionLost("second"))
+    assert made.error is first
+    made.submit(job())
+    assert not made.waiting
+
+
+def test_begun_and_up_after_the_end_change_nothing() -> None:
+    """It was aborted while the library was busy with its start."""
+    made = course()
+    made.fail(None)
+    made.begun(0)
+    made.up()
+    assert made.step(0) is DirectionStep.ABORT
+
+
+def test_what_nccl_does_not_move() -> None:
+    cuda = frozenset({MemoryKind.CUDA})
+    on_gpu = Fragments(
+        np.array([64], np.uint64),
+        np.array([8], np.uint64),
+        owner=None,
+        writable=True,
+        device=Device(MemoryKind.CUDA, 0),
+    )
+    assert refusal(memoryview(b"abc"), cuda) == (
+        "it moves cuda memory only, and this is host"
+    )
+    assert not refusal(on_gpu, cuda)
+    assert not refusal(None, cuda)
+    assert "this is cuda" in refusal(on_gpu, frozenset({MemoryKind.HOST}))
+
+
+class Anything(RuleBasedStateMachine):
+    """Whatever is said in whatever order, only proof of quiet leads out of ENDING."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.course = course()
+        self.now = 0.0
+        self.submitted: list[Job] = []
+        self.done: list[Job] = []
+        self.ending = False
+
+    @rule(seconds=st.floats(0, 4))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def submit(self) -> None:
+        made = job()
+        self.course.submit(made)
+        self.submitted.append(made)
+
+    @rule()
+    def close(self) -> None:
+        self.course.close()
+
+    @rule()
+    def fail(self) -> None:
+        self.course.fail(ConnectionLost("broken"))
+
+    @rule()
+    def do_what_it_says(self) -> None:
+        match self.course.step(self.now):
+            case DirectionStep.BEGIN:
+                self.course.begun(self.now)
+            case DirectionStep.WATCH_START:
+                self.course.up()
+            case DirectionStep.MOVE:
+                self.course.next_job(self.now)
+            case DirectionStep.WATCH:
+                self.course.launched()
+                self.done.append(self.course.done(self.now))
+            case _:
+                pass
+
+    @precondition(lambda self: self.course.stage is DirectionStage.ENDING)
+    @rule()
+    def quiet(self) -> None:
+        self.course.quiet()
+        assert self.course.step(self.now) is DirectionStep.GO
+
+    @invariant()
+    def jobs_are_done_in_their_order(self) -> None:
+        assert self.done == self.submitted[: len(self.done)]
+
+    @invariant()
+    def an_end_is_final(self) -> None:
+        if self.ending:
+            assert self.course.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
+            assert self.course.step(self.now) in (DirectionStep.ABORT, DirectionStep.GO)
+        self.ending = self.course.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
+
+    @invariant()
+    def what_is_in_flight_is_bounded(self) -> None:
+        assert len(self.course.moving) <= MOVES_MAX
+
+
+TestAnything = Anything.TestCase
+
+
+def test_quiet_is_only_said_of_what_ends() -> None:
+    with pytest.raises(AssertionError):
+        up().quiet()

@@ -1,0 +1,71 @@
+"""Berths: how many at once, and which of them may be used again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvwire.limits import MIB
+from kvwire.store.server.buffers import Bytes, TransferBuffers
+
+
+async def test_a_berth_that_was_given_back_is_used_again() -> None:
+    berths = TransferBuffers(2, MIB)
+    async with berths.one() as first, berths.one() as second:
+        assert first.nbytes == second.nbytes == MIB
+        assert first is not second
+    async with berths.one() as again:
+        assert any(again is one for one in (first, second))
+
+
+async def test_so_many_at_once_and_no_more() -> None:
+    berths, held, most = TransferBuffers(2, 8), 0, 0
+
+    async def use() -> None:
+        nonlocal held, most
+        async with berths.one():
+            held += 1
+            most = max(most, held)
+            await asyncio.sleep(0)
+            held -= 1
+
+    await asyncio.gather(*(use() for _ in range(7)))
+    assert (held, most) == (0, 2)
+
+
+@pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
+async def test_a_berth_that_something_may_touch_is_used_by_nobody(
+    error: type[BaseException],
+) -> None:
+    """There is another one in its place, so a client goes on."""
+    berths, left = TransferBuffers(1, 8), []
+
+    async def fails() -> Bytes:
+        async with berths.one() as berth:
+            left.append(berth)
+            raise error
+
+    with pytest.raises(error):
+        await fails()
+    async with berths.one() as other:
+        assert other is not left[0]
+    async with berths.one() as again:
+        assert again is other
+
+
+async def test_who_is_cancelled_while_waiting_takes_none() -> None:
+    berths = TransferBuffers(1, 8)
+
+    async def use() -> None:
+        async with berths.one():
+            raise AssertionError
+
+    async with berths.one() as first:
+        waiting = asyncio.create_task(use())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    async with berths.one() as again:
+        assert again is first

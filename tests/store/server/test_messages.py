@@ -1,0 +1,203 @@
+"""Messages between a store server and its clients: what is let in, and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire import UsageError
+from kvwire.limits import (
+    STORE_HASH_BYTES_MAX,
+    STORE_KEYS_MAX,
+    STORE_REQUEST_BYTES_MAX,
+)
+from kvwire.store.index import as_keys
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.server.messages import (
+    AnyRequest,
+    Done,
+    Find,
+    Flush,
+    Found,
+    Get,
+    Hello,
+    Names,
+    Put,
+    SpaceText,
+    Stats,
+    Touch,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from tests.store.caches import SPEC, chain
+
+SPACE = Namespace("kv", SPEC)
+NAMES = Names.of(as_keys(SPACE.digest + one for one in chain(3)))
+
+
+def moving(kind: type[Put | Get], **changes: Any) -> Put | Get:
+    """A request to move three blocks, with some fields changed."""
+    fields: dict[str, Any] = {
+        "number": 7,
+        "transfer": 7,
+        "space": SpaceText.of(SPACE),
+        "order": 3,
+        "names": NAMES,
+        "timeout_ms": 1000,
+    }
+    return kind(**fields | changes)
+
+
+REQUESTS: list[AnyRequest] = [
+    Hello(1),
+    Find(1, NAMES),
+    Touch(NAMES),
+    moving(Put),
+    moving(Get),
+    Flush(2),
+    Stats(3),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: type(r).__name__)
+def test_a_request_is_read_as_it_was_written(request_: AnyRequest) -> None:
+    assert decode_request(encode(request_)) == request_
+
+
+def test_keys_and_space_come_through() -> None:
+    put = decode_request(encode(moving(Put)))
+    assert isinstance(put, Put)
+    assert [key[DIGEST_BYTES:] for key in put.names.keys] == chain(3)
+    assert put.space.space() == SPACE
+    assert put.names.all_in(SPACE)
+
+
+def test_keys_with_zeros_at_their_ends_keep_them() -> None:
+    keys = [SPACE.digest + bytes(4), SPACE.digest + b"a\0\0\0"]
+    assert Names.of(as_keys(keys)).keys.tolist() == keys
+
+
+def test_a_key_of_another_space_is_seen() -> None:
+    stranger = bytes(DIGEST_BYTES) + chain(1)[0]
+    keys = [*NAMES.keys.tolist(), stranger]
+    assert not Names.of(as_keys(keys)).all_in(SPACE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"order": len(ORDERS)},
+        {"order": -1},
+        {"timeout_ms": 0},
+        {"timeout_ms": 10**9},
+        {"number": -1},
+        {"number": 2**63},
+        {"names": [DIGEST_BYTES, bytes(DIGEST_BYTES)]},
+        {"names": [48, bytes(47)]},
+        {"names": [48, b""]},
+        {"names": [48, bytes(48 * (STORE_KEYS_MAX + 1))]},
+        {"names": [DIGEST_BYTES + STORE_HASH_BYTES_MAX + 1, bytes(81)]},
+        {"names": [0, bytes(48)]},
+        {"space": ["", []]},
+        {"space": ["x" * 129, []]},
+        {"space": ["kv", [["layers", "1"]] * 65]},
+        {"space": ["kv", [["layers", {"deep": 1}]]]},
+    ],
+    ids=str,
+)
+def test_a_field_out_of_range_is_refused(changes: dict[str, Any]) -> None:
+    fields = msgspec.to_builtins(moving(Put), builtin_types=(bytes,))
+    names = ["tag", *Put.__struct_fields__]
+    for name, value in changes.items():
+        fields[names.index(name)] = value
+    with pytest.raises(UsageError, match="not a request"):
+        decode_request(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [2, 1, bytes([len(ORDERS)])],
+        [2, 1, bytes(STORE_KEYS_MAX + 1)],
+        [3, 1, b"\xff", ""],
+        [3, 1, b"\0", "x" * 201],
+        [1, 1, False, False, 10**6],
+        [9, 1],
+    ],
+    ids=str,
+)
+def test_a_reply_out_of_range_is_refused(fields: list[Any]) -> None:
+    with pytest.raises(UsageError, match="not a reply"):
+        decode_reply(msgspec.msgpack.encode(fields))
+
+
+def test_a_reply_may_say_that_a_block_is_absent() -> None:
+    reply = decode_reply(encode(Found(1, bytes([0, ABSENT]))))
+    assert isinstance(reply, Found)
+    assert reply.table.tolist() == [0, ABSENT]
+
+
+def test_the_largest_request_fits_its_limit() -> None:
+    longest = bytes(DIGEST_BYTES + STORE_HASH_BYTES_MAX)
+    text = tuple((f"{i:0128d}", "x" * 128) for i in range(64))
+    put = moving(
+        Put,
+        names=Names(len(longest), longest * STORE_KEYS_MAX),
+        space=SpaceText("x" * 128, text),
+        number=2**63 - 1,
+    )
+    assert len(encode(put)) <= STORE_REQUEST_BYTES_MAX
+
+
+def test_a_long_reason_is_cut() -> None:
+    assert len(Done.of(1, np.zeros(1, np.uint8), "x" * 1000).reason) == 200
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_a_request_or_are_refused(body: bytes) -> None:
+    """Nothing but the documented error comes out, and what comes out is in range."""
+    try:
+        request = decode_request(body)
+    except UsageError:
+        return
+    assert decode_request(encode(request)) == request
+
+
+@given(st.sampled_from(REQUESTS), st.data())
+def test_a_damaged_request_is_in_range_or_refused(
+    request_: AnyRequest, data: st.DataObject
+) -> None:
+    body = bytearray(encode(request_))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at] = data.draw(st.integers(0, 255))
+    try:
+        read = decode_request(body)
+    except UsageError:
+        return
+    if isinstance(read, Put | Get):
+        assert 0 <= read.order < len(ORDERS)
+        assert 0 < len(read.names) <= STORE_KEYS_MAX
+        assert {len(key) for key in read.names.keys} == {read.names.width}
+
+
+def test_a_text_that_is_no_text_is_refused() -> None:
+    body = encode(moving(Put)).replace(b"layers", b"l\xffyers")
+    with pytest.raises(UsageError, match="not a request"):
+        decode_request(body)
+    with pytest.raises(UsageError, match="not a reply"):
+        decode_reply(encode(Done(1, b"\1", "why")).replace(b"why", b"\xffhy"))
+
+
+def test_what_a_newer_version_has_more_is_skipped_unless_it_is_too_deep() -> None:
+    newer = [*msgspec.to_builtins(Flush(2)), "more"]
+    assert decode_request(msgspec.msgpack.encode(newer)) == Flush(2)
+    deep = b"\x93\x06\x02" + b"\x91" * 100_000
+    with pytest.raises(UsageError, match="not a request"):
+        decode_request(deep)

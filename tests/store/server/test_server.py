@@ -1,0 +1,534 @@
+"""A store server beside clients that lie, stall, die, and are many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvwire
+import kvwire.store.server.session
+from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError
+from kvwire.limits import STORE_KEYS_MAX, STORE_REQUEST_BYTES_MAX, STORE_REQUESTS_MAX
+from kvwire.security.keys import write_key_file
+from kvwire.store.image_cache import ImageCache, images_in
+from kvwire.store.index import as_keys
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.server.messages import (
+    TAG,
+    Answer,
+    Done,
+    Find,
+    Flush,
+    Found,
+    Get,
+    Hello,
+    Names,
+    Put,
+    SpaceText,
+    StoreMessageRequest,
+    Touch,
+    Welcome,
+    decode_reply,
+    encode,
+)
+from kvwire.store.tiers.base import BlockResult
+from tests.store.caches import SPEC, Filled, chain
+from tests.support.pairs import until
+
+SPACE = Namespace("kv", SPEC)
+
+
+class Client:
+    """A client that does whatever a test wants."""
+
+    def __init__(self, communicator: Communicator, connection: Connection) -> None:
+        self.communicator = communicator
+        self.connection = connection
+
+    async def say(self, message: StoreMessageRequest | bytes) -> None:
+        body = message if isinstance(message, bytes) else encode(message)
+        await self.connection.send(TAG, body)
+
+    async def ask(self, request: StoreMessageRequest) -> Any:
+        await self.say(request)
+        return decode_reply(await self.connection.recv(TAG))
+
+    async def dropped(self) -> bool:
+        """Whether the server ends the connection without an answer."""
+        try:
+            await self.connection.recv(TAG)
+        except kvwire.ConnectionClosed:
+            return True
+        return False
+
+
+@contextlib.asynccontextmanager
+async def client(server: StoreServer, *, hello: bool = True) -> AsyncIterator[Client]:
+    """Connect to a server, by hand."""
+    async with kvwire.open(resume=False) as communicator:
+        one = Client(communicator, await communicator.connect(server.address))
+        if hello:
+            assert isinstance(await one.ask(Hello(1)), Welcome)
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *tiers: str, **arguments: Any
+) -> AsyncIterator[tuple[BlockStore, StoreServer]]:
+    """A store, and a server of it."""
+    async with (
+        BlockStore.open(tiers or ["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0", **arguments) as server,
+    ):
+        yield store, server
+
+
+def where(server: StoreServer, options: str = "") -> str:
+    """The tier that a server is."""
+    return f"kvwire://{server.address.host}:{server.address.port}{options}"
+
+
+def names(hashes: list[bytes], space: Namespace = SPACE) -> Names:
+    return Names.of(as_keys(space.digest + one for one in hashes))
+
+
+def moving(
+    kind: type[Put | Get], hashes: list[bytes], of: Namespace = SPACE, **changes: Any
+) -> Put | Get:
+    """A request to move some blocks."""
+    fields: dict[str, Any] = {
+        "number": 1,
+        "transfer": 1,
+        "space": SpaceText.of(of),
+        "order": 0,
+        "names": names(hashes, of),
+        "timeout_ms": 10_000,
+    }
+    return kind(**fields | changes)
+
+
+async def works(server: StoreServer, seed: int = 9) -> bool:
+    """Whether an honest client is served, with the bytes that it had put."""
+    source, target, hashes = Filled(seed=seed), Filled(), chain(4, f"honest {seed}")
+    async with BlockStore.open([where(server)]) as store:
+        stored = await store.put(hashes, source.cache, [0, 1, 2, 3])
+    async with BlockStore.open([where(server)]) as store:
+        got = await store.get(hashes, target.cache, [7, 6, 5, 4])
+    same = np.array_equal(source.tokens([0, 1, 2, 3]), target.tokens([7, 6, 5, 4]))
+    return stored.complete and got.complete and same
+
+
+# --- lies -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(1000),
+        encode(Done(1)),
+        encode(Find(1, names(chain(1)))),
+    ],
+    ids=["nothing", "another protocol", "zeros", "a reply", "no hello"],
+)
+async def test_who_does_not_begin_with_hello_is_dropped(message: bytes) -> None:
+    async with serving() as (_, server), client(server, hello=False) as liar:
+        await liar.say(message)
+        assert await liar.dropped()
+        await until(lambda: not server.clients())
+        assert server.dropped == 1
+        assert await works(server)
+
+
+async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        kvwire.store.server.session, "_PATIENCE", timedelta(seconds=0.05)
+    )
+    async with serving() as (_, server), client(server, hello=False) as silent:
+        assert await silent.dropped()
+        await until(lambda: not server.clients())
+        assert server.dropped == 1
+
+
+async def test_a_bug_of_ours_costs_one_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with serving() as (store, server), client(server) as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.hierarchy, "touch", broken)
+            await one.say(Touch(names(chain(1))))
+            assert await one.dropped()
+        await until(lambda: not server.clients())
+        assert server.dropped == 1
+        assert "RuntimeError: a bug" in caplog.text
+        assert await works(server)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x95",
+        encode(Hello(1)),
+        encode(moving(Put, chain(1)))[:-1],
+        encode(moving(Put, chain(1), space=SpaceText("kv", (("layers", "0"),)))),
+        bytes(STORE_REQUEST_BYTES_MAX + 1),
+    ],
+    ids=["cut", "hello again", "no end", "no spec", "too long"],
+)
+async def test_who_breaks_a_rule_later_is_dropped(message: bytes) -> None:
+    async with serving() as (_, server), client(server) as liar:
+        said = asyncio.create_task(liar.say(message))
+        assert await liar.dropped()
+        await asyncio.wait((said,))
+        assert said.exception() is None or isinstance(
+            said.exception(), kvwire.ConnectionClosed | kvwire.MessageTooLarge
+        )
+        await until(lambda: not server.clients())
+        assert server.dropped == 1
+        assert await works(server)
+
+
+async def test_more_requests_than_allowed_end_the_connection() -> None:
+    async with serving() as (_, server), client(server) as liar:
+        for number in range(STORE_REQUESTS_MAX + 1):
+            # Nobody publishes these, so they stay open.
+            put = moving(Put, chain(1), number=number, transfer=number)
+            await liar.say(put)
+        assert await liar.dropped()
+        assert await works(server)
+
+
+async def test_keys_of_another_space_are_refused() -> None:
+    """The spec says one thing and the keys another: neither is believed."""
+    other = Namespace("other", SPEC)
+    async with serving() as (store, server), client(server) as liar:
+        for kind in (Put, Get):
+            request = moving(kind, chain(2), names=names(chain(2), other))
+            done = await liar.ask(request)
+            assert done.table.tolist() == [BlockResult.REFUSED, BlockResult.REFUSED]
+            assert "another space" in done.reason
+        assert not store.hierarchy.spaces
+        assert await works(server)
+
+
+async def test_more_bytes_than_a_berth_are_refused() -> None:
+    berth = 4 * SPEC.block_bytes
+    async with serving(berth_bytes=berth) as (_, server), client(server) as liar:
+        for kind in (Put, Get):
+            done = await liar.ask(moving(kind, chain(5)))
+            assert set(done.table.tolist()) == {BlockResult.REFUSED}
+            assert str(berth) in done.reason
+        assert await works(server)
+
+
+async def test_an_order_of_single_elements_is_refused_for_large_transfers() -> None:
+    """What would be sixteen million pieces is not begun."""
+    spec = kvwire.KVSpec(
+        layers=4, kv_heads=8, head_dim=128, block_tokens=256, dtype="uint8"
+    )
+    space = Namespace("kv", spec)
+    async with serving("memory:64MiB") as (_, server), client(server) as liar:
+        done = await liar.ask(moving(Get, chain(8), space, order=119))
+        assert "too many pieces" in done.reason
+        done = await liar.ask(moving(Get, chain(8), space))
+        assert set(done.table.tolist()) == {BlockResult.MISSING}
+
+
+async def test_an_id_that_nobody_published_fails_by_its_deadline() -> None:
+    async with serving(berths=1) as (store, server), client(server) as liar:
+        done = await liar.ask(moving(Put, chain(2), timeout_ms=50))
+        assert set(done.table.tolist()) == {BlockResult.FAILED}
+        assert "deadline" in done.reason
+        # The only berth is free again.
+        assert (await liar.ask(moving(Get, chain(2)))).table.tolist() == [1, 1]
+        assert not len(store.hierarchy.memory.index)
+
+
+async def test_transfers_of_others_are_out_of_reach() -> None:
+    """The same id at the same time: each client has what it asked for itself."""
+    async with serving() as (store, server):
+        source, hashes = Filled(seed=3), chain(2)
+        await store.put(hashes, source.cache, [0, 1])
+        async with client(server) as one, client(server) as other:
+            for each in (one, other):
+                assert (await each.ask(moving(Get, hashes))).table.tolist() == [0, 0]
+            got = []
+            for each in (one, other):
+                memory = np.zeros(2 * SPEC.block_bytes, np.uint8)
+                images = ImageCache(SPACE, 0, images_in(memory, SPEC.block_bytes, 2))
+                # Pulling what the server pushes is no way to it.
+                thief = each.connection.pull(1, images.cache, images.ids, deadline=0.05)
+                assert not (await thief).landed
+                incoming = each.communicator.expect(1, images.cache, images.ids)
+                assert (await incoming).complete
+                got.append(memory)
+        assert np.array_equal(got[0], got[1])
+        assert got[0].any()
+
+
+async def test_a_put_of_fewer_blocks_than_it_says_stores_none_of_them() -> None:
+    async with serving() as (store, server), client(server) as liar:
+        memory = np.ones(SPEC.block_bytes, np.uint8)
+        images = ImageCache(SPACE, 0, images_in(memory, SPEC.block_bytes, 1))
+        out = liar.communicator.publish(1, images.cache, images.ids)
+        out.ready()
+        out.finish()
+        done = await liar.ask(moving(Put, chain(2)))
+        assert set(done.table.tolist()) == {BlockResult.FAILED}
+        assert "tokens" in done.reason
+        assert not len(store.hierarchy.memory.index)
+
+
+async def test_a_partly_marked_put_stores_what_was_marked() -> None:
+    async with serving() as (store, server), client(server) as one:
+        memory = np.arange(3 * SPEC.block_bytes).astype(np.uint8)
+        images = ImageCache(SPACE, 0, images_in(memory, SPEC.block_bytes, 3))
+        out = one.communicator.publish(1, images.cache, images.ids)
+        out.ready(blocks=slice(0, 2))
+        out.ready(layers=0, blocks=2)
+        out.finish(partial=True)
+        done = await one.ask(moving(Put, chain(3)))
+        assert done.table.tolist() == [
+            BlockResult.LANDED,
+            BlockResult.LANDED,
+            BlockResult.FAILED,
+        ]
+        found = await one.ask(Find(2, names(chain(3))))
+        assert (found.table != ABSENT).tolist() == [True, True, False]
+        assert len(store.hierarchy.memory.index) == 2
+
+
+async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> None:
+    """Each block has its own fate, and what is whole comes nevertheless."""
+    source, hashes = Filled(seed=3), chain(3)
+    async with serving("memory:64KiB", f"disk:{tmp_path}?size=1MiB") as (store, server):
+        await store.put([hashes[0], hashes[2]], source.cache, [0, 2])
+        await store.hierarchy.memory.empty()
+        _damage(tmp_path / "images", source.tensors[0][2].tobytes())
+        async with client(server) as one:
+            done = await one.ask(moving(Get, hashes))
+            fates = [BlockResult.LANDED, BlockResult.MISSING, BlockResult.FAILED]
+            assert done.table.tolist() == fates
+            assert "damaged" in done.reason
+
+
+def _damage(path: Path, part: bytes) -> None:
+    """Change one byte where some bytes stand in a file."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(part)] ^= 1
+    path.write_bytes(raw)
+
+
+async def test_touches_of_what_is_not_there_do_nothing() -> None:
+    async with serving() as (_, server), client(server) as one:
+        await one.say(Touch(names(chain(STORE_KEYS_MAX))))
+        found = await one.ask(Find(1, names(chain(1))))
+        assert isinstance(found, Found)
+        assert await works(server)
+
+
+# --- stalls ---------------------------------------------------------------------------
+
+
+async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
+    async with serving(berths=1) as (store, server), client(server) as idle:
+        source, hashes = Filled(seed=3), chain(2)
+        await store.put(hashes, source.cache, [0, 1])
+        answer = await idle.ask(moving(Get, hashes, timeout_ms=300))
+        assert answer.table.tolist() == [0, 0]
+        # It does not expect what is pushed. Others are served meanwhile.
+        assert await works(server)
+        # Nor does it pin anything: all of it can be evicted.
+        index = store.hierarchy.memory.index
+        await store.hierarchy.memory.empty()
+        assert not len(index)
+        # By the deadline its berth is free again.
+        again = await idle.ask(moving(Get, hashes, number=2, transfer=2))
+        assert again.number == 2
+        assert again.table.tolist() == [BlockResult.MISSING, BlockResult.MISSING]
+
+
+async def test_a_client_that_takes_no_answers_is_one_of_many() -> None:
+    async with serving() as (_, server), client(server) as deaf:
+        # As much as the server may send unasked, and more.
+        find = encode(Find(1, names(chain(STORE_KEYS_MAX))))
+        for _ in range(STORE_REQUESTS_MAX):
+            await deaf.say(find)
+        assert await works(server)
+
+
+# --- trust ----------------------------------------------------------------------------
+
+
+async def test_read_only() -> None:
+    async with serving() as (store, _):
+        source, hashes = Filled(seed=1), chain(2)
+        await store.put(hashes, source.cache, [0, 1])
+        async with StoreServer(store, "127.0.0.1:0", read_only=True) as server:
+            async with client(server) as liar:
+                done = await liar.ask(moving(Put, chain(1)))
+                assert done.table.tolist() == [BlockResult.REFUSED]
+                assert "read-only" in done.reason
+            tier, target = where(server), Filled()
+            async with BlockStore.open([tier]) as other:
+                assert "read-only" in other.report[tier]
+                put = await other.put(chain(1, "new"), source.cache, [3])
+                assert "read-only" in put.missing["kv", 3]
+                assert (await other.get(hashes, target.cache, [4, 5])).complete
+            assert np.array_equal(source.tokens([0, 1]), target.tokens([4, 5]))
+        assert store.stats()["memory:1MiB"].blocks == 2
+
+
+async def test_only_who_has_the_key_is_served(tmp_path: Path) -> None:
+    key, other = tmp_path / "key", tmp_path / "other"
+    for path in (key, other):
+        write_key_file(path)
+    async with serving(psk_file=str(key)) as (_, server):
+        tier = where(server, f"?psk_file={key}")
+        async with BlockStore.open([tier]) as store:
+            put = await store.put(chain(1), Filled(seed=1).cache, [0])
+            assert put.complete
+        for wrong in (where(server), where(server, f"?psk_file={other}")):
+            with pytest.raises(UsageError, match="tier"):
+                await BlockStore.open([wrong])
+        assert not server.clients()
+
+
+async def test_without_a_key_it_listens_to_this_host_only() -> None:
+    async with BlockStore.open(["memory:64KiB"]) as store:
+        with pytest.raises(UsageError, match="keygen"):
+            await StoreServer(store, "0.0.0.0:0").__aenter__()
+
+
+# --- many -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_eight_clients_at_once_under_eviction() -> None:
+    """A store of 64 blocks, and 8 clients that put 40 of their own each, and get."""
+    async with serving("memory:256KiB") as (store, server):
+        done = await asyncio.gather(*(_storm(server, seed) for seed in range(8)))
+        assert sum(done) > 8 * 20, "hardly anything was found"
+        stats = store.stats()["memory:256KiB"]
+        assert stats.evicted_blocks > 100
+        await until(lambda: not server.clients())
+        # No slot and no pin is left behind: all of it can go.
+        await store.hierarchy.memory.empty()
+        assert not len(store.hierarchy.memory.index)
+        assert not store.hierarchy.memory.index.slabs.used_bytes
+
+
+async def _storm(server: StoreServer, seed: int) -> int:
+    """Put and get at random; how many blocks landed, each of which was right."""
+    rng = np.random.default_rng(seed)
+    source = Filled(40, seed=seed)
+    hashes, landed = chain(40, str(seed)), 0
+    async with BlockStore.open(["memory:16KiB", where(server)]) as store:
+        for _ in range(12):
+            some = np.sort(rng.choice(40, 8, replace=False)).tolist()
+            asked = [hashes[i] for i in some]
+            await store.put(asked, source.cache, some)
+            target = Filled(40)
+            outcome = await store.get(asked, target.cache, some)
+            here = outcome.landed.ids().tolist()
+            assert np.array_equal(source.tokens(here), target.tokens(here))
+            assert set(here) | {block for _, block in outcome.missing} == set(some)
+            landed += len(here)
+    return landed
+
+
+async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
+    tiers = ("memory:64KiB", f"disk:{tmp_path}?size=1MiB")
+    async with serving(*tiers) as (_, server), client(server) as one:
+        assert await works(server)
+        await until(lambda: len(server.clients()) == 1)
+        report = server.report(5)
+        assert isinstance(decode_reply(encode(report)), Answer)
+        assert [row.name for row in report.tiers] == list(tiers)
+        assert [row.stats.blocks for row in report.tiers] == [4, 4]
+        (row,) = report.clients
+        assert row.name == one.communicator.name
+        welcome = server.welcome(1, 1)
+        assert welcome.durable
+        assert [text.space() for text in welcome.spaces] == [SPACE]
+
+
+@pytest.mark.parametrize("argument", [{"berths": 0}, {"berth_bytes": 0}], ids=str)
+def test_wrong_arguments_are_refused(argument: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=next(iter(argument))):
+        StoreServer(object(), "127.0.0.1:0", **argument)  # type: ignore[arg-type]
+
+
+# --- begin and end --------------------------------------------------------------------
+
+
+async def test_a_server_that_was_never_entered_can_be_closed() -> None:
+    async with BlockStore.open(["memory:64KiB"]) as store:
+        server = StoreServer(store, "127.0.0.1:0")
+        await server.close()
+        await server.close()
+        await server.closed()
+        with pytest.raises(UsageError, match="entered once"):
+            await server.__aenter__()
+
+
+async def test_a_server_that_could_not_listen_can_be_closed() -> None:
+    async with serving() as (store, first):
+        second = StoreServer(store, first.address)
+        with pytest.raises(OSError, match="in use"):
+            await second.__aenter__()
+        await second.close()
+        assert await works(first)
+
+
+async def test_a_server_is_entered_once() -> None:
+    async with serving() as (_, server):
+        with pytest.raises(UsageError, match="entered once"):
+            await server.__aenter__()
+        assert await works(server)
+    with pytest.raises(UsageError, match="entered once"):
+        await server.__aenter__()
+
+
+async def test_a_cancelled_close_of_a_server_is_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It returns when nothing touches the store any more, and not before."""
+    reached, go = asyncio.Event(), asyncio.Event()
+    flush = BlockStore.flush
+
+    async def slow(store: BlockStore) -> None:
+        reached.set()
+        await go.wait()
+        await flush(store)
+
+    monkeypatch.setattr(BlockStore, "flush", slow)
+    async with serving() as (_, server), client(server) as one:
+        await one.say(Flush(1))
+        await reached.wait()
+        closing = asyncio.create_task(server.close())
+        assert await one.dropped()
+        closing.cancel()
+        await asyncio.wait((closing,))
+        assert closing.cancelled()
+        again = asyncio.create_task(server.close())
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert not again.done()
+        assert "1 clients" in repr(server)
+        go.set()
+        await again
+        assert "closed" in repr(server)
+        assert server.clients() == ()

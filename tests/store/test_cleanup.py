@@ -1,0 +1,163 @@
+"""Ends that memory depends on: of calls, of errors, and of a store."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from concurrent.futures import thread as pools
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, ConnectionLost
+from kvwire.store.cleanup import finished, said, together
+from tests.store.caches import Filled, chain
+
+
+async def test_what_is_cancelled_is_finished_first() -> None:
+    go, done = asyncio.Event(), []
+
+    async def work() -> None:
+        await go.wait()
+        done.append(True)
+
+    waiting = asyncio.create_task(finished(work()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    assert not waiting.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert done
+
+
+async def test_what_fails_fails() -> None:
+    async def work() -> None:
+        raise ConnectionLost("gone")
+
+    with pytest.raises(ConnectionLost, match="gone"):
+        await finished(work())
+
+
+async def test_what_is_cancelled_itself_says_so() -> None:
+    inner = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(finished(inner))
+    await asyncio.sleep(0)
+    inner.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_an_error_is_in_no_cycle() -> None:
+    """It would keep what was to be moved until the garbage collector comes by."""
+
+    async def work() -> None:
+        memory = np.zeros(8)
+        held.append(weakref.ref(memory))
+        raise ConnectionLost("gone")
+
+    held: list[weakref.ref[np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
+    gc.disable()
+    try:
+        for call in (finished, together):
+            with pytest.raises(ConnectionLost):
+                await call(work())
+            await asyncio.sleep(0)  # the loop still has what woke this task
+            assert held.pop()() is None
+    finally:
+        gc.enable()
+
+
+async def test_all_have_ended_before_one_raises() -> None:
+    go, ended = asyncio.Event(), []
+
+    async def fails(name: str) -> None:
+        raise ConnectionLost(name)
+
+    async def waits() -> None:
+        await go.wait()
+        ended.append(True)
+
+    both = asyncio.create_task(together(waits(), fails("first"), fails("second")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not both.done()
+    go.set()
+    with pytest.raises(ConnectionLost, match="first"):
+        await both
+    assert ended
+
+
+async def test_all_have_ended_before_a_cancellation_is_raised() -> None:
+    go, ended = asyncio.Event(), []
+
+    async def holds() -> None:
+        await finished(go.wait())
+        ended.append(True)
+
+    async def lets_go() -> None:
+        await asyncio.Event().wait()
+
+    both = asyncio.create_task(together(lets_go(), holds()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    both.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not both.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await both
+    assert not ended
+
+
+async def test_results_come_in_the_order_of_the_calls() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert await together(after(3), after(1), after(2)) == [3, 1, 2]
+    assert await together() == []
+
+
+def test_an_error_lets_go_of_what_its_frames_have() -> None:
+    def held() -> None:
+        memory = np.zeros(8)
+        gone.append(weakref.ref(memory))
+        try:
+            raise KeyError(1)
+        except KeyError:
+            raise ConnectionLost("gone") from None
+
+    gone: list[weakref.ref[np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
+    kept: list[Exception] = []
+    try:
+        held()
+    except ConnectionLost as exc:
+        kept.append(exc)
+    assert gone[0]() is not None
+    assert said(kept[0]) == "gone"
+    assert gone[0]() is None
+    assert said(ConnectionLost()) == "ConnectionLost"
+
+
+async def test_a_store_waits_for_threads_that_still_have_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread is slow to drop what it has copied; the caller is told before."""
+    run = pools._WorkItem.run
+
+    def slow(item: pools._WorkItem[object]) -> None:
+        run(item)
+        threading.Event().wait(0.05)
+
+    async with BlockStore.open(["memory:64KiB"]) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(pools._WorkItem, "run", slow)
+            await store.put(chain(4), Filled(seed=1).cache, range(4))
+        await store.close()
+    assert "stay in use" not in caplog.text

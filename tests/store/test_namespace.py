@@ -1,0 +1,122 @@
+"""Spaces: what makes two blocks of one hash the same block, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire import KVSpec, PagedCache, UsageError
+from kvwire.store.namespace import (
+    ABSENT,
+    DIGEST_BYTES,
+    ORDERS,
+    Namespace,
+    order_of,
+    space_of,
+)
+from tests.store.caches import SPEC
+
+SPACE = Namespace("kv", SPEC)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 3},
+        {"kv_heads": 4},
+        {"head_dim": 16},
+        {"block_tokens": 8},
+        {"dtype": "bfloat16"},
+        {"components": 1},
+        {"fingerprint": "another"},
+        {"shard": (1, 2)},
+        {"first_layer": 2},
+        {"model_layers": 4},
+    ],
+    ids=str,
+)
+def test_whatever_differs_makes_another_space(change: dict[str, Any]) -> None:
+    other = Namespace("kv", replace(SPEC, **change))
+    assert other.digest != SPACE.digest
+    assert other != SPACE
+    assert SPACE.differing(other) == other.differing(SPACE)
+    (field,) = change
+    assert any(name.startswith(field) for name in SPACE.differing(other))
+
+
+def test_the_group_is_a_part_of_it() -> None:
+    other = Namespace("window", SPEC)
+    assert other.digest != SPACE.digest
+    assert SPACE.differing(other) == ("group",)
+    both = Namespace("window", replace(SPEC, layers=1))
+    assert SPACE.differing(both)[0] == "group"
+    assert SPACE.differing(SPACE) == ()
+
+
+def test_a_digest_is_the_same_everywhere_and_for_ever() -> None:
+    """It is on disks and in the names of objects."""
+    assert SPACE.digest.hex() == "583a701094f9b00b0095591c8ceb279d"
+    assert len(SPACE.digest) == DIGEST_BYTES
+
+
+@given(st.text(max_size=5), st.text(max_size=5), st.text(max_size=5))
+@settings(max_examples=100)
+def test_no_text_runs_over_into_the_next(group: str, other: str, more: str) -> None:
+    """A group that ends where a fingerprint begins is not another group's."""
+    one = Namespace(group + more, replace(SPEC, fingerprint=other))
+    two = Namespace(group, replace(SPEC, fingerprint=more + other))
+    same = (group + more, other) == (group, more + other)
+    assert (one.digest == two.digest) == same
+
+
+def test_an_order_is_a_number_for_ever() -> None:
+    """The first and the last of them, and none that stands for no block."""
+    assert len(set(ORDERS)) == len(ORDERS) == 120
+    assert ORDERS[0] == ("layer", "kv", "token", "head", "dim")
+    assert ORDERS[7] == ("layer", "token", "kv", "dim", "head")
+    assert ORDERS[119] == ("dim", "head", "token", "kv", "layer")
+    assert len(ORDERS) <= ABSENT
+
+
+@pytest.mark.parametrize(
+    ("layout", "order"),
+    [
+        ("layer block kv token head dim", "layer kv token head dim"),
+        ("block layer kv head token dim", "layer kv head token dim"),
+        ("kv layer block token head dim", "kv layer token head dim"),
+    ],
+)
+def test_images_have_the_order_of_their_cache(layout: str, order: str) -> None:
+    extents = {"block": 3, "layer": 2, "kv": 2, "token": 4, "head": 2, "dim": 8}
+    array = np.zeros([extents[axis] for axis in layout.split()], np.float16)
+    cache = PagedCache(SPEC, array, layout)
+    (group,) = cache.groups.values()
+    assert ORDERS[order_of(group)] == tuple(order.split())
+    assert space_of(group, None) == SPACE
+    assert space_of(group, 4) == SPACE
+    assert space_of(group, 8) == Namespace(group.name, replace(SPEC, block_tokens=8))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 2**40, 1.5, True, "4"])
+def test_tokens_of_a_hash_out_of_range(tokens: Any) -> None:
+    cache = PagedCache(SPEC, np.zeros((2, 3, 2, 4, 2, 8), np.float16), _LAYOUT)
+    (group,) = cache.groups.values()
+    with pytest.raises(UsageError, match="tokens of one hash"):
+        space_of(group, tokens)
+
+
+_LAYOUT = "layer block kv token head dim"
+
+
+def test_a_spec_that_is_written_otherwise_is_the_same_space() -> None:
+    """What follows from other fields need not be said."""
+    spec = KVSpec(
+        layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16",
+        model_layers=2, model_kv_heads=2,
+    )  # fmt: skip
+    assert Namespace("kv", spec).digest == SPACE.digest

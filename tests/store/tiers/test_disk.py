@@ -1,0 +1,538 @@
+"""A tier on a disk: restarts, damage, failures, and other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, KVSpec, UsageError
+from kvwire.store.address import TierAddress
+from kvwire.store.image_cache import images_in
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.namespace import ABSENT, Namespace, space_of
+from kvwire.store.tiers.base import Batch, BlockResult
+from kvwire.store.tiers.disk import DiskTier
+from kvwire.store.tiers.file import File
+from kvwire.store.tiers.slabs import GRAIN_BYTES
+from tests.store.caches import SPEC, Filled, chain
+from tests.store.files import Faults, disk, store_on
+
+IDS = list(range(16))
+Chosen = Callable[[Sequence[int]], tuple[Namespace, Batch]]
+
+
+async def landed(store: BlockStore, source: Filled, hashes: list[bytes]) -> list[int]:
+    """Get a chain, and compare what is said to have landed with what was put."""
+    target = Filled(len(hashes))
+    ids = list(range(len(hashes)))
+    outcome = await store.get(hashes, target.cache, ids)
+    here: list[int] = outcome.landed.ids().tolist()
+    if here:
+        assert np.array_equal(target.tokens(here), source.tokens(here))
+    return here
+
+
+def tiers(path: Path, size: str = "1MiB") -> list[str]:
+    return ["memory:128KiB", f"disk:{path}?size={size}"]
+
+
+async def test_a_restart_finds_what_was_put(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert (await store.put(hashes, source.cache, IDS)).complete
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes) == 16
+        assert await landed(store, source, hashes) == IDS
+        # And what it has is not written again.
+        await store.put(hashes, source.cache, IDS)
+        assert store.stats()[tiers(tmp_path)[1]].written_blocks == 0
+
+
+async def test_a_put_is_complete_when_it_is_in_the_file(tmp_path: Path) -> None:
+    """Without closing, flushing, or anything else after the put."""
+    source, hashes = Filled(seed=1), chain(16)
+    first = await disk(tmp_path / "a")
+    store = store_on(first)
+    await store.put(hashes, source.cache, IDS)
+    (tmp_path / "b").mkdir()
+    for file in (tmp_path / "a").iterdir():
+        (tmp_path / "b" / file.name).write_bytes(file.read_bytes())
+    await store.close()
+    async with BlockStore.open(tiers(tmp_path / "b")) as copy:
+        assert await landed(copy, source, hashes) == IDS
+
+
+async def test_written_back_blocks_are_there_after_a_close(tmp_path: Path) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    async with BlockStore.open(tiers(tmp_path), write="back") as store:
+        assert (await store.put(hashes, source.cache, list(range(64)))).complete
+        stats = store.stats()
+        assert stats["memory:128KiB"].evicted_blocks >= 32
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == list(range(64))
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_flipped_bit_is_never_returned(tmp_path: Path, seed: int) -> None:
+    """Anywhere in the images, or in what fills their slots."""
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS)
+    rng = np.random.default_rng(seed)
+    images = tmp_path / "images"
+    data = bytearray(images.read_bytes())
+    used = np.flatnonzero(np.frombuffer(data, np.uint8))
+    for place in rng.choice(used, 40):
+        data[place] ^= 1 << int(rng.integers(8))
+    images.write_bytes(data)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        here = await landed(store, source, hashes)
+        assert len(here) < 16
+        # What was damaged is forgotten, and can be put again.
+        assert (await store.put(hashes, source.cache, IDS)).complete
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == IDS
+
+
+async def test_an_order_that_is_another_one_is_damage(tmp_path: Path) -> None:
+    """It would be valid, and give a block in a wrong layout."""
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS)
+    change(tmp_path, "UPDATE blocks SET image_order = image_order + 1")
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes) == 16
+        assert await landed(store, source, hashes) == []
+        assert store.stats()[tiers(tmp_path)[1]].damaged_blocks == 16
+
+
+async def test_an_index_that_is_damaged_is_said_at_once(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS)
+    index = tmp_path / "index.sqlite"
+    data = bytearray(index.read_bytes())
+    data[4096:] = bytes(len(data) - 4096)
+    index.write_bytes(data)
+    with pytest.raises(UsageError, match="malformed; delete the directory, or give"):
+        await BlockStore.open(tiers(tmp_path))
+
+
+async def test_damage_is_a_reason(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(4)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS[:4])
+    images = tmp_path / "images"
+    data = bytearray(images.read_bytes())
+    at = data.find(source.tensors[0][2].tobytes()[:32])
+    assert at > 0
+    data[at] ^= 1
+    images.write_bytes(data)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes) == 4
+        outcome = await store.get(hashes, Filled().cache, IDS[:4])
+        assert dict(outcome.missing) == {
+            ("kv", 2): f"its bytes in {tiers(tmp_path)[1]} are damaged"
+        }
+        assert outcome.usable_prefix == 2
+        assert await store.match(hashes) == 2
+        assert store.stats()[tiers(tmp_path)[1]].damaged_blocks == 1
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes) == 2
+
+
+@pytest.mark.parametrize("kept", [0.01, 0.1, 0.2])
+async def test_a_file_that_was_cut_short(tmp_path: Path, kept: float) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, list(range(64)))
+    images = tmp_path / "images"
+    os.truncate(images, int(images.stat().st_size * kept))
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert len(await landed(store, source, hashes)) < 64
+        assert (await store.put(hashes, source.cache, list(range(64)))).complete
+        assert await landed(store, source, hashes) == list(range(64))
+
+
+async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    async with BlockStore.open(["memory:16KiB", tiers(tmp_path)[1]]) as store:
+        await store.put(hashes, source.cache, list(range(64)))
+        os.truncate(tmp_path / "images", GRAIN_BYTES)
+        outcome = await store.get(hashes, Filled(64).cache, list(range(64)))
+        assert not outcome.complete
+        assert any(
+            "shorter than it was" in reason for reason in outcome.missing.reasons
+        )
+
+
+async def test_a_slot_that_another_block_has_taken(tmp_path: Path) -> None:
+    """Its row was lost in a power cut: the older one does not fit its bytes."""
+    source, hashes = Filled(64, seed=1), chain(64)
+    one = tiers(tmp_path, "64KiB&slab=64KiB")
+    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
+        await store.put(hashes[:4], source.cache, IDS[:4])
+    early = (tmp_path / "index.sqlite").read_bytes()
+    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
+        await store.put(hashes[4:], source.cache, list(range(4, 64)))
+    (tmp_path / "index.sqlite").write_bytes(early)
+    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
+        assert store.stats()[one[1]].blocks > 0
+        assert await landed(store, source, hashes) == []
+        assert store.stats()[one[1]].damaged_blocks > 0
+
+
+async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(8)
+    for _ in range(3):
+        async with BlockStore.open(tiers(tmp_path)) as store:
+            await store.put(hashes, source.cache, IDS[:8])
+            tier = store._tiers.below[0]
+            assert (await tier.find(store_keys(hashes, source)) != ABSENT).all()
+            # It forgets them, and its index does not.
+            named = tier._index.victims(512, 8)  # type: ignore[attr-defined]
+            tier._index.drop(*named)  # type: ignore[attr-defined]
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == IDS[:8]
+
+
+async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
+    tmp_path: Path,
+) -> None:
+    """A put of a damaged block would else be complete, and the block not there."""
+    source, hashes = Filled(seed=1), chain(8)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS[:8])
+    change(tmp_path, "UPDATE tier SET closed = 0")
+    images = tmp_path / "images"
+    data = bytearray(images.read_bytes())
+    data[data.find(source.tensors[0][2].tobytes()[:32])] ^= 1
+    images.write_bytes(data)
+    for held in (7, 8):
+        tier = await disk(tmp_path)
+        keys = store_keys(hashes, source)
+        async with store_on(tier) as store:
+            assert await store.match(hashes) == 8
+            assert int((await tier.holds(keys)).sum()) == (0 if held == 7 else 8)
+            assert (await store.put(hashes, source.cache, IDS[:8])).complete
+            # One was damaged, and written again; the others were only read.
+            assert tier.stats().written_blocks == (1 if held == 7 else 0)
+            assert (await tier.holds(keys)).all()
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == IDS[:8]
+
+
+async def test_what_a_failed_write_was_over_is_not_found_again(tmp_path: Path) -> None:
+    """Its row would else be there, be taken at its word, and have no image."""
+    faults, small = Faults(), blocks_of(SPEC, 17)
+    tier = await disk(tmp_path, "64KiB&slab=64KiB", hook=faults)
+    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
+    faults.torn("pwritev", errno.EIO)
+    assert (await tier.write(*small([16])) == BlockResult.FAILED).all()
+    faults.failing.clear()
+    await tier.close()
+    await expect_whole(tmp_path, small, range(17), found=15)
+
+
+async def test_what_another_size_was_written_over_is_not_found_again(
+    tmp_path: Path,
+) -> None:
+    """A slab of one size, then of another, then of the first again."""
+    small = blocks_of(SPEC, 17)
+    large = blocks_of(replace(SPEC, layers=40), 3)
+    tier = await disk(tmp_path, "64KiB&slab=64KiB")
+    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
+    assert (await tier.write(*large([0, 1])) == BlockResult.LANDED).all()
+    assert (await tier.write(*small([16])) == BlockResult.LANDED).all()
+    await tier.close()
+    await expect_whole(tmp_path, small, range(17), found=1)
+
+
+def blocks_of(spec: KVSpec, count: int) -> Chosen:
+    """Some of so many blocks of random bytes, as a tier is given them."""
+    space = Namespace("kv", spec)
+    memory = np.random.default_rng(1).integers(
+        0, 256, count * space.image_bytes, np.uint8
+    )
+    keys = as_keys(space.digest + one for one in chain(count))
+    images = images_in(memory, space.image_bytes, count)
+    whole = Batch(keys, np.zeros(count, np.uint8), images)
+    return lambda which: (space, whole.selected(np.array(which)))
+
+
+async def expect_whole(path: Path, chosen: Chosen, which: range, found: int) -> None:
+    """What a tier takes at its word can be read, and is so many blocks."""
+    tier = await disk(path, "64KiB&slab=64KiB")
+    space, batch = chosen(which)
+    held = await tier.holds(batch.keys)
+    assert int(held.sum()) == found
+    into = images_in(
+        np.empty(held.size * space.image_bytes, np.uint8),
+        space.image_bytes,
+        held.size,
+    )
+    read = await tier.read(space, Batch(batch.keys, batch.orders, into))
+    assert (read[held] == BlockResult.LANDED).all()
+    await tier.close()
+
+
+def change(path: Path, statement: str) -> None:
+    """What somebody else does to an index."""
+    with closing(sqlite3.connect(path / "index.sqlite", isolation_level=None)) as db:
+        db.execute(statement)
+
+
+def store_keys(hashes: list[bytes], source: Filled) -> Keys:
+    space = space_of(source.cache.groups["kv"], None)
+    return as_keys(space.digest + one for one in hashes)
+
+
+async def test_the_block_that_was_written_last_goes_last(tmp_path: Path) -> None:
+    """After a restart as well, and where an older slot has the same block."""
+    space = Namespace("kv", SPEC)
+    keys = as_keys(space.digest + one for one in chain(3))
+    memory = np.zeros(space.image_bytes, np.uint8)
+    images = images_in(memory, space.image_bytes, 1)
+    tier = await disk(tmp_path)
+    for one in keys[:1], keys[1:2], keys[2:], keys[:1]:
+        if (slot := tier._index.find(one)) >= 0:
+            # Forgotten, and its entry is not written over.
+            tier._index.pin(one, slot)
+            tier._index.forget(one, slot)
+        await tier.write(space, Batch(one, np.zeros(1, np.uint8), images))
+    await tier.close()
+    tier = await disk(tmp_path)
+    named = tier._index.victims(space.image_bytes, 3)
+    assert named.keys.tolist() == [keys[1], keys[2], keys[0]]
+    tier._index.unpin(*named)
+    await tier.close()
+
+
+async def test_a_disk_that_is_full_takes_blocks_again_when_it_has_room(
+    tmp_path: Path,
+) -> None:
+    faults, source, hashes = Faults(), Filled(seed=1), chain(16)
+    tier = await disk(tmp_path, hook=faults)
+    async with store_on(tier) as store:
+        assert (await store.put(hashes[:4], source.cache, IDS[:4])).complete
+        faults.full()
+        outcome = await store.put(hashes, source.cache, IDS)
+        assert outcome.usable_prefix == 4
+        (reason,) = outcome.missing.reasons
+        assert "in memory only" in reason
+        assert "No space left" in reason
+        assert "No space left" in store.report[tier.name]
+        # Memory serves all of them, and the disk what it had.
+        assert await landed(store, source, hashes) == IDS
+        faults.failing.clear()
+        assert (await store.put(hashes[:12], source.cache, IDS[:12])).complete
+        assert store.report[tier.name] == ""
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        # Those that memory had until it was closed as well.
+        assert await landed(store, source, hashes) == IDS
+
+
+async def test_a_full_disk_does_not_keep_a_new_model_out_for_ever(
+    tmp_path: Path,
+) -> None:
+    """Nor what other models have there already. The index is what has no room."""
+    source, other = Filled(seed=1), Filled(200, replace(SPEC, layers=4), seed=2)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(chain(8), source.cache, IDS[:8])
+        (pages,) = _index_of(store).execute("PRAGMA page_count").fetchone()
+        _index_of(store).execute(f"PRAGMA max_page_count={pages}")
+        outcome = await store.put(chain(200, "b"), other.cache, list(range(200)))
+        assert not outcome.complete
+        assert any("database or disk is full" in r for r in outcome.missing.reasons)
+        assert await landed(store, source, chain(8)) == IDS[:8]
+        _index_of(store).execute("PRAGMA max_page_count=1000000")
+        assert (await store.put(chain(4, "b"), other.cache, IDS[:4])).complete
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(chain(4, "b"), other.cache) == 4
+        assert await store.match(chain(8), source.cache) == 8
+
+
+def _index_of(store: BlockStore) -> sqlite3.Connection:
+    db: sqlite3.Connection = store._tiers.below[0]._rows._db  # type: ignore[attr-defined]
+    return db
+
+
+async def test_a_disk_that_breaks_ends_no_process(tmp_path: Path) -> None:
+    faults, source, hashes = Faults(), Filled(64, seed=1), chain(64)
+    tier = await disk(tmp_path, hook=faults)
+    async with store_on(tier, memory="memory:32KiB") as store:
+        await store.put(hashes, source.cache, list(range(64)))
+        faults.broken()
+        target = Filled(64)
+        outcome = await store.get(hashes, target.cache, list(range(64)))
+        assert 0 < outcome.usable_prefix < 64
+        for reason in outcome.missing.reasons:
+            assert "could not read it: " in reason
+            assert "failed: Input/output error" in reason
+        assert tier.stats().failed_blocks == len(outcome.missing)
+        with pytest.raises(OSError, match="flushing failed: Input/output error"):
+            await store.flush()
+        assert "Input/output error" in store.report[tier.name]
+        faults.failing.clear()
+        # What could not be read is there, and is read now.
+        outcome = await store.get(hashes, target.cache, list(range(64)))
+        assert outcome.complete
+        assert np.array_equal(target.tokens([*range(64)]), source.tokens([*range(64)]))
+        # What a disk has dropped once it does not have, whatever it says now.
+        with pytest.raises(OSError, match="flushing failed: Input/output error"):
+            await store.flush()
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.flush()
+
+
+async def test_a_flush_of_a_full_disk_may_be_repeated(tmp_path: Path) -> None:
+    faults, source, hashes = Faults(), Filled(seed=1), chain(16)
+    tier = await disk(tmp_path, hook=faults)
+    async with store_on(tier) as store:
+        await store.put(hashes, source.cache, IDS)
+        faults.failing["sync"] = errno.ENOSPC
+        with pytest.raises(OSError, match="No space left"):
+            await store.flush()
+        faults.failing.clear()
+        await store.flush()
+
+
+async def test_a_flush_brings_down_what_was_written_back(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(16)
+    faults = Faults()
+    tier = await disk(tmp_path, hook=faults)
+    async with store_on(tier, write="back") as store:
+        await store.put(hashes, source.cache, IDS)
+        assert tier.stats().blocks == 0
+        faults.full()
+        with pytest.raises(OSError, match=r"in memory only: disk:.*No space left"):
+            await store.flush()
+        faults.failing.clear()
+        await store.flush()
+        assert tier.stats().blocks == 16
+        assert store.stats()["memory:128KiB"].blocks == 16
+
+
+@pytest.mark.parametrize("sync", ["flush", "put"])
+async def test_a_put_is_synced_if_it_is_to_be(tmp_path: Path, sync: str) -> None:
+    faults, source, hashes = Faults(), Filled(seed=1), chain(16)
+    tier = await disk(tmp_path, f"1MiB&sync={sync}", hook=faults)
+    async with store_on(tier) as store:
+        before = faults.calls.count("sync")
+        assert (await store.put(hashes, source.cache, IDS)).complete
+        assert (faults.calls.count("sync") > before) is (sync == "put")
+        faults.failing["sync"] = errno.EIO
+        outcome = await store.put(chain(4, "b"), source.cache, IDS[:4])
+        assert outcome.complete is (sync == "flush")
+        faults.failing.clear()
+
+
+async def test_a_disk_without_room_is_said_at_once(tmp_path: Path) -> None:
+    faults = Faults()
+    faults.failing["allocate"] = errno.ENOSPC
+    with pytest.raises(UsageError, match="has no room for 1048576 bytes; give"):
+        await disk(tmp_path, hook=faults)
+
+
+async def test_a_cancelled_open_lets_go_of_the_directory(tmp_path: Path) -> None:
+    """The thread that opens it is finished first, and has it by then."""
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(name: str, *_: object) -> None:
+        if name == "allocate":
+            begun.set()
+            go.wait(10)
+
+    opening = asyncio.create_task(disk(tmp_path, hook=wait))
+    await asyncio.to_thread(begun.wait, 10)
+    opening.cancel()
+    await asyncio.sleep(0)
+    assert not opening.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await (await disk(tmp_path)).close()
+
+
+async def test_a_file_that_cannot_be_closed_is_a_reason(tmp_path: Path) -> None:
+    class Stuck(File):
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    address = TierAddress.parse(f"disk:{tmp_path}?size=1MiB")
+    tier = await DiskTier.open(address, file_type=Stuck)
+    await tier.close()
+    assert "Input/output error" in tier.trouble
+    await (await disk(tmp_path)).close()
+
+
+async def test_two_processes_cannot_have_one_directory(tmp_path: Path) -> None:
+    async with BlockStore.open(tiers(tmp_path)):
+        program = (
+            "import asyncio, sys, kvwire\n"
+            "async def main():\n"
+            "    await kvwire.BlockStore.open(sys.argv[1:])\n"
+            "asyncio.run(main())\n"
+        )
+        command = [sys.executable, "-c", program, *tiers(tmp_path)]
+        run = partial(subprocess.run, capture_output=True, text=True, check=False)
+        done = await asyncio.to_thread(run, command)
+        assert done.returncode == 1
+        assert "another process has this store open" in done.stderr
+        with pytest.raises(UsageError, match="give each its own directory"):
+            await BlockStore.open(tiers(tmp_path))
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(chain(1)) == 0
+
+
+async def test_a_smaller_and_a_larger_size(tmp_path: Path) -> None:
+    source, hashes = Filled(64, seed=1), chain(64)
+    for size, least, most in (("1MiB", 64, 64), ("192KiB", 1, 63), ("2MiB", 1, 63)):
+        async with BlockStore.open(tiers(tmp_path, size)) as store:
+            if size == "1MiB":
+                await store.put(hashes, source.cache, list(range(64)))
+            assert least <= len(await landed(store, source, hashes)) <= most
+    with pytest.raises(UsageError, match="its slabs have 65536 bytes"):
+        await BlockStore.open(tiers(tmp_path, "32KiB"))
+
+
+async def test_spaces_that_cannot_be_read_are_only_words(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(4)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        await store.put(hashes, source.cache, IDS[:4])
+    change(tmp_path, "UPDATE spaces SET described = x'ff'")
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(hashes, source.cache) == 4
+        assert await landed(store, source, hashes) == IDS[:4]
+        # What was got is known again, also to whoever evicts it from memory.
+        assert await store.match(hashes) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("disk:a", "write disk:DIRECTORY"),
+        ("disk:?size=1GiB", "write disk:DIRECTORY"),
+        ("disk:a?size=1GiB&fsync=1", "no option 'fsync'"),
+        ("disk:a?size=1GiB&sync=1", "sync='1': flush or put"),
+        ("disk:a?size=1GiB&slab=2GiB", "a slab of 2147483648 bytes"),
+        ("disk:a?size=4095", "4096 to"),
+    ],
+)
+async def test_a_wrong_address_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open(["memory:1MiB", text])

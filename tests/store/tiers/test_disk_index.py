@@ -1,0 +1,221 @@
+"""The index of a disk tier: rows that are all there or not at all, and spaces."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvwire import UsageError
+from kvwire.limits import KIB, NAME_CHARS_MAX, STORE_SPACES_MAX
+from kvwire.store.namespace import ORDERS, Namespace
+from kvwire.store.tiers.disk_index import FORMAT, DiskIndex, Rows
+from tests.store.caches import SPEC
+from tests.store.tiers.test_directory import rows
+from tests.support.depth import examples
+
+SLAB = 64 * KIB
+SPACE = Namespace("kv", SPEC)
+
+
+@contextmanager
+def opened(path: Path, *, in_order: bool = True) -> Iterator[DiskIndex]:
+    index = DiskIndex(path / "index", SLAB, synced=False)
+    try:
+        yield index
+    finally:
+        index.close(in_order=in_order)
+
+
+def slots_in(index: DiskIndex) -> list[int]:
+    return [slot for some in index.rows() for slot in some.slots.tolist()]
+
+
+def change(path: Path, statement: str, *values: object) -> None:
+    """What somebody else does to an index."""
+    with closing(sqlite3.connect(path / "index", isolation_level=None)) as db:
+        db.execute(statement, values)
+
+
+def test_rows_are_found_again(tmp_path: Path) -> None:
+    told = rows(3, 1, 40)._replace(
+        sums=np.array([0, 2**63, 2**64 - 1], np.uint64),
+        orders=np.array([0, 7, len(ORDERS) - 1], np.uint8),
+    )
+    with opened(tmp_path) as index:
+        index.record(SPACE, told)
+    with opened(tmp_path) as index:
+        (found,) = index.rows()
+    expected = told.selected(np.array([1, 0, 2]))
+    for name in Rows._fields:
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_a_slot_has_one_row(tmp_path: Path) -> None:
+    with opened(tmp_path) as index:
+        index.record(SPACE, rows(1, 2, 3))
+        index.record(SPACE, rows(2, 3, 4))
+        assert slots_in(index) == [1, 2, 3, 4]
+        index.erase([range(2, 3), range(4, 9)])
+        assert slots_in(index) == [1, 3]
+
+
+def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as index:
+        index.record(SPACE, rows(1))
+        other = Namespace("other", SPEC)
+        bad = rows(5, 6)._replace(keys=np.array([b"k" * 20, None], object))
+        _expect_failure(index, other, bad)
+        assert slots_in(index) == [1]
+        assert set(index.spaces) == {SPACE.digest}
+        index.record(other, rows(5))
+    with opened(tmp_path) as index:
+        assert slots_in(index) == [1, 5]
+        assert set(index.spaces) == {SPACE.digest, other.digest}
+
+
+def _expect_failure(index: DiskIndex, space: Namespace, told: Rows) -> None:
+    with pytest.raises(sqlite3.IntegrityError):
+        index.record(space, told)
+
+
+def test_it_knows_whether_it_was_closed_in_order(tmp_path: Path) -> None:
+    with opened(tmp_path, in_order=False) as index:
+        assert index.closed
+    # Nothing was written meanwhile.
+    with opened(tmp_path, in_order=False) as index:
+        assert index.closed
+        index.dirty()
+        _expect_open(index)
+    with opened(tmp_path, in_order=True) as index:
+        assert not index.closed
+    with opened(tmp_path) as index:
+        assert index.closed
+        index.erase([range(1)])
+        _expect_open(index)
+
+
+def _expect_open(index: DiskIndex) -> None:
+    assert not index.closed
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        pass
+    change(tmp_path, f"PRAGMA user_version={FORMAT + 1}")
+    with pytest.raises(UsageError, match=r"its format is 3.*give another directory"):
+        DiskIndex(tmp_path / "index", SLAB, synced=False)
+
+
+def test_somebody_elses_database_is_refused(tmp_path: Path) -> None:
+    change(tmp_path, "CREATE TABLE theirs (one)")
+    with pytest.raises(UsageError, match="its format is 0"):
+        DiskIndex(tmp_path / "index", SLAB, synced=False)
+
+
+@pytest.mark.parametrize("length", [0, "'x'", 4097, 2**40])
+def test_slabs_of_no_length_are_damage(tmp_path: Path, length: object) -> None:
+    with opened(tmp_path):
+        pass
+    change(tmp_path, f"UPDATE tier SET slab_bytes = {length}")
+    with pytest.raises(sqlite3.DatabaseError, match="slabs have no length"):
+        DiskIndex(tmp_path / "index", SLAB, synced=False)
+
+
+def test_a_file_that_is_no_database_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "index").write_bytes(b"something else" * 1000)
+    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+        DiskIndex(tmp_path / "index", SLAB, synced=False)
+
+
+_values = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.binary(max_size=90), st.text(max_size=4)
+)
+
+
+@given(values=st.lists(_values, min_size=5, max_size=5))
+@settings(
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_a_row_of_anything_makes_sense_or_is_none(
+    tmp_path: Path, values: list[Any]
+) -> None:
+    """Of an index that somebody else has written to, or that is damaged."""
+    with opened(tmp_path) as index:
+        index.record(SPACE, rows(1, 2))
+    change(tmp_path, "REPLACE INTO blocks VALUES (1, ?, ?, ?, ?, ?)", *values)
+    with opened(tmp_path) as index:
+        for found in index.rows():
+            assert set(found.slots.tolist()) <= {1, 2}
+            assert all(16 < len(key) <= 80 for key in found.keys)
+            assert (found.orders < len(ORDERS)).all()
+            assert (found.nbytes > 0).all()
+
+
+# --- spaces in words ------------------------------------------------------------------
+
+
+def test_spaces_are_found_again(tmp_path: Path) -> None:
+    others = [Namespace("kv", replace(SPEC, layers=n)) for n in (1, 3)]
+    with opened(tmp_path) as index:
+        for slot, space in enumerate((SPACE, *others, SPACE)):
+            index.record(space, rows(slot))
+    with opened(tmp_path) as index:
+        assert set(index.spaces) == {s.digest for s in (SPACE, *others)}
+        for space in (SPACE, *others):
+            found = index.spaces[space.digest]
+            assert found.group == space.group
+            assert found.spec.to_pairs() == space.spec.to_pairs()
+
+
+def test_so_many_spaces_and_no_more(tmp_path: Path) -> None:
+    with opened(tmp_path) as index:
+        index.spaces.update({bytes([0, *divmod(n, 256)]): SPACE for n in range(4096)})
+        assert len(index.spaces) == STORE_SPACES_MAX
+        index.record(SPACE, rows(1))
+        assert len(index.spaces) == STORE_SPACES_MAX
+        assert slots_in(index) == [1]
+    with opened(tmp_path) as index:
+        assert index.spaces == {}
+
+
+_FIELDS = sorted(dict(SPEC.to_pairs()))
+_texts = st.one_of(
+    st.text(max_size=12),
+    st.integers().map(str),
+    st.sampled_from(["9" * 5000, "-1", "0", "1e9", "٣", "float16", "\0"]),
+)
+
+
+@given(
+    group=st.one_of(st.text(max_size=6), st.just("g" * (NAME_CHARS_MAX + 1))),
+    fields=st.dictionaries(st.sampled_from([*_FIELDS, "new"]), _texts),
+    whole=st.booleans(),
+    raw=st.one_of(st.none(), st.binary(max_size=20), st.integers(0, 9), st.text()),
+)
+@settings(
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_description_is_a_space_or_none(
+    tmp_path: Path, group: str, fields: dict[str, str], whole: bool, raw: object
+) -> None:
+    pairs = {**(dict(SPEC.to_pairs()) if whole else {}), **fields}
+    told = msgspec.json.encode((group, list(pairs.items()))) if raw is None else raw
+    with opened(tmp_path):
+        pass
+    change(tmp_path, "REPLACE INTO spaces VALUES (x'00', ?)", told)
+    with opened(tmp_path) as index:
+        for space in index.spaces.values():
+            assert 1 <= len(space.group) <= NAME_CHARS_MAX
+            assert space.image_bytes > 0

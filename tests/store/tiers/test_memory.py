@@ -1,0 +1,278 @@
+"""The memory tier: who gets slots, who waits for them, and what a demotion keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvwire.kv.blocks import Ids
+from kvwire.limits import KIB
+from kvwire.store.index import Keys, Named, as_keys
+from kvwire.store.tiers.memory import MemoryTier
+from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
+from tests.store.caches import chain
+from tests.support.pairs import until
+
+SLOTS = 16
+BYTES = GRAIN_BYTES - 96
+"""Of a block: less than its slot."""
+
+
+class Below:
+    """What takes blocks that leave memory; a test says how."""
+
+    def __init__(self) -> None:
+        self.given: list[bytes] = []
+        self.before: Callable[[], Awaitable[object]] | None = None
+        self.trouble = ""
+
+    async def demote(self, named: Named) -> str:
+        if self.before is not None:
+            await self.before()
+        self.given += named.keys.tolist()
+        return self.trouble
+
+
+@pytest.fixture
+def below() -> Below:
+    return Below()
+
+
+@pytest.fixture
+def memory(below: Below) -> Iterator[MemoryTier]:
+    """Sixteen slots in one slab, above a tier."""
+    made = MemoryTier(Slabs(1, SLOTS * GRAIN_BYTES), below.demote)
+    yield made
+    made.close()
+
+
+def name(memory: MemoryTier, keys: Keys, slots: Ids) -> None:
+    memory.index.name(keys, slots)
+    memory.unpin(keys, slots)
+
+
+async def full(memory: MemoryTier) -> Keys:
+    """Every slot has a block that nobody uses."""
+    keys = as_keys(chain(SLOTS))
+    slots = memory.index.take(BYTES, SLOTS)
+    assert slots.size == SLOTS
+    name(memory, keys, slots)
+    return keys
+
+
+async def some_turns() -> None:
+    """As many as whatever can go on needs to go on."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+# --- slots ----------------------------------------------------------------------------
+
+
+async def test_images_lie_where_their_slots_are(memory: MemoryTier) -> None:
+    slots = np.array([3, 0, 15])
+    memory.index.take(BYTES, SLOTS)
+    images = memory.images(slots, BYTES)
+    distances = (images.addresses - images.addresses.min()).astype(np.int64)
+    assert distances.tolist() == [3 * GRAIN_BYTES, 0, 15 * GRAIN_BYTES]
+    assert images.lengths.tolist() == [BYTES] * 3
+    last = int(images.addresses.max()) + BYTES
+    begin, size = int(images.owner.ctypes.data), images.owner.nbytes  # type: ignore[attr-defined]
+    assert begin <= int(images.addresses.min())
+    assert last <= begin + size
+
+
+async def test_what_does_not_fit_is_known(memory: MemoryTier) -> None:
+    assert memory.fits(SLOTS * GRAIN_BYTES)
+    assert not memory.fits(SLOTS * GRAIN_BYTES + 1)
+
+
+async def test_who_waits_is_woken_by_a_slot(memory: MemoryTier) -> None:
+    """However it becomes free: given back, or named and let go of."""
+    keys = as_keys(chain(SLOTS))
+    taken = await memory.take(BYTES, SLOTS)
+    waiting = [asyncio.create_task(memory.take(BYTES, 1)) for _ in range(2)]
+    await some_turns()
+    assert not any(task.done() for task in waiting)
+    memory.give_back(taken[:1])
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.done() for task in waiting] == [True, False]
+    name(memory, keys[1:2], taken[1:2])
+    await asyncio.wait(waiting)
+    slots = sorted(int(task.result()[0]) for task in waiting)
+    assert slots == taken[:2].tolist()
+    assert memory.index.find(keys[1:2]) < 0
+    memory.give_back(np.array(slots))
+    memory.give_back(taken[2:])
+    await memory.settle()
+
+
+async def test_a_part_of_what_is_wanted_is_given_at_once(memory: MemoryTier) -> None:
+    first = await memory.take(BYTES, SLOTS - 3)
+    rest = await memory.take(BYTES, SLOTS)
+    assert rest.size == 3
+    assert np.intersect1d(first, rest).size == 0
+    memory.give_back(first)
+    memory.give_back(rest)
+    await memory.settle()
+
+
+# --- evicting -------------------------------------------------------------------------
+
+
+async def test_what_leaves_is_given_below_first(
+    memory: MemoryTier, below: Below
+) -> None:
+    keys = await full(memory)
+    gate = asyncio.Event()
+    below.before = gate.wait
+    taking = asyncio.create_task(memory.take(BYTES, 4))
+    await some_turns()
+    # It is found until it is somewhere else.
+    assert (memory.index.find(keys) >= 0).all()
+    assert not taking.done()
+    gate.set()
+    slots = await taking
+    assert slots.size == 4
+    await memory.settle()
+    assert set(below.given) >= set(keys[memory.index.find(keys) < 0].tolist())
+    memory.give_back(slots)
+
+
+async def test_what_is_used_meanwhile_stays(memory: MemoryTier, below: Below) -> None:
+    keys = await full(memory)
+    gate = asyncio.Event()
+    below.before = gate.wait
+    taking = asyncio.create_task(memory.take(BYTES, 1))
+    await some_turns()
+    # The tail goes first; somebody reads it while it is on its way down.
+    tail, slot = keys[-1:], memory.index.find(keys[-1:])
+    memory.index.pin(tail, slot)
+    gate.set()
+    taken = await taking
+    assert memory.index.find(tail) == slot
+    assert taken != slot
+    memory.unpin(tail, slot)
+    memory.give_back(taken)
+    await memory.settle()
+
+
+async def test_a_cancelled_take_has_nothing_and_loses_nothing(
+    memory: MemoryTier, below: Below
+) -> None:
+    """Cancelled in its eviction: the blocks that were to leave stay where they are."""
+    keys = await full(memory)
+    below.before = asyncio.Event().wait
+    taking = asyncio.create_task(memory.take(BYTES, 4))
+    await some_turns()
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert (memory.index.find(keys) >= 0).all()
+    assert memory.stats().evicted_blocks == 0
+    # And none of them is held: all can leave.
+    below.before = None
+    await memory.empty()
+    assert sorted(below.given) == sorted(keys.tolist())
+    assert memory.stats().used_bytes == 0
+
+
+async def test_a_cancelled_take_gives_back_what_it_had(
+    memory: MemoryTier, below: Below
+) -> None:
+    keys = await full(memory)
+    below.before = None
+    first = await memory.take(BYTES, 2)
+    await memory.settle()
+    held = memory.index.find(keys)
+    memory.give_back(first)
+    free = memory.index.slabs.free(BYTES)
+    below.before = asyncio.Event().wait
+    taking = asyncio.create_task(memory.take(BYTES, SLOTS))
+    await some_turns()
+    assert memory.index.slabs.free(BYTES) == 0
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert memory.index.slabs.free(BYTES) == free
+    assert (memory.index.find(keys) == held).all()
+
+
+async def test_a_cancelled_wait_has_nothing(memory: MemoryTier) -> None:
+    taken = await memory.take(BYTES, SLOTS)
+    waiting = asyncio.create_task(memory.take(BYTES, 1))
+    await some_turns()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    memory.give_back(taken)
+    assert memory.stats().used_bytes == 0
+
+
+async def test_a_demotion_that_raises_loses_nothing(
+    memory: MemoryTier, below: Below
+) -> None:
+    async def broken() -> None:
+        raise ValueError("a bug")
+
+    keys = await full(memory)
+    below.before = broken
+    with pytest.raises(ValueError, match="a bug"):
+        await memory.take(BYTES, 1)
+    assert (memory.index.find(keys) >= 0).all()
+    below.before = None
+    slots = await memory.take(BYTES, 1)
+    await memory.settle()
+    memory.give_back(slots)
+
+
+async def test_some_room_is_cleared_in_the_background() -> None:
+    """So that the next put need not wait for the tier below."""
+    below = Below()
+    memory = MemoryTier(Slabs(16, 64 * KIB), below.demote)
+    keys = as_keys(chain(256))
+    slots = memory.index.take(BYTES, 256)
+    name(memory, keys, slots)
+    memory.give_back(await memory.take(BYTES, 1))
+    await until(lambda: memory._clearing is not None)
+    await memory.settle()
+    cleared = memory.index.slabs.free(BYTES)
+    assert SLOTS <= cleared < 2 * SLOTS
+    assert len(below.given) == cleared
+    memory.close()
+
+
+# --- the end --------------------------------------------------------------------------
+
+
+async def test_memory_that_somebody_keeps_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = MemoryTier(Slabs(1, SLOTS * GRAIN_BYTES), None)
+    memory.index.take(BYTES, 1)
+    images = memory.images(np.array([0]), BYTES)
+    with caplog.at_level(logging.WARNING, "kvwire"):
+        memory.close()
+    assert f"{SLOTS * GRAIN_BYTES} bytes of a store stay in use" in caplog.text
+    assert images.nbytes == BYTES
+    del images
+    assert memory._arena is not None
+    memory._arena.close()
+
+
+async def test_what_is_written_down_stays(memory: MemoryTier, below: Below) -> None:
+    keys = as_keys(chain(4))
+    slots = memory.index.take(BYTES, 4)
+    name(memory, keys, slots)
+    await memory.write_down()
+    assert sorted(below.given) == sorted(keys.tolist())
+    assert (memory.index.find(keys) == slots).all()
+    below.trouble = "no room"
+    with pytest.raises(OSError, match="some blocks are in memory only: no room"):
+        await memory.write_down()
+    # And nothing is held: all of it may go.
+    assert len(memory.index.victims(BYTES, 9).slots) == 4

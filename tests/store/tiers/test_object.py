@@ -1,0 +1,402 @@
+"""Blocks as objects: found again, checked, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
+
+import obstore.store
+
+from kvwire import BlockStore, UsageError
+from kvwire.clock import Backoff
+from kvwire.extras import install_command
+from kvwire.store.index import as_keys
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.tiers.object import ObjectTier
+from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
+from tests.store.caches import SPEC, Filled, chain
+from tests.support.pairs import until
+
+SPACE = Namespace("kv", SPEC)
+
+# Its threads start with the first request of a process, and stay.
+obstore.put(obstore.store.MemoryStore(), "first", b"")
+
+
+def objects_in(folder: Path) -> list[Path]:
+    """Every file below a folder."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def tier_of(store: BlockStore) -> ObjectTier:
+    """The tier below memory."""
+    (tier,) = store.hierarchy.below
+    assert isinstance(tier, ObjectTier)
+    return tier
+
+
+def file_of(folder: Path, one: bytes) -> Path:
+    """Where the object of a hash is."""
+    return folder / path_of(SPACE.digest + one)
+
+
+class Requests:
+    """Counts what an object tier asks for; ``before`` may fail or wait.
+
+    It has the calls that the tier may make, and none that lists.
+    """
+
+    exceptions = obstore.exceptions
+
+    def __init__(self, tier: ObjectTier) -> None:
+        self.made: list[str] = []
+        self.open = self.most = 0
+        self.before: Callable[[str], Awaitable[None]] | None = None
+        tier._obstore = self
+
+    async def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        self.made.append(name)
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            if self.before is not None:
+                await self.before(name)
+            return await getattr(obstore, name)(*arguments, **keywords)
+        finally:
+            self.open -= 1
+
+    async def get_range_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("get_range_async", *arguments, **keywords)
+
+    async def put_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("put_async", *arguments, **keywords)
+
+    async def head_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("head_async", *arguments, **keywords)
+
+
+# --- blocks ---------------------------------------------------------------------------
+
+
+async def test_what_one_store_puts_another_one_gets(tmp_path: Path) -> None:
+    tier = f"object:file://{tmp_path}"
+    source, target, hashes = Filled(seed=1), Filled(layout="HND"), chain(6)
+    async with BlockStore.open(["memory:1MiB", tier]) as store:
+        assert (await store.put(hashes[:5], source.cache, [3, 1, 4, 15, 9])).complete
+    # One object for each block, and nothing else.
+    assert len(objects_in(tmp_path)) == 5
+    async with BlockStore.open([tier]) as store:
+        assert await store.match(hashes, target.cache) == 5
+        outcome = await store.get(hashes, target.cache, [0, 2, 5, 7, 8, 6])
+        assert outcome.usable_prefix == 5
+        assert dict(outcome.missing) == {("kv", 6): "it is not in the store"}
+        stats = store.stats()[tier]
+        assert (stats.read_blocks, stats.written_blocks) == (5, 0)
+    got = target.tokens([0, 2, 5, 7, 8])
+    assert np.array_equal(got, source.tokens([3, 1, 4, 15, 9]))
+
+
+async def test_in_memory() -> None:
+    source, target, hashes = Filled(40, seed=1), Filled(40), chain(40)
+    async with BlockStore.open(["memory:64KiB", "object:memory:///"]) as store:
+        assert not tier_of(store).durable
+        assert (await store.put(hashes, source.cache, range(40))).complete
+        assert len(store.hierarchy.memory.index) < 40
+        assert (await store.get(hashes, target.cache, range(40))).complete
+    assert np.array_equal(
+        source.tokens(list(range(40))), target.tokens(list(range(40)))
+    )
+
+
+async def test_another_model_is_not_found(tmp_path: Path) -> None:
+    tier = f"object:file://{tmp_path}"
+    other = Filled(spec=Namespace("kv", SPEC).spec, seed=2)
+    async with BlockStore.open([tier]) as store:
+        await store.put(chain(1), other.cache, [0])
+        wide = Filled(spec=type(SPEC)(**_fields() | {"fingerprint": "another"}))
+        assert await store.match(chain(1), wide.cache) == 0
+        outcome = await store.get(chain(1), wide.cache, [0])
+        assert "another fingerprint" in outcome.missing["kv", 0]
+
+
+def _fields() -> dict[str, Any]:
+    return {name: getattr(SPEC, name) for name in SPEC.__slots__}
+
+
+# --- objects that are not what they should be -----------------------------------------
+
+
+def _flip(at: int) -> Callable[[Path, Path], None]:
+    def change(path: Path, _: Path) -> None:
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
+
+    return change
+
+
+def _cut(nbytes: int) -> Callable[[Path, Path], None]:
+    def change(path: Path, _: Path) -> None:
+        path.write_bytes(path.read_bytes()[:nbytes])
+
+    return change
+
+
+def _other(path: Path, other: Path) -> None:
+    """The object of another block under this name."""
+    path.write_bytes(other.read_bytes())
+
+
+DAMAGES: dict[str, Callable[[Path, Path], None]] = {
+    "empty": _cut(0),
+    "half a head": _cut(HEAD_BYTES // 2),
+    "only a head": _cut(HEAD_BYTES),
+    "cut": _cut(HEAD_BYTES + SPEC.block_bytes - 1),
+    "magic": _flip(0),
+    "order": _flip(9),
+    "key": _flip(HEAD_BYTES - 40),
+    "sum": _flip(HEAD_BYTES - 1),
+    "first byte": _flip(HEAD_BYTES),
+    "last byte": _flip(-1),
+    "another block": _other,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("found_before", [False, True])
+async def test_a_wrong_object_is_missing_until_it_is_put_again(
+    tmp_path: Path, damage: Callable[[Path, Path], None], found_before: bool
+) -> None:
+    tier = f"object:file://{tmp_path}"
+    source, hashes = Filled(seed=1), chain(3)
+    async with BlockStore.open([tier]) as store:
+        await store.put(hashes, source.cache, [0, 1, 2])
+    async with BlockStore.open([tier]) as store:
+        target = Filled()
+        if found_before:
+            assert await store.match(hashes, target.cache) == 3
+        damage(file_of(tmp_path, hashes[1]), file_of(tmp_path, hashes[2]))
+        outcome = await store.get(hashes, target.cache, [0, 1, 2])
+        assert outcome.landed.ids().tolist() == [0, 2]
+        assert np.array_equal(source.tokens([0, 2]), target.tokens([0, 2]))
+        # It is that object, and not the store.
+        assert not tier_of(store).away
+        assert await store.match(hashes, target.cache) == 1
+        assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
+    async with BlockStore.open([tier]) as store:
+        assert (await store.get(hashes, target.cache, [0, 1, 2])).complete
+    assert np.array_equal(source.tokens([0, 1, 2]), target.tokens([0, 1, 2]))
+
+
+@pytest.mark.parametrize("damage", ["another block", "half a head", "order"])
+async def test_what_shows_in_a_head_is_not_even_found(
+    tmp_path: Path, damage: str
+) -> None:
+    source, hashes = Filled(seed=1), chain(3)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        await store.put(hashes, source.cache, [0, 1, 2])
+    DAMAGES[damage](file_of(tmp_path, hashes[1]), file_of(tmp_path, hashes[2]))
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        assert await store.match(hashes, source.cache) == 1
+
+
+async def test_an_object_that_was_deleted_is_missing(tmp_path: Path) -> None:
+    """Such as by a rule for their life, after it was found."""
+    source, hashes = Filled(seed=1), chain(2)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        await store.put(hashes, source.cache, [0, 1])
+        await store.hierarchy.memory.empty()
+        file_of(tmp_path, hashes[0]).unlink()
+        target = Filled()
+        outcome = await store.get(hashes, target.cache, [0, 1])
+        assert outcome.landed.ids().tolist() == [1]
+        assert await store.match(hashes, target.cache) == 0
+
+
+# --- requests -------------------------------------------------------------------------
+
+
+async def test_what_is_known_is_not_asked_for_again(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(8)
+    keys = as_keys(SPACE.digest + one for one in hashes)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store)
+        requests = Requests(tier)
+        assert (await tier.find(keys) == ABSENT).all()
+        assert requests.made == ["get_range_async"] * 8
+        assert (await store.put(hashes, source.cache, range(8))).complete
+        assert requests.made[8:] == ["put_async"] * 8
+        assert (await tier.find(keys) != ABSENT).all()
+        assert len(requests.made) == 16
+
+
+async def test_as_many_requests_as_allowed_at_once(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open([f"object:file://{tmp_path}?requests=3"]) as store:
+        requests = Requests(tier_of(store))
+        halves = (
+            store.put(hashes[:8], source.cache, range(8)),
+            store.put(hashes[8:], source.cache, range(8, 16)),
+        )
+        assert all([(await half).complete for half in halves])
+        assert requests.most == 3
+
+
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails is left alone until the test says otherwise."""
+    monkeypatch.setattr(Backoff, "pause_s", lambda _: 1e6)
+
+
+@pytest.mark.usefixtures("long_pauses")
+async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    source, target, hashes = Filled(seed=1), Filled(), chain(8)
+    name = f"object:file://{tmp_path}?requests=2"
+    async with BlockStore.open([name]) as store:
+        tier = tier_of(store)
+        requests = Requests(tier)
+
+        async def fail(_: str) -> None:
+            raise obstore.exceptions.GenericError("no route to it\nand more")
+
+        requests.before = fail
+        put = await store.put(hashes, source.cache, range(8))
+        assert set(put.missing.reasons) == {
+            f"it is in memory only: {name}: no route to it"
+        }
+        # Those that were under way, and none after them.
+        assert len(requests.made) == 2
+        assert not tier.taking
+        await store.hierarchy.memory.empty()
+        got = await store.get(hashes, target.cache, range(8))
+        assert "no route to it" in got.missing["kv", 0]
+        assert len(requests.made) == 2
+        requests.before = None
+        tier._away_until = 0.0
+        assert (await store.put(hashes, source.cache, range(8))).complete
+        assert not tier.away
+
+
+@pytest.mark.usefixtures("long_pauses")
+async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> None:
+    """While the store is left alone, what is not there is not known not to be there."""
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        await store.put(chain(2), Filled(seed=1).cache, [0, 1])
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store)
+        requests, go = Requests(tier), asyncio.Event()
+
+        async def fail_last(name: str) -> None:
+            if requests.made.count(name) == 1:
+                await go.wait()
+            else:
+                raise OSError(errno.ECONNRESET, "reset by peer")
+
+        requests.before = fail_last
+        keys = as_keys(SPACE.digest + one for one in chain(2))
+        finding = asyncio.create_task(tier.find(keys))
+        await until(lambda: tier.away)
+        go.set()
+        await finding
+        assert not tier.taking
+        assert "reset by peer" in tier.away
+
+
+async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
+    source = Filled(seed=1)
+    async with BlockStore.open([f"object:file://{tmp_path}?timeout=0.1"]) as store:
+        requests = Requests(tier_of(store))
+
+        async def hang(_: str) -> None:
+            await asyncio.Event().wait()
+
+        requests.before = hang
+        put = await store.put(chain(1), source.cache, [0])
+        assert "no answer in 0.1 s" in put.missing["kv", 0]
+
+
+async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 where nobody listens, with what would be its credentials."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    tier = "object:s3://bucket/kv?endpoint=http://127.0.0.1:1&region=x&timeout=1"
+    async with BlockStore.open([tier]) as store:
+        put = await store.put(chain(1), Filled(seed=1).cache, [0])
+        assert "127.0.0.1:1" in put.missing["kv", 0]
+        assert tier_of(store).away
+
+
+async def test_a_cancelled_write_is_finished_first(tmp_path: Path) -> None:
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests, go = Requests(tier_of(store)), asyncio.Event()
+
+        async def wait(name: str) -> None:
+            if name == "put_async":
+                await go.wait()
+
+        requests.before = wait
+        put = store.put(chain(1), Filled(seed=1).cache, [0])
+        await until(lambda: "put_async" in requests.made)
+        waiting = asyncio.ensure_future(put)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert not put.done()
+        go.set()
+        assert (await put).complete
+
+
+async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:
+    """What no object store should raise; the others still have the images."""
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests, go = Requests(tier_of(store)), asyncio.Event()
+
+        async def fail_first(name: str) -> None:
+            if name == "put_async":
+                if requests.made.count(name) == 1:
+                    raise ValueError("a bug")
+                await go.wait()
+
+        requests.before = fail_first
+        put = store.put(chain(4), Filled(seed=1).cache, range(4))
+        await until(lambda: requests.made.count("put_async") == 4)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert requests.open == 3
+        assert not put.done()
+        go.set()
+        with pytest.raises(ValueError, match="a bug"):
+            await put
+        assert not requests.open
+        del put  # its error has the images
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ("object:tape://b/p", "tape"),
+        ("object:memory:///?requests=0", "requests"),
+        ("object:memory:///?timeout=soon", "timeout"),
+        ("object:s3://b/p?regio=x", "regio"),
+        ("object:s3://b/p?secret_access_key=x", "environment"),
+        ("object:s3://b/p?aws_session_token=x", "environment"),
+    ],
+)
+async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open([tier])
+
+
+async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UsageError, match=re.escape(install_command("store"))):
+        await BlockStore.open(["object:memory:///"])

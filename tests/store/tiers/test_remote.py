@@ -1,0 +1,328 @@
+"""A tier at a server of another process: contents, and what is left when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import BlockStore, StoreServer, UsageError
+from kvwire.store.server.messages import (
+    TAG,
+    Done,
+    Find,
+    Found,
+    Get,
+    Hello,
+    Welcome,
+    decode_request,
+    encode,
+)
+from kvwire.store.tiers.remote import RemoteTier
+from tests.store.caches import Filled, chain
+from tests.store.client_child import LARGE
+from tests.store.server_child import serving
+from tests.support.pairs import until
+from tests.support.tree import ROOT
+
+BLOCKS = 256
+# So a batch of a store is sixteen transfers, and whoever is killed has some to go.
+BERTH = LARGE.block_bytes * BLOCKS // 16
+ARGUMENTS = ("--tier", "memory:64MiB", "--berth", f"{BERTH}B")
+
+
+def tier_of(store: BlockStore) -> RemoteTier:
+    """The tier below memory."""
+    (tier,) = store.hierarchy.below
+    assert isinstance(tier, RemoteTier)
+    return tier
+
+
+async def test_blocks_of_one_process_are_got_by_another() -> None:
+    """Put over one connection, got over another one, through a third process."""
+    hashes, blocks = chain(8), list(range(8))
+    async with serving("--tier", "memory:4MiB") as server:
+        source = Filled(seed=1)
+        async with BlockStore.open(["memory:1MiB", server.where]) as store:
+            assert (await store.put(hashes, source.cache, blocks)).complete
+        target = Filled(layout="HND")
+        backwards = blocks[::-1]
+        async with BlockStore.open([server.where]) as store:
+            # The server has told what it has blocks of.
+            assert await store.match(hashes) == 8
+            assert await store.match(hashes, target.cache) == 8
+            assert (await store.get(hashes, target.cache, backwards)).complete
+        assert np.array_equal(source.tokens(blocks), target.tokens(backwards))
+
+
+# --- a server that dies ---------------------------------------------------------------
+
+# Longer than a test may take: what ends does not end by its deadline.
+PATIENT = "?timeout=600"
+
+
+@pytest.mark.slow
+async def test_a_server_killed_in_the_middle_of_a_put() -> None:
+    source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
+    async with (
+        serving(*ARGUMENTS) as server,
+        BlockStore.open(["memory:64MiB", server.where + PATIENT]) as store,
+    ):
+        tier = tier_of(store)
+        put = store.put(hashes, source.cache, range(BLOCKS))
+        await until(lambda: tier._communicator.exchange.live)
+        server.signal(signal.SIGSTOP)
+        assert not put.done()
+        server.signal(signal.SIGKILL)
+        outcome = await put
+        await put.drained()
+        assert not outcome.complete
+        assert len(outcome.landed) + len(outcome.missing) == BLOCKS
+        assert all("it is in memory only" in why for why in outcome.missing.reasons)
+        await until(lambda: tier.away)
+        assert not tier.taking
+        assert tier.trouble in store.report[tier.name]
+        # What is in memory is still there; what is not, is said to be unknown.
+        target = Filled(BLOCKS, LARGE)
+        assert (await store.get(hashes, target.cache, range(BLOCKS))).complete
+        missed = await store.get(chain(1, "other"), target.cache, [0])
+        assert server.where in missed.missing["kv", 0]
+
+
+async def test_a_server_killed_in_the_middle_of_a_get() -> None:
+    source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
+    target = Filled(BLOCKS, LARGE)
+    async with serving(*ARGUMENTS) as server:
+        async with BlockStore.open(["memory:64MiB", server.where]) as store:
+            assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
+        tier = server.where + PATIENT
+        async with BlockStore.open(["memory:64MiB", tier]) as store:
+            get = store.get(hashes, target.cache, range(BLOCKS))
+            await until(lambda: len(store.hierarchy.memory.filling))
+            server.signal(signal.SIGSTOP)
+            assert not get.done()
+            server.signal(signal.SIGKILL)
+            outcome = await get
+            here = outcome.landed.ids()
+            assert len(here) + len(outcome.missing) == BLOCKS
+            assert not outcome.complete
+            assert all(server.where in why for why in outcome.missing.reasons)
+            assert np.array_equal(
+                source.tokens(here.tolist()), target.tokens(here.tolist())
+            )
+            # Nothing is left pinned or taken: all of memory can go.
+            memory = store.hierarchy.memory
+            await memory.empty()
+            assert not memory.index.slabs.used_bytes
+
+
+@pytest.mark.slow
+async def test_a_server_that_comes_back_is_used_again() -> None:
+    source, target, hashes = Filled(seed=1), Filled(), chain(4)
+    async with serving("--tier", "memory:1MiB") as server:
+        store = await BlockStore.open(["memory:1MiB", server.where])
+        server.signal(signal.SIGKILL)
+        await until(lambda: not tier_of(store).taking)
+    async with serving("--tier", "memory:1MiB", port=server.port), store:
+        await until(lambda: tier_of(store).taking)
+        assert not store.report[server.where]
+        assert (await store.put(hashes, source.cache, [0, 1, 2, 3])).complete
+        async with BlockStore.open([server.where]) as other:
+            assert (await other.get(hashes, target.cache, [4, 5, 6, 7])).complete
+    assert np.array_equal(source.tokens([0, 1, 2, 3]), target.tokens([4, 5, 6, 7]))
+
+
+async def test_a_server_that_is_not_there_yet() -> None:
+    async with BlockStore.open(["memory:64KiB"]) as own:
+        async with StoreServer(own, "127.0.0.1:0") as server:
+            port = server.address.port
+        where = f"kvwire://127.0.0.1:{port}"
+        async with BlockStore.open([where]) as store:
+            put = await store.put(chain(1), Filled(seed=1).cache, [0])
+            assert where in put.missing["kv", 0]
+            async with StoreServer(own, f"127.0.0.1:{port}"):
+                await until(lambda: tier_of(store).taking)
+                again = await store.put(chain(1), Filled(seed=1).cache, [0])
+                assert again.complete
+
+
+@pytest.mark.slow
+async def test_a_server_that_stands_still_is_given_up() -> None:
+    """By the deadline the request is over, and nobody waits for the next ones."""
+    source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
+    async with serving("--tier", "memory:64MiB") as server:
+        where = f"{server.where}?timeout=0.2"
+        async with BlockStore.open(["memory:64MiB", where]) as store:
+            server.signal(signal.SIGSTOP)
+            outcome = await store.put(hashes, source.cache, range(BLOCKS))
+            assert len(outcome.missing) == BLOCKS
+            await until(lambda: not tier_of(store).taking)
+            assert tier_of(store).away
+            server.signal(signal.SIGCONT)
+            await until(lambda: tier_of(store).taking)
+            outcome = await store.put(hashes[:4], source.cache, range(4))
+            assert outcome.complete
+
+
+# --- a client that dies ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["put", "get"])
+async def test_a_client_killed_in_the_middle(verb: str) -> None:
+    """The server forgets it, keeps what had landed whole, and serves the others."""
+    source, hashes = Filled(BLOCKS, LARGE, seed=7), chain(BLOCKS)
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0", berth_bytes=BERTH) as server,
+    ):
+        where = f"kvwire://127.0.0.1:{server.address.port}"
+        if verb == "get":
+            assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
+        async with _child(where, verb) as process:
+            # It has looked up what is there, and is at one of the first transfers.
+            await until(lambda: any(row.asked >= 4 for row in server.clients()))
+            os.kill(process.pid, signal.SIGKILL)
+            await process.wait()
+        await until(lambda: not server.clients())
+        assert not server._communicator.exchange.live
+        if verb == "put":
+            assert len(store.hierarchy.memory.index) < BLOCKS
+        target = Filled(BLOCKS, LARGE)
+        async with BlockStore.open([where]) as other:
+            outcome = await other.get(hashes, target.cache, range(BLOCKS))
+            assert outcome.complete or verb == "put"
+            here = outcome.landed.ids().tolist()
+            assert np.array_equal(source.tokens(here), target.tokens(here))
+        await store.hierarchy.memory.empty()
+        assert not store.hierarchy.memory.index.slabs.used_bytes
+
+
+@contextlib.asynccontextmanager
+async def _child(where: str, verb: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.store.client_child", where, verb, str(BLOCKS)),
+        cwd=ROOT,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+# --- a server that lies ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda find: Found(find.number, b""), "0 orders of 2"),
+        (lambda find: Done(find.number, b"\0\0"), "something else"),
+        (lambda _: Welcome(1), "welcomes twice"),
+        (lambda find: [2, find.number, b"\xfe\xfe"], "not a reply"),
+        (lambda _: b"\xc1", "not a reply"),
+    ],
+    ids=["too few", "another kind", "hello again", "out of range", "noise"],
+)
+async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
+    """It is not believed, and not asked again on that connection."""
+    async with kvwire.open() as liar:
+        address = await liar.listen("127.0.0.1:0")
+        lying = asyncio.create_task(_lie(liar, answer))
+        async with BlockStore.open([f"kvwire://{address.host}:{address.port}"]) as s:
+            assert await s.match(chain(2), Filled().cache) == 0
+            assert said in tier_of(s).trouble
+        lying.cancel()
+        await asyncio.wait((lying,))
+
+
+async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
+    connection = await liar.accept()
+    assert isinstance(decode_request(await connection.recv(TAG)), Hello)
+    await connection.send(TAG, encode(Welcome(1, requests=4, berth_bytes=4096)))
+    find = decode_request(await connection.recv(TAG))
+    assert isinstance(find, Find)
+    reply = answer(find)
+    body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
+    await connection.send(TAG, body)
+    await asyncio.Event().wait()
+
+
+async def test_a_server_that_pushes_less_than_it_has_said() -> None:
+    """What did not come is missing, whatever was said of it."""
+    source, hashes, group = Filled(seed=1), chain(3), "kv"
+    async with kvwire.open() as liar:
+        address = await liar.listen("127.0.0.1:0")
+
+        async def serve() -> None:
+            connection = await liar.accept()
+            await connection.recv(TAG)
+            await connection.send(TAG, encode(Welcome(1, berth_bytes=BERTH)))
+            while True:
+                asked = decode_request(await connection.recv(TAG))
+                if isinstance(asked, Find):
+                    orders = bytes(len(asked.names))
+                    await connection.send(TAG, encode(Found(asked.number, orders)))
+                if not isinstance(asked, Get):
+                    continue
+                await connection.send(TAG, encode(Done(asked.number, bytes(3))))
+                out = connection.push(asked.transfer, source.cache, [0, 1, 2])
+                out.ready(blocks=slice(0, 2))
+                out.ready(layers=0, blocks=2)
+                out.finish(partial=True)
+
+        serving = asyncio.create_task(serve())
+        target = Filled()
+        async with BlockStore.open([f"kvwire://{address.host}:{address.port}"]) as s:
+            outcome = await s.get(hashes, target.cache, [5, 6, 7])
+            assert outcome.landed.ids().tolist() == [5, 6]
+            assert "not marked" in outcome.missing[group, 7]
+            assert len(s.hierarchy.memory.index) == 2
+        assert np.array_equal(source.tokens([0, 1]), target.tokens([5, 6]))
+        assert not target.tokens([7]).any()
+        await asyncio.wait((serving,))
+        assert isinstance(serving.exception(), kvwire.ConnectionClosed)
+
+
+async def test_a_server_of_another_version_is_refused() -> None:
+    async with kvwire.open() as stranger:
+        address = await stranger.listen("127.0.0.1:0")
+
+        async def greet() -> None:
+            connection = await stranger.accept()
+            await connection.recv(TAG)
+            await connection.send(TAG, encode(Welcome(2)))
+            await connection.wait_closed()
+
+        greeting = asyncio.create_task(greet())
+        with pytest.raises(UsageError, match="speaks version 2 and this side 1"):
+            await BlockStore.open([f"kvwire://{address.host}:{address.port}"])
+        await greeting
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ("kvwire:127.0.0.1:7500", "kvwire://HOST:PORT"),
+        ("kvwire://127.0.0.1", "no port"),
+        ("kvwire://127.0.0.1:1?timeout=never", "timeout"),
+        ("kvwire://127.0.0.1:1?timeout=0", "timeout"),
+        ("kvwire://127.0.0.1:1?size=1GiB", "no option 'size'"),
+        ("kvwire://127.0.0.1:1?psk_file=/nowhere", "nowhere"),
+        ("kvwire://10.0.0.1:1", "keygen"),
+    ],
+)
+async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open([tier])
