@@ -56,9 +56,6 @@ from tests.support.debug import needs_asserts
 OTHER_PSK = bytes(range(1, 33))
 
 
-# --- it works
-
-
 @pytest.mark.rule("KVW-HS-04", "keeps")
 @pytest.mark.rule("KVW-HS-05", "keeps")
 @pytest.mark.rule("KVW-HS-06", "keeps")
@@ -549,9 +546,6 @@ def test_a_sealed_refusal_is_longer_by_its_seal() -> None:
     shaking.of(role).refuse(WireCode.BUSY)
     header, body = shaking.of(role).outgoing[0]
     assert decode_header(header).length == len(body) == 224 + SEAL_BYTES
-
-
-# --- offers
 
 
 @both_modes
