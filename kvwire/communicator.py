@@ -39,10 +39,9 @@ from kvwire.errors import (
 from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.proto.agreement import Agreement, Identity
-from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.handshake import ClientHandshake
-from kvwire.proto.regions import RegionRecord as CoreRegion
-from kvwire.proto.regions import RegionTable
+from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.region import Region
 from kvwire.security.keys import crosses_hosts, load_keys, resolve
 from kvwire.security.tls import CredentialFiles
@@ -53,7 +52,7 @@ from kvwire.transfers.observers import Observers
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.verbs import PublishExpect
 from kvwire.types import Access, Address
-from kvwire.wire.control import BackendOffer, Offer
+from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 logger = logging.getLogger("kvwire")
@@ -373,13 +372,13 @@ class Communicator(PublishExpect):
             raise
         return Region(self, core)
 
-    def revoke_region(self, core: CoreRegion) -> None:
+    def revoke_region(self, core: RegionRecord) -> None:
         """See :meth:`kvwire.Region.revoke`."""
         self._regions.revoke(core)
         for connection in list(self._connections):
             connection.region_revoked(core)
 
-    def close_region(self, core: CoreRegion) -> None:
+    def close_region(self, core: RegionRecord) -> None:
         """See :meth:`kvwire.Region.close`."""
         if not core.open:
             return
@@ -552,7 +551,7 @@ class Communicator(PublishExpect):
     def _begin(
         self, pump: ConnectionDriver, opening: HandshakeDriver, agreement: Agreement
     ) -> Connection:
-        core = Core(
+        core = ConnectionCore(
             agreement,
             opening.handshake.framing,
             self.buffers.holds,
@@ -587,8 +586,10 @@ async def _lanes_up(connection: Connection, count: int) -> None:
         raise
 
 
-def _offer(identity: Identity, config: Config, scheme: str, resumes: bytes) -> Offer:
-    return Offer(
+def _offer(
+    identity: Identity, config: Config, scheme: str, resumes: bytes
+) -> TransportOffer:
+    return TransportOffer(
         name=identity.name,
         backends=tuple(
             BackendOffer(name, API_VERSION)

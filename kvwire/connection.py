@@ -28,7 +28,7 @@ from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
 from kvwire.memory.buffers import as_payload, slice_payload, uncleared
 from kvwire.memory.checksum import checksum
 from kvwire.memory.copy import copy
-from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
     Ended,
     Event,
@@ -41,8 +41,8 @@ from kvwire.proto.events import (
     TransferOpened,
 )
 from kvwire.proto.records import TransferRecord
-from kvwire.proto.regions import RegionRecord as CoreRegion
-from kvwire.proto.requests import RequestRecord as CoreRequest
+from kvwire.proto.regions import RegionRecord
+from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind
 from kvwire.region import Grant
 from kvwire.request import Request
@@ -52,7 +52,7 @@ from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.verbs import PullPush
 from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
-from kvwire.wire.control import Access as AccessBody
+from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator
@@ -78,7 +78,7 @@ class Connection(PullPush):
         self,
         communicator: Communicator,
         pump: ConnectionDriver,
-        core: Core,
+        core: ConnectionCore,
         *,
         peer: PeerInfo,
         report: TransportReport,
@@ -307,7 +307,7 @@ class Connection(PullPush):
     # --- grants -----------------------------------------------------------------------
 
     def make_grant(
-        self, region: CoreRegion, offset: int, nbytes: int, access: Access
+        self, region: RegionRecord, offset: int, nbytes: int, access: Access
     ) -> Grant:
         """See :meth:`kvwire.Region.grant`, which is how it is called."""
         row = self.core.grant(region, offset, nbytes, access)
@@ -363,7 +363,7 @@ class Connection(PullPush):
             self.abort(f"aborted by {type(error).__name__}")
         await self.close()
 
-    def region_revoked(self, region: CoreRegion) -> None:
+    def region_revoked(self, region: RegionRecord) -> None:
         """A region of the communicator was closed or revoked."""
         self.core.region_revoked(region.id)
         self._pump.run()
@@ -427,8 +427,8 @@ class Connection(PullPush):
     def _lend(
         self,
         payload: memoryview | Fragments,
-        start: Callable[[BufferId], CoreRequest],
-    ) -> CoreRequest:
+        start: Callable[[BufferId], RequestRecord],
+    ) -> RequestRecord:
         """Lend memory to a request; if it cannot start, the memory comes back."""
         lent = self._buffers.lend(payload)
         try:
@@ -439,11 +439,11 @@ class Connection(PullPush):
 
     def _message(
         self,
-        verb: Callable[[int, BufferId, int, float | None], CoreRequest],
+        verb: Callable[[int, BufferId, int, float | None], RequestRecord],
         tag: int,
         payload: memoryview | Fragments,
         at: float | None,
-    ) -> CoreRequest:
+    ) -> RequestRecord:
         """As :meth:`_lend`, for a verb of messages."""
         lent = self._buffers.lend(payload)
         try:
@@ -456,7 +456,7 @@ class Connection(PullPush):
         self,
         payload: memoryview | Fragments,
         grant: Grant,
-        start: Callable[[BufferId, int, AccessBody, float | None], CoreRequest],
+        start: Callable[[BufferId, int, AccessBody, float | None], RequestRecord],
         deadline: Deadline,
     ) -> Request[int]:
         nbytes = payload.nbytes
@@ -564,7 +564,7 @@ class Connection(PullPush):
     def _received(
         self,
         request: Request[Any],
-        core: CoreRequest,
+        core: RequestRecord,
         nbytes: int,
         held: memoryview | Fragments | None,
     ) -> int | bytearray:

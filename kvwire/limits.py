@@ -139,7 +139,7 @@ LANDED_BOXES_MAX: Final = 1000
 LANDED_BOX_BYTES: Final = 26
 # Ids of transfers that have ended badly, kept to answer those who ask too late.
 TOMBSTONES_MAX: Final = 4096
-# Segments one LANDED, and the one SETTLED, may name: 5 bytes each at most.
+# Segments one SEGMENT_ACK, and the one COMMIT_ACK, may name: 5 bytes each at most.
 LANDED_MAX: Final = 1024
 SETTLED_MAX: Final = 8192
 # Transfers a peer has opened that nobody has matched, with their descriptions.

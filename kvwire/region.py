@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import UsageError
 from kvwire.limits import REQUEST_BYTES_MAX
-from kvwire.proto.regions import RegionRecord as CoreRegion
+from kvwire.proto.regions import RegionRecord
 from kvwire.types import Access
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Region:
     bytes leave.
     """
 
-    def __init__(self, communicator: Communicator, core: CoreRegion) -> None:
+    def __init__(self, communicator: Communicator, core: RegionRecord) -> None:
         self._communicator = communicator
         self._core = core
 

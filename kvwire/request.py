@@ -22,7 +22,7 @@ from kvwire.backend import Payload
 from kvwire.errors import KVWireError
 
 if TYPE_CHECKING:
-    from kvwire.proto.requests import RequestRecord as CoreRequest
+    from kvwire.proto.requests import RequestRecord
 
 T = TypeVar("T")
 
@@ -52,10 +52,10 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         owner: RequestOwner | None = None,
         *,
         into: Payload | None = None,
-        post: Callable[[], CoreRequest] | None = None,
+        post: Callable[[], RequestRecord] | None = None,
     ) -> None:
         self.over = False
-        self.core: CoreRequest | None = None
+        self.core: RequestRecord | None = None
         # Of a receive: where its bytes go, and how to post it (again).
         self.into = into
         self.post = post

@@ -44,7 +44,7 @@ def number(text: str) -> int:
 
 def test_the_table_of_frames() -> None:
     """Every type with its number, its kind of body and its bounds."""
-    found = rows(r"0x[0-9a-f]{2}", r"[A-Z]+", r"\w+", r"[\d,]+", r"[\d,]+")
+    found = rows(r"0x[0-9a-f]{2}", r"[A-Z]+(?:_[A-Z]+)*", r"\w+", r"[\d,]+", r"[\d,]+")
     described = {
         number(value): (name, kind, number(low), number(high))
         for value, name, kind, low, high in found
@@ -71,7 +71,7 @@ def test_the_table_of_control_bodies() -> None:
     """Every body, with as many fields as it has."""
     described = {
         name: text
-        for names, text in rows(r"[A-Z]+(?:, [A-Z]+)?", r"[^|]*[a-z][^|]*")
+        for names, text in rows(r"[A-Z_]+(?:, [A-Z_]+)?", r"[^|]*[a-z][^|]*")
         for name in names.split(", ")
     }
     for frame_type, body in _BODIES.items():

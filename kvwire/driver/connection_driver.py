@@ -25,7 +25,7 @@ from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
-from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import Ended, Event, LaneDataReceived
 from kvwire.types import BufferId
 
@@ -75,7 +75,7 @@ class ConnectionDriver(LinkHandler):
         checks: ChecksumPolicy,
     ) -> None:
         self.link = link
-        self.core: Core | None = None
+        self.core: ConnectionCore | None = None
         # bounded: EAGER_WINDOW_BYTES, by the credit that the core gives
         self.held: dict[BufferId, memoryview] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -103,7 +103,7 @@ class ConnectionDriver(LinkHandler):
 
     def connect(
         self,
-        core: Core,
+        core: ConnectionCore,
         devices: Devices,
         on_event: Callable[[Event], None],
         on_lost: Callable[[], bool],
@@ -254,7 +254,7 @@ class ConnectionDriver(LinkHandler):
         self._timer_at = at
         self._timer = self._loop.call_at(at, self._safely, self._tick)
 
-    def _carry_out(self, core: Core) -> None:
+    def _carry_out(self, core: ConnectionCore) -> None:
         outbox = core.outbox
         self._running = True
         try:
@@ -286,7 +286,7 @@ class ConnectionDriver(LinkHandler):
             self._end_link(graceful=event.graceful)
         self._on_event(event)
 
-    def _send(self, core: Core) -> None:
+    def _send(self, core: ConnectionCore) -> None:
         """Hand over frames and chunks until the link is full or nothing is left."""
         link, frames = self.link, core.outbox.frames
         moved_bytes = 0
@@ -312,7 +312,7 @@ class ConnectionDriver(LinkHandler):
         self._again = None
         self.run()
 
-    def _queue(self, core: Core) -> int:
+    def _queue(self, core: ConnectionCore) -> int:
         """Queue every frame, and chunks while there is room; the payload's bytes."""
         link, frames = self.link, core.outbox.frames
         while frames:
@@ -337,7 +337,9 @@ class ConnectionDriver(LinkHandler):
             queued_bytes += self._send_chunk(core, chunk, half)
         return queued_bytes
 
-    def _send_chunk(self, core: Core, chunk: Chunk, half: LaneEndpoint | None) -> int:
+    def _send_chunk(
+        self, core: ConnectionCore, chunk: Chunk, half: LaneEndpoint | None
+    ) -> int:
         """Hand a chunk to what carries it, or to staging; the bytes handed over."""
         payload = self.staged.payload(chunk)
         if half is not None and self.lanes.carries(half, payload):

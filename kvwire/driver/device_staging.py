@@ -35,7 +35,7 @@ from kvwire.memory.device.reaper import Done
 from kvwire.memory.staging.desk import Desk
 from kvwire.memory.staging.ring import Ring
 from kvwire.proto.chunks import Chunk, ChunkArrival
-from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.state import State
 from kvwire.types import BufferId, Device
 
@@ -54,7 +54,7 @@ class DeviceStaging:
 
     def __init__(
         self,
-        core: Core,
+        core: ConnectionCore,
         link: Link,
         buffers: BufferTable,
         devices: Devices,

@@ -27,7 +27,7 @@ from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.agreement import Agreement
 from kvwire.proto.handshake import Handshake, HandshakeState, ServerHandshake
 from kvwire.types import Candidate, TransportReport, TrustMode
-from kvwire.wire.control import Choice, Verdict
+from kvwire.wire.control import HandshakeVerdict, TransportChoice
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -163,10 +163,12 @@ class HandshakeDriver:
         offered = [(o.name, o.api_version) for o in handshake.offer.backends]
         report = judge(self._config, self.scheme, offered)
         handshake.choose(
-            Choice(
+            TransportChoice(
                 name=self._config.name,
                 verdicts=tuple(
-                    Verdict(c.name, c.taken, c.reason[:REASON_CHARS_MAX], c.possible)
+                    HandshakeVerdict(
+                        c.name, c.taken, c.reason[:REASON_CHARS_MAX], c.possible
+                    )
                     for c in report.candidates
                 ),
                 profile=tuple(sorted(self._config.profile.items())),
@@ -221,7 +223,7 @@ def _check_plain(header: memoryview) -> None:
         )
 
 
-def report_of(choice: Choice) -> TransportReport:
+def report_of(choice: TransportChoice) -> TransportReport:
     """The server's verdicts as the report that both sides show."""
     return TransportReport(
         tuple(

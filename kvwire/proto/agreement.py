@@ -8,7 +8,7 @@ from typing import Final
 
 from kvwire.proto.auth import Keys
 from kvwire.types import PeerInfo, Role, TrustMode
-from kvwire.wire.control import Choice, Offer
+from kvwire.wire.control import TransportChoice, TransportOffer
 from kvwire.wire.handshake_messages import ConnectionParameters
 
 VERSION_MIN: Final = 1
@@ -61,8 +61,8 @@ class Agreement:
     terms: ConnectionParameters
     peer_terms: ConnectionParameters
     peer: PeerInfo
-    choice: Choice
-    offer: Offer
+    choice: TransportChoice
+    offer: TransportOffer
 
 
 def common_terms(

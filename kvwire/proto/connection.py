@@ -44,12 +44,11 @@ from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import GrantRow, Grants, RegionRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import PHASE_TRANSITIONS, CloseInput, CloseState, Kind, State
+from kvwire.proto.state import CLOSE_TRANSITIONS, CloseInput, CloseState, Kind, State
 from kvwire.proto.transfers import Transfers
-from kvwire.types import Access as Direction
-from kvwire.types import BufferId, RegionId
+from kvwire.types import Access, BufferId, RegionId
 from kvwire.wire.control import (
-    Access,
+    AccessBody,
     Close,
     Ping,
     decode_body,
@@ -353,7 +352,7 @@ class ConnectionCore:
         self._messages.provide(request, buffer)
 
     def put(
-        self, buffer: BufferId, nbytes: int, target: Access, deadline: float | None
+        self, buffer: BufferId, nbytes: int, target: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Write a buffer into granted memory of the peer."""
         request = self._new(Kind.PUT, buffer, nbytes, deadline)
@@ -361,7 +360,7 @@ class ConnectionCore:
         return request
 
     def get(
-        self, buffer: BufferId, nbytes: int, source: Access, deadline: float | None
+        self, buffer: BufferId, nbytes: int, source: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Read granted memory of the peer into a buffer."""
         request = self._new(Kind.GET, buffer, nbytes, deadline)
@@ -383,7 +382,7 @@ class ConnectionCore:
         return True
 
     def grant(
-        self, region: RegionRecord, offset: int, nbytes: int, access: Direction
+        self, region: RegionRecord, offset: int, nbytes: int, access: Access
     ) -> GrantRow:
         """Let the peer reach a range of a region.
 
@@ -458,7 +457,7 @@ class ConnectionCore:
             self._flows.data_landed(arrival, intact=intact)
 
     def _peer_closed(self, body: Close) -> None:
-        if self.phase in (CloseState.ANSWERING, CloseState.CLOSED):
+        if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):
             raise UnexpectedFrame("KVW-CL-01", "a second CLOSE")
         self._turn(CloseInput.PEER_CLOSED)
         self._messages.peer_closed()
@@ -476,7 +475,7 @@ class ConnectionCore:
         """Take the step to the end when nothing is left to deliver."""
         self.transfers.acknowledge()
         self.lanes.acknowledge()
-        if self.phase not in (CloseState.FLUSHING, CloseState.ANSWERING):
+        if self.phase not in (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED):
             return
         if len(self._requests):
             return
@@ -510,7 +509,7 @@ class ConnectionCore:
         self._requests.fail(request, error, tell=tell)
 
     def _turn(self, turn: CloseInput) -> None:
-        self.phase = PHASE_TRANSITIONS[self.phase, turn]
+        self.phase = CLOSE_TRANSITIONS[self.phase, turn]
 
     def _new(
         self,
@@ -548,7 +547,7 @@ class ConnectionCore:
         Raises:
             UnexpectedFrame: It does.
         """
-        if self.phase in (CloseState.ANSWERING, CloseState.CLOSED):
+        if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):
             raise UnexpectedFrame(
                 "KVW-CL-02", f"{FrameType(header.type).name} after the peer's CLOSE"
             )

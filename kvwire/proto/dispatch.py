@@ -24,22 +24,22 @@ from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import Kind
 from kvwire.proto.transfers import Transfers
 from kvwire.wire.control import (
-    Access,
+    AccessBody,
     Agree,
     Announce,
-    Aside,
     Body,
     Close,
     Commit,
+    CommitAck,
     Credit,
-    Done,
     Fail,
-    Landed,
-    Mark,
+    Fin,
+    LaneData,
     Open,
     Ping,
     Ready,
-    Settled,
+    SegmentAck,
+    SegmentBody,
     narrowed,
 )
 from kvwire.wire.header import FrameType, Header
@@ -117,11 +117,11 @@ class Dispatch:
                 self._messages.ready_received(header, narrowed(body, Ready))
             case FrameType.PUT | FrameType.GET:
                 self._check_may_start(header)
-                self._onesided.asked(header, narrowed(body, Access))
-            case FrameType.DONE:
-                self._done(header, narrowed(body, Done))
-            case FrameType.ASIDE:
-                self._lanes.aside_received(header, narrowed(body, Aside))
+                self._onesided.asked(header, narrowed(body, AccessBody))
+            case FrameType.FIN:
+                self._done(header, narrowed(body, Fin))
+            case FrameType.LANE_DATA:
+                self._lanes.aside_received(header, narrowed(body, LaneData))
             case _:
                 self._failed(header, narrowed(body, Fail))
 
@@ -132,16 +132,16 @@ class Dispatch:
                 self._transfers.opened(header, narrowed(body, Open))
             case FrameType.AGREE:
                 self._transfers.agreed(header, narrowed(body, Agree))
-            case FrameType.MARK:
-                self._transfers.marked(header, narrowed(body, Mark))
-            case FrameType.LANDED:
-                self._transfers.landed_received(header, narrowed(body, Landed))
+            case FrameType.SEGMENT:
+                self._transfers.marked(header, narrowed(body, SegmentBody))
+            case FrameType.SEGMENT_ACK:
+                self._transfers.landed_received(header, narrowed(body, SegmentAck))
             case FrameType.COMMIT:
                 self._transfers.committed(header, narrowed(body, Commit))
             case _:
-                self._transfers.settled(header, narrowed(body, Settled))
+                self._transfers.settled(header, narrowed(body, CommitAck))
 
-    def _done(self, header: Header, body: Done) -> None:
+    def _done(self, header: Header, body: Fin) -> None:
         request = self._requests.find(header.request)
         if request is not None and request.kind is Kind.INCOMING:
             self._transfers.confirmed(request)

@@ -42,7 +42,13 @@ from kvwire.proto.agreement import Agreement, Identity, common_terms
 from kvwire.proto.auth import Keys, key_id, same, transcript_hash
 from kvwire.proto.framing import Framing
 from kvwire.types import PeerInfo, Role, TrustMode
-from kvwire.wire.control import Choice, Offer, decode_body, encode_body, narrowed
+from kvwire.wire.control import (
+    TransportChoice,
+    TransportOffer,
+    decode_body,
+    encode_body,
+    narrowed,
+)
 from kvwire.wire.handshake_messages import Accept, Confirm, Hello, Refuse
 from kvwire.wire.header import FrameType, Header
 
@@ -226,7 +232,7 @@ class ClientHandshake(Handshake):
 
     role = Role.CLIENT
 
-    def __init__(self, identity: Identity, nonce: bytes, offer: Offer) -> None:
+    def __init__(self, identity: Identity, nonce: bytes, offer: TransportOffer) -> None:
         super().__init__(identity, nonce, HandshakeState.ACCEPT)
         self._offer = offer
         self._hello = Hello(
@@ -275,7 +281,7 @@ class ClientHandshake(Handshake):
         self._send(FrameType.OFFER, encode_body(self._offer))
 
     def _chosen(self, body: bytes) -> None:
-        choice = narrowed(decode_body(FrameType.CHOICE, body), Choice)
+        choice = narrowed(decode_body(FrameType.CHOICE, body), TransportChoice)
         accept, keys = self._accept, self._keys
         assert accept is not None
         assert keys is not None
@@ -319,14 +325,14 @@ class ServerHandshake(Handshake):
 
     def __init__(self, identity: Identity, nonce: bytes) -> None:
         super().__init__(identity, nonce, HandshakeState.HELLO)
-        self.offer: Offer | None = None
+        self.offer: TransportOffer | None = None
         self._hello: Hello | None = None
         self._version = 0
         self._digest = b""
         self._proof = b""
         self._keys: Keys | None = None
 
-    def choose(self, choice: Choice) -> None:
+    def choose(self, choice: TransportChoice) -> None:
         """Answer the client's offer; with a transport taken, the handshake is done.
 
         Raises:
@@ -366,7 +372,7 @@ class ServerHandshake(Handshake):
         elif self.state is HandshakeState.CONFIRM:
             self._confirmed(body)
         else:
-            self._offered(narrowed(decode_body(FrameType.OFFER, body), Offer))
+            self._offered(narrowed(decode_body(FrameType.OFFER, body), TransportOffer))
 
     def _greeted(self, body: bytes) -> None:
         """The client has said HELLO: KVW-HS-06 and KVW-HS-07."""
@@ -420,12 +426,12 @@ class ServerHandshake(Handshake):
         if self.identity.trust is TrustMode.PSK:
             self.framing.use_seals(self.role, keys.seal)
 
-    def _offered(self, offer: Offer) -> None:
+    def _offered(self, offer: TransportOffer) -> None:
         mine = self.identity
         try:
             self._check_profile(offer.profile)
         except ProfileMismatch:
-            nothing = Choice(name=mine.name, verdicts=(), profile=mine.profile)
+            nothing = TransportChoice(name=mine.name, verdicts=(), profile=mine.profile)
             self._send(FrameType.CHOICE, encode_body(nothing))
             raise
         self._next()
@@ -444,7 +450,7 @@ def accepted_digest(hello: bytes, accept: Accept) -> bytes:
     return transcript_hash(hello, bare.encode())
 
 
-def no_transport(choice: Choice) -> ProfileMismatch:
+def no_transport(choice: TransportChoice) -> ProfileMismatch:
     """The error when no transport was taken; it lists why each was not."""
     listed = "; ".join(f"{shown(v.name)}: {shown(v.reason)}" for v in choice.verdicts)
     return ProfileMismatch(

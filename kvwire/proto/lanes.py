@@ -3,30 +3,31 @@
 Lanes come up while the connection is new, one after the other::
 
     client                                server
-      RAISE   lane 1, backend, half ->      its half joins
-              <- RAISE    lane 1, backend, its half
-      RAISED  lane 1                ->      up on both sides
-      RAISED  lane 0                ->      the first choice is made
+      LANE_OPEN   lane 1, backend, half ->      its half joins
+              <- LANE_OPEN    lane 1, backend, its half
+      LANE_READY  lane 1                ->      up on both sides
+      LANE_READY  lane 0                ->      the first choice is made
 
 Each side may announce payloads for a lane that is up. They are numbered from 0 in the
-order of their ASIDE frames, in each direction by itself::
+order of their LANE_DATA frames, in each direction by itself::
 
     sender                                receiver
-      ASIDE   lane 1, chunk, ticket ->      names the destination
+      LANE_DATA   lane 1, chunk, ticket ->      names the destination
       (payload on the lane)
-              <- TAKEN    lane 1, the first 7
+              <- LANE_ACK    lane 1, the first 7
 
 The memory of a chunk is held until two things are known: that the lane here is through
-with it, and what has become of it there. TAKEN says that it has arrived. When a half of
-a lane is gone its side says LOWER, with how many ASIDEs it has seen and which of those
-it has missed; an ASIDE that comes later is missed too and is named in another LOWER. So
-the fate of every chunk becomes known exactly, as long as the control link lives, and
-what was missed is sent again by another way.
+with it, and what has become of it there. LANE_ACK says that it has arrived. When a half
+of a lane is gone its side says LANE_CLOSE, with how many ASIDEs it has seen and which
+of those it has missed; an LANE_DATA that comes later is missed too and is named in
+another LANE_CLOSE. So the fate of every chunk becomes known exactly, as long as the
+control link lives, and what was missed is sent again by another way.
 
-A lane is *over* when both sides have said LOWER and all that was missed has been named:
-from then on no frame is about it, and it is forgotten. The client may ask for lanes for
-as long as the connection lives, so that one that broke can be replaced. The next lane
-has the next number, always: a number stands for a secret, and a secret is used once.
+A lane is *over* when both sides have said LANE_CLOSE and all that was missed has been
+named: from then on no frame is about it, and it is forgotten. The client may ask for
+lanes for as long as the connection lives, so that one that broke can be replaced. The
+next lane has the next number, always: a number stands for a secret, and a secret is
+used once.
 
 When the control link ends, fates do not matter any more: a chunk or an arrival is then
 held until its own lane is gone.
@@ -62,12 +63,12 @@ from kvwire.proto.events import (
 from kvwire.proto.outbox import Outbox
 from kvwire.types import Role
 from kvwire.wire.control import (
-    Aside,
     Body,
-    Lower,
-    Raise,
-    Raised,
-    Taken,
+    LaneAck,
+    LaneClose,
+    LaneData,
+    LaneOpen,
+    LaneReady,
     encode_body,
     narrowed,
 )
@@ -80,9 +81,9 @@ class LaneStage(enum.Enum):
     """How far a lane is, from this side's view."""
 
     ASKED = "asked"
-    """The client has said RAISE; a half is being made, here or there."""
+    """The client has said LANE_OPEN; a half is being made, here or there."""
     ANSWERED = "answered"
-    """The server has said RAISE; its half receives, the client's may not yet."""
+    """The server has said LANE_OPEN; its half receives, the client's may not yet."""
     UP = "up"
     ENDING = "ending"
     """The peer's half is gone; this side's goes next."""
@@ -95,7 +96,7 @@ class LaneRecord:
     """One lane.
 
     Attributes:
-        number: 1 and up, in the order of RAISE.
+        number: 1 and up, in the order of LANE_OPEN.
         backend: What carries it.
         sent: Payloads announced to the peer.
         waiting: Those whose memory is held still, by index.
@@ -103,9 +104,9 @@ class LaneRecord:
         seen: Payloads that the peer has announced.
         arriving: Those that our half is to receive, by index.
         taken: So many have arrived without a gap, and ``beyond`` these as well.
-        told: What the last TAKEN said.
-        missed: To be named in the next LOWER.
-        lowered: The peer has said LOWER.
+        told: What the last LANE_ACK said.
+        missed: To be named in the next LANE_CLOSE.
+        lowered: The peer has said LANE_CLOSE.
     """
 
     number: int
@@ -174,14 +175,14 @@ class LaneTable:
             ProtocolError: It breaks a rule.
         """
         match frame_type:
-            case FrameType.RAISE:
-                self._raise_received(narrowed(body, Raise))
-            case FrameType.RAISED:
-                self._raised_received(narrowed(body, Raised))
-            case FrameType.LOWER:
-                self._lower_received(narrowed(body, Lower))
+            case FrameType.LANE_OPEN:
+                self._raise_received(narrowed(body, LaneOpen))
+            case FrameType.LANE_READY:
+                self._raised_received(narrowed(body, LaneReady))
+            case FrameType.LANE_CLOSE:
+                self._lower_received(narrowed(body, LaneClose))
             case _:
-                self._taken_received(narrowed(body, Taken))
+                self._taken_received(narrowed(body, LaneAck))
 
     # --- coming up --------------------------------------------------------------------
 
@@ -215,14 +216,14 @@ class LaneTable:
         lane = self._lanes[number]
         if lane.stage is LaneStage.ANSWERED:
             lane.stage = LaneStage.UP
-            self._outbox.send(FrameType.RAISED, Raised(lane=number))
+            self._outbox.send(FrameType.LANE_READY, LaneReady(lane=number))
 
     def settle(self) -> None:
         """Client: the first choice is made; data goes by what is up now."""
         self.settled = True
-        self._outbox.send(FrameType.RAISED, Raised(lane=0))
+        self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
-    def _raise_received(self, body: Raise) -> None:
+    def _raise_received(self, body: LaneOpen) -> None:
         """The other half of a lane is there.
 
         Raises:
@@ -233,7 +234,8 @@ class LaneTable:
             if body.lane != number:
                 wanted = f"{LANES_MAX} are not over" if number is None else number
                 raise UnexpectedFrame(
-                    "KVW-LN-01", f"RAISE of lane {body.lane}; the next one: {wanted}"
+                    "KVW-LN-01",
+                    f"LANE_OPEN of lane {body.lane}; the next one: {wanted}",
                 )
             self._add(body.lane, body.backend)
             self._outbox.report(
@@ -244,31 +246,32 @@ class LaneTable:
             return
         lane = self._find(body.lane, "KVW-LN-01")
         if lane.stage is LaneStage.DOWN:
-            return  # our LOWER is under way
+            return  # our LANE_CLOSE is under way
         if lane.stage is not LaneStage.ASKED or lane.backend != body.backend:
             raise UnexpectedFrame(
-                "KVW-LN-01", f"RAISE of lane {body.lane}, which is {lane.stage.value}"
+                "KVW-LN-01",
+                f"LANE_OPEN of lane {body.lane}, which is {lane.stage.value}",
             )
         lane.stage = LaneStage.ANSWERED
         self._outbox.report(LaneBootstrapped(lane=body.lane, bootstrap=body.bootstrap))
 
-    def _raised_received(self, body: Raised) -> None:
+    def _raised_received(self, body: LaneReady) -> None:
         """The client says that a lane is up, or that it has made its first choice.
 
         Raises:
             UnexpectedFrame: It is not for it to say now.
         """
         if self._role is Role.CLIENT or (self.settled and not body.lane):
-            raise UnexpectedFrame("KVW-LN-02", f"RAISED of lane {body.lane}")
+            raise UnexpectedFrame("KVW-LN-02", f"LANE_READY of lane {body.lane}")
         if not body.lane:
             self.settled = True
         else:
             lane = self._find(body.lane, "KVW-LN-02")
             if lane.stage is LaneStage.DOWN:
-                return  # our LOWER is under way
+                return  # our LANE_CLOSE is under way
             if lane.stage is not LaneStage.ANSWERED:
                 raise UnexpectedFrame(
-                    "KVW-LN-02", f"RAISED of a lane that is {lane.stage.value}"
+                    "KVW-LN-02", f"LANE_READY of a lane that is {lane.stage.value}"
                 )
             lane.stage = LaneStage.UP
         self._outbox.report(LaneOpened(lane=body.lane))
@@ -301,7 +304,7 @@ class LaneTable:
         lane.waiting_bytes += chunk.length
         request, segment = chunk.request_and_segment
         assert request.wire_id is not None
-        body = Aside(
+        body = LaneData(
             lane=number,
             segment=segment,
             offset=chunk.position,
@@ -310,7 +313,7 @@ class LaneTable:
             ticket=ticket,
         )
         return self._outbox.framing.control(
-            FrameType.ASIDE, encode_body(body), request=request.wire_id
+            FrameType.LANE_DATA, encode_body(body), request=request.wire_id
         )
 
     def payload_sent(self, chunk: Chunk) -> None:
@@ -319,7 +322,7 @@ class LaneTable:
         chunk.quiet = True
         self._let_go(lane, chunk)
 
-    def _taken_received(self, body: Taken) -> None:
+    def _taken_received(self, body: LaneAck) -> None:
         """The first so many payloads of a lane have arrived.
 
         Raises:
@@ -331,15 +334,15 @@ class LaneTable:
             lane.waiting[index].taken is False for index in arrived
         ):
             raise UnexpectedFrame(
-                "KVW-LN-05", f"TAKEN {body.count} of {lane.sent} payloads"
+                "KVW-LN-05", f"LANE_ACK {body.count} of {lane.sent} payloads"
             )
         for index in arrived:
             self._learn(lane, index, taken=True)
 
     # --- receiving --------------------------------------------------------------------
 
-    def aside_received(self, header: Header, body: Aside) -> None:
-        """A chunk comes on a lane; ``header`` is that of the ASIDE.
+    def aside_received(self, header: Header, body: LaneData) -> None:
+        """A chunk comes on a lane; ``header`` is that of the LANE_DATA.
 
         Raises:
             ProtocolError: The lane is not up, has too many under way, or the chunk is
@@ -390,8 +393,8 @@ class LaneTable:
                 self._say_lower(lane, "the lane is down")
             elif lane.taken > lane.told:
                 lane.told = lane.taken
-                body = Taken(lane=lane.number, count=lane.taken)
-                self._outbox.send(FrameType.TAKEN, body)
+                body = LaneAck(lane=lane.number, count=lane.taken)
+                self._outbox.send(FrameType.LANE_ACK, body)
         self._to_tell.clear()
 
     # --- going down -------------------------------------------------------------------
@@ -412,7 +415,7 @@ class LaneTable:
             chunk.quiet = True
             self._let_go(lane, chunk)
 
-    def _lower_received(self, body: Lower) -> None:
+    def _lower_received(self, body: LaneClose) -> None:
         """The peer's half of a lane is gone.
 
         Raises:
@@ -426,8 +429,8 @@ class LaneTable:
         ):
             raise MalformedFrame(
                 "KVW-LN-06",
-                f"LOWER of lane {body.lane}: {body.seen} seen of {lane.sent}, missed "
-                f"{sorted(missed)[:5]} of those under way",
+                f"LANE_CLOSE of lane {body.lane}: {body.seen} seen of {lane.sent}, "
+                f"missed {sorted(missed)[:5]} of those under way",
             )
         lane.lowered = True
         for index in sorted(i for i in open_fates if i < body.seen):
@@ -482,27 +485,27 @@ class LaneTable:
             self._flows.chunk_sent(chunk)
 
     def _say_raise(self, number: int, backend: str, bootstrap: bytes) -> None:
-        body = Raise(lane=number, backend=backend, bootstrap=bootstrap)
-        self._outbox.send(FrameType.RAISE, body)
+        body = LaneOpen(lane=number, backend=backend, bootstrap=bootstrap)
+        self._outbox.send(FrameType.LANE_OPEN, body)
 
     def _say_lower(self, lane: LaneRecord, reason: str) -> None:
         missed, lane.missed = tuple(lane.missed), []
-        body = Lower(
+        body = LaneClose(
             lane=lane.number,
             reason=reason[:REASON_CHARS_MAX],
             seen=lane.seen,
             missed=missed,
         )
-        self._outbox.send(FrameType.LOWER, body)
+        self._outbox.send(FrameType.LANE_CLOSE, body)
 
 
-def _as_data(header: Header, body: Aside) -> Header:
+def _as_data(header: Header, body: LaneData) -> Header:
     """The header that the chunk would have come under on the control link.
 
     Its type stays, since on a lane several chunks may come at once.
     """
     return Header(
-        type=FrameType.ASIDE,
+        type=FrameType.LANE_DATA,
         flags=0 if body.check is None else _CHECKED,
         sequence=header.sequence,
         length=body.nbytes,

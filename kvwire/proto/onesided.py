@@ -3,7 +3,7 @@
 Both are executed in software by the owner of the memory, which checks the grant before
 a byte moves. A put needs no answer to begin, since the grant is the permission and the
 memory is there: its chunks follow the PUT at once, and if the PUT was refused they are
-dropped. It ends with the owner's DONE. A get ends when its bytes have landed.
+dropped. It ends with the owner's FIN. A get ends when its bytes have landed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from kvwire.proto.outbox import Outbox
 from kvwire.proto.regions import Grants
 from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
 from kvwire.proto.state import Input, Kind, State
-from kvwire.types import Access as Direction
-from kvwire.types import RegionId
-from kvwire.wire.control import Access, Done
+from kvwire.types import Access, RegionId
+from kvwire.wire.control import AccessBody, Fin
 from kvwire.wire.header import FrameType, Header
 
 
@@ -37,17 +36,17 @@ class OneSided:
         self._flows = flows
         self._grants = grants
 
-    def put(self, request: RequestRecord, target: Access) -> None:
+    def put(self, request: RequestRecord, target: AccessBody) -> None:
         """Write the request's bytes into the peer's memory."""
         self._ask(FrameType.PUT, request, target)
         self._flows.begin_send(request)
 
-    def get(self, request: RequestRecord, source: Access) -> None:
+    def get(self, request: RequestRecord, source: AccessBody) -> None:
         """Read the peer's memory into the request's."""
         self._ask(FrameType.GET, request, source)
         self._flows.begin_receive(request)
 
-    def asked(self, header: Header, body: Access) -> None:
+    def asked(self, header: Header, body: AccessBody) -> None:
         """The peer wants to put into or get from our memory."""
         wire_id = self._requests.admit(header.request)
         put = header.type == FrameType.PUT
@@ -60,7 +59,7 @@ class OneSided:
                 token=body.token,
                 offset=body.offset,
                 nbytes=body.nbytes,
-                access=Direction.WRITE if put else Direction.READ,
+                access=Access.WRITE if put else Access.READ,
             )
         except (AccessDenied, StaleRegion) as exc:
             self._requests.tell_failed(wire_id, exc.code, str(exc))
@@ -79,7 +78,7 @@ class OneSided:
         else:
             self._flows.begin_send(request)
 
-    def done_received(self, header: Header, body: Done) -> None:
+    def done_received(self, header: Header, body: Fin) -> None:
         """The peer has every byte of a put of ours.
 
         Raises:
@@ -92,7 +91,7 @@ class OneSided:
         if request.kind is not Kind.PUT or not whole or request.confirmed:
             raise UnexpectedFrame(
                 "KVW-OS-02",
-                f"DONE for {body.nbytes} bytes of a {request.kind.value} of which "
+                f"FIN for {body.nbytes} bytes of a {request.kind.value} of which "
                 f"{request.moved} of {request.nbytes} were sent",
             )
         if request.state is State.MOVING:
@@ -110,7 +109,7 @@ class OneSided:
                 self._requests.fail(request, error, tell=WireCode.STALE)
 
     def _ask(
-        self, frame_type: FrameType, request: RequestRecord, where: Access
+        self, frame_type: FrameType, request: RequestRecord, where: AccessBody
     ) -> None:
         self._requests.start(request)
         assert request.wire_id is not None

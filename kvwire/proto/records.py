@@ -62,7 +62,7 @@ class TransferRecord:
         open_segments: How many are not over.
         sending: Producer: how many the link is not through with.
         committed: COMMIT was sent or received.
-        acknowledge: Segments to name in the next LANDED.
+        acknowledge: Segments to name in the next SEGMENT_ACK.
         damaged: Segments that arrived damaged, once the consumer has said so.
     """
 

@@ -36,7 +36,7 @@ from kvwire.proto.state import (
     State,
 )
 from kvwire.types import BufferId, RegionId, RequestId, Role
-from kvwire.wire.control import Done, Fail
+from kvwire.wire.control import Fail, Fin
 from kvwire.wire.header import FrameType
 
 SENDING: Final = frozenset({Kind.SEND, Kind.PUT, Kind.SERVE_GET})
@@ -57,7 +57,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         moved: Bytes handed to the link (sending) or verified (receiving).
         in_flight: Frames handed to the link that it still works on.
         arrived: Receiving: the chunks whose headers were seen.
-        confirmed: The peer's DONE came before our link said that all was sent.
+        confirmed: The peer's FIN came before our link said that all was sent.
         over: Whether it is done or has failed.
         turn_bytes: What it may still send in this turn; below 0 it has sent too much.
         context: The front's own object for it.
@@ -260,10 +260,10 @@ class RequestTable:
         self._outbox.send(FrameType.FAIL, body, request=wire_id)
 
     def tell_done(self, request: RequestRecord) -> None:
-        """Send DONE: every byte of a put is in place."""
+        """Send FIN: every byte of a put is in place."""
         assert request.wire_id is not None
-        body = Done(nbytes=request.nbytes)
-        self._outbox.send(FrameType.DONE, body, request=request.wire_id)
+        body = Fin(nbytes=request.nbytes)
+        self._outbox.send(FrameType.FIN, body, request=request.wire_id)
 
     def expire(self, now: float) -> list[RequestRecord]:
         """The requests whose deadline has passed; the caller fails them."""

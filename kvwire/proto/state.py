@@ -30,7 +30,7 @@ Inputs:
 
 * GO: matched, permitted, or given credit.
 * MOVED: the last byte has left the link, or has arrived and was verified.
-* CONFIRMED: the peer said DONE.
+* CONFIRMED: the peer sent FIN.
 * FAIL: cancelled, expired, refused, broken, on either side.
 
 A connection, once its handshake is over:
@@ -129,8 +129,8 @@ class CloseState(_Symbol):
 
     OPEN = "open"
     FLUSHING = "flushing"
-    SAID = "said"
-    ANSWERING = "answering"
+    CLOSE_SENT = "close sent"
+    CLOSE_RECEIVED = "close received"
     CLOSED = "closed"
 
 
@@ -145,16 +145,16 @@ class CloseInput(_Symbol):
 
 # IDLE means that nothing this side has begun is left to deliver; CLOSE is sent on the
 # step that IDLE causes.
-PHASE_TRANSITIONS: Final[dict[tuple[CloseState, CloseInput], CloseState]] = {
+CLOSE_TRANSITIONS: Final[dict[tuple[CloseState, CloseInput], CloseState]] = {
     (CloseState.OPEN, CloseInput.CLOSE_CALLED): CloseState.FLUSHING,
-    (CloseState.OPEN, CloseInput.PEER_CLOSED): CloseState.ANSWERING,
+    (CloseState.OPEN, CloseInput.PEER_CLOSED): CloseState.CLOSE_RECEIVED,
     (CloseState.FLUSHING, CloseInput.CLOSE_CALLED): CloseState.FLUSHING,
-    (CloseState.FLUSHING, CloseInput.IDLE): CloseState.SAID,
-    (CloseState.FLUSHING, CloseInput.PEER_CLOSED): CloseState.ANSWERING,
-    (CloseState.SAID, CloseInput.CLOSE_CALLED): CloseState.SAID,
-    (CloseState.SAID, CloseInput.PEER_CLOSED): CloseState.CLOSED,
-    (CloseState.ANSWERING, CloseInput.CLOSE_CALLED): CloseState.ANSWERING,
-    (CloseState.ANSWERING, CloseInput.IDLE): CloseState.CLOSED,
+    (CloseState.FLUSHING, CloseInput.IDLE): CloseState.CLOSE_SENT,
+    (CloseState.FLUSHING, CloseInput.PEER_CLOSED): CloseState.CLOSE_RECEIVED,
+    (CloseState.CLOSE_SENT, CloseInput.CLOSE_CALLED): CloseState.CLOSE_SENT,
+    (CloseState.CLOSE_SENT, CloseInput.PEER_CLOSED): CloseState.CLOSED,
+    (CloseState.CLOSE_RECEIVED, CloseInput.CLOSE_CALLED): CloseState.CLOSE_RECEIVED,
+    (CloseState.CLOSE_RECEIVED, CloseInput.IDLE): CloseState.CLOSED,
     (CloseState.CLOSED, CloseInput.CLOSE_CALLED): CloseState.CLOSED,
     (CloseState.CLOSED, CloseInput.LOST): CloseState.CLOSED,
 } | {

@@ -6,23 +6,23 @@
       OPEN    id, side, description ->        waits for its application
               <- AGREE    description
     producer                                consumer
-      MARK    segment 1: its box    ->        gives it memory
+      SEGMENT    segment 1: its box    ->        gives it memory
       DATA    segment 1, in chunks  ->
-      MARK    segment 2 ...         ->
-              <- LANDED   segments 1, 2
+      SEGMENT    segment 2 ...         ->
+              <- SEGMENT_ACK   segments 1, 2
       COMMIT  so many segments      ->        refuses if one is missing
-              <- SETTLED  segments that came damaged, if any
-      DONE                          ->        knows that the producer knows
+              <- COMMIT_ACK  segments that came damaged, if any
+      FIN                          ->        knows that the producer knows
 
 A *description* is what one side says of its cache and blocks; the core carries it and
 does not read it. A *box* is five numbers that name a part of the canonical byte order;
 the front checks them against its plan before it gives the segment memory. Segments are
 numbered from 1 in the order of their marks, and their chunks may arrive in any order.
 
-MARK always precedes the segment's DATA on the same link, COMMIT follows every MARK, and
-SETTLED is only sent when everything marked has landed or was found damaged. So a
-producer that has SETTLED knows exactly what the consumer has, and a consumer never
-takes a prefix of a transfer for all of it.
+SEGMENT always precedes the segment's DATA on the same link, COMMIT follows every
+SEGMENT, and COMMIT_ACK is only sent when everything marked has landed or was found
+damaged. So a producer that has COMMIT_ACK knows exactly what the consumer has, and a
+consumer never takes a prefix of a transfer for all of it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from kvwire.proto.records import (
 from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import Input, Kind, State
 from kvwire.types import BufferId
-from kvwire.wire.control import Agree, Commit, Landed, Mark, Open, Settled
+from kvwire.wire.control import Agree, Commit, CommitAck, Open, SegmentAck, SegmentBody
 from kvwire.wire.header import FrameType, Header
 
 
@@ -179,9 +179,9 @@ class Transfers:
             buffer=buffer,
         )
         self._add(transfer, segment)
-        body = Mark(number=segment.number, box=box, nbytes=nbytes)
+        body = SegmentBody(number=segment.number, box=box, nbytes=nbytes)
         assert request.wire_id is not None
-        self._outbox.send(FrameType.MARK, body, request=request.wire_id)
+        self._outbox.send(FrameType.SEGMENT, body, request=request.wire_id)
         transfer.sending += 1
         self._flows.begin_segment(segment, transfer.priority)
         return segment
@@ -200,7 +200,7 @@ class Transfers:
         self._outbox.send(FrameType.COMMIT, body, request=request.wire_id)
         self.settle(request)
 
-    def landed_received(self, header: Header, body: Landed) -> None:
+    def landed_received(self, header: Header, body: SegmentAck) -> None:
         """The consumer has these segments."""
         request = self._find(header, Kind.OUTGOING)
         if request is None:
@@ -210,14 +210,15 @@ class Transfers:
             segment = transfer.segments.get(number)
             if segment is None or segment.over or segment.moved < segment.nbytes:
                 raise UnexpectedFrame(
-                    "KVW-TR-05", f"LANDED for segment {number}, which was not all sent"
+                    "KVW-TR-05",
+                    f"SEGMENT_ACK for segment {number}, which was not all sent",
                 )
             self._end(transfer, segment)
         self._outbox.report(
             SegmentsAcknowledged(request=request, numbers=body.segments)
         )
 
-    def settled(self, header: Header, body: Settled) -> None:
+    def settled(self, header: Header, body: CommitAck) -> None:
         """The consumer's last word: everything marked has landed, but for these."""
         request = self._find(header, Kind.OUTGOING)
         if request is None:
@@ -231,7 +232,7 @@ class Transfers:
             or any(s.moved < s.nbytes for s in unsaid)
         ):
             raise UnexpectedFrame(
-                "KVW-TR-06", "SETTLED for a transfer of which segments are under way"
+                "KVW-TR-06", "COMMIT_ACK for a transfer of which segments are under way"
             )
         for segment in unsaid:
             segment.damaged = True
@@ -254,7 +255,7 @@ class Transfers:
 
     # --- the consumer -----------------------------------------------------------------
 
-    def marked(self, header: Header, body: Mark) -> None:
+    def marked(self, header: Header, body: SegmentBody) -> None:
         """The producer is going to send a segment; the front gives it memory now.
 
         Raises:
@@ -272,7 +273,7 @@ class Transfers:
         ):
             raise UnexpectedFrame(
                 "KVW-TR-03",
-                f"MARK of segment {body.number} where {due} was due, in a transfer "
+                f"SEGMENT of segment {body.number} where {due} was due, in a transfer "
                 f"that is {request.state.value}",
             )
         segment = SegmentRecord(
@@ -371,7 +372,7 @@ class Transfers:
         self._finish_incoming(request, transfer)
 
     def acknowledge(self) -> None:
-        """Send LANDED for what has landed since the last time."""
+        """Send SEGMENT_ACK for what has landed since the last time."""
         for request in self._to_acknowledge:
             if not request.over:
                 self._send_landed(request, self._transfers[request])
@@ -430,8 +431,8 @@ class Transfers:
         assert request.wire_id is not None
         numbers = transfer.acknowledge
         for start in range(0, len(numbers), LANDED_MAX):
-            body = Landed(segments=tuple(numbers[start : start + LANDED_MAX]))
-            self._outbox.send(FrameType.LANDED, body, request=request.wire_id)
+            body = SegmentAck(segments=tuple(numbers[start : start + LANDED_MAX]))
+            self._outbox.send(FrameType.SEGMENT_ACK, body, request=request.wire_id)
         transfer.acknowledge = []
 
     def _finish_incoming(
@@ -448,8 +449,8 @@ class Transfers:
             self._requests.fail(request, error, tell=WireCode.INTEGRITY)
             return
         assert request.wire_id is not None
-        body = Settled(damaged=transfer.damaged)
-        self._outbox.send(FrameType.SETTLED, body, request=request.wire_id)
+        body = CommitAck(damaged=transfer.damaged)
+        self._outbox.send(FrameType.COMMIT_ACK, body, request=request.wire_id)
         request.nbytes = sum(s.nbytes for s in segments if not s.damaged)
         request.advance(Input.MOVED)
         self._outbox.report(TransferSettled(request=request))

@@ -14,7 +14,12 @@ from kvwire.proto.agreement import Identity
 from kvwire.proto.auth import key_id
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
 from kvwire.types import Role, TrustMode
-from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
+from kvwire.wire.control import (
+    BackendOffer,
+    HandshakeVerdict,
+    TransportChoice,
+    TransportOffer,
+)
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 Frame = tuple[bytes, bytes]
@@ -108,7 +113,7 @@ def begin(
     In ``mtls`` mode each side is bound to a TLS connection, unless that is b"".
     """
     mine = client or identity("client")
-    offer = Offer(
+    offer = TransportOffer(
         name=mine.name,
         backends=tuple(BackendOffer(backend, 1) for backend in backends),
         profile=mine.profile,
@@ -128,11 +133,15 @@ def choose_first(server: ServerHandshake) -> None:
     """Answer the client's offer: its first transport is taken."""
     assert server.offer is not None
     verdicts = tuple(
-        Verdict(backend.name, place == 0, "first" if place == 0 else "not first")
+        HandshakeVerdict(
+            backend.name, place == 0, "first" if place == 0 else "not first"
+        )
         for place, backend in enumerate(server.offer.backends)
     )
     mine = server.identity
-    server.choose(Choice(name=mine.name, verdicts=verdicts, profile=mine.profile))
+    server.choose(
+        TransportChoice(name=mine.name, verdicts=verdicts, profile=mine.profile)
+    )
 
 
 def receive(handshake: Handshake, frame: Frame) -> None:

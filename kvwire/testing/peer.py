@@ -31,12 +31,11 @@ from kvwire.proto.handshake import Handshake
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.regions import RegionRecord, RegionTable
-from kvwire.proto.requests import RequestRecord as CoreRequest
+from kvwire.proto.requests import RequestRecord
 from kvwire.testing.handshakes import Frame
 from kvwire.testing.inlet import Inlet
-from kvwire.types import Access as Direction
-from kvwire.types import BufferId
-from kvwire.wire.control import Access, Body, encode_body
+from kvwire.types import Access, BufferId
+from kvwire.wire.control import AccessBody, Body, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import Flag
 
@@ -85,10 +84,10 @@ class Peer:
         )
         self.wire: deque[Frame] = deque()
         self.events: list[Event] = []
-        self.done: dict[CoreRequest, RequestDone] = {}
+        self.done: dict[RequestRecord, RequestDone] = {}
         self.memory: dict[BufferId, bytearray] = {}
         self.freed: dict[BufferId, bytes] = {}
-        self.transfers: dict[CoreRequest, TransferRecord] = {}
+        self.transfers: dict[RequestRecord, TransferRecord] = {}
         self.broken: ProtocolError | None = None
         self.lost = False
         self.stalled = False
@@ -99,7 +98,7 @@ class Peer:
         self.span: Callable[[Peer], int] = _chunk_by_chunk
         self._regions = RegionTable()
         self._leaving: deque[Chunk] = deque()
-        self._held: dict[CoreRequest, bytes] = {}
+        self._held: dict[RequestRecord, bytes] = {}
         self._inlet = Inlet(self._begin, self._end)
         self._arrival: ChunkArrival | None = None
 
@@ -117,7 +116,7 @@ class Peer:
 
     def send(
         self, tag: int, data: bytes, *, deadline: float | None = None
-    ) -> CoreRequest | None:
+    ) -> RequestRecord | None:
         """Send a message; None if it travels at once and so is over."""
         core, size = self.core, len(data)
         header = core.eager_header(tag, size, checksum(memoryview(data)))
@@ -133,7 +132,7 @@ class Peer:
         *,
         deadline: float | None = None,
         limit: int = 2**20,
-    ) -> CoreRequest:
+    ) -> RequestRecord:
         """Receive a message into a new buffer; without a size, into what it needs."""
         core = self.core
         if nbytes is not None:
@@ -144,7 +143,7 @@ class Peer:
         return request
 
     def expose(
-        self, data: bytes | int, access: Direction = Direction.READWRITE
+        self, data: bytes | int, access: Access = Access.READWRITE
     ) -> RegionRecord:
         """Register a new buffer."""
         buffer = self.lend(data)
@@ -155,12 +154,12 @@ class Peer:
         region: RegionRecord,
         offset: int = 0,
         nbytes: int | None = None,
-        access: Direction | None = None,
-    ) -> Access:
+        access: Access | None = None,
+    ) -> AccessBody:
         """Let the other end reach a range of a region; what it puts or gets with."""
         size = region.nbytes - offset if nbytes is None else nbytes
         row = self.core.grant(region, offset, size, access or region.access)
-        return Access(row.id, row.generation, row.token, 0, size)
+        return AccessBody(row.id, row.generation, row.token, 0, size)
 
     def revoke(self, region: RegionRecord) -> None:
         """End every grant of a region."""
@@ -176,18 +175,20 @@ class Peer:
         self.collect()
 
     def put(
-        self, data: bytes, target: Access, *, deadline: float | None = None
-    ) -> CoreRequest:
+        self, data: bytes, target: AccessBody, *, deadline: float | None = None
+    ) -> RequestRecord:
         """Write into the other end's memory."""
         core, size = self.core, len(data)
         return self._start(data, lambda lent: core.put(lent, size, target, deadline))
 
-    def get(self, source: Access, *, deadline: float | None = None) -> CoreRequest:
+    def get(
+        self, source: AccessBody, *, deadline: float | None = None
+    ) -> RequestRecord:
         """Read the other end's memory into a new buffer."""
         core, size = self.core, source.nbytes
         return self._start(size, lambda lent: core.get(lent, size, source, deadline))
 
-    def cancel(self, request: CoreRequest) -> None:
+    def cancel(self, request: RequestRecord) -> None:
         """End a request."""
         self.core.cancel(request)
         self.collect()
@@ -226,11 +227,11 @@ class Peer:
 
     # --- results ----------------------------------------------------------------------
 
-    def error(self, request: CoreRequest) -> KVWireError | None:
+    def error(self, request: RequestRecord) -> KVWireError | None:
         """Why a request failed; None if it did not. KeyError if it is not over."""
         return self.done[request].error
 
-    def received(self, request: CoreRequest) -> bytes:
+    def received(self, request: RequestRecord) -> bytes:
         """What a receive or a get that ended well has brought."""
         done = self.done[request]
         assert done.error is None, done.error
@@ -336,8 +337,8 @@ class Peer:
         self.body(self._arrival, body)
 
     def _start(
-        self, data: bytes | int, start: Callable[[BufferId], CoreRequest]
-    ) -> CoreRequest:
+        self, data: bytes | int, start: Callable[[BufferId], RequestRecord]
+    ) -> RequestRecord:
         """Lend memory to a request; if it cannot start, the memory comes back."""
         lent = self.lend(data)
         try:

@@ -17,7 +17,7 @@ from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import PairLanes
 from kvwire.testing.peer import Peer
 from kvwire.types import Role
-from kvwire.wire.control import Access
+from kvwire.wire.control import AccessBody
 
 Script = Callable[[ConnectionPair], Iterator[str]]
 
@@ -208,8 +208,8 @@ def _wait(peer: Peer, seconds: float) -> None:
     peer.tick()
 
 
-def _forged(grant: Access) -> Access:
-    return Access(grant.grant, grant.generation, bytes(16), 0, 1)
+def _forged(grant: AccessBody) -> AccessBody:
+    return AccessBody(grant.grant, grant.generation, bytes(16), 0, 1)
 
 
 def _ask(peer: Peer, *, pull: bool) -> RequestRecord:

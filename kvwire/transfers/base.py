@@ -38,7 +38,7 @@ from kvwire.proto.events import (
     TransferCommitted,
     TransferSettled,
 )
-from kvwire.proto.requests import RequestRecord as CoreRequest
+from kvwire.proto.requests import RequestRecord
 from kvwire.transfers.description import END_BYTES, TransferOffer
 from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
@@ -108,7 +108,7 @@ class Attempt:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.core: CoreRequest | None = None
+        self.core: RequestRecord | None = None
         self.over = False
         # The peer's end of the transfer, over all its links.
         self.peer_end = b""

@@ -20,7 +20,7 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.limits import LANDED_BOXES_MAX
-from kvwire.proto.records import SegmentRecord as CoreSegment
+from kvwire.proto.records import SegmentRecord
 from kvwire.transfers.base import (
     DAMAGED,
     UNMARKED,
@@ -269,7 +269,7 @@ class Incoming(KVTransfer):
         self.phases.note("first")
         self._layers_grouped = max(self._layers_grouped, segment.layers)
 
-    def segment_landed(self, core: CoreSegment, segment: Segment) -> None:
+    def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
         """All of a segment is here; open the gates it opens."""
         if core.damaged:
             self._damaged.append(segment)  # bounded: SEGMENTS_MAX

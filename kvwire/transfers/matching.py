@@ -33,7 +33,7 @@ from kvwire.transfers.settle import SettleAttempt
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
-    from kvwire.proto.requests import RequestRecord as CoreRequest
+    from kvwire.proto.requests import RequestRecord
 
 End = Outgoing | Incoming
 # A producer and a consumer of one name may live in one communicator, in tests above
@@ -67,9 +67,9 @@ class TransferRegistry:
         # Ordered sets, so that what happens to several happens in their order.
         self.live: dict[End, None] = {}
         self._waiting: dict[Key, End] = {}
-        self._asked: dict[Key, dict[CoreRequest, Question]] = {}
+        self._asked: dict[Key, dict[RequestRecord, Question]] = {}
         # Under which name each of these questions waits.
-        self._stashed: dict[CoreRequest, Key] = {}
+        self._stashed: dict[RequestRecord, Key] = {}
         # Settled here on links that we take for alive; by key and end.
         self._settling: dict[tuple[bytes, bytes], None] = {}
         self._last_words: dict[tuple[bytes, bytes], SettleAttempt] = {}
@@ -167,7 +167,7 @@ class TransferRegistry:
                 self._stashed[request] = key
                 self._asked.setdefault(key, {})[request] = (connection, event)
 
-    def request_over(self, request: CoreRequest, connection: Connection) -> None:
+    def request_over(self, request: RequestRecord, connection: Connection) -> None:
         """A question has ended: refused, or the peer gave up, or is gone."""
         key = self._stashed.pop(request, None)
         if key is not None:
@@ -342,7 +342,7 @@ def _key(end: End) -> Key:
 
 
 def _refuse(
-    connection: Connection, request: CoreRequest, error: KVWireError, code: WireCode
+    connection: Connection, request: RequestRecord, error: KVWireError, code: WireCode
 ) -> None:
     connection.core.refuse(request, error, code)
     connection.run()

@@ -21,8 +21,7 @@ from kvwire.proto.events import (
     TransferCommitted,
     TransferSettled,
 )
-from kvwire.proto.records import CHUNK_LANDED
-from kvwire.proto.records import SegmentRecord as CoreSegment
+from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
 from kvwire.transfers.base import Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 
@@ -94,7 +93,7 @@ class ReceiveAttempt(Attempt):
         """Bytes of a chunk on this connection."""
         return self.connection.core.agreement.terms.chunk_bytes
 
-    def _check(self, core: CoreSegment) -> Segment:
+    def _check(self, core: SegmentRecord) -> Segment:
         """What of the plan a marked segment is.
 
         Raises:
@@ -140,7 +139,7 @@ class ReceiveAttempt(Attempt):
                     self.incoming.renew_lease()
 
 
-def missing_chunks(core: CoreSegment, chunk_bytes: int) -> list[tuple[int, int]]:
+def missing_chunks(core: SegmentRecord, chunk_bytes: int) -> list[tuple[int, int]]:
     """(offset, bytes) of each run of chunks of a segment that have not landed."""
     count = -(-core.nbytes // chunk_bytes)
     landed = np.ones(count + 2, np.bool_)

@@ -58,7 +58,7 @@ class SettleAttempt(Attempt):
         """See Attempt."""
         if isinstance(event, SegmentMarked):
             raise ProtocolError(
-                "KVW-TR-10", "MARK in a transfer that the consumer has settled"
+                "KVW-TR-10", "SEGMENT in a transfer that the consumer has settled"
             )
 
     def ended(self, error: KVWireError | None) -> None:

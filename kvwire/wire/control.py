@@ -65,7 +65,7 @@ class BackendOffer(Body, array_like=True, frozen=True, gc=False):
     api_version: U16
 
 
-class Offer(Body, array_like=True, frozen=True, gc=False):
+class TransportOffer(Body, array_like=True, frozen=True, gc=False):
     """OFFER: the client's name, transports by preference, facts that must agree.
 
     ``resumes`` names the connection that this one takes the place of, if it does.
@@ -79,7 +79,7 @@ class Offer(Body, array_like=True, frozen=True, gc=False):
     resumes: Annotated[bytes, Meta(max_length=16)] = b""
 
 
-class Verdict(Body, array_like=True, frozen=True, gc=False):
+class HandshakeVerdict(Body, array_like=True, frozen=True, gc=False):
     """What the server decided about one transport.
 
     ``possible`` ones carry the data if none before them in the list comes up.
@@ -91,11 +91,11 @@ class Verdict(Body, array_like=True, frozen=True, gc=False):
     possible: bool = False
 
 
-class Choice(Body, array_like=True, frozen=True, gc=False):
+class TransportChoice(Body, array_like=True, frozen=True, gc=False):
     """CHOICE: the server's name and verdicts; at most one transport is taken."""
 
     name: Name
-    verdicts: Annotated[tuple[Verdict, ...], Meta(max_length=2 * BACKENDS_MAX)]
+    verdicts: Annotated[tuple[HandshakeVerdict, ...], Meta(max_length=2 * BACKENDS_MAX)]
     profile: Annotated[
         tuple[tuple[Name, Name], ...], Meta(max_length=PROFILE_FIELDS_MAX)
     ]
@@ -120,22 +120,22 @@ class Credit(Body, array_like=True, frozen=True, gc=False):
     nbytes: Annotated[int, Meta(ge=0, le=EAGER_WINDOW_BYTES_MAX)]
 
 
-class Raise(Body, array_like=True, frozen=True, gc=False):
-    """RAISE: the client asks for a lane, the server answers with its own half."""
+class LaneOpen(Body, array_like=True, frozen=True, gc=False):
+    """LANE_OPEN: the client asks for a lane, the server answers with its own half."""
 
     lane: LaneNumber
     backend: Name
     bootstrap: Bootstrap
 
 
-class Raised(Body, array_like=True, frozen=True, gc=False):
-    """RAISED: the lane is up on both sides; of lane 0: the first choice is made."""
+class LaneReady(Body, array_like=True, frozen=True, gc=False):
+    """LANE_READY: the lane is up on both sides; of lane 0: the first choice is made."""
 
     lane: Annotated[int, Meta(ge=0, le=LANE_NUMBER_MAX)]
 
 
-class Lower(Body, array_like=True, frozen=True, gc=False):
-    """LOWER: the sender's half of a lane is gone, or never came.
+class LaneClose(Body, array_like=True, frozen=True, gc=False):
+    """LANE_CLOSE: the sender's half of a lane is gone, or never came.
 
     Of the ``seen`` payloads that were announced for the lane so far, those numbered in
     ``missed`` have not arrived and all others have.
@@ -147,15 +147,15 @@ class Lower(Body, array_like=True, frozen=True, gc=False):
     missed: Annotated[tuple[U63, ...], Meta(max_length=LANE_PAYLOADS_MAX)]
 
 
-class Taken(Body, array_like=True, frozen=True, gc=False):
-    """TAKEN: the first ``count`` payloads of a lane have arrived."""
+class LaneAck(Body, array_like=True, frozen=True, gc=False):
+    """LANE_ACK: the first ``count`` payloads of a lane have arrived."""
 
     lane: LaneNumber
     count: U63
 
 
-class Aside(Body, array_like=True, frozen=True, gc=False):
-    """ASIDE: a chunk whose payload travels on a lane; else as DATA."""
+class LaneData(Body, array_like=True, frozen=True, gc=False):
+    """LANE_DATA: a chunk whose payload travels on a lane; else as DATA."""
 
     lane: LaneNumber
     segment: U32
@@ -178,7 +178,7 @@ class Ready(Body, array_like=True, frozen=True, gc=False):
     nbytes: Bytes
 
 
-class Access(Body, array_like=True, frozen=True, gc=False):
+class AccessBody(Body, array_like=True, frozen=True, gc=False):
     """PUT and GET: a byte range of a grant, and the proof that it was granted."""
 
     grant: U63
@@ -188,8 +188,8 @@ class Access(Body, array_like=True, frozen=True, gc=False):
     nbytes: Bytes
 
 
-class Done(Body, array_like=True, frozen=True, gc=False):
-    """DONE: every byte of a put is where it belongs."""
+class Fin(Body, array_like=True, frozen=True, gc=False):
+    """FIN: every byte of a put is where it belongs."""
 
     nbytes: Bytes
 
@@ -216,16 +216,16 @@ class Agree(Body, array_like=True, frozen=True, gc=False):
     description: Description
 
 
-class Mark(Body, array_like=True, frozen=True, gc=False):
-    """MARK: the next segment; its box is (group, layer, layers, granule, granules)."""
+class SegmentBody(Body, array_like=True, frozen=True, gc=False):
+    """SEGMENT: the next one; its box is (group, layer, layers, granule, granules)."""
 
     number: Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
     box: tuple[U32, U32, U32, U32, U32]
     nbytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)]
 
 
-class Landed(Body, array_like=True, frozen=True, gc=False):
-    """LANDED: these segments are whole and verified."""
+class SegmentAck(Body, array_like=True, frozen=True, gc=False):
+    """SEGMENT_ACK: these segments are whole and verified."""
 
     segments: Annotated[
         tuple[SegmentNumber, ...], Meta(min_length=1, max_length=LANDED_MAX)
@@ -239,36 +239,36 @@ class Commit(Body, array_like=True, frozen=True, gc=False):
     complete: bool
 
 
-class Settled(Body, array_like=True, frozen=True, gc=False):
-    """SETTLED: everything marked has landed, but for segments that came damaged."""
+class CommitAck(Body, array_like=True, frozen=True, gc=False):
+    """COMMIT_ACK: everything marked has landed, but for segments that came damaged."""
 
     damaged: Annotated[tuple[SegmentNumber, ...], Meta(max_length=SETTLED_MAX)]
 
 
 _BODIES: Final[dict[int, type[Body]]] = {
-    FrameType.OFFER: Offer,
-    FrameType.CHOICE: Choice,
+    FrameType.OFFER: TransportOffer,
+    FrameType.CHOICE: TransportChoice,
     FrameType.PING: Ping,
     FrameType.PONG: Ping,
     FrameType.CLOSE: Close,
     FrameType.CREDIT: Credit,
-    FrameType.RAISE: Raise,
-    FrameType.RAISED: Raised,
-    FrameType.LOWER: Lower,
-    FrameType.TAKEN: Taken,
+    FrameType.LANE_OPEN: LaneOpen,
+    FrameType.LANE_READY: LaneReady,
+    FrameType.LANE_CLOSE: LaneClose,
+    FrameType.LANE_ACK: LaneAck,
     FrameType.ANNOUNCE: Announce,
     FrameType.READY: Ready,
-    FrameType.PUT: Access,
-    FrameType.GET: Access,
-    FrameType.DONE: Done,
+    FrameType.PUT: AccessBody,
+    FrameType.GET: AccessBody,
+    FrameType.FIN: Fin,
     FrameType.FAIL: Fail,
-    FrameType.ASIDE: Aside,
+    FrameType.LANE_DATA: LaneData,
     FrameType.OPEN: Open,
     FrameType.AGREE: Agree,
-    FrameType.MARK: Mark,
-    FrameType.LANDED: Landed,
+    FrameType.SEGMENT: SegmentBody,
+    FrameType.SEGMENT_ACK: SegmentAck,
     FrameType.COMMIT: Commit,
-    FrameType.SETTLED: Settled,
+    FrameType.COMMIT_ACK: CommitAck,
 }
 _DECODERS: Final = {
     frame_type: msgspec.msgpack.Decoder(cls) for frame_type, cls in _BODIES.items()

@@ -62,23 +62,23 @@ class FrameType(enum.IntEnum):
     PONG = 0x11
     CLOSE = 0x12
     CREDIT = 0x13
-    RAISE = 0x14
-    RAISED = 0x15
-    LOWER = 0x16
-    TAKEN = 0x17
+    LANE_OPEN = 0x14
+    LANE_READY = 0x15
+    LANE_CLOSE = 0x16
+    LANE_ACK = 0x17
     ANNOUNCE = 0x20
     READY = 0x21
     PUT = 0x22
     GET = 0x23
-    DONE = 0x24
+    FIN = 0x24
     FAIL = 0x25
-    ASIDE = 0x26
+    LANE_DATA = 0x26
     OPEN = 0x30
     AGREE = 0x31
-    MARK = 0x32
-    LANDED = 0x33
+    SEGMENT = 0x32
+    SEGMENT_ACK = 0x33
     COMMIT = 0x34
-    SETTLED = 0x35
+    COMMIT_ACK = 0x35
     MESSAGE = 0x40
     DATA = 0x41
 
@@ -116,13 +116,13 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.REFUSE: (HANDSHAKE_BODY_BYTES, HANDSHAKE_BODY_BYTES + SEAL_BYTES),
     FrameType.OFFER: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.CHOICE: (1, CONTROL_BODY_BYTES_MAX),
-    FrameType.RAISE: (1, BOOTSTRAP_BYTES_MAX + 1024),
-    FrameType.LOWER: (1, 9 * LANE_PAYLOADS_MAX + 1024),
-    FrameType.ASIDE: (1, TICKET_BYTES_MAX + 128),
+    FrameType.LANE_OPEN: (1, BOOTSTRAP_BYTES_MAX + 1024),
+    FrameType.LANE_CLOSE: (1, 9 * LANE_PAYLOADS_MAX + 1024),
+    FrameType.LANE_DATA: (1, TICKET_BYTES_MAX + 128),
     FrameType.OPEN: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.AGREE: (1, CONTROL_BODY_BYTES_MAX),
-    FrameType.LANDED: (1, 5 * LANDED_MAX + 64),
-    FrameType.SETTLED: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.SEGMENT_ACK: (1, 5 * LANDED_MAX + 64),
+    FrameType.COMMIT_ACK: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.MESSAGE: (0, EAGER_BYTES_MAX),
     FrameType.DATA: (1, CHUNK_BYTES_MAX),
 }

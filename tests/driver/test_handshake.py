@@ -13,7 +13,12 @@ from kvwire.driver.handshake import report_of
 from kvwire.proto.agreement import Identity
 from kvwire.proto.handshake import ClientHandshake
 from kvwire.types import TrustMode
-from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
+from kvwire.wire.control import (
+    BackendOffer,
+    HandshakeVerdict,
+    TransportChoice,
+    TransportOffer,
+)
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 from kvwire.wire.header import Flag, FrameType, encode_header
 
@@ -32,7 +37,9 @@ def client_handshake() -> ClientHandshake:
         trust=TrustMode.LOOPBACK,
         terms=_TERMS,
     )
-    offer = Offer(name="by hand", backends=(BackendOffer("tcp", 1),), profile=())
+    offer = TransportOffer(
+        name="by hand", backends=(BackendOffer("tcp", 1),), profile=()
+    )
     return ClientHandshake(identity, bytes(NONCE_BYTES), offer)
 
 
@@ -83,7 +90,10 @@ async def test_a_refused_peer_is_not_read_any_more(
 
 def test_a_report_shows_no_control_characters_of_the_peer() -> None:
     """It is printed to terminals, and the client takes it from the server."""
-    verdicts = (Verdict("tcp", True, "fine"), Verdict("x\n", False, "\x1b[31mred"))
-    report = report_of(Choice(name="s", verdicts=verdicts, profile=()))
+    verdicts = (
+        HandshakeVerdict("tcp", True, "fine"),
+        HandshakeVerdict("x\n", False, "\x1b[31mred"),
+    )
+    report = report_of(TransportChoice(name="s", verdicts=verdicts, profile=()))
     assert str(report).isprintable()
     assert str(report).startswith("tcp: taken, fine; ")

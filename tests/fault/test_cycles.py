@@ -24,8 +24,8 @@ from kvwire import (
 )
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.handshake import HandshakeDriver
-from kvwire.proto.connection import ConnectionCore as Core
-from kvwire.proto.requests import RequestRecord as CoreRequest
+from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.requests import RequestRecord
 from tests.support.leaks import open_descriptors
 from tests.support.pairs import Pair, communicators, until
 
@@ -35,8 +35,8 @@ LARGE = bytes(200_000)
 KINDS = (
     Communicator,
     Connection,
-    Core,
-    CoreRequest,
+    ConnectionCore,
+    RequestRecord,
     Grant,
     HandshakeDriver,
     ConnectionDriver,

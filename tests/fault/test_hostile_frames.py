@@ -21,13 +21,13 @@ from kvwire.proto.agreement import Identity
 from kvwire.security.keys import read_key_file, write_key_file
 from kvwire.testing.handshakes import identity
 from kvwire.types import TrustMode
-from kvwire.wire.control import Access, Announce, Close, Credit, Done, Ping, Ready
+from kvwire.wire.control import AccessBody, Announce, Close, Credit, Fin, Ping, Ready
 from kvwire.wire.header import FrameType, encode_header
 from tests.fault.stranger import TERMS, Stranger, answering, dial, flipped, header_of
 from tests.support.pairs import Pair, connected
 
 TAG8 = (7).to_bytes(8, "little")
-NO_GRANT = Access(9, 1, bytes(16), 0, 10)
+NO_GRANT = AccessBody(9, 1, bytes(16), 0, 10)
 
 Speech = Callable[[Stranger], bytes]
 
@@ -175,12 +175,14 @@ SPEECHES: list[tuple[str, str, Speech]] = [
     (
         "put of nothing",
         "KVW-OS-01",
-        lambda s: s.control(FrameType.PUT, Access(1, 1, bytes(16), 0, 0), request=1),
+        lambda s: s.control(
+            FrameType.PUT, AccessBody(1, 1, bytes(16), 0, 0), request=1
+        ),
     ),
     (
         "done with nothing",
         "KVW-RQ-04",
-        lambda s: s.control(FrameType.DONE, Done(1), request=2),
+        lambda s: s.control(FrameType.FIN, Fin(1), request=2),
     ),
     ("pong", "KVW-LV-01", lambda s: s.control(FrameType.PONG, Ping(9))),
     ("ping flood", "KVW-LV-02", too_many_pings),

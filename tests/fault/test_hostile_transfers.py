@@ -22,12 +22,12 @@ from tests.protocol.raw_client import Side, ask, consume, produce
 from tests.protocol.raw_link import (
     AGREE,
     COMMIT,
-    DONE,
+    COMMIT_ACK,
     FAIL,
-    LANDED,
-    MARK,
+    FIN,
     OPEN,
-    SETTLED,
+    SEGMENT,
+    SEGMENT_ACK,
     RawLink,
 )
 from tests.protocol.raw_plan import Box
@@ -73,7 +73,7 @@ class Liar:
 
     def mark(self, number: int = 1, box: Any = None, nbytes: int | None = None) -> None:
         box = self.box if box is None else box
-        self.say(MARK, number, box, self.nbytes if nbytes is None else nbytes)
+        self.say(SEGMENT, number, box, self.nbytes if nbytes is None else nbytes)
 
     def data(self, length: int, segment: int = 1, offset: int = 0) -> None:
         self.link.send_data(REQUEST, segment, offset, bytes(length), intact=True)
@@ -206,17 +206,17 @@ PRODUCERS: dict[str, tuple[Lie, str]] = {
         ),
         "KVW-TR-03",
     ),
-    "done before it is settled": (lambda p: p.say(DONE, 0), "KVW-RQ-01"),
+    "done before it is settled": (lambda p: p.say(FIN, 0), "KVW-RQ-01"),
     "done behind the commit": (
         both(
             lambda p: p.mark(),
             lambda p: p.say(COMMIT, 1, True),
-            lambda p: p.say(DONE, 0),
+            lambda p: p.say(FIN, 0),
         ),
         "KVW-RQ-01",
     ),
-    "landed, said by the producer": (lambda p: p.say(LANDED, [1]), "KVW-TR-08"),
-    "settled, said by the producer": (lambda p: p.say(SETTLED, []), "KVW-TR-08"),
+    "landed, said by the producer": (lambda p: p.say(SEGMENT_ACK, [1]), "KVW-TR-08"),
+    "settled, said by the producer": (lambda p: p.say(COMMIT_ACK, []), "KVW-TR-08"),
     "an answer to its own question": (
         lambda p: p.say(AGREE, p.side.description()),
         "KVW-RQ-01",
@@ -279,18 +279,18 @@ async def test_a_commit_that_claims_more_than_was_marked() -> None:
 # --- a consumer that lies -------------------------------------------------------------
 
 CONSUMERS: dict[str, tuple[Lie, str]] = {
-    "landed, and nothing was marked": (lambda p: p.say(LANDED, [1]), "KVW-TR-05"),
-    "landed, of number 0": (lambda p: p.say(LANDED, [0]), "KVW-CT-01"),
-    "landed far beyond": (lambda p: p.say(LANDED, [BEYOND]), "KVW-CT-01"),
-    "settled before the commit": (lambda p: p.say(SETTLED, []), "KVW-TR-06"),
-    "damage that cannot be": (lambda p: p.say(SETTLED, [1, 2]), "KVW-TR-06"),
+    "landed, and nothing was marked": (lambda p: p.say(SEGMENT_ACK, [1]), "KVW-TR-05"),
+    "landed, of number 0": (lambda p: p.say(SEGMENT_ACK, [0]), "KVW-CT-01"),
+    "landed far beyond": (lambda p: p.say(SEGMENT_ACK, [BEYOND]), "KVW-CT-01"),
+    "settled before the commit": (lambda p: p.say(COMMIT_ACK, []), "KVW-TR-06"),
+    "damage that cannot be": (lambda p: p.say(COMMIT_ACK, [1, 2]), "KVW-TR-06"),
     "a mark, said by the consumer": (lambda p: p.mark(), "KVW-TR-08"),
     "a commit, said by the consumer": (
         lambda p: p.say(COMMIT, 0, True),
         "KVW-TR-08",
     ),
     "payload for the producer": (lambda p: p.data(8), "KVW-TR-07"),
-    "done, said by the consumer": (lambda p: p.say(DONE, 0), "KVW-OS-02"),
+    "done, said by the consumer": (lambda p: p.say(FIN, 0), "KVW-OS-02"),
     "an answer to its own question": (
         lambda p: p.say(AGREE, p.side.description()),
         "KVW-RQ-01",
@@ -326,9 +326,9 @@ async def test_a_consumer_that_acknowledges_twice(segments: list[int]) -> None:
         peer = Liar(w.link, theirs.side(producer=False))
         await ask(w.link, peer.side, REQUEST)
         out.ready()
-        while (await w.link.receive()).type != MARK:
+        while (await w.link.receive()).type != SEGMENT:
             pass
-        peer.say(LANDED, segments)
+        peer.say(SEGMENT_ACK, segments)
         await expect_rule(w, "KVW-TR-05")
         assert not (await out).complete
         await out.drained()
@@ -345,7 +345,7 @@ async def test_a_consumer_that_settles_and_goes_on() -> None:
         out.ready()
         out.finish()
         await consume(w.link, side, REQUEST)
-        w.link.send(LANDED, [1], request=REQUEST)
+        w.link.send(SEGMENT_ACK, [1], request=REQUEST)
         w.link.send(FAIL, 36, "too late", request=REQUEST)
         assert (await out).complete
         assert theirs.values() == stamps()

@@ -13,7 +13,7 @@ import pytest
 
 from kvwire import DeadlineExceeded, Grant, Request, RequestCancelled
 from kvwire.limits import CHUNK_BYTES, HEADER_BYTES
-from kvwire.wire.control import Access, Announce, Ready
+from kvwire.wire.control import AccessBody, Announce, Ready
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial
 from tests.support.pairs import Pair, connected, until
@@ -55,7 +55,7 @@ async def half_of_a_message(stranger: Stranger) -> bytes:
 
 async def half_of_a_put(stranger: Stranger, grant: Grant) -> bytes:
     """Ask to put, and send half; the other half."""
-    where = Access(grant.grant, grant.generation, grant.token, 0, len(MESSAGE))
+    where = AccessBody(grant.grant, grant.generation, grant.token, 0, len(MESSAGE))
     await stranger.say(stranger.control(FrameType.PUT, where, request=1))
     return await half_of_the_data(stranger)
 

@@ -32,7 +32,7 @@ from kvwire.limits import (
 )
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Direction, Slice
-from kvwire.wire.control import Access, Ping, Ready
+from kvwire.wire.control import AccessBody, Ping, Ready
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial
 from tests.support.pairs import Pair, connected, until
@@ -244,7 +244,7 @@ async def test_answers_to_a_deaf_peer_are_bounded(
 
 async def ask_until_given_up(stranger: Stranger, there: Connection) -> None:
     """Ask for memory that was never granted, and read no answer."""
-    nothing, request = Access(1, 1, bytes(16), 0, 1), 1
+    nothing, request = AccessBody(1, 1, bytes(16), 0, 1), 1
     while not there.closed:
         asked = [
             stranger.control(FrameType.GET, nothing, request=number)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from kvwire.proto.handshake import TRANSITIONS, HandshakeState
 from kvwire.proto.state import (
+    CLOSE_TRANSITIONS,
     FIRST_STATE,
-    PHASE_TRANSITIONS,
     REQUEST_TRANSITIONS,
     TERMINAL,
     CloseState,
@@ -91,7 +91,7 @@ def _request(kind: Kind) -> Iterator[Edge]:
 
 def _connection() -> Iterator[Edge]:
     yield "[*]", "", CloseState.OPEN.name
-    for (old, what), new in PHASE_TRANSITIONS.items():
+    for (old, what), new in CLOSE_TRANSITIONS.items():
         # Asking again, and a link that ends after everything, change nothing.
         if old is not new:
             yield old.name, what.value, new.name

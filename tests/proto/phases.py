@@ -20,14 +20,14 @@ LARGE = b"large" * 30_000
 def in_phase(phase: CloseState) -> ConnectionPair:
     """A pair whose server is in a phase, with nothing on its way."""
     pair = ConnectionPair()
-    if phase in (CloseState.FLUSHING, CloseState.ANSWERING):
+    if phase in (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED):
         # Something the server has begun and cannot end yet.
         pair.client.stalled = True
         pair.server.get(pair.client.grant(pair.client.expose(100)))
         pair.run()
-    if phase in (CloseState.FLUSHING, CloseState.SAID):
+    if phase in (CloseState.FLUSHING, CloseState.CLOSE_SENT):
         pair.server.close()
-    elif phase is CloseState.ANSWERING:
+    elif phase is CloseState.CLOSE_RECEIVED:
         pair.client.forge(FrameType.CLOSE, Close(1))
         pair.deliver(pair.client)
     elif phase is CloseState.CLOSED:

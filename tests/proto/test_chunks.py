@@ -79,7 +79,7 @@ def test_completions_in_any_order(order: tuple[int, ...]) -> None:
 
 
 def test_confirmed_before_the_link_was_through() -> None:
-    """The peer's DONE may be quicker than our link's word."""
+    """The peer's FIN may be quicker than our link's word."""
     side = Side()
     request = side.put(5)
     chunk = side.chunk()
@@ -200,7 +200,7 @@ def test_a_span_arrives_as_its_chunks(offset: int, length: int) -> None:
     side = Side()
     request = side.get(35)
     span = msgspec.structs.replace(
-        data(request.wire_id, offset, length), type=FrameType.ASIDE
+        data(request.wire_id, offset, length), type=FrameType.LANE_DATA
     )
     arrival = side.flows.data_header(span)
     assert list(side.flows.numbers(arrival)) == list(
@@ -216,10 +216,10 @@ def test_a_span_arrives_as_its_chunks(offset: int, length: int) -> None:
     ("kind", "offset", "length"),
     [
         (FrameType.DATA, 0, 20),
-        (FrameType.ASIDE, 5, 10),
-        (FrameType.ASIDE, 0, 15),
-        (FrameType.ASIDE, 0, 40),
-        (FrameType.ASIDE, 40, 10),
+        (FrameType.LANE_DATA, 5, 10),
+        (FrameType.LANE_DATA, 0, 15),
+        (FrameType.LANE_DATA, 0, 40),
+        (FrameType.LANE_DATA, 40, 10),
     ],
 )
 def test_what_is_no_span_is_refused(kind: FrameType, offset: int, length: int) -> None:
@@ -348,7 +348,7 @@ def test_chunks_in_any_order(kind: Kind, nbytes: int) -> None:
     (done,) = side.done()
     assert (done.error, done.nbytes) == (None, nbytes)
     said = [decode_header(header).type for header, _ in side.outbox.frames]
-    assert said == ([FrameType.DONE] if kind is Kind.SERVE_PUT else [])
+    assert said == ([FrameType.FIN] if kind is Kind.SERVE_PUT else [])
     # A region's memory is not the request's to give back.
     drained = [] if kind is Kind.SERVE_PUT else [request.buffer]
     assert side.holds.drained == drained

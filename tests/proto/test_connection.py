@@ -387,7 +387,7 @@ def test_close_has_a_deadline() -> None:
 
 def test_close_has_a_deadline_also_when_the_peer_was_first() -> None:
     """The first call sets it, later ones do not move it."""
-    pair = in_phase(CloseState.ANSWERING)
+    pair = in_phase(CloseState.CLOSE_RECEIVED)
     pair.server.close(timeout_s=3.0)
     pair.advance(2.0)
     pair.server.close(timeout_s=3.0)
@@ -398,7 +398,7 @@ def test_close_has_a_deadline_also_when_the_peer_was_first() -> None:
 @pytest.mark.rule("KVW-CL-01", "breaks")
 def test_a_second_close() -> None:
     """While the first is being answered."""
-    pair = in_phase(CloseState.ANSWERING)
+    pair = in_phase(CloseState.CLOSE_RECEIVED)
     pair.client.forge(FrameType.CLOSE, Close(1))
     expect_broken(pair, pair.server, "KVW-CL-01")
 
@@ -407,7 +407,7 @@ def test_a_second_close() -> None:
 @pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
 def test_nothing_starts_after_close(what: str) -> None:
     """The peer has said that it starts nothing."""
-    pair = in_phase(CloseState.ANSWERING)
+    pair = in_phase(CloseState.CLOSE_RECEIVED)
     start_something(pair, what)
     expect_broken(pair, pair.server, "KVW-CL-02")
 
@@ -433,7 +433,7 @@ def start_something(pair: ConnectionPair, what: str) -> None:
 
 @pytest.mark.rule("KVW-CL-02", "keeps")
 @pytest.mark.parametrize(
-    "phase", [CloseState.OPEN, CloseState.FLUSHING, CloseState.SAID]
+    "phase", [CloseState.OPEN, CloseState.FLUSHING, CloseState.CLOSE_SENT]
 )
 @pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
 def test_the_peer_may_start_until_it_has_closed(phase: CloseState, what: str) -> None:
@@ -532,7 +532,7 @@ def test_what_is_here_can_still_be_received(ended: str) -> None:
         pair.run()
         pair.client.forge(FrameType.CLOSE, Close(1))
         pair.deliver(pair.client)
-        assert pair.server.core.phase is CloseState.ANSWERING
+        assert pair.server.core.phase is CloseState.CLOSE_RECEIVED
     for data in (b"one", b"two"):
         assert pair.server.received(pair.server.recv(TAG, 100)) == data
     with pytest.raises(ConnectionClosed):

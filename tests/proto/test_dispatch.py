@@ -24,26 +24,26 @@ from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import Kind
 from kvwire.types import Role
 from kvwire.wire.control import (
-    Access,
+    AccessBody,
     Agree,
     Announce,
-    Aside,
     Body,
     Close,
     Commit,
+    CommitAck,
     Credit,
-    Done,
     Fail,
-    Landed,
-    Lower,
-    Mark,
+    Fin,
+    LaneAck,
+    LaneClose,
+    LaneData,
+    LaneOpen,
+    LaneReady,
     Open,
     Ping,
-    Raise,
-    Raised,
     Ready,
-    Settled,
-    Taken,
+    SegmentAck,
+    SegmentBody,
 )
 from kvwire.wire.header import (
     FIRST_PAYLOAD_TYPE,
@@ -55,7 +55,7 @@ from kvwire.wire.header import (
     encode_header,
 )
 
-GRANTED = Access(1, 1, bytes(16), 0, 1)
+GRANTED = AccessBody(1, 1, bytes(16), 0, 1)
 BOX = (0, 0, 1, 0, 1)
 
 # Who gets what: the part, its method, and whether the request begins with it.
@@ -64,23 +64,27 @@ ROUTES: dict[FrameType, tuple[Body, str, bool]] = {
     FrameType.PONG: (Ping(7), "liveness.pong_received", False),
     FrameType.CLOSE: (Close(1), "peer_closed", False),
     FrameType.CREDIT: (Credit(1, 1), "messages.credit_received", False),
-    FrameType.RAISE: (Raise(1, "ucx", b""), "lanes.control", False),
-    FrameType.RAISED: (Raised(1), "lanes.control", False),
-    FrameType.LOWER: (Lower(1, "", 0, ()), "lanes.control", False),
-    FrameType.TAKEN: (Taken(1, 1), "lanes.control", False),
+    FrameType.LANE_OPEN: (LaneOpen(1, "ucx", b""), "lanes.control", False),
+    FrameType.LANE_READY: (LaneReady(1), "lanes.control", False),
+    FrameType.LANE_CLOSE: (LaneClose(1, "", 0, ()), "lanes.control", False),
+    FrameType.LANE_ACK: (LaneAck(1, 1), "lanes.control", False),
     FrameType.ANNOUNCE: (Announce(b"12345678", 1), "messages.announced", True),
     FrameType.READY: (Ready(1), "messages.ready_received", False),
     FrameType.PUT: (GRANTED, "onesided.asked", True),
     FrameType.GET: (GRANTED, "onesided.asked", True),
-    FrameType.DONE: (Done(1), "onesided.done_received", False),
+    FrameType.FIN: (Fin(1), "onesided.done_received", False),
     FrameType.FAIL: (Fail(1, ""), "messages.withdrawn", False),
-    FrameType.ASIDE: (Aside(1, 0, 0, 1, None, b""), "lanes.aside_received", False),
+    FrameType.LANE_DATA: (
+        LaneData(1, 0, 0, 1, None, b""),
+        "lanes.aside_received",
+        False,
+    ),
     FrameType.OPEN: (Open(b"id", True, 0, b""), "transfers.opened", True),
     FrameType.AGREE: (Agree(b""), "transfers.agreed", False),
-    FrameType.MARK: (Mark(1, BOX, 1), "transfers.marked", False),
-    FrameType.LANDED: (Landed((1,)), "transfers.landed_received", False),
+    FrameType.SEGMENT: (SegmentBody(1, BOX, 1), "transfers.marked", False),
+    FrameType.SEGMENT_ACK: (SegmentAck((1,)), "transfers.landed_received", False),
     FrameType.COMMIT: (Commit(1, True), "transfers.committed", False),
-    FrameType.SETTLED: (Settled(()), "transfers.settled", False),
+    FrameType.COMMIT_ACK: (CommitAck(()), "transfers.settled", False),
 }
 
 
@@ -172,7 +176,7 @@ def test_done_ends_the_consumer_s_part_of_a_transfer() -> None:
     scene = Scene()
     request = scene.begin(Kind.INCOMING)
     assert request.wire_id is not None
-    scene.hear(FrameType.DONE, Done(0), request.wire_id)
+    scene.hear(FrameType.FIN, Fin(0), request.wire_id)
     assert scene.calls == ["transfers.confirmed"]
 
 

@@ -49,7 +49,7 @@ def test_frames_arrive(sealed: bool) -> None:
             4,
         )
         assert read.sequence == 2 * count + 1
-    header, body = server.control(FrameType.DONE, b"x")
+    header, body = server.control(FrameType.FIN, b"x")
     assert pass_on(client, header, body) == b"x"
     assert (client.sent, server.received, server.sent, client.received) == (6, 6, 1, 1)
 

@@ -33,7 +33,13 @@ from kvwire.testing.handshakes import (
     shake,
 )
 from kvwire.types import Role, TrustMode
-from kvwire.wire.control import Choice, Offer, Verdict, decode_body, encode_body
+from kvwire.wire.control import (
+    HandshakeVerdict,
+    TransportChoice,
+    TransportOffer,
+    decode_body,
+    encode_body,
+)
 from kvwire.wire.handshake_messages import (
     Accept,
     Confirm,
@@ -297,10 +303,10 @@ def test_no_transport_in_common(trust: TrustMode) -> None:
     """The reasons are told on both sides, quoted."""
     shaking = start(trust)
     verdicts = (
-        Verdict("memory", False, "line\nbreak"),
-        Verdict("tcp", False, "not here"),
+        HandshakeVerdict("memory", False, "line\nbreak"),
+        HandshakeVerdict("tcp", False, "not here"),
     )
-    answer = Choice(name="s", verdicts=verdicts, profile=())
+    answer = TransportChoice(name="s", verdicts=verdicts, profile=())
     error = _refused_by(shaking, answer)
     assert shaking.server.state is HandshakeState.FAILED
     with pytest.raises(ProfileMismatch) as caught:
@@ -310,7 +316,7 @@ def test_no_transport_in_common(trust: TrustMode) -> None:
         assert "'memory': 'line\\nbreak'; 'tcp': 'not here'" in str(said)
 
 
-def _refused_by(shaking: Shaking, answer: Choice) -> ProfileMismatch:
+def _refused_by(shaking: Shaking, answer: TransportChoice) -> ProfileMismatch:
     server = shaking.server
     for _ in range(2):
         for handshake, other in ((shaking.client, server), (server, shaking.client)):
@@ -335,8 +341,8 @@ def test_a_choice_that_was_not_offered(taken: tuple[str, ...]) -> None:
     """Another transport, or more than one."""
     shaking = begin(backends=("memory", "second"))
     shake_until(shaking, FrameType.CHOICE)
-    verdicts = tuple(Verdict(name, True, "taken") for name in taken)
-    body = encode_body(Choice(name="s", verdicts=verdicts, profile=()))
+    verdicts = tuple(HandshakeVerdict(name, True, "taken") for name in taken)
+    body = encode_body(TransportChoice(name="s", verdicts=verdicts, profile=()))
     framing = Framing()
     framing.sent = 1
     with pytest.raises(UnexpectedFrame) as caught:
@@ -419,7 +425,7 @@ def test_a_server_that_leaves_its_seals_off() -> None:
     shake_until(shaking, FrameType.CHOICE)
     framing = Framing()
     framing.sent = 1
-    body = encode_body(Choice(name="s", verdicts=(), profile=()))
+    body = encode_body(TransportChoice(name="s", verdicts=(), profile=()))
     with pytest.raises(UnexpectedFrame) as caught:
         receive(shaking.client, framing.control(FrameType.CHOICE, body))
     assert caught.value.rule == "KVW-AU-01"
@@ -566,7 +572,7 @@ def test_what_the_client_offers_is_what_the_server_sees() -> None:
     shaking = begin(backends=("b", "a", "c"))
     _, (_, body) = shake_until(shaking, FrameType.OFFER)[-1]
     offer = decode_body(FrameType.OFFER, body)
-    assert isinstance(offer, Offer)
+    assert isinstance(offer, TransportOffer)
     assert [backend.name for backend in offer.backends] == ["b", "a", "c"]
 
 

@@ -19,12 +19,12 @@ from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import BACKEND
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
-    Aside,
     Body,
-    Lower,
-    Raise,
-    Raised,
-    Taken,
+    LaneAck,
+    LaneClose,
+    LaneData,
+    LaneOpen,
+    LaneReady,
 )
 from kvwire.wire.header import Flag, FrameType, decode_header
 from tests.proto.lanes import CHUNK, Scene, expect_refused, expect_whole
@@ -95,7 +95,7 @@ def test_a_pair_without_lanes_declines() -> None:
 
 @pytest.mark.parametrize("late", ["answer", "raised"])
 def test_a_client_that_has_given_up_hears_of_it_late(late: str) -> None:
-    """RAISE and RAISED that were under way when a half went are no errors."""
+    """LANE_OPEN and LANE_READY that were under way when a half went are no errors."""
     scene = Scene()
     scene.lanes.ask()
     scene.pair.deliver(scene.client)
@@ -132,7 +132,7 @@ def test_what_is_too_late_to_say_is_not_said() -> None:
 def test_lanes_are_raised_one_after_the_other(number: int) -> None:
     scene = Scene()
     scene.client.forge(
-        FrameType.RAISE, Raise(lane=number, backend=BACKEND, bootstrap=b"")
+        FrameType.LANE_OPEN, LaneOpen(lane=number, backend=BACKEND, bootstrap=b"")
     )
     expect_refused(scene, scene.server, "KVW-LN-01")
 
@@ -150,7 +150,7 @@ def test_a_server_answers_what_it_was_asked(
         scene.client.core.lanes.ask(1, BACKEND, b"")
         scene.client.core.outbox.frames.clear()
     scene.server.forge(
-        FrameType.RAISE, Raise(lane=lane, backend=backend, bootstrap=b"")
+        FrameType.LANE_OPEN, LaneOpen(lane=lane, backend=backend, bootstrap=b"")
     )
     expect_refused(scene, scene.client, "KVW-LN-01")
 
@@ -159,7 +159,9 @@ def test_a_server_answers_what_it_was_asked(
 def test_a_server_answers_once() -> None:
     scene = Scene()
     scene.up()
-    scene.server.forge(FrameType.RAISE, Raise(lane=1, backend=BACKEND, bootstrap=b""))
+    scene.server.forge(
+        FrameType.LANE_OPEN, LaneOpen(lane=1, backend=BACKEND, bootstrap=b"")
+    )
     expect_refused(scene, scene.client, "KVW-LN-01")
 
 
@@ -168,7 +170,7 @@ def test_a_server_answers_once() -> None:
 def test_a_server_does_not_say_raised(lane: int) -> None:
     scene = Scene()
     scene.up()
-    scene.server.forge(FrameType.RAISED, Raised(lane=lane))
+    scene.server.forge(FrameType.LANE_READY, LaneReady(lane=lane))
     expect_refused(scene, scene.client, "KVW-LN-02")
 
 
@@ -177,7 +179,7 @@ def test_a_server_does_not_say_raised(lane: int) -> None:
 def test_raised_of_nothing_or_after_the_end(lanes: list[int]) -> None:
     scene = Scene()
     for lane in lanes:
-        scene.client.forge(FrameType.RAISED, Raised(lane=lane))
+        scene.client.forge(FrameType.LANE_READY, LaneReady(lane=lane))
     expect_refused(scene, scene.server, "KVW-LN-02")
 
 
@@ -185,7 +187,7 @@ def test_raised_of_nothing_or_after_the_end(lanes: list[int]) -> None:
 def test_raised_twice() -> None:
     scene = Scene()
     scene.up()
-    scene.client.forge(FrameType.RAISED, Raised(lane=1))
+    scene.client.forge(FrameType.LANE_READY, LaneReady(lane=1))
     expect_refused(scene, scene.server, "KVW-LN-02")
 
 
@@ -196,7 +198,7 @@ def test_raised_twice() -> None:
 @pytest.mark.rule("KVW-LN-05", "keeps")
 @pytest.mark.parametrize("backwards", [False, True])
 def test_payload_in_any_order(backwards: bool) -> None:
-    """TAKEN counts those that came without a gap; memory is held until then."""
+    """LANE_ACK counts those that came without a gap; memory is held until then."""
     scene = Scene()
     scene.up()
     request = scene.put()
@@ -207,8 +209,8 @@ def test_payload_in_any_order(backwards: bool) -> None:
         scene.lanes.move(scene.half(SERVER), ticket)
         counts = [
             body.count
-            for body in scene.said(FrameType.TAKEN, scene.server)
-            if isinstance(body, Taken)
+            for body in scene.said(FrameType.LANE_ACK, scene.server)
+            if isinstance(body, LaneAck)
         ]
         whole = 3 if done == 3 else 0
         assert counts == ([whole] if backwards and whole else counts)
@@ -236,8 +238,8 @@ def test_a_chunk_is_announced_as_it_would_be_sent() -> None:
     scene = Scene(chunks=1)
     scene.up()
     request = scene.put()
-    (aside,) = scene.said(FrameType.ASIDE, scene.client)
-    assert isinstance(aside, Aside)
+    (aside,) = scene.said(FrameType.LANE_DATA, scene.client)
+    assert isinstance(aside, LaneData)
     header = decode_header(scene.client.wire[-1][0])
     assert header.request == request.wire_id
     assert (aside.lane, aside.segment, aside.offset) == (1, 0, 0)
@@ -254,8 +256,8 @@ def test_several_chunks_as_one_payload(cut: bool) -> None:
     request = scene.put()
     sizes = [
         body.nbytes
-        for body in scene.said(FrameType.ASIDE, scene.client)
-        if isinstance(body, Aside)
+        for body in scene.said(FrameType.LANE_DATA, scene.client)
+        if isinstance(body, LaneData)
     ]
     assert sizes == [2 * CHUNK, len(scene.data) - 2 * CHUNK]
     scene.pair.run()
@@ -385,8 +387,8 @@ def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
     elif stage == "ending":
         scene.up()
         scene.lanes.end(scene.half(CLIENT))
-    aside = Aside(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b"")
-    scene.client.forge(FrameType.ASIDE, aside, request=1)
+    aside = LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b"")
+    scene.client.forge(FrameType.LANE_DATA, aside, request=1)
     expect_refused(scene, scene.server, "KVW-LN-03")
 
 
@@ -394,12 +396,12 @@ def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
 @pytest.mark.parametrize(
     ("frame_type", "body"),
     [
-        (FrameType.RAISED, Raised(lane=1)),
-        (FrameType.LOWER, Lower(lane=1, reason="", seen=0, missed=())),
-        (FrameType.TAKEN, Taken(lane=1, count=0)),
+        (FrameType.LANE_READY, LaneReady(lane=1)),
+        (FrameType.LANE_CLOSE, LaneClose(lane=1, reason="", seen=0, missed=())),
+        (FrameType.LANE_ACK, LaneAck(lane=1, count=0)),
         (
-            FrameType.ASIDE,
-            Aside(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b""),
+            FrameType.LANE_DATA,
+            LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b""),
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -415,7 +417,7 @@ def test_nothing_is_said_of_a_lane_that_is_over(
     scene.lanes.rest()
     if forgotten:
         scene.up()
-    request = 1 if frame_type is FrameType.ASIDE else 0
+    request = 1 if frame_type is FrameType.LANE_DATA else 0
     scene.client.forge(frame_type, body, request=request)
     expect_refused(scene, scene.server, "KVW-LN-08")
 
@@ -426,7 +428,7 @@ def test_more_taken_than_sent(lane: int, count: int) -> None:
     scene = Scene()
     scene.up()
     scene.put()
-    scene.server.forge(FrameType.TAKEN, Taken(lane=lane, count=count))
+    scene.server.forge(FrameType.LANE_ACK, LaneAck(lane=lane, count=count))
     expect_refused(scene, scene.client, "KVW-LN-05")
 
 
@@ -436,8 +438,10 @@ def test_what_was_missed_is_not_taken() -> None:
     scene = Scene()
     scene.up()
     scene.put()
-    scene.server.forge(FrameType.LOWER, Lower(lane=1, reason="", seen=3, missed=(0,)))
-    scene.server.forge(FrameType.TAKEN, Taken(lane=1, count=1))
+    scene.server.forge(
+        FrameType.LANE_CLOSE, LaneClose(lane=1, reason="", seen=3, missed=(0,))
+    )
+    scene.server.forge(FrameType.LANE_ACK, LaneAck(lane=1, count=1))
     expect_refused(scene, scene.client, "KVW-LN-05")
 
 
@@ -481,15 +485,15 @@ def test_what_was_missed_is_sent_again(role: Role) -> None:
     if role is CLIENT:
         scene.pair.run()
         scene.lanes.end(scene.half(SERVER))
-    (lower,) = scene.said(FrameType.LOWER, scene.server)
-    assert isinstance(lower, Lower)
+    (lower,) = scene.said(FrameType.LANE_CLOSE, scene.server)
+    assert isinstance(lower, LaneClose)
     assert (lower.seen, lower.missed) == (3, (0, 2))
     scene.lanes.rest()
     expect_whole(scene, request)
 
 
 def test_an_announcement_that_crosses_lower_is_missed_too() -> None:
-    """And named in another LOWER."""
+    """And named in another LANE_CLOSE."""
     scene = Scene()
     scene.up()
     request = scene.put()
@@ -497,8 +501,10 @@ def test_an_announcement_that_crosses_lower_is_missed_too() -> None:
     scene.pair.deliver(scene.server)
     while scene.client.wire:
         scene.pair.deliver(scene.client)
-    lowers = scene.said(FrameType.LOWER, scene.server)
-    assert [(body.seen, body.missed) for body in lowers if isinstance(body, Lower)] == [
+    lowers = scene.said(FrameType.LANE_CLOSE, scene.server)
+    assert [
+        (body.seen, body.missed) for body in lowers if isinstance(body, LaneClose)
+    ] == [
         (1, (0,)),
         (2, (1,)),
         (3, (2,)),
@@ -542,7 +548,7 @@ def test_a_half_that_is_gone_says_so_once() -> None:
     scene.lanes.end(scene.half(SERVER))
     scene.server.core.lane_gone(1, "again")
     scene.server.collect()
-    assert len(scene.said(FrameType.LOWER, scene.server)) == 1
+    assert len(scene.said(FrameType.LANE_CLOSE, scene.server)) == 1
 
 
 def test_a_long_reason_is_cut() -> None:
@@ -559,7 +565,7 @@ def test_a_long_reason_is_cut() -> None:
     [
         (1, 4, ()),  # one more than was announced
         (1, 2, (2,)),  # not seen, and so not missed
-        (1, 3, (0,)),  # which TAKEN has said to be there
+        (1, 3, (0,)),  # which LANE_ACK has said to be there
         (2, 0, ()),
     ],
 )
@@ -570,8 +576,8 @@ def test_a_lower_that_cannot_be(lane: int, seen: int, missed: tuple[int, ...]) -
     scene.pair.run()
     scene.lanes.move(scene.half(SERVER), scene.tickets(SERVER)[0])
     scene.pair.run()
-    body = Lower(lane=lane, reason="", seen=seen, missed=missed)
-    scene.server.forge(FrameType.LOWER, body)
+    body = LaneClose(lane=lane, reason="", seen=seen, missed=missed)
+    scene.server.forge(FrameType.LANE_CLOSE, body)
     expect_refused(scene, scene.client, "KVW-LN-06")
 
 
@@ -583,7 +589,7 @@ def test_a_lower_that_misses_what_an_earlier_one_had() -> None:
     scene.put()
     for missed in ((1,), (0, 1)):
         scene.server.forge(
-            FrameType.LOWER, Lower(lane=1, reason="", seen=3, missed=missed)
+            FrameType.LANE_CLOSE, LaneClose(lane=1, reason="", seen=3, missed=missed)
         )
     expect_refused(scene, scene.client, "KVW-LN-06")
 

@@ -8,7 +8,7 @@ from kvwire.limits import LANES_MAX
 from kvwire.proto.events import LaneClosed
 from kvwire.proto.lanes import LaneStage
 from kvwire.types import Role
-from kvwire.wire.control import Lower
+from kvwire.wire.control import LaneClose
 from kvwire.wire.header import FrameType
 from tests.proto.lanes import Scene, expect_whole
 
@@ -68,7 +68,7 @@ def test_a_lane_is_raised_after_the_first_choice() -> None:
 
 
 def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
-    """Both have said LOWER; the fate of what the client announced is not known."""
+    """Both have said LANE_CLOSE; the fate of what the client announced is not known."""
     scene = Scene(chunks=1)
     scene.up()
     scene.lanes.end(scene.half(SERVER))
@@ -92,7 +92,9 @@ def test_what_a_peer_says_of_its_end_cannot_be_taken_for_the_log_s_own() -> None
     scene = Scene()
     scene.up()
     reason = "gone\n2026-01-01 ERROR all is lost\x1b[2J"
-    scene.server.forge(FrameType.LOWER, Lower(lane=1, reason=reason, seen=0, missed=()))
+    scene.server.forge(
+        FrameType.LANE_CLOSE, LaneClose(lane=1, reason=reason, seen=0, missed=())
+    )
     scene.pair.deliver(scene.server)
     (event,) = (e for e in scene.client.events if isinstance(e, LaneClosed))
     assert event.reason == repr(reason)

@@ -21,9 +21,8 @@ from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import State
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.peer import Peer
-from kvwire.types import Access as Direction
-from kvwire.types import TrustMode
-from kvwire.wire.control import Access, Announce, Done
+from kvwire.types import Access, TrustMode
+from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 
@@ -31,22 +30,22 @@ CHUNK = 65_536
 LARGE = 3 * CHUNK + 5
 BEFORE = bytes(range(100))
 
-Verb = Callable[[Peer, Access], RequestRecord]
+Verb = Callable[[Peer, AccessBody], RequestRecord]
 
 
-def put(peer: Peer, target: Access) -> RequestRecord:
+def put(peer: Peer, target: AccessBody) -> RequestRecord:
     return peer.put(b"\xee" * target.nbytes, target)
 
 
-def get(peer: Peer, source: Access) -> RequestRecord:
+def get(peer: Peer, source: AccessBody) -> RequestRecord:
     return peer.get(source)
 
 
 both_verbs = pytest.mark.parametrize("verb", [put, get])
 
 
-def part(grant: Access, offset: int, nbytes: int) -> Access:
-    return Access(grant.grant, grant.generation, grant.token, offset, nbytes)
+def part(grant: AccessBody, offset: int, nbytes: int) -> AccessBody:
+    return AccessBody(grant.grant, grant.generation, grant.token, offset, nbytes)
 
 
 @pytest.mark.rule("KVW-OS-01", "keeps")
@@ -88,7 +87,7 @@ def test_several_at_once_in_both_directions() -> None:
 
 
 def expect_refused(
-    change: Callable[[Access], Access], verb: Verb, kind: type[Exception]
+    change: Callable[[AccessBody], AccessBody], verb: Verb, kind: type[Exception]
 ) -> None:
     pair = ConnectionPair()
     region = pair.server.expose(BEFORE)
@@ -104,9 +103,9 @@ def expect_refused(
 
 
 FORGED = {
-    "number": lambda g: Access(g.grant + 1, g.generation, g.token, 0, 5),
-    "largest number": lambda g: Access(2**63 - 1, g.generation, g.token, 0, 5),
-    "token": lambda g: Access(g.grant, g.generation, bytes(16), 0, 5),
+    "number": lambda g: AccessBody(g.grant + 1, g.generation, g.token, 0, 5),
+    "largest number": lambda g: AccessBody(2**63 - 1, g.generation, g.token, 0, 5),
+    "token": lambda g: AccessBody(g.grant, g.generation, bytes(16), 0, 5),
     "beyond": lambda g: part(g, 46, 5),
     "far beyond": lambda g: part(g, REQUEST_BYTES_MAX, 1),
     "too long": lambda g: part(g, 0, 51),
@@ -117,7 +116,7 @@ FORGED = {
 @pytest.mark.parametrize("forged", FORGED.values(), ids=list(FORGED))
 @both_verbs
 def test_access_that_was_not_granted(
-    forged: Callable[[Access], Access], verb: Verb
+    forged: Callable[[AccessBody], AccessBody], verb: Verb
 ) -> None:
     """FAIL with ACCESS; nothing is read, nothing is written, payload goes nowhere."""
     expect_refused(forged, verb, AccessDenied)
@@ -128,15 +127,15 @@ def test_access_that_was_not_granted(
 def test_another_generation(verb: Verb) -> None:
     """FAIL with STALE."""
     expect_refused(
-        lambda g: Access(g.grant, g.generation + 1, g.token, 0, 5), verb, StaleRegion
+        lambda g: AccessBody(g.grant, g.generation + 1, g.token, 0, 5),
+        verb,
+        StaleRegion,
     )
 
 
 @pytest.mark.rule("KVW-OS-03", "breaks")
-@pytest.mark.parametrize(
-    ("verb", "granted"), [(put, Direction.READ), (get, Direction.WRITE)]
-)
-def test_the_other_direction(verb: Verb, granted: Direction) -> None:
+@pytest.mark.parametrize(("verb", "granted"), [(put, Access.READ), (get, Access.WRITE)])
+def test_the_other_direction(verb: Verb, granted: Access) -> None:
     """A grant to read is none to write."""
     pair = ConnectionPair()
     region = pair.server.expose(BEFORE)
@@ -171,7 +170,7 @@ def test_nothing_to_move(frame_type: FrameType) -> None:
     expect_broken(pair, pair.server, "KVW-OS-01")
 
 
-# --- DONE
+# --- FIN
 
 
 def put_of(pair: ConnectionPair, nbytes: int = 100) -> RequestRecord:
@@ -185,7 +184,7 @@ def test_done_with_another_number(nbytes: int) -> None:
     """All of it, or it is not done."""
     pair = ConnectionPair()
     put_of(pair)
-    pair.server.forge(FrameType.DONE, Done(nbytes), request=1)
+    pair.server.forge(FrameType.FIN, Fin(nbytes), request=1)
     expect_broken(pair, pair.client, "KVW-OS-02")
 
 
@@ -195,7 +194,7 @@ def test_done_before_everything_was_sent() -> None:
     pair = ConnectionPair()
     pair.client.stalled = True
     put_of(pair)
-    pair.server.forge(FrameType.DONE, Done(100), request=1)
+    pair.server.forge(FrameType.FIN, Fin(100), request=1)
     expect_broken(pair, pair.client, "KVW-OS-02")
 
 
@@ -204,7 +203,7 @@ def test_done_for_what_is_no_put() -> None:
     """A get of ours."""
     pair = ConnectionPair()
     pair.client.get(pair.server.grant(pair.server.expose(100)))
-    pair.server.forge(FrameType.DONE, Done(100), request=1)
+    pair.server.forge(FrameType.FIN, Fin(100), request=1)
     expect_broken(pair, pair.client, "KVW-OS-02")
 
 
@@ -215,7 +214,7 @@ def test_done_twice_while_the_link_still_works() -> None:
     pair.client.slow = True
     put_of(pair)
     for _ in range(2):
-        pair.server.forge(FrameType.DONE, Done(100), request=1)
+        pair.server.forge(FrameType.FIN, Fin(100), request=1)
     expect_broken(pair, pair.client, "KVW-OS-02")
 
 

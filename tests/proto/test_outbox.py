@@ -6,7 +6,7 @@ from kvwire.errors import ClosedOK
 from kvwire.proto.events import Ended
 from kvwire.proto.framing import Framing
 from kvwire.proto.outbox import Outbox
-from kvwire.wire.control import Done, Ping, decode_body
+from kvwire.wire.control import Fin, Ping, decode_body
 from kvwire.wire.header import FrameType, decode_header
 
 
@@ -14,13 +14,13 @@ def test_frames_and_events_in_order() -> None:
     """Numbered as they are queued, with the request in the header."""
     outbox = Outbox(Framing())
     outbox.send(FrameType.PING, Ping(1))
-    outbox.send(FrameType.DONE, Done(5), request=9)
+    outbox.send(FrameType.FIN, Fin(5), request=9)
     read = [(decode_header(header), body) for header, body in outbox.frames]
     assert [(h.type, h.sequence, h.request) for h, _ in read] == [
         (FrameType.PING, 0, 0),
-        (FrameType.DONE, 1, 9),
+        (FrameType.FIN, 1, 9),
     ]
-    assert decode_body(FrameType.DONE, read[1][1]) == Done(5)
+    assert decode_body(FrameType.FIN, read[1][1]) == Fin(5)
     ended = Ended(error=ClosedOK("over"), graceful=True)
     outbox.report(ended)
     assert outbox.events == [ended]

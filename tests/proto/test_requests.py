@@ -24,7 +24,7 @@ from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import SENDING, SERVING, RequestRecord, RequestTable
 from kvwire.proto.state import FIRST_STATE, Input, Kind, State
 from kvwire.types import BufferId, RequestId, Role
-from kvwire.wire.control import Body, Done, Fail, decode_body
+from kvwire.wire.control import Body, Fail, Fin, decode_body
 from kvwire.wire.header import FrameType, decode_header
 
 both_roles = pytest.mark.parametrize("role", list(Role))
@@ -266,7 +266,7 @@ def test_done_says_how_much() -> None:
     """All of it, since a put is all or nothing."""
     side = table()
     side.requests.tell_done(side.served(2, Kind.SERVE_PUT))
-    assert side.said() == [(2, Done(5))]
+    assert side.said() == [(2, Fin(5))]
 
 
 @pytest.mark.rule("KVW-RQ-01", "breaks")
@@ -367,7 +367,7 @@ def test_states_of_a_fresh_request() -> None:
 
 
 def test_frames_of_failures_name_their_type() -> None:
-    """FAIL and DONE, with the request in the header."""
+    """FAIL and FIN, with the request in the header."""
     side = table()
     request = side.started()
     side.requests.fail(request, PeerCancelled("x"), tell=WireCode.CANCELLED)

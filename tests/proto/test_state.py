@@ -9,8 +9,8 @@ import pytest
 from kvwire.errors import UnexpectedFrame
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import (
+    CLOSE_TRANSITIONS,
     FIRST_STATE,
-    PHASE_TRANSITIONS,
     REQUEST_TRANSITIONS,
     TERMINAL,
     CloseInput,
@@ -83,20 +83,23 @@ def test_no_other_step_leads_anywhere(kind: Kind) -> None:
 
 def test_every_phase_with_every_turn() -> None:
     """What is missing from the table cannot be caused; the rest stays in it."""
-    missing = set(itertools.product(CloseState, CloseInput)) - PHASE_TRANSITIONS.keys()
+    missing = set(itertools.product(CloseState, CloseInput)) - CLOSE_TRANSITIONS.keys()
     assert missing == {
         (CloseState.OPEN, CloseInput.IDLE),  # nobody has asked to close
-        (CloseState.SAID, CloseInput.IDLE),  # it has been said
-        (CloseState.ANSWERING, CloseInput.PEER_CLOSED),  # a second CLOSE breaks a rule
+        (CloseState.CLOSE_SENT, CloseInput.IDLE),  # it has been said
+        (
+            CloseState.CLOSE_RECEIVED,
+            CloseInput.PEER_CLOSED,
+        ),  # a second CLOSE breaks a rule
         (CloseState.CLOSED, CloseInput.PEER_CLOSED),
         (CloseState.CLOSED, CloseInput.IDLE),
     }
-    assert set(PHASE_TRANSITIONS.values()) == set(CloseState) - {CloseState.OPEN}
+    assert set(CLOSE_TRANSITIONS.values()) == set(CloseState) - {CloseState.OPEN}
 
 
 def test_closed_is_closed() -> None:
     """No way leads out, and one leads there from everywhere."""
-    for (phase, turn), target in PHASE_TRANSITIONS.items():
+    for (phase, turn), target in CLOSE_TRANSITIONS.items():
         if phase is CloseState.CLOSED:
             assert target is CloseState.CLOSED
         if turn is CloseInput.LOST:

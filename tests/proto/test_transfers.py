@@ -24,7 +24,15 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import SegmentRecord
 from kvwire.testing.pair import ConnectionPair
-from kvwire.wire.control import Agree, Commit, Done, Landed, Mark, Open, Settled
+from kvwire.wire.control import (
+    Agree,
+    Commit,
+    CommitAck,
+    Fin,
+    Open,
+    SegmentAck,
+    SegmentBody,
+)
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
@@ -235,13 +243,13 @@ def test_late_frames_of_a_transfer_are_dropped() -> None:
     m.commit()
     expect_fine(m.pair)
     wire_id = m.asker.wire_id or 0
-    m.producer.forge(FrameType.MARK, Mark(2, BOX, 5), request=wire_id)
+    m.producer.forge(FrameType.SEGMENT, SegmentBody(2, BOX, 5), request=wire_id)
     m.producer.forge(FrameType.COMMIT, Commit(1, True), request=wire_id)
-    m.producer.forge(FrameType.DONE, Done(0), request=wire_id)
+    m.producer.forge(FrameType.FIN, Fin(0), request=wire_id)
     m.producer.forge_payload(FrameType.DATA, b"x", request=wire_id, segment=1)
     m.consumer.forge(FrameType.AGREE, Agree(b""), request=wire_id)
-    m.consumer.forge(FrameType.LANDED, Landed((1,)), request=wire_id)
-    m.consumer.forge(FrameType.SETTLED, Settled(()), request=wire_id)
+    m.consumer.forge(FrameType.SEGMENT_ACK, SegmentAck((1,)), request=wire_id)
+    m.consumer.forge(FrameType.COMMIT_ACK, CommitAck(()), request=wire_id)
     expect_fine(m.pair)
 
 
@@ -308,7 +316,9 @@ def test_marks_out_of_turn(number: int) -> None:
     """Again, or with one left out."""
     m = moved()
     m.mark(b"x")
-    m.producer.forge(FrameType.MARK, Mark(number, BOX, 5), request=m.asker.wire_id or 0)
+    m.producer.forge(
+        FrameType.SEGMENT, SegmentBody(number, BOX, 5), request=m.asker.wire_id or 0
+    )
     expect_broken(m.pair, m.consumer, "KVW-TR-03")
 
 
@@ -317,7 +327,7 @@ def test_a_mark_before_the_answer() -> None:
     """The consumer has not said that it wants anything."""
     early = Moved(ConnectionPair())
     early.producer.forge(
-        FrameType.MARK, Mark(1, BOX, 5), request=early.asker.wire_id or 0
+        FrameType.SEGMENT, SegmentBody(1, BOX, 5), request=early.asker.wire_id or 0
     )
     expect_broken(early.pair, early.consumer, "KVW-TR-03")
 
@@ -329,7 +339,9 @@ def test_a_mark_after_the_commit() -> None:
     m.producer.stalled = True
     m.mark(b"x" * 100)
     m.commit()
-    m.producer.forge(FrameType.MARK, Mark(2, BOX, 5), request=m.asker.wire_id or 0)
+    m.producer.forge(
+        FrameType.SEGMENT, SegmentBody(2, BOX, 5), request=m.asker.wire_id or 0
+    )
     expect_broken(m.pair, m.consumer, "KVW-TR-03")
 
 
@@ -372,7 +384,9 @@ def test_landed_what_cannot_have(numbers: tuple[int, ...]) -> None:
     m.mark(b"x")
     m.producer.stalled = True
     m.mark(b"y")
-    m.consumer.forge(FrameType.LANDED, Landed(numbers), request=m.asker.wire_id or 0)
+    m.consumer.forge(
+        FrameType.SEGMENT_ACK, SegmentAck(numbers), request=m.asker.wire_id or 0
+    )
     expect_broken(m.pair, m.producer, "KVW-TR-05")
 
 
@@ -385,7 +399,9 @@ def test_settled_with_other_segments(damaged: tuple[int, ...]) -> None:
     m.pair.run()
     m.mark(b"y")
     m.commit()
-    m.consumer.forge(FrameType.SETTLED, Settled(damaged), request=m.asker.wire_id or 0)
+    m.consumer.forge(
+        FrameType.COMMIT_ACK, CommitAck(damaged), request=m.asker.wire_id or 0
+    )
     expect_broken(m.pair, m.producer, "KVW-TR-06")
 
 
@@ -394,7 +410,7 @@ def test_settled_out_of_turn() -> None:
     """Before the commit, before everything was sent, and a second time."""
     early = moved()
     early.consumer.forge(
-        FrameType.SETTLED, Settled(()), request=early.asker.wire_id or 0
+        FrameType.COMMIT_ACK, CommitAck(()), request=early.asker.wire_id or 0
     )
     expect_broken(early.pair, early.producer, "KVW-TR-06")
     unsent = moved()
@@ -402,7 +418,7 @@ def test_settled_out_of_turn() -> None:
     unsent.mark(b"x")
     unsent.commit()
     unsent.consumer.forge(
-        FrameType.SETTLED, Settled((1,)), request=unsent.asker.wire_id or 0
+        FrameType.COMMIT_ACK, CommitAck((1,)), request=unsent.asker.wire_id or 0
     )
     expect_broken(unsent.pair, unsent.producer, "KVW-TR-06")
     twice = moved()
@@ -411,7 +427,7 @@ def test_settled_out_of_turn() -> None:
     twice.commit()
     twice.pair.run()
     twice.consumer.forge(
-        FrameType.SETTLED, Settled(()), request=twice.asker.wire_id or 0
+        FrameType.COMMIT_ACK, CommitAck(()), request=twice.asker.wire_id or 0
     )
     expect_broken(twice.pair, twice.producer, "KVW-TR-06")
 
@@ -488,11 +504,13 @@ def test_chunks_that_are_none(offset: int, length: int, rule: str) -> None:
 @pytest.mark.parametrize(
     ("frame_type", "body"),
     [
-        (FrameType.MARK, Mark(1, BOX, 5)),
+        (FrameType.SEGMENT, SegmentBody(1, BOX, 5)),
         (FrameType.COMMIT, Commit(0, True)),
     ],
 )
-def test_words_of_the_other_side(frame_type: FrameType, body: Mark | Commit) -> None:
+def test_words_of_the_other_side(
+    frame_type: FrameType, body: SegmentBody | Commit
+) -> None:
     """The consumer does not mark, nor does anybody mark a put."""
     m = moved()
     m.consumer.forge(frame_type, body, request=m.asker.wire_id or 0)
@@ -506,9 +524,11 @@ def test_words_of_the_other_side(frame_type: FrameType, body: Mark | Commit) -> 
 @pytest.mark.rule("KVW-TR-08", "breaks")
 @pytest.mark.parametrize(
     ("frame_type", "body"),
-    [(FrameType.LANDED, Landed((1,))), (FrameType.SETTLED, Settled(()))],
+    [(FrameType.SEGMENT_ACK, SegmentAck((1,))), (FrameType.COMMIT_ACK, CommitAck(()))],
 )
-def test_words_of_the_consumer(frame_type: FrameType, body: Landed | Settled) -> None:
+def test_words_of_the_consumer(
+    frame_type: FrameType, body: SegmentAck | CommitAck
+) -> None:
     """The producer does not say what has landed."""
     m = moved()
     m.mark(b"x")
@@ -521,7 +541,7 @@ def test_done_before_the_last_word() -> None:
     """The producer confirms what the consumer has said."""
     m = moved()
     m.mark(b"x")
-    m.producer.forge(FrameType.DONE, Done(0), request=m.asker.wire_id or 0)
+    m.producer.forge(FrameType.FIN, Fin(0), request=m.asker.wire_id or 0)
     expect_broken(m.pair, m.consumer, "KVW-RQ-01")
 
 

@@ -15,11 +15,11 @@ from tests.protocol.raw_client import RawCache, Side
 from tests.protocol.raw_link import (
     CHECKED,
     DATA,
-    MARK,
     OPEN,
     PING,
     SEAL_BYTES,
     SEALED,
+    SEGMENT,
     derive,
     header,
     key_id,
@@ -110,7 +110,7 @@ def _transfer() -> str:
     ]
     mark = msgspec.msgpack.encode((1, WHOLE, group.nbytes(WHOLE)))
     asked = header(OPEN, CHECKED, 4, len(ask), 1, 0, 0, zlib.crc32(ask))
-    marked = header(MARK, CHECKED, 3, len(mark), 1, 0, 0, zlib.crc32(mark))
+    marked = header(SEGMENT, CHECKED, 3, len(mark), 1, 0, 0, zlib.crc32(mark))
     return (
         _listed(
             ("the consumer's description", opened),
@@ -121,7 +121,7 @@ def _transfer() -> str:
         + _listed(
             ("the moved granules as bits", b"\xe0"),
             ("plan", plan_digest(producer.groups)),
-            ("MARK of everything, the server's fourth frame", marked + mark),
+            ("SEGMENT of everything, the server's fourth frame", marked + mark),
         )
         + "the segment's first bytes\n  "
         + "\n  ".join(first[:9])

@@ -17,14 +17,14 @@ import msgspec
 from tests.protocol.raw_link import (
     AGREE,
     COMMIT,
+    COMMIT_ACK,
     DATA,
-    DONE,
     FAIL,
-    LANDED,
-    MARK,
+    FIN,
     OPEN,
     PROFILE,
-    SETTLED,
+    SEGMENT,
+    SEGMENT_ACK,
     Frame,
     RawLink,
     Refused,
@@ -85,7 +85,7 @@ class Side:
         met: The other side's ``end``, once it was met.
         landed: Boxes that are whole, here or at the consumer.
         damaged: Boxes that were settled as damaged.
-        settled: Whether SETTLED was sent.
+        settled: Whether COMMIT_ACK was sent.
         complete: Whether COMMIT has said that everything was marked.
         groups: What is carried.
     """
@@ -200,17 +200,17 @@ async def produce(
     for number, box in enumerate(boxes, 1):
         elements = side.groups[box[0]].elements(box)
         data = b"".join(memory[side.cache.place(element)] for element in elements)
-        link.send(MARK, number, box, len(data), request=request)
+        link.send(SEGMENT, number, box, len(data), request=request)
         for at in range(0, len(data), link.chunk_bytes):
             chunk = data[at : at + link.chunk_bytes]
             wrong = number in spoiled and at + len(chunk) == len(data)
             link.send_data(request, number, at, chunk, intact=not wrong)
     link.send(COMMIT, len(boxes), complete, request=request)
-    while (frame := await _next(link, request)).type != SETTLED:
-        assert frame.type == LANDED
+    while (frame := await _next(link, request)).type != COMMIT_ACK:
+        assert frame.type == SEGMENT_ACK
         side.landed += [boxes[number - 1] for number in frame.fields[0]]
     side.damaged += [boxes[number - 1] for number in frame.fields[0]]
-    link.send(DONE, 0, request=request)
+    link.send(FIN, 0, request=request)
 
 
 async def consume(link: RawLink, side: Side, request: int) -> None:
@@ -221,8 +221,8 @@ async def consume(link: RawLink, side: Side, request: int) -> None:
     """
     segments: list[_Segment] = []
     committed = False
-    while (frame := await _next(link, request)).type != DONE:
-        if frame.type == MARK:
+    while (frame := await _next(link, request)).type != FIN:
+        if frame.type == SEGMENT:
             number, box, nbytes = frame.fields
             segments.append(_Segment(tuple(box), bytearray(nbytes)))
             assert number == len(segments)
@@ -238,7 +238,7 @@ async def consume(link: RawLink, side: Side, request: int) -> None:
             damaged = [number for number, segment in numbered if segment.damaged]
             side.damaged += [segments[number - 1].box for number in damaged]
             side.settled = True
-            link.send(SETTLED, damaged, request=request)
+            link.send(COMMIT_ACK, damaged, request=request)
 
 
 class _Segment:
@@ -263,7 +263,7 @@ def _take(link: RawLink, side: Side, segment: _Segment, frame: Frame) -> None:
         item = segment.memory[number * size : (number + 1) * size]
         cache.memory[cache.place(element)] = item
     side.landed.append(segment.box)
-    link.send(LANDED, [frame.segment], request=frame.request)
+    link.send(SEGMENT_ACK, [frame.segment], request=frame.request)
 
 
 def _meet(link: RawLink, side: Side, request: int, said: Any, *, compare: bool) -> None:

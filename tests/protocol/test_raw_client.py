@@ -14,11 +14,11 @@ from tests.protocol.raw_client import ask, consume, produce
 from tests.protocol.raw_link import (
     AGREE,
     AUTHENTICATION,
+    COMMIT_ACK,
     FAIL,
     OPEN,
     OTHER,
     PROFILE,
-    SETTLED,
     RawLink,
     Refused,
 )
@@ -165,7 +165,7 @@ async def test_kvwire_sends_a_part() -> None:
 
 
 async def test_a_damaged_chunk() -> None:
-    """Its segment is the one that SETTLED names, and the consumer lacks its blocks."""
+    """COMMIT_ACK names its segment, and the consumer lacks its blocks."""
     async with world() as w:
         ours, theirs = Ours(), Theirs()
         theirs.fill()
@@ -349,13 +349,13 @@ async def test_a_lost_link() -> None:
 
 
 async def test_a_lost_last_word() -> None:
-    """SETTLED never came: it is said on the next connection, and nothing is sent."""
+    """COMMIT_ACK never came: it is said on the next connection, and nothing is sent."""
 
     class Cut(RawLink):
-        """Ends the connection where SETTLED would be sent."""
+        """Ends the connection where COMMIT_ACK would be sent."""
 
         def send(self, frame_type: int, *fields: Any, request: int = 0) -> None:
-            if frame_type == SETTLED:
+            if frame_type == COMMIT_ACK:
                 self.abort()
             else:
                 super().send(frame_type, *fields, request=request)

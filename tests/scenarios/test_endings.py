@@ -140,7 +140,7 @@ def test_r07_completion_message_is_lost_with_its_link(play: Play) -> None:
         inc = w.pull_side.pull("t", w.target.cache, DEST)
         out.ready()
         await inc.layer(LAYERS - 1)
-        # From here the producer hears nothing: not LANDED, and not the last word.
+        # From here the producer hears nothing: not SEGMENT_ACK, and not the last word.
         w.freeze(w.push_side)
         out.finish()
         outcome = await inc

@@ -9,12 +9,11 @@ import pytest
 
 import kvwire
 from kvwire.kv.plan import Segment
-from kvwire.proto.records import SegmentRecord as CoreSegment
-from kvwire.proto.records import TransferRecord
+from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.state import Kind
 from kvwire.transfers import receiver as receipt_module
 from kvwire.transfers.receiver import missing_chunks
-from kvwire.wire.control import Commit, Done, Landed, Mark, Settled
+from kvwire.wire.control import Commit, CommitAck, Fin, SegmentAck, SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import LAYERS, SPEC, World, play, same
 
@@ -107,7 +106,7 @@ def test_what_is_inside_the_plan_lands() -> None:
 )
 def test_a_mark_outside_the_plan(box: Any, nbytes: int) -> None:
     def act(hostile: Hostile) -> None:
-        hostile.say(FrameType.MARK, Mark(1, box, nbytes))
+        hostile.say(FrameType.SEGMENT, SegmentBody(1, box, nbytes))
 
     check_hostile(act, "KVW-TR-09", consumer=True)
 
@@ -119,7 +118,7 @@ def test_a_mark_of_too_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", nbytes - 1)
 
     def act(hostile: Hostile) -> None:
-        hostile.say(FrameType.MARK, Mark(1, (0, 0, LAYERS, 0, 5), nbytes))
+        hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, LAYERS, 0, 5), nbytes))
 
     check_hostile(act, "KVW-TR-12", consumer=True)
 
@@ -133,7 +132,9 @@ def test_one_granule_may_be_marked_however_long_it_is(
 
     async def scenario(w: World) -> None:
         hostile = await Hostile.of(w)
-        hostile.say(FrameType.MARK, Mark(1, (0, 0, 4, 2, 1), SPEC.block_bytes))
+        hostile.say(
+            FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes)
+        )
         receipt = hostile.inc.receipt
         assert receipt is not None
         await w.until(lambda: bool(receipt._segments))
@@ -149,8 +150,8 @@ def test_one_granule_may_be_marked_however_long_it_is(
 def test_a_mark_of_what_was_marked_before(box: Any) -> None:
     def act(hostile: Hostile) -> None:
         nbytes = box[2] * box[4] * SPEC.layer_block_bytes
-        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
-        hostile.say(FrameType.MARK, Mark(2, box, nbytes))
+        hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        hostile.say(FrameType.SEGMENT, SegmentBody(2, box, nbytes))
 
     check_hostile(act, "KVW-TR-11", consumer=True)
 
@@ -175,7 +176,7 @@ def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
         resumed = hostile.inc.receipt
         assert resumed is not None
         await w.until(lambda: hasattr(resumed, "_promised"))
-        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
         await resumed.connection.wait_closed()
         assert "KVW-TR-11" in str(resumed.connection.core.error)
         assert same(w.source, LIST, w.target, DEST, layers=[0])
@@ -188,11 +189,11 @@ def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
 @pytest.mark.parametrize(
     ("rule", "frame_type", "body"),
     [
-        ("KVW-TR-03", FrameType.MARK, Mark(2, (0, 0, 1, 0, 5), LAYER_BYTES)),
+        ("KVW-TR-03", FrameType.SEGMENT, SegmentBody(2, (0, 0, 1, 0, 5), LAYER_BYTES)),
         ("KVW-TR-04", FrameType.COMMIT, Commit(1, True)),
-        ("KVW-RQ-01", FrameType.DONE, Done(0)),
-        ("KVW-TR-08", FrameType.LANDED, Landed((1,))),
-        ("KVW-TR-08", FrameType.SETTLED, Settled(())),
+        ("KVW-RQ-01", FrameType.FIN, Fin(0)),
+        ("KVW-TR-08", FrameType.SEGMENT_ACK, SegmentAck((1,))),
+        ("KVW-TR-08", FrameType.COMMIT_ACK, CommitAck(())),
     ],
     ids=lambda value: value.name if isinstance(value, FrameType) else "",
 )
@@ -205,9 +206,9 @@ def test_a_producer_that_speaks_out_of_turn(
 @pytest.mark.parametrize(
     ("rule", "frame_type", "body"),
     [
-        ("KVW-TR-05", FrameType.LANDED, Landed((1,))),
-        ("KVW-TR-06", FrameType.SETTLED, Settled(())),
-        ("KVW-TR-08", FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES)),
+        ("KVW-TR-05", FrameType.SEGMENT_ACK, SegmentAck((1,))),
+        ("KVW-TR-06", FrameType.COMMIT_ACK, CommitAck(())),
+        ("KVW-TR-08", FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES)),
         ("KVW-TR-08", FrameType.COMMIT, Commit(0, True)),
     ],
     ids=lambda value: value.name if isinstance(value, FrameType) else "",
@@ -223,7 +224,7 @@ def test_a_consumer_that_speaks_out_of_turn(
 
 def test_a_commit_that_comes_twice() -> None:
     def act(hostile: Hostile) -> None:
-        hostile.say(FrameType.MARK, Mark(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+        hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
         for _ in range(2):
             hostile.say(FrameType.COMMIT, Commit(1, True))
 
@@ -271,7 +272,7 @@ def test_a_description_that_is_none(kind: Kind, description: bytes) -> None:
 
 
 def test_chunks_that_have_not_landed() -> None:
-    segment = CoreSegment(
+    segment = SegmentRecord(
         request=None,  # type: ignore[arg-type]
         number=1,
         box=Segment(0, 0, 1, 0, 1).box,

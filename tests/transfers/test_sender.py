@@ -17,7 +17,7 @@ import kvwire
 from kvwire.kv.plan import Segment
 from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MAX
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.records import SegmentRecord as CoreSegment
+from kvwire.proto.records import SegmentRecord
 from kvwire.transfers import sender as delivery_module
 from tests.scenarios.world import BLOCKS, LARGE, LAYERS, Memory, World, play, same
 from tests.support.depth import examples
@@ -315,7 +315,7 @@ def test_chunks_of_a_segment_that_was_cut_are_not_sent_again() -> None:
             if receipt.core is None:
                 return False
             core = receipt.connection.core.transfers.transfer(receipt.core)
-            segments: list[CoreSegment] = list(core.segments.values())
+            segments: list[SegmentRecord] = list(core.segments.values())
             return bool(segments) and segments[0].moved >= 4 * MIB
 
         await w.turns_until(half)

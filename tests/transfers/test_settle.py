@@ -1,4 +1,4 @@
-"""SETTLED and DONE lost with their link: said again, and believed exactly."""
+"""COMMIT_ACK and FIN lost with their link: said again, and believed exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import kvwire
 from kvwire.proto.records import TransferRecord
 from kvwire.testing import virtual_time
 from kvwire.transfers.sender import SendAttempt
-from kvwire.wire.control import Mark
+from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import LAYERS, World, play, same
 
@@ -64,7 +64,7 @@ def test_the_producer_has_not_heard_that_all_is_settled(
 
 @PUSH
 def test_the_consumer_has_not_heard_that_it_was_heard(push: bool) -> None:
-    """DONE is lost: it asks again, and is told that it is over."""
+    """FIN is lost: it asks again, and is told that it is over."""
 
     async def scenario(w: World) -> None:
         out, inc = begin(w, push)
@@ -109,8 +109,11 @@ def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
         if not self._settled:
             real(self)
         elif self.core is not None and not self.core.over:
-            outbox, body = self.connection.core.outbox, Mark(1, (0, 0, 1, 0, 5), 1)
-            outbox.send(FrameType.MARK, body, request=self.core.wire_id)
+            outbox, body = (
+                self.connection.core.outbox,
+                SegmentBody(1, (0, 0, 1, 0, 5), 1),
+            )
+            outbox.send(FrameType.SEGMENT, body, request=self.core.wire_id)
             self.connection.run()
 
     monkeypatch.setattr(SendAttempt, "send_marks", send_marks)

@@ -16,13 +16,13 @@ from kvwire import limits
 from kvwire.errors import FrameTooLarge, MalformedFrame
 from kvwire.wire.control import (
     _BODIES,
-    Access,
-    Aside,
+    AccessBody,
     Body,
     Credit,
-    Lower,
+    LaneClose,
+    LaneData,
+    LaneOpen,
     Ping,
-    Raise,
     Ready,
     decode_body,
     encode_body,
@@ -122,7 +122,7 @@ def test_fields_of_a_newer_version_are_skipped(body: Body) -> None:
 
 def test_the_ranges_are_those_of_the_document() -> None:
     """What must never be wider by accident."""
-    kind = inspect.type_info(Access)
+    kind = inspect.type_info(AccessBody)
     assert isinstance(kind, inspect.StructType)
     access = {field.name: field.type for field in kind.fields}
     assert access["offset"] == inspect.IntType(ge=0, le=limits.REQUEST_BYTES_MAX)
@@ -135,16 +135,16 @@ def test_the_ranges_are_those_of_the_document() -> None:
     ("frame_type", "body"),
     [
         (
-            FrameType.RAISE,
-            Raise(
+            FrameType.LANE_OPEN,
+            LaneOpen(
                 lane=limits.LANE_NUMBER_MAX,
                 backend="\U0001f980" * limits.NAME_CHARS_MAX,
                 bootstrap=bytes(limits.BOOTSTRAP_BYTES_MAX),
             ),
         ),
         (
-            FrameType.LOWER,
-            Lower(
+            FrameType.LANE_CLOSE,
+            LaneClose(
                 lane=limits.LANE_NUMBER_MAX,
                 reason="\U0001f980" * limits.REASON_CHARS_MAX,
                 seen=2**63 - 1,
@@ -152,8 +152,8 @@ def test_the_ranges_are_those_of_the_document() -> None:
             ),
         ),
         (
-            FrameType.ASIDE,
-            Aside(
+            FrameType.LANE_DATA,
+            LaneData(
                 lane=limits.LANE_NUMBER_MAX,
                 segment=2**32 - 1,
                 offset=limits.REQUEST_BYTES_MAX,
@@ -163,7 +163,7 @@ def test_the_ranges_are_those_of_the_document() -> None:
             ),
         ),
     ],
-    ids=["RAISE", "LOWER", "ASIDE"],
+    ids=["LANE_OPEN", "LANE_CLOSE", "LANE_DATA"],
 )
 def test_the_longest_body_fits_its_frame(frame_type: FrameType, body: Body) -> None:
     """With its seal, and the bound is not much more than that."""

@@ -25,7 +25,7 @@ from kvwire.types import BufferId, MemoryKind
 
 if TYPE_CHECKING:
     from kvwire.driver.device_staging import DeviceStaging
-    from kvwire.proto.connection import ConnectionCore as Core
+    from kvwire.proto.connection import ConnectionCore
 
 
 class LaneEndpoint:
@@ -73,7 +73,7 @@ class LaneScheduler(LaneHandler):
 
     def __init__(
         self,
-        core: Core,
+        core: ConnectionCore,
         staged: DeviceStaging,
         loop: asyncio.AbstractEventLoop,
         *,

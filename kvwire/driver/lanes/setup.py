@@ -23,7 +23,7 @@ from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import LANE_TIMEOUT_S
-from kvwire.proto.connection import ConnectionCore as Core
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
 from kvwire.types import Address, TransportReport
@@ -63,7 +63,7 @@ class LaneSetup:
 
     def __init__(
         self,
-        core: Core,
+        core: ConnectionCore,
         lanes: LaneScheduler,
         route: Route,
         *,

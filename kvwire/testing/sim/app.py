@@ -51,7 +51,7 @@ class App:
             Verb.PUT: self.regions.put,
             Verb.GET: self.regions.get,
             Verb.OPEN: self.kv.open,
-            Verb.MARK: self.kv.mark,
+            Verb.SEGMENT: self.kv.mark,
             Verb.COMMIT: self.kv.commit,
             Verb.CANCEL: self._cancel,
             Verb.WITHDRAW: self._withdraw,

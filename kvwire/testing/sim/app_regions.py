@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, UsageError
-from kvwire.proto.regions import RegionRecord as CoreRegion
+from kvwire.proto.regions import RegionRecord
 from kvwire.proto.state import Kind
 from kvwire.testing.sim.ask import Aim, Ask, Known, SimRegion
 from kvwire.testing.sim.content import content
@@ -13,7 +13,7 @@ from kvwire.testing.sim.endpoint import Endpoint
 from kvwire.testing.sim.plan import Dice
 from kvwire.testing.sim.violation import demand
 from kvwire.types import Access
-from kvwire.wire.control import Access as AccessBody
+from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
     from kvwire.testing.sim.node import Node
@@ -96,7 +96,7 @@ class RegionApp:
 
     # --- inside -----------------------------------------------------------------------
 
-    def _tell(self, region: CoreRegion) -> None:
+    def _tell(self, region: RegionRecord) -> None:
         for endpoint in self._node.endpoints:
             endpoint.core.region_revoked(region.id)
             endpoint.pump()

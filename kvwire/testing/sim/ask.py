@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KVWireError
-from kvwire.proto.regions import GrantRow
-from kvwire.proto.regions import RegionRecord as CoreRegion
+from kvwire.proto.regions import GrantRow, RegionRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind
 from kvwire.testing.sim.memory import Lease
@@ -50,7 +49,7 @@ class SimRegion:
 
     __slots__ = ("core", "lease", "node")
 
-    def __init__(self, node: Node, core: CoreRegion, lease: Lease) -> None:
+    def __init__(self, node: Node, core: RegionRecord, lease: Lease) -> None:
         self.node = node
         self.core = core
         self.lease = lease

@@ -17,12 +17,12 @@ from kvwire.testing.sim.net import End
 from kvwire.testing.sim.plan import Dice
 from kvwire.types import Role
 from kvwire.wire.control import (
-    Access,
+    AccessBody,
     Announce,
     Body,
     Credit,
-    Done,
     Fail,
+    Fin,
     Ping,
     Ready,
     encode_body,
@@ -57,17 +57,17 @@ def _forged(
     newest = REQUEST_ID_MAX - 2 + mine
     never = REQUEST_ID_MAX - 1 - 2 * dice.below(100)
     used = max(endpoint.asks, default=0)
-    anything = Access(1, 1, bytes(16), 0, 1)
+    anything = AccessBody(1, 1, bytes(16), 0, 1)
     forgeries: list[tuple[str, int, Body, int]] = [
         ("a request number of the receiver", FrameType.PUT, anything, mine ^ 3),
         ("request number 0", FrameType.ANNOUNCE, Announce(_TAG, 1), 0),
         ("READY for nothing", FrameType.READY, Ready(1), never),
-        ("DONE for nothing", FrameType.DONE, Done(1), never),
+        ("FIN for nothing", FrameType.FIN, Fin(1), never),
         ("FAIL for nothing", FrameType.FAIL, Fail(36, ""), never),
         ("credit for nothing", FrameType.CREDIT, Credit(2**20, 0), 0),
         ("a PONG to no PING", FrameType.PONG, Ping(2**32 - 1), 0),
         ("a PING for a request", FrameType.PING, Ping(1), newest),
-        ("a get of 0 bytes", FrameType.GET, Access(1, 1, bytes(16), 0, 0), newest),
+        ("a get of 0 bytes", FrameType.GET, AccessBody(1, 1, bytes(16), 0, 0), newest),
         ("an OFFER after the handshake", FrameType.OFFER, Ping(1), 0),
     ]
     if used:

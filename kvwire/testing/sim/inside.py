@@ -39,7 +39,7 @@ def check(endpoint: Endpoint) -> None:
     demand(kept <= 9 * most, "table", "too many deadlines are kept")
     demand(len(core._messages._announced) <= most, "table", "too many announcements")
     demand(len(core._grants) <= grants_most, "table", "too many grants")
-    if phase is not CloseState.OPEN and phase is not CloseState.SAID:
+    if phase is not CloseState.OPEN and phase is not CloseState.CLOSE_SENT:
         demand(len(table), "close", "nothing is left to deliver, and no CLOSE was sent")
 
 

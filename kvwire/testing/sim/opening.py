@@ -15,7 +15,12 @@ from kvwire.testing.sim.lane import Frame, Landing
 from kvwire.testing.sim.net import End
 from kvwire.testing.sim.violation import demand
 from kvwire.types import Role
-from kvwire.wire.control import BackendOffer, Choice, Offer, Verdict
+from kvwire.wire.control import (
+    BackendOffer,
+    HandshakeVerdict,
+    TransportChoice,
+    TransportOffer,
+)
 
 if TYPE_CHECKING:
     from kvwire.testing.sim.node import Node
@@ -64,9 +69,9 @@ class Opening:
         try:
             handshake.body_received(data)
             if isinstance(handshake, ServerHandshake) and handshake.offer is not None:
-                taken = Verdict(_TRANSPORT, True, "the only one")
+                taken = HandshakeVerdict(_TRANSPORT, True, "the only one")
                 handshake.choose(
-                    Choice(name=self._node.name, verdicts=(taken,), profile=())
+                    TransportChoice(name=self._node.name, verdicts=(taken,), profile=())
                 )
         except (HandshakeError, ProtocolError) as exc:
             self._failed(exc)
@@ -133,5 +138,7 @@ def _handshake(world: World, node: Node, role: Role) -> Handshake:
     nonce = world.nonce()
     if role is Role.SERVER:
         return ServerHandshake(node.identity, nonce)
-    offer = Offer(name=node.name, backends=(BackendOffer(_TRANSPORT, 1),), profile=())
+    offer = TransportOffer(
+        name=node.name, backends=(BackendOffer(_TRANSPORT, 1),), profile=()
+    )
     return ClientHandshake(node.identity, nonce, offer)

@@ -41,7 +41,7 @@ class Verb(enum.Enum):
     REVOKE = "revoke"
     CLOSE_REGION = "close region"
     OPEN = "open transfer"
-    MARK = "mark"
+    SEGMENT = "mark"
     COMMIT = "commit"
     CANCEL = "cancel"
     WITHDRAW = "withdraw"
@@ -74,7 +74,7 @@ _WORK: Final[dict[Verb, float]] = {
     Verb.PUT: 5,
     Verb.GET: 5,
     Verb.OPEN: 3,
-    Verb.MARK: 5,
+    Verb.SEGMENT: 5,
     Verb.COMMIT: 2,
     Verb.REVOKE: 0.7,
     Verb.CLOSE_REGION: 0.7,

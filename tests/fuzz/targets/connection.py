@@ -28,9 +28,8 @@ from kvwire.testing.handshakes import SMALL, Shaking, begin, identity, shake
 from kvwire.testing.pair import ConnectionPair
 from kvwire.testing.pair_lanes import Half, PairLanes
 from kvwire.testing.peer import Peer
-from kvwire.types import Access as Direction
-from kvwire.types import Role, TrustMode
-from kvwire.wire.control import _BODIES, Access
+from kvwire.types import Access, Role, TrustMode
+from kvwire.wire.control import _BODIES, AccessBody
 from kvwire.wire.header import FrameType
 from tests.fuzz.reader import Reader
 
@@ -42,7 +41,7 @@ _CONTROL: Final = tuple(_BODIES)
 _KINDS: Final = {
     frame_type: inspect.type_info(body) for frame_type, body in _BODIES.items()
 }
-_DIRECTIONS: Final = (Direction.READ, Direction.WRITE, Direction.READWRITE)
+_DIRECTIONS: Final = (Access.READ, Access.WRITE, Access.READWRITE)
 
 
 def run(data: bytes) -> int:
@@ -91,7 +90,7 @@ class _World:
         self._pair = _pair(trust)
         self._made_lanes: PairLanes | None = None
         self._begun: list[tuple[Peer, RequestRecord]] = []
-        self._grants: dict[Role, list[Access]] = {role: [] for role in Role}
+        self._grants: dict[Role, list[AccessBody]] = {role: [] for role in Role}
         self._regions: dict[Role, list[RegionRecord]] = {role: [] for role in Role}
         self._steps: tuple[Callable[[Reader, Role], None], ...] = (
             *(self._deliver, self._deliver, self._send, self._recv, self._expose),
@@ -154,7 +153,7 @@ class _World:
         if source.nbytes <= 128:
             self._note(end, end.get(source))
 
-    def _some_grant(self, reader: Reader, role: Role) -> Access:
+    def _some_grant(self, reader: Reader, role: Role) -> AccessBody:
         """One that was given, and perhaps a part of it, or more than it."""
         if not self._grants[role]:
             raise UsageError("there is no grant")

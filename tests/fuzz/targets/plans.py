@@ -21,7 +21,7 @@ from kvwire.kv.layout import AXES
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import KVSpec
-from kvwire.proto.records import SegmentRecord as CoreSegment
+from kvwire.proto.records import SegmentRecord
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.receiver import missing_chunks
 from tests.fuzz.reader import Reader
@@ -131,7 +131,7 @@ def _mark(plan: TransferPlan, landed: Landed, reader: Reader) -> None:
         ends = fragments.addresses + fragments.lengths
         assert (ends <= first + np.uint64(_memory().nbytes)).all()
     count = -(-nbytes // _CHUNK_BYTES)
-    core = CoreSegment(request=None, number=1, box=segment.box, nbytes=nbytes)  # type: ignore[arg-type]
+    core = SegmentRecord(request=None, number=1, box=segment.box, nbytes=nbytes)  # type: ignore[arg-type]
     core.arrived = bytearray(reader.byte() % 3 for _ in range(count))
     missing = missing_chunks(core, _CHUNK_BYTES)
     before = landed.left
