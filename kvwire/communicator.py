@@ -1,7 +1,4 @@
-"""A communicator: one identity, its listeners, and its connections.
-
-Everything of a communicator belongs to the loop it was opened on.
-"""
+"""A communicator: one identity, its listeners and connections, all on one loop."""
 
 from __future__ import annotations
 

@@ -183,9 +183,6 @@ def test_profiles_agree_where_both_speak() -> None:
     assert shaking.server.agreement.peer.profile == client.profile
 
 
-# --- mismatches name the fields, on both sides
-
-
 def mismatch(
     client: Identity, server: Identity, kind: type[HandshakeError], *fields: str
 ) -> list[str]:
@@ -351,9 +348,6 @@ def test_a_choice_that_was_not_offered(taken: tuple[str, ...]) -> None:
     assert shaking.client.agreement is None
 
 
-# --- out of order
-
-
 @pytest.mark.rule("KVW-HS-04", "breaks")
 @pytest.mark.parametrize("index", range(5))
 @both_modes
@@ -429,9 +423,6 @@ def test_a_server_that_leaves_its_seals_off() -> None:
     with pytest.raises(UnexpectedFrame) as caught:
         receive(shaking.client, framing.control(FrameType.CHOICE, body))
     assert caught.value.rule == "KVW-AU-01"
-
-
-# --- versions and modes chosen by the server
 
 
 def accept_with(

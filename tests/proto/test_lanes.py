@@ -32,9 +32,6 @@ from tests.proto.lanes import CHUNK, Scene, expect_refused, expect_whole
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
 
 
-# --- coming up
-
-
 @pytest.mark.rule("KVW-LN-01", "keeps")
 @pytest.mark.rule("KVW-LN-02", "keeps")
 def test_a_lane_comes_up() -> None:
@@ -189,9 +186,6 @@ def test_raised_twice() -> None:
     scene.up()
     scene.client.forge(FrameType.LANE_READY, LaneReady(lane=1))
     expect_refused(scene, scene.server, "KVW-LN-02")
-
-
-# --- payload
 
 
 @pytest.mark.rule("KVW-LN-03", "keeps")
@@ -467,9 +461,6 @@ def test_a_lane_is_a_sign_of_life() -> None:
     scene.server.now += 1.5
     scene.lanes.move(scene.half(SERVER), *scene.tickets(SERVER))
     assert scene.server.core._liveness.silence_s(scene.server.now) == 0
-
-
-# --- going down
 
 
 @pytest.mark.rule("KVW-LN-06", "keeps")
