@@ -25,6 +25,7 @@ from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import ABSENT, Namespace, space_of
 from kvwire.store.tiers.base import Batch, BlockResult
 from kvwire.store.tiers.disk import DiskTier
+from kvwire.store.tiers.disk_index import DiskIndex
 from kvwire.store.tiers.file import File
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.caches import SPEC, Filled, chain
@@ -221,6 +222,8 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
     data = bytearray(images.read_bytes())
     data[data.find(source.tensors[0][2].tobytes()[:32])] ^= 1
     images.write_bytes(data)
+    # One that read nothing knows no more than the one before, and may not say so.
+    await (await disk(tmp_path)).close()
     for held in (7, 8):
         tier = await disk(tmp_path)
         keys = store_keys(hashes, source)
@@ -259,6 +262,29 @@ async def test_what_another_size_was_written_over_is_not_found_again(
     assert (await tier.write(*small([16])) == BlockResult.LANDED).all()
     await tier.close()
     await expect_whole(tmp_path, small, range(17), found=1)
+
+
+async def test_a_row_in_doubt_that_was_evicted_is_not_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is free, what was to take it came to nothing, and the tier is closed."""
+    small = blocks_of(SPEC, 17)
+    large = blocks_of(replace(SPEC, layers=40), 1)
+    tier = await disk(tmp_path, "64KiB&slab=64KiB")
+    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
+    await tier.close()
+    change(tmp_path, "UPDATE tier SET closed = 0")
+    (tmp_path / "images").write_bytes(bytes(64 * 1024))
+    tier = await disk(tmp_path, "64KiB&slab=64KiB")
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskIndex, "dirty", full)
+        assert (await tier.write(*large([0])) == BlockResult.FAILED).all()
+    await tier.close()
+    await expect_whole(tmp_path, small, range(17), found=0)
+
+
+def full(index: DiskIndex) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
 
 
 def blocks_of(spec: KVSpec, count: int) -> Chosen:
