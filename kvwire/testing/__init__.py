@@ -13,17 +13,15 @@ if TYPE_CHECKING:
     from kvwire.testing.conformance import check_backend
     from kvwire.testing.conformance.lanes import check_lanes
     from kvwire.testing.harness import Loopback, loopback
-    from kvwire.testing.pair import ConnectionPair
 
 _HOMES = {
-    "ConnectionPair": "kvwire.testing.pair",
     "Loopback": "kvwire.testing.harness",
     "check_backend": "kvwire.testing.conformance",
     "check_lanes": "kvwire.testing.conformance.lanes",
     "loopback": "kvwire.testing.harness",
 }
 
-__all__ = ["ConnectionPair", "Loopback", "check_backend", "check_lanes", "loopback"]
+__all__ = ["Loopback", "check_backend", "check_lanes", "loopback"]
 
 
 def __getattr__(name: str) -> Any:

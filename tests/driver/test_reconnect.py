@@ -10,9 +10,9 @@ import pytest
 
 import kvwire
 from kvwire.limits import REDIAL_S_MAX
-from kvwire.testing import virtual_time
 from kvwire_inproc import FaultPlan, injected
 from tests.scenarios.world import Scenario, World, play, same
+from tests.support import virtual_time
 
 LIST = [3, 1, 4, 5, 9]
 DEST = [10, 11, 12, 13, 14]

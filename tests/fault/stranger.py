@@ -14,9 +14,9 @@ from kvwire.limits import HEADER_BYTES
 from kvwire.memory.checksum import checksum
 from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
-from kvwire.testing.handshakes import begin, choose_first, identity
 from kvwire.wire.control import Body, encode_body
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
+from tests.support.core_pair.handshakes import begin, choose_first, identity
 from tests.support.splitter import Frame, Splitter
 
 # The limits of a kvwire peer that nobody has configured.

@@ -19,11 +19,11 @@ from kvwire import Connection, ConnectionClosed, ConnectionLost, IntegrityError,
 from kvwire.errors import ProtocolError
 from kvwire.proto.agreement import Identity
 from kvwire.security.keys import read_key_file, write_key_file
-from kvwire.testing.handshakes import identity
 from kvwire.types import TrustMode
 from kvwire.wire.control import AccessBody, Announce, Close, Credit, Fin, Ping, Ready
 from kvwire.wire.header import FrameType, encode_header
 from tests.fault.stranger import TERMS, Stranger, answering, dial, flipped, header_of
+from tests.support.core_pair.handshakes import identity
 from tests.support.pairs import Pair, connected
 
 TAG8 = (7).to_bytes(8, "little")

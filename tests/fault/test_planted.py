@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from kvwire.testing.sim import run
 from tests.fault.planted import access, lanes, memory, progress
 from tests.fault.planted.plant import Planted, planted
+from tests.sim import run
 from tests.support.depth import parameters
 
 BUGS = (*memory.BUGS, *access.BUGS, *progress.BUGS, *lanes.BUGS)

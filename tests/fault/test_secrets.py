@@ -23,8 +23,8 @@ from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.auth import Keys, key_id
 from kvwire.security.keys import read_key_file, write_key_file
-from kvwire.testing.handshakes import identity
 from tests.fault.stranger import TERMS, dial
+from tests.support.core_pair.handshakes import identity
 from tests.support.pairs import connected
 
 CANARY = b"canary payload: nobody writes this down"

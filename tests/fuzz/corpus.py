@@ -34,7 +34,6 @@ from kvwire.store.server.messages import (
     Stats,
     Welcome,
 )
-from kvwire.testing.transcripts import Transcript
 from kvwire.transfers.description import TransferOffer
 from kvwire.types import Access, Role
 from kvwire_local.descriptor import Kind, encode, encode_piece
@@ -46,6 +45,7 @@ from kvwire_ucx.library import Version
 from kvwire_ucx.pieces import ticket
 from tests.fuzz.guard import Run
 from tests.fuzz.targets.frames import BUILT
+from tests.support.core_pair.transcripts import Transcript
 from tests.support.tree import ROOT
 
 TARGETS: Final = (
@@ -53,7 +53,7 @@ TARGETS: Final = (
     *("plans", "backends", "store"),
 )
 FOLDER: Final = Path(__file__).with_name("inputs")
-_GOLDEN: Final = ROOT / "tests" / "testing" / "golden"
+_GOLDEN: Final = ROOT / "tests" / "support" / "core_pair" / "golden"
 # The choice of tests/fuzz/targets/connection.py that feeds raw bytes to the server.
 _RAW_TO_SERVER: Final = 19 << 1
 _DELIVER: Final = 0

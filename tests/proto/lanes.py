@@ -6,12 +6,12 @@ from kvwire.errors import ProtocolError
 from kvwire.limits import CHUNK_BYTES_MIN
 from kvwire.proto.lanes import LaneStage
 from kvwire.proto.requests import RequestRecord
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.pair_lanes import Half, PairLanes
-from kvwire.testing.peer import Peer
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Body, decode_body
 from kvwire.wire.header import FrameType, decode_header
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.pair_lanes import Half, PairLanes
+from tests.support.core_pair.peer import Peer
 
 CHUNK = CHUNK_BYTES_MIN
 

@@ -12,9 +12,9 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.peer import Peer
 from kvwire.types import BufferId
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import Peer
 
 CHUNK = 65_536
 BOX = (0, 0, 1, 0, 1)

@@ -7,11 +7,11 @@ from kvwire.errors import (
 )
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import CloseState
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.peer import Peer
 from kvwire.wire.control import Close
 from kvwire.wire.header import FrameType
 from tests.proto.moving import ask
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import Peer
 
 TAG = 7
 LARGE = b"large" * 30_000

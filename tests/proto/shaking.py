@@ -7,7 +7,9 @@ import itertools
 import pytest
 
 from kvwire.errors import HandshakeError, KVWireError, ProtocolError
-from kvwire.testing.handshakes import (
+from kvwire.types import Role, TrustMode
+from kvwire.wire.header import FrameType
+from tests.support.core_pair.handshakes import (
     NONCE_CLIENT,
     NONCE_SERVER,
     Frame,
@@ -17,8 +19,6 @@ from kvwire.testing.handshakes import (
     receive,
     shake,
 )
-from kvwire.types import Role, TrustMode
-from kvwire.wire.header import FrameType
 
 both_modes = pytest.mark.parametrize("trust", list(TrustMode))
 

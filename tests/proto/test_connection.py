@@ -26,14 +26,14 @@ from kvwire.errors import (
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.chunks import ChunkPlace
 from kvwire.proto.state import CloseState
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.pair_lanes import PairLanes
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Announce, Close, Credit, Fail, Ping
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 from tests.proto.moving import ask, moved
 from tests.proto.phases import LARGE, TAG, everything, in_phase, waiting_on
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.pair_lanes import PairLanes
 
 both_modes = pytest.mark.parametrize("trust", list(TrustMode))
 

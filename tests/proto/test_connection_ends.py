@@ -15,11 +15,11 @@ from kvwire.errors import (
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.events import Ended
 from kvwire.proto.state import CloseState
-from kvwire.testing.pair import ConnectionPair
 from kvwire.wire.control import Fail
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_error, expect_fine
 from tests.proto.phases import LARGE, TAG, everything, in_phase, waiting_on
+from tests.support.core_pair.pair import ConnectionPair
 
 
 def test_the_error_of_a_closed_connection_is_a_new_one_each_time() -> None:

@@ -22,16 +22,6 @@ from kvwire.limits import HANDSHAKE_BODY_BYTES, SEAL_BYTES
 from kvwire.proto.agreement import Identity, common_terms
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Handshake, HandshakeState, accepted_digest
-from kvwire.testing.handshakes import (
-    BINDING,
-    PSK,
-    Frame,
-    Shaking,
-    begin,
-    identity,
-    receive,
-    shake,
-)
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     HandshakeVerdict,
@@ -56,6 +46,16 @@ from tests.proto.shaking import (
     shake_until,
     start,
     types,
+)
+from tests.support.core_pair.handshakes import (
+    BINDING,
+    PSK,
+    Frame,
+    Shaking,
+    begin,
+    identity,
+    receive,
+    shake,
 )
 from tests.support.debug import needs_asserts
 

@@ -15,16 +15,16 @@ from kvwire.errors import (
 from kvwire.limits import HEADER_BYTES
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import HandshakeState
-from kvwire.testing.handshakes import (
+from kvwire.types import Role, TrustMode
+from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
+from tests.proto.shaking import at_frame, both_fail, both_modes, recorded, start, types
+from tests.support.core_pair.handshakes import (
     NONCE_CLIENT,
     NONCE_SERVER,
     Frame,
     Shaking,
     receive,
 )
-from kvwire.types import Role, TrustMode
-from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
-from tests.proto.shaking import at_frame, both_fail, both_modes, recorded, start, types
 from tests.support.depth import sample
 
 NONCES = [bytes([n]) * 32 for n in range(8)]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvwire.proto.keepalive import Keepalive
-from kvwire.testing.pair import ConnectionPair
+from tests.support.core_pair.pair import ConnectionPair
 
 INTERVAL_S = 2.0
 

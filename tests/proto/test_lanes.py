@@ -15,8 +15,6 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.lanes import LaneStage
 from kvwire.proto.state import CloseState
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.pair_lanes import BACKEND
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     Body,
@@ -28,6 +26,8 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.header import Flag, FrameType, decode_header
 from tests.proto.lanes import CHUNK, Scene, expect_refused, expect_whole
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.pair_lanes import BACKEND
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvwire.proto.lanes import LaneStage
 from kvwire.proto.requests import RequestRecord
-from kvwire.testing.peer import Peer
 from kvwire.types import TrustMode
 from tests.proto.lanes import CHUNK, Scene
+from tests.support.core_pair.peer import Peer
 from tests.support.depth import examples
 
 

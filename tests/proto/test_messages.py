@@ -21,8 +21,6 @@ from kvwire.errors import (
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto import messages as module
 from kvwire.proto.requests import RequestRecord
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.peer import Peer
 from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.header import FrameType
 from tests.proto.expect import (
@@ -31,6 +29,8 @@ from tests.proto.expect import (
     expect_fine,
     on_the_wire,
 )
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import Peer
 
 TAG = 7
 SMALL, LARGE = b"small", b"large" * 30_000  # 64 bytes travel at once

@@ -19,12 +19,12 @@ from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import State
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.peer import Peer
 from kvwire.types import Access, TrustMode
 from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import Peer
 
 CHUNK = 65_536
 LARGE = 3 * CHUNK + 5

@@ -23,7 +23,6 @@ from kvwire.proto.events import (
     TransferOpened,
 )
 from kvwire.proto.records import SegmentRecord
-from kvwire.testing.pair import ConnectionPair
 from kvwire.wire.control import (
     Agree,
     Commit,
@@ -36,6 +35,7 @@ from kvwire.wire.control import (
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
+from tests.support.core_pair.pair import ConnectionPair
 
 
 @pytest.mark.rule("KVW-TR-01", "keeps")

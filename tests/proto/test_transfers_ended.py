@@ -16,10 +16,10 @@ from kvwire.proto.events import (
     TransferOpened,
 )
 from kvwire.proto.state import State
-from kvwire.testing.pair import ConnectionPair
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_error, expect_fine, on_the_wire
 from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
+from tests.support.core_pair.pair import ConnectionPair
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 import kvwire
-from kvwire.testing import virtual_time
 from tests.scenarios.conftest import Play
 from tests.scenarios.world import LAYERS, World, play, same
+from tests.support import virtual_time
 
 LIST = [3, 1, 4, 5, 9]
 DEST = [10, 11, 12, 13, 14]

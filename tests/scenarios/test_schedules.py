@@ -7,10 +7,10 @@ import asyncio
 from hypothesis import given, settings
 
 import kvwire
-from kvwire.testing import virtual_time
 from kvwire_inproc import injected
 from tests.scenarios.schedules import Marked, Schedule, schedules
 from tests.scenarios.world import BLOCKS, LAYERS, Memory, World, same, world
+from tests.support import virtual_time
 from tests.support.depth import examples
 
 # One block of one layer is 16 KiB, so that a mark of a few blocks is several chunks.

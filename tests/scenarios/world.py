@@ -17,7 +17,7 @@ import numpy.typing as npt
 import uvloop
 
 import kvwire
-from kvwire.testing import virtual_time
+from tests.support import virtual_time
 
 LAYERS, BLOCKS = 4, 32
 SPEC = kvwire.KVSpec(

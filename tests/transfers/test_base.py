@@ -8,9 +8,9 @@ import pytest
 
 import kvwire
 from kvwire.limits import TRANSFER_ID_BYTES_MAX
-from kvwire.testing import virtual_time
 from kvwire.transfers.base import recoverable, transfer_key
 from tests.scenarios.world import LAYERS, World, play
+from tests.support import virtual_time
 
 LIST = [3, 1, 4, 5, 9]
 DEST = [10, 11, 12, 13, 14]

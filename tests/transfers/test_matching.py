@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.testing import virtual_time
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
 from tests.scenarios.world import World, play, same
+from tests.support import virtual_time
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]

@@ -8,11 +8,11 @@ import pytest
 
 import kvwire
 from kvwire.proto.records import TransferRecord
-from kvwire.testing import virtual_time
 from kvwire.transfers.sender import SendAttempt
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import LAYERS, World, play, same
+from tests.support import virtual_time
 
 LIST = [3, 1, 4, 5, 9]
 DEST = [10, 11, 12, 13, 14]

@@ -17,8 +17,8 @@ from kvwire.driver.counters import Counters
 from kvwire.driver.lanes import active_transport as carrier_module
 from kvwire.driver.lanes.active_transport import WORD_S, ActiveTransport
 from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
-from kvwire.testing import virtual_time
 from kvwire.types import Candidate, PeerInfo, TransportReport, TrustMode
+from tests.support import virtual_time
 
 REPORT = TransportReport(
     (

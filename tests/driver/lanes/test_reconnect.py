@@ -14,7 +14,7 @@ import pytest
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import RERAISE_S, RERAISE_S_MAX
-from kvwire.testing import virtual_time
+from tests.support import virtual_time
 
 
 class Lanes:

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
-_AGAIN = ("kvwire.proto", "kvwire.wire", "kvwire.testing.sim")
+_AGAIN = ("kvwire.proto", "kvwire.wire", "tests.sim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,12 @@ class Planted:
 
 @contextmanager
 def planted(bug: Planted) -> Iterator[ModuleType]:
-    """``kvwire.testing.sim.run``, running a core that has the bug."""
+    """``tests.sim.run``, running a core that has the bug."""
     finder = _Finder(bug)
     before = _take_out()
     sys.meta_path.insert(0, finder)
     try:
-        run = importlib.import_module("kvwire.testing.sim.run")
+        run = importlib.import_module("tests.sim.run")
         assert finder.used, f"{bug.module} is not imported by the simulator"
         yield run
     finally:

@@ -24,14 +24,14 @@ from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind, State
-from kvwire.testing.handshakes import SMALL, Shaking, begin, identity, shake
-from kvwire.testing.pair import ConnectionPair
-from kvwire.testing.pair_lanes import Half, PairLanes
-from kvwire.testing.peer import Peer
 from kvwire.types import Access, Role, TrustMode
 from kvwire.wire.control import _BODIES, AccessBody
 from kvwire.wire.header import FrameType
 from tests.fuzz.reader import Reader
+from tests.support.core_pair.handshakes import SMALL, Shaking, begin, identity, shake
+from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.pair_lanes import Half, PairLanes
+from tests.support.core_pair.peer import Peer
 
 _STEPS_MAX: Final = 80
 # So small that a few bytes make several chunks; no handshake would agree on it.

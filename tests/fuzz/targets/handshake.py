@@ -14,11 +14,17 @@ import zlib
 from kvwire.errors import HandshakeError, ProtocolError
 from kvwire.limits import HEADER_BYTES
 from kvwire.proto.handshake import Handshake, HandshakeState, ServerHandshake
-from kvwire.testing.handshakes import Frame, Shaking, begin, choose_first, identity
-from kvwire.testing.inlet import Inlet
 from kvwire.types import Role, TrustMode
 from kvwire.wire.header import FrameType, encode_header
 from tests.fuzz.reader import Reader
+from tests.support.core_pair.handshakes import (
+    Frame,
+    Shaking,
+    begin,
+    choose_first,
+    identity,
+)
+from tests.support.core_pair.inlet import Inlet
 
 _STEPS_MAX = 40
 

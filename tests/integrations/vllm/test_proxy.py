@@ -30,7 +30,7 @@ from kvwire.integrations.vllm.proxy.requests import (
     for_prefill,
     is_for_two,
 )
-from kvwire.testing import virtual_time
+from tests.support import virtual_time
 
 P1 = Engine("http://p1", ("p1:1",))
 P2 = Engine("http://p2", ("p2:1",))

@@ -1,1 +1,0 @@
-"""The core under simulated faults; ``python -m kvwire.testing.sim`` runs it."""

@@ -1,0 +1,1 @@
+"""The core under simulated faults; ``python -m tests.sim`` runs it."""

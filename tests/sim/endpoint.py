@@ -1,0 +1,295 @@
+"""One side of a connection: feeds a core, and carries out what it says.
+
+The same steps as in the front, without a loop: control frames first, then chunks while
+the wire has room, then events, then what has drained.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ConnectionLost, ProtocolError
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.events import Ended, MemoryWanted, RequestDone
+from kvwire.types import BufferId
+from tests.sim import inside
+from tests.sim.ask import Ask, Known
+from tests.sim.beside import Beside, Half, LaneEvent
+from tests.sim.lane import Frame, Landing
+from tests.sim.memory import Lease
+from tests.sim.net import End
+from tests.sim.plan import Dice
+from tests.sim.violation import demand
+
+if TYPE_CHECKING:
+    from tests.sim.node import Node
+    from tests.sim.world import World
+
+
+class Held:
+    """Memory of a message that nobody had asked for when it came."""
+
+    __slots__ = ("lease", "serial", "whole")
+
+    def __init__(self, lease: Lease, serial: int) -> None:
+        self.lease = lease
+        self.serial = serial
+        self.whole = False
+
+
+class Endpoint:
+    """A core, its end of the wire, and what the application has asked of it.
+
+    Attributes:
+        name: For the trace.
+        node, end, core: The process, its end of the wire, the protocol.
+        peer: The other side, once it has agreed as well.
+        asks: Requests by the number they have on the wire.
+        open: Requests that have no completion yet.
+        grants: What the peer has granted.
+        held: Messages that wait to be asked for.
+        closing: The application has called ``close``.
+        ended: The core has said that it is over.
+        down: The wire has gone.
+        longest: No message is longer.
+        beside: Its lanes.
+    """
+
+    def __init__(
+        self, world: World, node: Node, end: End, core: ConnectionCore
+    ) -> None:
+        self.name = f"{node.name}.{len(node.endpoints)}"
+        self.node = node
+        self.end = end
+        self.core = core
+        self.peer: Endpoint | None = None
+        self.asks: dict[int, Ask] = {}
+        self.open: dict[Ask, None] = {}
+        self.grants: list[Known] = []
+        self.held: dict[BufferId, Held] = {}
+        self.closing = False
+        self.ended: Ended | None = None
+        self.down = False
+        self._world = world
+        self._checked = world.plan.setup.checked
+        self._queue_bytes = world.plan.setup.queue_bytes
+        self._seen_bytes = end.received_bytes
+        self._timer_at = -1.0
+        terms = core.agreement.terms
+        chunk, eager = terms.chunk_bytes, terms.eager_bytes
+        self._sizes = (
+            *(0, 1, 63, 64, 65, eager, eager + 1, chunk - 1, chunk, chunk + 1),
+            *(2 * chunk, 3 * chunk + 17, 5 * chunk),
+        )
+        self.longest = max(self._sizes)
+        self.beside = Beside(world, self)
+        node.endpoints.append(self)
+        self.set_timer()
+
+    # --- the application --------------------------------------------------------------
+
+    def note(self, ask: Ask, *, numbered: bool = True) -> None:
+        """Remember a request that the core has taken."""
+        ask.core.context = ask
+        self.open[ask] = None
+        if numbered and ask.core.wire_id is not None:
+            self.asks[ask.core.wire_id] = ask
+
+    def keep(self, ask: Ask, *, numbered: bool = True) -> None:
+        """Remember it, and carry out what the core says to it."""
+        self.note(ask, numbered=numbered)
+        self.pump()
+        self.set_timer()
+
+    def size(self, dice: Dice) -> int:
+        """A number of bytes, near one of the borders there are."""
+        return self._sizes[dice.below(len(self._sizes))]
+
+    def deadline(self, dice: Dice) -> float | None:
+        """When a request has to be over, if it has to."""
+        setup = self._world.plan.setup
+        if dice.share() >= setup.deadlines:
+            return None
+        longest_s = setup.latency_s[1]
+        after_s = (0.0, longest_s, 4 * longest_s, 0.3, 2.0)[dice.below(5)]
+        return self.node.clock + after_s
+
+    # --- the wire ---------------------------------------------------------------------
+
+    def header_received(self, frame: Frame) -> Landing | None:
+        """See net.Handler."""
+        try:
+            arrival = self.core.header_received(frame.header)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return None
+        if arrival.place is ChunkPlace.BUFFER:
+            assert arrival.buffer is not None
+            lease = self.node.lease(arrival.buffer)
+            self._world.judge.lands(self, frame, arrival)
+            return Landing(arrival, lease, arrival.offset)
+        if arrival.place is ChunkPlace.HOLD:
+            assert arrival.buffer is not None
+            lease = self.node.memory.lend(frame.length, readable=False, writable=True)
+            self.held[arrival.buffer] = Held(lease, frame.serial)
+            return Landing(arrival, lease, 0)
+        return Landing(arrival, None, 0)
+
+    def body_received(
+        self, frame: Frame, landing: Landing, data: bytes, *, intact: bool
+    ) -> bool:
+        """See net.Handler."""
+        core, arrival = self.core, landing.arrival
+        assert isinstance(arrival, ChunkArrival)
+        ignores = core.closed
+        self._world.judge.landed(self, frame, arrival, data, intact=intact)
+        try:
+            if arrival.place is ChunkPlace.CONTROL:
+                core.body_received(arrival, self.node.clock, body=data)
+            else:
+                if arrival.place is ChunkPlace.HOLD:
+                    self._held_landed(arrival, intact=intact)
+                core.body_received(arrival, self.node.clock, intact=intact)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return False
+        self.pump()
+        return not ignores
+
+    def _held_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
+        assert arrival.buffer is not None
+        self.held[arrival.buffer].whole = True
+        if not intact:
+            # Whoever receives it gets an error; the bytes are of no use to anybody.
+            self.node.memory.free(self.held.pop(arrival.buffer).lease)
+
+    def frame_sent(self, chunk: Chunk) -> None:
+        """See net.Handler."""
+        self.core.chunk_sent(chunk)
+        self.pump()
+
+    def link_writable(self) -> None:
+        """See net.Handler."""
+        self.pump()
+
+    def link_closed(self, error: ConnectionLost | None) -> None:
+        """See net.Handler."""
+        self._world.note(self.name, "link closed", str(error or ""))
+        self.down = True
+        self.core.link_lost(error)
+        self.beside.break_all()
+        self.pump()
+        for buffer, held in list(self.held.items()):
+            if not held.whole:
+                self.node.memory.free(self.held.pop(buffer).lease)
+
+    def vanish(self) -> None:
+        """The process has crashed."""
+        self.beside.vanish()
+        self.end.vanish()
+
+    # --- carrying out -----------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Carry out everything the core has to say now."""
+        core, end, outbox = self.core, self.end, self.core.outbox
+        while True:
+            while outbox.frames:
+                demand(self.ended is None, "closed", "a frame after the end")
+                header, body = outbox.frames.popleft()
+                end.send(Frame(header, body))
+            while end.queued_bytes < self._queue_bytes:
+                lane = self.beside.pick()
+                chunk = core.next_chunk(self.beside.span if lane else None)
+                if chunk is None:
+                    demand(not core.sending, "progress", "sending, and has no chunk")
+                    break
+                self._send_chunk(chunk, lane)
+            if not outbox.events:
+                break
+            events, outbox.events = outbox.events, []
+            for event in events:
+                self._deal_with(event)
+        self.node.collect()
+        inside.check(self)
+
+    def set_timer(self) -> None:
+        """Be woken when the core wants to look at the clock."""
+        if self.core.closed or self.down:
+            return
+        at = self.node.to_world(self.core.next_tick)
+        if self.node.timers_late_until > self._world.now:
+            at += self._world.lateness_s()
+        at = max(at, self._world.now)
+        if self._timer_at < 0 or at < self._timer_at:
+            self._timer_at = at
+            self.node.at(at, self._tick, at)
+
+    def _tick(self, woken_for: float) -> None:
+        if woken_for != self._timer_at or self.down:
+            return
+        self._timer_at = -1.0
+        core, now = self.core, self.node.clock
+        if self.end.received_bytes != self._seen_bytes:
+            self._seen_bytes = self.end.received_bytes
+            core.heard(now)
+        core.tick(now)
+        self.pump()
+        if not core.closed:
+            demand(core.next_tick > now, "timer", "the next tick is in the past")
+            self._world.judge.truth.no_deadline_passed(self, now)
+            self._world.judge.truth.no_silence(self)
+        self.set_timer()
+
+    def _send_chunk(self, chunk: Chunk, lane: Half | None) -> None:
+        self._world.judge.leaves(self, chunk)
+        check = 0 if self._checked else None
+        if lane is not None:
+            self.end.send(self.beside.send(lane, chunk, check))
+            return
+        frame = Frame(
+            self.core.chunk_header(chunk, check),
+            None,
+            lease=self.node.lease(chunk.buffer),
+            offset=chunk.offset,
+            length=chunk.length,
+            chunk=chunk,
+        )
+        self.end.send(frame)
+        demand(
+            self.end.queued_bytes < self._queue_bytes + chunk.length
+            or self.end.out.tampered,
+            "in-flight",
+            "more payload was handed to the link than it had room for",
+        )
+
+    def _deal_with(self, event: object) -> None:
+        judge = self._world.judge
+        if isinstance(event, RequestDone):
+            judge.completed(self, event)
+        elif isinstance(event, MemoryWanted):
+            judge.wanted(self, event)
+            self._world.provide(self, event)
+        elif isinstance(event, Ended):
+            judge.truth.ends(self, event)
+            self.ended = event
+            if event.graceful:
+                self.end.close()
+            else:
+                self.end.abort()
+            self.beside.break_all()
+        elif isinstance(event, LaneEvent):
+            self.beside.event(event)
+        else:
+            self.node.app.kv.event(self, event)
+
+    def _broken(self, error: ProtocolError) -> None:
+        self._world.note(self.name, "refuses a frame", str(error))
+        demand(
+            self.end.into.tampered,
+            "accused",
+            f"{self.name} accuses an honest peer: {error}",
+        )
+        self.core.fail(error)
+        self.pump()

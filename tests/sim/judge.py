@@ -1,0 +1,290 @@
+"""Whether what the core does and says is true.
+
+The applications record what they mean (:mod:`tests.sim.ask`); here it is
+compared with where bytes go, what completions say, and why connections end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ClosedOK, MessageTooLarge
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.events import MemoryWanted, RequestDone
+from kvwire.proto.requests import RequestRecord
+from kvwire.proto.state import Kind
+from tests.sim import inside
+from tests.sim.ask import Ask, Mailbox, Message
+from tests.sim.content import content
+from tests.sim.judge_kv import KVJudge
+from tests.sim.lane import Frame
+from tests.sim.truth import Truth
+from tests.sim.violation import Violation, demand
+
+if TYPE_CHECKING:
+    from tests.sim.endpoint import Endpoint
+    from tests.sim.world import World
+
+
+class Judge:
+    """Compares what happens with what is right; raises Violation if they differ.
+
+    Attributes:
+        completed_count: Completions seen.
+        kv: Does the same for KV transfers.
+        truth: Does the same for what errors say.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.completed_count = 0
+        self.kv = KVJudge()
+        self.truth = Truth(world)
+        self._world = world
+        self._eager: dict[int, Message] = {}
+
+    def eager_sent(self, message: Message) -> None:
+        """A message has left in a frame of its own."""
+        message.eager = True
+        self._eager[message.serial] = message
+
+    # --- bytes ------------------------------------------------------------------------
+
+    def leaves(self, endpoint: Endpoint, chunk: Chunk) -> None:
+        """A chunk is handed to the wire: may its memory be read?"""
+        request, number = chunk.request_and_segment
+        if request.kind is Kind.SERVE_GET:
+            ask = _asked(endpoint, request)
+            _check_aim(ask, chunk.offset - chunk.position, "reads")
+            return
+        ask = _own(request)
+        demand(not ask.over, "completion", "a request moves bytes after its end")
+        buffer = ask.parts[number].buffer if number else ask.buffer
+        demand(chunk.buffer == buffer, "place", "a chunk of another buffer")
+
+    def lands(self, endpoint: Endpoint, frame: Frame, arrival: ChunkArrival) -> None:
+        """A payload is about to be written: may it be, and there?"""
+        request, header = arrival.request, arrival.header
+        if arrival.segment is not None:
+            self.kv.lands(arrival)
+            return
+        assert request is not None
+        if request.kind is Kind.SERVE_PUT:
+            _check_aim(
+                _asked(endpoint, request), arrival.offset - header.offset, "writes"
+            )
+            return
+        ask = _own(request)
+        demand(not ask.over, "completion", "a request takes bytes after its end")
+        demand(arrival.buffer == ask.buffer, "place", "bytes for another buffer")
+        if frame.serial:
+            ask.message = self._eager[frame.serial]
+            demand(arrival.offset == 0, "place", "a message beside its beginning")
+        else:
+            demand(arrival.offset == header.offset, "place", "bytes beside their place")
+
+    def landed(
+        self,
+        endpoint: Endpoint,
+        frame: Frame,
+        arrival: ChunkArrival,
+        data: bytes,
+        *,
+        intact: bool,
+    ) -> None:
+        """A payload is in place: is it what its sender meant?"""
+        if not intact or frame.harm or arrival.place is ChunkPlace.CONTROL:
+            return
+        if frame.serial:
+            message = self._eager[frame.serial]
+            demand(data == content(frame.serial, len(data)), "content", "eager message")
+            demand(len(data) == message.nbytes, "content", "a message cut short")
+            message.landed = True
+            return
+        if arrival.segment is not None:
+            self.kv.landed(arrival, data)
+            return
+        request, begin = arrival.request, arrival.header.offset
+        if request is None:
+            return
+        if request.kind is Kind.GET:
+            ask = _own(request)
+            ask.read[begin : begin + len(data)] = data
+        else:
+            ask = _asked(endpoint, request)
+            right = content(ask.serial, ask.nbytes)[begin : begin + len(data)]
+            demand(data == right, "content", "a chunk has other bytes than were sent")
+        ask.covered += len(data)
+
+    # --- completions ------------------------------------------------------------------
+
+    def wanted(self, endpoint: Endpoint, event: MemoryWanted) -> None:
+        """A receive asks for memory: no more than it may have."""
+        ask = _own(event.request)
+        demand(
+            event.nbytes <= ask.nbytes and ask.lease is None,
+            "limit",
+            "a receive wants more memory than its limit",
+        )
+
+    def completed(self, endpoint: Endpoint, event: RequestDone) -> None:
+        """A request is over: for the first time, and truly?"""
+        ask = event.request.context
+        if not isinstance(ask, Ask):
+            serving = event.request.kind in (Kind.SERVE_PUT, Kind.SERVE_GET)
+            demand(serving, "completion", "a completion of nobody's request")
+            return
+        demand(not ask.over, "completion", "a request was completed twice")
+        ask.over = True
+        ask.error = event.error
+        endpoint.open.pop(ask, None)
+        self.completed_count += 1
+        self._world.note(
+            endpoint.name, ask.kind.value, type(event.error).__name__, event.nbytes
+        )
+        moves = ask.kind in (Kind.OUTGOING, Kind.INCOMING)
+        if event.error is None and ask.buffer is not None:
+            held = endpoint.node.holds.held(ask.buffer)
+            demand(not held, "memory-reuse", "a success, and the link uses its memory")
+        if event.error is not None:
+            self.truth.error(ask, event.error)
+            self._failed(ask, event)
+        elif moves:
+            self.kv.succeeded(ask)
+        elif ask.kind is Kind.RECV:
+            self._check_received(ask, event)
+        elif ask.aim is not None:
+            _check_one_sided(ask)
+        if moves:
+            endpoint.node.app.kv.over(ask)
+
+    def _failed(self, ask: Ask, event: RequestDone) -> None:
+        """A receive without a buffer that fails for its limit refuses the message."""
+        if event.held is not None:
+            ask.endpoint.node.memory.free(ask.endpoint.held.pop(event.held).lease)
+        if isinstance(event.error, MessageTooLarge) and ask.kind is Kind.RECV:
+            _mailbox(ask).refused += ask.buffer is None
+
+    def _check_received(self, ask: Ask, event: RequestDone) -> None:
+        endpoint, memory = ask.endpoint, ask.endpoint.node.memory
+        if event.held is not None:
+            held = endpoint.held.pop(event.held)
+            message = self._eager[held.serial]
+            demand(held.whole, "completion", "a receive ends before its message is in")
+            data = memory.load(held.lease, 0, event.nbytes)
+            if ask.lease is not None:
+                memory.store(ask.lease, 0, data)
+            memory.free(held.lease)
+        elif ask.message is not None:
+            message = ask.message
+            demand(message.landed, "completion", "a receive ends before its message")
+            assert ask.lease is not None
+            data = memory.load(ask.lease, 0, event.nbytes)
+        else:
+            sender = _asked(endpoint, ask.core)
+            assert sender.message is not None
+            message = sender.message
+            demand(
+                sender.covered == sender.nbytes,
+                "completion",
+                "a receive ends before all bytes are in",
+            )
+            lease = ask.lease
+            data = memory.load(lease, 0, event.nbytes) if lease else b""
+        right = content(message.serial, message.nbytes)
+        demand(message.tag == ask.tag, "content", "a message of another tag")
+        demand(data == right, "content", "a message with other bytes than were sent")
+        demand(not message.taken, "completion", "a message was received twice")
+        message.taken = True
+        _check_order(_mailbox(ask), ask.place, message.place)
+
+    # --- the end ----------------------------------------------------------------------
+
+    def settled(self, endpoint: Endpoint) -> None:
+        """Faults are long over and everything was closed: nothing may be left."""
+        name = endpoint.name
+        demand(endpoint.ended, "liveness", f"{name} has not ended")
+        demand(endpoint.down, "liveness", f"the link of {name} has not ended")
+        for ask in endpoint.open:
+            raise Violation("completion", f"{ask} has no completion")
+        for ask in endpoint.asks.values():
+            demand(ask.over, "completion", f"{ask} has no completion")
+        whole = sum(held.whole for held in endpoint.held.values())
+        demand(
+            whole == inside.landed_messages(endpoint),
+            "completion",
+            f"{name}: messages that nobody has taken are not all there",
+        )
+        peer = endpoint.peer
+        if peer is not None and peer.ended and endpoint.ended:
+            errors = (endpoint.ended.error, peer.ended.error)
+            if all(isinstance(error, ClosedOK) for error in errors):
+                _check_delivered(endpoint)
+
+
+def _own(request: RequestRecord) -> Ask:
+    """What this side's application asked for."""
+    ask = request.context
+    if not isinstance(ask, Ask):
+        raise Violation("place", f"bytes of a {request.kind.value} that nobody asked")
+    return ask
+
+
+def _asked(endpoint: Endpoint, request: RequestRecord) -> Ask:
+    """What the peer's application asked for, which this side carries out."""
+    peer = endpoint.peer
+    ask = None
+    if peer is not None and request.wire_id is not None:
+        ask = peer.asks.get(request.wire_id)
+    if ask is None:
+        raise Violation("place", f"request {request.wire_id} was never asked for")
+    return ask
+
+
+def _mailbox(ask: Ask) -> Mailbox:
+    """Where the messages for a receive come from."""
+    return ask.endpoint.end.into.mailbox(ask.tag)
+
+
+def _check_aim(ask: Ask, base: int, verb: str) -> None:
+    aim = ask.aim
+    if aim is None:
+        raise Violation("place", f"the peer {verb} memory for a {ask.kind.value}")
+    demand(not aim.wrong, "access", f"a {aim.wrong} access {verb} memory")
+    demand(aim.current, "stale", f"the peer {verb} a region that was closed or revoked")
+    demand(base == aim.offset, "place", f"the peer {verb} beside the range it named")
+
+
+def _check_one_sided(ask: Ask) -> None:
+    aim = ask.aim
+    assert aim is not None
+    demand(not aim.wrong, "access", f"a {aim.wrong} {ask.kind.value} has succeeded")
+    demand(
+        ask.covered == ask.nbytes,
+        "completion",
+        f"a {ask.kind.value} ends before all bytes are in place",
+    )
+    if ask.kind is Kind.GET:
+        assert ask.lease is not None
+        data = ask.endpoint.node.memory.load(ask.lease, 0, ask.nbytes)
+        demand(data == ask.read, "content", "a get has other bytes than were read")
+
+
+def _check_order(box: Mailbox, receive: int, message: int) -> None:
+    """Messages of one tag are received in the order in which they were sent."""
+    at = bisect(box.taken, (receive, message))
+    before = box.taken[at - 1][1] if at else -1
+    after = box.taken[at][1] if at < len(box.taken) else message + 1
+    demand(before < message < after, "order", "a message has overtaken another")
+    box.taken.insert(at, (receive, message))
+
+
+def _check_delivered(endpoint: Endpoint) -> None:
+    """After a clean end on both sides, everything that was sent has arrived."""
+    lane = endpoint.end.out
+    if lane.tampered or lane.damaged:
+        return  # it may have arrived damaged, and its receiver was told so
+    for box in lane.mail.values():
+        for message in box.messages:
+            lost = message.eager and not message.landed
+            demand(not lost, "delivery", "a message was lost in a clean close")

@@ -1,0 +1,158 @@
+"""One simulated process: its memory, its clock, and what it has open.
+
+A process that crashes takes everything with it. The one that starts in its place is
+another node, with empty memory and a new incarnation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvwire.proto.agreement import Identity
+from kvwire.proto.holds import Holds
+from kvwire.proto.regions import RegionTable
+from kvwire.types import BufferId, TrustMode
+from tests.sim.memory import Lease, Memory
+from tests.sim.violation import demand
+
+if TYPE_CHECKING:
+    from tests.sim.app import App
+    from tests.sim.endpoint import Endpoint
+    from tests.sim.world import World
+
+# More than the error of adding and taking away how far a clock is ahead.
+_ROUNDING_S = 1e-9
+PSK = b"a key that nobody else has, 32 bytes or more"
+
+
+class Node:
+    """One process.
+
+    Attributes:
+        index: Its place; whoever is started after a crash has the same.
+        incarnation: How many were in this place before it.
+        name: For the trace.
+        app: The application in it.
+        memory: What it has lent to links.
+        holds, regions: Shared by its connections, as in a communicator.
+        endpoints: Its sides of connections, the oldest first.
+        dead: It has crashed.
+        stalled_until: It does nothing before; what is due happens then.
+        timers_late_until: Until then its timers fire late.
+        was_late: Its clock or loop has been late, so that it may be late in its turn.
+        jumps: How often its clock has jumped.
+    """
+
+    app: App
+
+    def __init__(self, world: World, index: int, incarnation: int) -> None:
+        self.index = index
+        self.name = f"{'ABC'[index]}{incarnation}"
+        self.memory = Memory()
+        self.holds = Holds()
+        self.regions = RegionTable()
+        self.endpoints: list[Endpoint] = []
+        self.dead = False
+        self.stalled_until = 0.0
+        self.timers_late_until = 0.0
+        self.was_late = False
+        self.jumps = 0
+        self.incarnation = incarnation
+        self.identity = _identity(world, self.name, index, incarnation)
+        self._world = world
+        self._clock_ahead_s = 0.0
+        self._leases: dict[BufferId, Lease] = {}
+
+    # --- time -------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> float:
+        """What its own clock says."""
+        return self._world.now + self._clock_ahead_s
+
+    def to_world(self, clock: float) -> float:
+        """When its clock will certainly say so."""
+        return clock - self._clock_ahead_s + _ROUNDING_S
+
+    def jump(self, seconds: float) -> None:
+        """Its clock goes on from a later time; the machine was suspended, say."""
+        self.jumps += 1
+        self._clock_ahead_s += seconds
+        for endpoint in self.endpoints:
+            endpoint.set_timer()
+
+    def after(
+        self, delay_s: float, call: Callable[..., None], *arguments: object
+    ) -> None:
+        """Call later, unless the process has crashed; not while it is stalled."""
+        self.at(self._world.now + delay_s, call, *arguments)
+
+    def at(self, when: float, call: Callable[..., None], *arguments: object) -> None:
+        """Likewise, at a time of the world."""
+        self._world.at(when, self._call, call, arguments)
+
+    def _call(self, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        if self.dead:
+            return
+        if self.stalled_until > self._world.now:
+            self._world.at(self.stalled_until, self._call, call, arguments)
+            return
+        call(*arguments)
+
+    # --- memory -----------------------------------------------------------------------
+
+    def lend(
+        self, nbytes: int, *, readable: bool = False, writable: bool = False
+    ) -> tuple[BufferId, Lease]:
+        """Lend memory to the core, under a number."""
+        buffer = self.holds.new()
+        lease = self.memory.lend(nbytes, readable=readable, writable=writable)
+        self._leases[buffer] = lease
+        return buffer, lease
+
+    def lease(self, buffer: BufferId) -> Lease:
+        """The memory behind a number.
+
+        Raises:
+            Violation: It has been given back: the core still uses what has drained.
+        """
+        lease = self._leases.get(buffer)
+        demand(lease, "drained", f"buffer {buffer} is used after it has drained")
+        assert lease is not None
+        return lease
+
+    def collect(self) -> None:
+        """Take back what has drained; it is used for something else at once."""
+        # The core drains buffers of a dead link in no particular order.
+        for buffer in sorted(self.holds.drained):
+            lease = self._leases.pop(buffer, None)
+            if lease is not None:
+                self.memory.free(lease)
+        self.holds.drained.clear()
+
+    @property
+    def lent(self) -> list[BufferId]:
+        """Buffers that have not drained."""
+        return list(self._leases)
+
+    # --- faults -----------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """Stop at once; peers may or may not be told."""
+        self.dead = True
+        for endpoint in self.endpoints:
+            endpoint.vanish()
+
+
+def _identity(world: World, name: str, index: int, incarnation: int) -> Identity:
+    setup = world.plan.setup
+    psk = PSK if setup.trust is TrustMode.PSK else b""
+    return Identity(
+        name=name,
+        incarnation=bytes([index, incarnation]) * 8,
+        trust=setup.trust,
+        terms=setup.terms[index],
+        psk=psk,
+        keys=world.keys if psk else {},
+    )

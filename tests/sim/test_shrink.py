@@ -1,0 +1,95 @@
+"""A failing plan becomes small and still fails in the same way."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from tests.fault.planted.access import BUGS as ACCESS
+from tests.fault.planted.plant import planted
+
+# The base of a grant is left out, so a put goes beside its place.
+_BUG = next(bug for bug in ACCESS if "beginning of its region" in bug.name)
+
+
+@pytest.fixture
+def run() -> Iterator[ModuleType]:
+    """The simulator, with a bug in the core that it runs."""
+    with planted(_BUG) as module:
+        yield module
+
+
+def first_failure(run: ModuleType) -> int:
+    return next(seed for seed in range(_BUG.seeds) if run.run_seed(seed).error)
+
+
+def test_the_smallest_plan_fails_by_the_same_rule(run: ModuleType) -> None:
+    shrinking = importlib.import_module("tests.sim.shrink")
+    failed = run.run_seed(first_failure(run))
+    small = shrinking.shrink(failed)
+    assert small.result.rule == failed.rule
+    assert len(small.keep) < len(failed.plan.steps) / 3
+    assert small.runs > 1
+    setup = small.result.plan.setup
+    assert (setup.late, setup.stuck, setup.slow) == (0, 0, 0)
+    again = run.run_seed(failed.plan.seed, small.keep)
+    assert again.rule == failed.rule, "its steps fail under the seed's own conditions"
+
+
+def test_no_step_of_the_smallest_plan_can_be_left_out(run: ModuleType) -> None:
+    shrinking = importlib.import_module("tests.sim.shrink")
+    failed = run.run_seed(first_failure(run))
+    small = shrinking.shrink(failed)
+    plan = small.result.plan
+    for number in range(len(plan.steps)):
+        steps = plan.steps[:number] + plan.steps[number + 1 :]
+        fewer = run.run_plan(type(plan)(**{**_fields(plan), "steps": steps}))
+        assert fewer.rule != failed.rule
+
+
+def _fields(plan: object) -> dict[str, object]:
+    return {name: getattr(plan, name) for name in ("seed", "setup", "steps", "end")}
+
+
+def test_a_failure_is_told_with_the_command_that_repeats_it(
+    run: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module("tests.sim.__main__").main
+    seed = first_failure(run)
+    assert main(["--seeds", "1", "--start", str(seed), "--quiet"]) == 1
+    told = capsys.readouterr().out
+    assert "1 failed" in told
+    assert f"repeat it: python -m tests.sim --seed {seed} --trace" in told
+    assert main(["--seed", str(seed)]) == 1
+    told = capsys.readouterr().out
+    assert "smallest failing plan" in told
+    (keep,) = [line.split("--keep ")[1] for line in told.splitlines() if "--k" in line]
+    assert main(["--seed", str(seed), "--trace", "--keep", keep]) == 1
+    assert "smallest" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_failures_beyond_the_third_are_named_only(
+    run: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module("tests.sim.__main__").main
+    assert main(["--seeds", "200", "--quiet"]) == 1
+    told = capsys.readouterr().out
+    assert told.count("repeat it:") == 3
+    assert "\nand: " in told
+
+
+@pytest.mark.slow
+def test_seeds_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module("tests.sim.__main__").main
+    assert main(["--seeds", "60", "--jobs", "2"]) == 0
+    side_by_side = capsys.readouterr().out
+    assert main(["--seeds", "60", "--quiet"]) == 0
+    in_a_row = capsys.readouterr().out
+    assert "0 failed" in side_by_side
+    assert side_by_side.split("trace")[1] == in_a_row.split("trace")[1]
+    assert main(["--seed", "1"]) == 0
+    assert "seed 1 passes" in capsys.readouterr().out

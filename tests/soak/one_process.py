@@ -1,0 +1,188 @@
+"""The soak of two communicators in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+
+from rich.progress import Progress
+
+import kvwire
+from tests.soak.stamps import (
+    BLOCKS_EACH_MAX,
+    CHUNKS_MAX,
+    NUM_BLOCKS,
+    ROUND_TIMEOUT_S,
+    SPEC,
+    TRANSFERS_AT_ONCE,
+    StampedCache,
+    Tally,
+    take_blocks,
+)
+
+
+class Soak:
+    """Moves stamped blocks until enough bytes have landed."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        goal_bytes: int,
+        drop_s: float,
+        psk_file: str = "",
+        transport: str = "tcp",
+    ) -> None:
+        self.tally = Tally()
+        self._psk_file = psk_file
+        self._transport = transport
+        self._random = random.Random(seed)
+        self._goal_bytes = goal_bytes
+        self._drop_s = drop_s
+        self._producer = StampedCache()
+        self._consumer = StampedCache()
+        self._free_out = list(range(NUM_BLOCKS))
+        self._free_in = list(range(NUM_BLOCKS))
+        self._number = 0
+
+    async def run(self, progress: Progress | None = None) -> Tally:
+        """Run to the goal.
+
+        Cancel safety: safe, connections are aborted.
+        """
+        task = None
+        if progress is not None:
+            task = progress.add_task("soak", total=self._goal_bytes)
+        # A short lease: what a cut leaves behind must not hold up the next round.
+        config = kvwire.Config(
+            lease_s=2.0,
+            trust="psk" if self._psk_file else "loopback",
+            psk_file=self._psk_file,
+        )
+        async with (
+            kvwire.open(config, name="soak-p") as p,
+            kvwire.open(config, name="soak-c") as c,
+        ):
+            address = await p.listen("127.0.0.1:0")
+            conn = await c.connect(address, transport=self._transport)
+            dropper = asyncio.create_task(self._drop(p, c))
+            try:
+                while self.tally.nbytes < self._goal_bytes and not self.tally.failed:
+                    conn = await self._connected(c, conn, address)
+                    await self._round(p, c, conn)
+                    if progress is not None and task is not None:
+                        progress.update(task, completed=self.tally.nbytes)
+            finally:
+                dropper.cancel()
+                await asyncio.gather(dropper, return_exceptions=True)
+        return self.tally
+
+    async def _round(
+        self, p: kvwire.Communicator, c: kvwire.Communicator, conn: kvwire.Connection
+    ) -> None:
+        async with asyncio.timeout(ROUND_TIMEOUT_S), asyncio.TaskGroup() as group:
+            for _ in range(TRANSFERS_AT_ONCE):
+                group.create_task(self._transfer(p, c, conn))
+
+    async def _transfer(
+        self, p: kvwire.Communicator, c: kvwire.Communicator, conn: kvwire.Connection
+    ) -> None:
+        self._number += 1
+        number, count = self._number, self._random.randint(1, BLOCKS_EACH_MAX)
+        source = take_blocks(self._free_out, count, self._random)
+        target = take_blocks(self._free_in, count, self._random)
+        self.tally.late_bytes += self._consumer.poisoned(target)
+        try:
+            if self._random.random() < 0.5:
+                out = p.publish(number, self._producer.cache, source)
+                inc = conn.pull(number, self._consumer.cache, target)
+            else:
+                inc = c.expect(number, self._consumer.cache, target)
+                back = next(
+                    x for x in p.live_connections if x.peer.incarnation == c.incarnation
+                )
+                out = back.push(number, self._producer.cache, source)
+        except (kvwire.ConnectionClosed, StopIteration):
+            self.tally.counts["not begun: connection lost"] += 1
+            for side in (p, c):
+                side.exchange.end(number, "soak: not begun")
+            self._free_out += source
+            self._free_in += target
+            return
+        await self._produce(out, number, source)
+        outcome = await inc
+        claimed = await out
+        self._check(number, target, outcome, claimed)
+        await inc.drained()
+        await out.drained()
+        self._consumer.poison(target)
+        self._free_out += source
+        self._free_in += target
+
+    async def _produce(
+        self, out: kvwire.Outgoing, number: int, source: list[int]
+    ) -> None:
+        """Write and mark chunk by chunk and layer by layer.
+
+        Now and then give up half-way, or leave the last layer of a chunk out.
+        """
+        fate = self._random.random()
+        for positions in self._chunks(len(source)):
+            for layer in range(SPEC.layers):
+                self._producer.write(number, layer, source, number, positions)
+                if fate < 0.05 and layer == SPEC.layers // 2:
+                    out.abort("soak: aborted half-way")
+                    return
+                if fate < 0.1 and layer == SPEC.layers - 1:
+                    out.finish(partial=True)
+                    return
+                blocks = slice(positions.start, positions.stop)
+                out.ready(layers=layer, blocks=blocks)
+                await asyncio.sleep(0)
+        out.finish()
+
+    def _chunks(self, count: int) -> list[range]:
+        """The positions of a list, as a prefill may take them."""
+        cuts = self._random.sample(
+            range(1, count), min(count - 1, self._random.randrange(CHUNKS_MAX))
+        )
+        self.tally.counts["in several chunks"] += bool(cuts)
+        edges = [0, *sorted(cuts), count]
+        return [range(start, stop) for start, stop in pairwise(edges)]
+
+    def _check(
+        self,
+        number: int,
+        target: list[int],
+        outcome: kvwire.Outcome,
+        claimed: kvwire.Outcome,
+    ) -> None:
+        """Compare what landed with what was sent, and with what the producer says."""
+        self.tally.false_reports += claimed.complete and not outcome.complete
+        self.tally.counts["complete" if outcome.complete else "partial"] += 1
+        self._consumer.check(number, target, outcome, self.tally)
+
+    async def _drop(self, p: kvwire.Communicator, c: kvwire.Communicator) -> None:
+        """Cut connections, at either end, at random moments."""
+        while self._drop_s:
+            await asyncio.sleep(self._random.expovariate(1 / self._drop_s))
+            side = self._random.choice((p, c))
+            for connection in side.live_connections:
+                connection.abort("soak: cut")
+                self.tally.counts["connections cut"] += 1
+
+    async def _connected(
+        self,
+        c: kvwire.Communicator,
+        conn: kvwire.Connection,
+        address: kvwire.Address,
+    ) -> kvwire.Connection:
+        """A connection to work over; one that is being made may be cut too."""
+        while conn.closed:
+            await conn.wait_closed()
+            try:
+                conn = await c.connect(address, transport=self._transport)
+            except (kvwire.ConnectionClosed, kvwire.BackendUnavailable):
+                self.tally.counts["cut while connecting"] += 1
+        return conn

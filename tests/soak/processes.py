@@ -1,0 +1,426 @@
+"""The soak between two processes that are cut, stopped, continued and killed.
+
+``python -m tests.soak --processes`` starts a producer and a consumer and does
+this to them. The consumer asks for transfers by messages, pulls them or has them
+pushed, and checks every byte by the stamps of :mod:`tests.soak.stamps`. What one
+process alone cannot show:
+
+* A producer that was stopped goes on when its consumer has given it up and has reused
+  the blocks: a late write shows in the poison.
+* A consumer that was stopped goes on when its producer has given it up and has
+  overwritten the blocks: what it then says has landed must not be from there.
+* Either of them is gone without a word, and its successor uses the same address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import uvloop
+from rich.progress import Progress
+
+import kvwire
+from tests.soak.stamps import (
+    BLOCKS_EACH_MAX,
+    NUM_BLOCKS,
+    ROUND_TIMEOUT_S,
+    SPEC,
+    TRANSFERS_AT_ONCE,
+    StampedCache,
+    Tally,
+    take_blocks,
+)
+
+ASK_TAG: Final = 1
+CLAIM_TAG: Final = 2
+LEASE_S: Final = 1.5
+DEADLINE_S: Final = 8.0
+# A peer is given up after 0.6 s; some stops are shorter than that and some longer.
+PING_INTERVAL_S: Final = 0.2
+STOP_S_MAX: Final = 1.5
+RETRY_S: Final = 0.05
+# Numbers of transfers are not used again by a successor.
+NUMBERS_EACH: Final = 2**16
+EXIT_TIMEOUT_S: Final = 30.0
+
+
+class Ask(NamedTuple):
+    """What a consumer wants from the producer."""
+
+    number: int
+    blocks: int
+    push: bool
+
+
+class Claim(NamedTuple):
+    """What the producer says of a transfer that is over."""
+
+    number: int
+    complete: bool
+
+
+# --- the producer ---------------------------------------------------------------------
+
+
+class Producer:
+    """Answers what consumers ask for."""
+
+    def __init__(self, comm: kvwire.Communicator, seed: int) -> None:
+        self._comm = comm
+        self._random = random.Random(seed)
+        self._stamped = StampedCache()
+        self._free = list(range(NUM_BLOCKS))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, address: str) -> None:
+        """Serve until the communicator is closed.
+
+        Cancel safety: safe, what was begun goes on.
+        """
+        await self._comm.listen(address)
+        say({})
+        async for connection in self._comm.connections():
+            self._start(self._serve(connection))
+
+    async def _serve(self, connection: kvwire.Connection) -> None:
+        with contextlib.suppress(kvwire.ConnectionClosed):
+            while True:
+                ask = Ask(*json.loads(await connection.recv(ASK_TAG)))
+                if ask.blocks <= len(self._free):
+                    self._start(self._produce(connection, ask))
+
+    async def _produce(self, connection: kvwire.Connection, ask: Ask) -> None:
+        source = take_blocks(self._free, ask.blocks, self._random)
+        try:
+            verb = connection.push if ask.push else self._comm.publish
+            out = verb(ask.number, self._stamped.cache, source, deadline=DEADLINE_S)
+        except kvwire.ConnectionClosed:
+            self._free += source
+            return
+        for layer in range(SPEC.layers):
+            positions = range(ask.blocks)
+            self._stamped.write(ask.number, layer, source, ask.number, positions)
+            out.ready(layers=layer)
+            await asyncio.sleep(0)
+        out.finish()
+        outcome = await out
+        await out.drained()
+        # Whoever reads it from here on reads what was never sent.
+        self._stamped.poison(source)
+        self._free += source
+        claim = json.dumps(Claim(ask.number, outcome.complete)).encode()
+        for other in self._comm.live_connections:
+            if other.peer.origin == connection.peer.origin:
+                with contextlib.suppress(kvwire.KVWireError):
+                    await other.send(CLAIM_TAG, claim)
+
+    def _start(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+# --- the consumer ---------------------------------------------------------------------
+
+
+class Consumer:
+    """Asks for transfers and checks what comes."""
+
+    def __init__(
+        self, comm: kvwire.Communicator, seed: int, transport: str, number: int
+    ) -> None:
+        self._comm = comm
+        self._random = random.Random(seed)
+        self._transport = transport
+        self._number = number
+        self._stamped = StampedCache()
+        self._free = list(range(NUM_BLOCKS))
+        # Of each transfer that is over on one side: whether it was complete there.
+        self._outcomes: dict[int, bool] = {}
+        self._claims: dict[int, bool] = {}
+
+    async def run(self, address: str, stop: asyncio.Event) -> None:
+        """Move blocks until told to stop, then look at all memory once more.
+
+        Cancel safety: safe, but what is under way is not checked.
+        """
+        while not stop.is_set():
+            connection = await self._connected(address, stop)
+            if connection is None:
+                break
+            claims = asyncio.create_task(self._hear(connection))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(TRANSFERS_AT_ONCE):
+                    group.create_task(self._transfers(connection, stop))
+            claims.cancel()
+            await asyncio.wait([claims])
+        say({"late": self._stamped.poisoned(self._free)})
+
+    async def _connected(
+        self, address: str, stop: asyncio.Event
+    ) -> kvwire.Connection | None:
+        while not stop.is_set():
+            try:
+                return await self._comm.connect(address, transport=self._transport)
+            except (kvwire.KVWireError, OSError):
+                await asyncio.sleep(RETRY_S)
+        return None
+
+    async def _transfers(
+        self, connection: kvwire.Connection, stop: asyncio.Event
+    ) -> None:
+        while not (connection.closed or stop.is_set()):
+            with contextlib.suppress(kvwire.ConnectionClosed):
+                await self._transfer(connection)
+
+    async def _transfer(self, connection: kvwire.Connection) -> None:
+        self._number += 1
+        ask = Ask(
+            self._number,
+            self._random.randint(1, BLOCKS_EACH_MAX),
+            self._random.random() < 0.5,
+        )
+        target = take_blocks(self._free, ask.blocks, self._random)
+        late = self._stamped.poisoned(target)
+        try:
+            verb = self._comm.expect if ask.push else connection.pull
+            inc = verb(ask.number, self._stamped.cache, target, deadline=DEADLINE_S)
+        except kvwire.ConnectionClosed:
+            self._free += target
+            raise
+        try:
+            await connection.send(ASK_TAG, json.dumps(ask).encode())
+        except kvwire.ConnectionClosed:
+            inc.abort("soak: not asked for")
+        outcome = await inc
+        tally = Tally()
+        self._stamped.check(ask.number, target, outcome, tally)
+        await inc.drained()
+        self._stamped.poison(target)
+        self._free += target
+        self._outcomes[ask.number] = outcome.complete
+        word = "complete" if outcome.complete else "partial"
+        say({"bytes": tally.nbytes, "wrong": tally.wrong_bytes, "late": late, word: 1})
+        self._compare(ask.number)
+
+    async def _hear(self, connection: kvwire.Connection) -> None:
+        with contextlib.suppress(kvwire.ConnectionClosed):
+            while True:
+                claim = Claim(*json.loads(await connection.recv(CLAIM_TAG)))
+                self._claims[claim.number] = claim.complete
+                self._compare(claim.number)
+
+    def _compare(self, number: int) -> None:
+        if number in self._claims and number in self._outcomes:
+            claims, landed = self._claims.pop(number), self._outcomes.pop(number)
+            say({"false": int(claims and not landed), "compared": 1})
+
+
+def say(what: dict[str, Any]) -> None:
+    """Tell the parent; one small write, so a killed process cuts no line in two."""
+    os.write(1, f"{json.dumps(what)}\n".encode())
+
+
+async def _live(role: str, address: str, transport: str, seed: int) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    async with kvwire.open(
+        name=f"soak-{role}",
+        lease_s=LEASE_S,
+        ping_interval_s=PING_INTERVAL_S,
+        close_timeout_s=1.0,
+    ) as comm:
+
+        def cut() -> None:
+            for connection in comm.live_connections:
+                connection.abort("soak: cut")
+
+        loop.add_signal_handler(signal.SIGUSR1, cut)
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        if role == "consumer":
+            say({})
+            consumer = Consumer(comm, seed, transport, seed * NUMBERS_EACH)
+            await consumer.run(address, stop)
+        else:
+            serving = asyncio.create_task(Producer(comm, seed).run(address))
+            await stop.wait()
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
+# --- the parent -----------------------------------------------------------------------
+
+
+class ProcessSoak:
+    """Starts both processes, and lets faults befall them until enough has landed.
+
+    Args:
+        seed: Of sizes and faults.
+        goal_bytes: How much to check.
+        fault_s: Mean seconds between two faults; 0 for none.
+        transport: What carries the data.
+    """
+
+    def __init__(
+        self, *, seed: int, goal_bytes: int, fault_s: float, transport: str
+    ) -> None:
+        self.tally = Tally()
+        self._random = random.Random(seed)
+        self._seed = seed
+        self._goal_bytes = goal_bytes
+        self._fault_s = fault_s
+        self._transport = transport
+        self._born = Counter[str]()
+        self._moved = asyncio.Event()
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self._address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+    async def run(self, progress: Progress | None = None) -> Tally:
+        """Run to the goal.
+
+        Raises:
+            TimeoutError: Nothing has landed for a minute, or a process does not end.
+            RuntimeError: A process has ended by itself.
+
+        Cancel safety: safe, the processes are killed.
+        """
+        bar = None
+        if progress is not None:
+            bar = progress.add_task("soak", total=self._goal_bytes)
+        sides = {role: _Side(self, role) for role in ("producer", "consumer")}
+        try:
+            for side in sides.values():
+                await side.start()
+            while self.tally.nbytes < self._goal_bytes and not self.tally.failed:
+                await self._fault(self._random.choice(list(sides.values())))
+                if progress is not None and bar is not None:
+                    progress.update(bar, completed=self.tally.nbytes)
+            for side in sides.values():
+                await side.end()
+        finally:
+            for side in sides.values():
+                await side.kill()
+        return self.tally
+
+    def command(self, role: str) -> list[str]:
+        """How to start a side; no two of its lives have the same seed."""
+        self._born[role] += 1
+        seed = self._seed * 100 + self._born[role]
+        where = (self._address, self._transport)
+        return [sys.executable, "-m", __name__, role, *where, str(seed)]
+
+    def heard(self, said: dict[str, int]) -> None:
+        """A consumer has looked at a transfer."""
+        tally = self.tally
+        tally.nbytes += said.pop("bytes", 0)
+        tally.wrong_bytes += said.pop("wrong", 0)
+        tally.late_bytes += said.pop("late", 0)
+        tally.false_reports += said.pop("false", 0)
+        tally.counts.update(said)
+        self._moved.set()
+
+    async def _fault(self, side: _Side) -> None:
+        if not self._fault_s:
+            self._moved.clear()
+            async with asyncio.timeout(ROUND_TIMEOUT_S):
+                await self._moved.wait()
+            return
+        before = self.tally.nbytes
+        await asyncio.sleep(self._random.expovariate(1 / self._fault_s))
+        what = self._random.choices(("cut", "stopped", "killed"), (6, 3, 1))[0]
+        self.tally.counts[f"{side.role} {what}"] += 1
+        if what == "cut":
+            side.signal(signal.SIGUSR1)
+        elif what == "stopped":
+            side.signal(signal.SIGSTOP)
+            await asyncio.sleep(self._random.uniform(0, STOP_S_MAX))
+            side.signal(signal.SIGCONT)
+        else:
+            await side.kill()
+            await side.start()
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            while self.tally.nbytes == before and not self.tally.failed:
+                self._moved.clear()
+                await self._moved.wait()
+                side.check()
+
+
+class _Side:
+    """One of the two, through all its lives."""
+
+    def __init__(self, soak: ProcessSoak, role: str) -> None:
+        self.role = role
+        self._soak = soak
+        self._process: Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        command = self._soak.command(self.role)
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+        assert process.stdout is not None
+        self._process = process
+        # A signal that comes before its handler would end the process.
+        await process.stdout.readline()
+        self._reader = asyncio.create_task(self._read(process))
+
+    def check(self) -> None:
+        """See whether it lives.
+
+        Raises:
+            RuntimeError: It has ended by itself.
+        """
+        if self._reader is None or self._reader.done():
+            raise RuntimeError(
+                f"the {self.role} has ended by itself; see its traceback"
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal.
+
+        Raises:
+            RuntimeError: It has ended.
+        """
+        self.check()
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def end(self) -> None:
+        """Ask it to end, and wait until it has, with all it had to say."""
+        self.signal(signal.SIGTERM)
+        assert self._process is not None
+        async with asyncio.timeout(EXIT_TIMEOUT_S):
+            status = await self._process.wait()
+        if status:
+            raise RuntimeError(f"the {self.role} has ended with status {status}")
+
+    async def kill(self) -> None:
+        """End it at once, if it lives."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        if self._reader is not None:
+            await self._reader
+        self._process = self._reader = None
+
+    async def _read(self, process: Process) -> None:
+        assert process.stdout is not None
+        hear: Callable[[dict[str, int]], None] = self._soak.heard
+        async for line in process.stdout:
+            hear(json.loads(line))
+        hear({})  # it has ended
+
+
+if __name__ == "__main__":
+    uvloop.run(_live(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))

@@ -1,0 +1,116 @@
+"""Caches whose every line is stamped, and what a soak counts of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+import kvwire
+
+LINE_BYTES = 64
+POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+Words = npt.NDArray[np.uint64]
+
+SPEC = kvwire.KVSpec(
+    layers=8, kv_heads=8, head_dim=128, block_tokens=16, dtype="float16"
+)
+NUM_BLOCKS = 96
+TRANSFERS_AT_ONCE = 4
+BLOCKS_EACH_MAX = NUM_BLOCKS // TRANSFERS_AT_ONCE
+# Chunks of one prefill.
+CHUNKS_MAX = 3
+# A round takes milliseconds, and a lease of 2 s where it is cut; longer is a hang.
+ROUND_TIMEOUT_S = 60.0
+
+
+class StampedCache:
+    """A paged cache whose blocks are written and checked as stamps."""
+
+    def __init__(self) -> None:
+        shape = (
+            NUM_BLOCKS,
+            SPEC.components,
+            SPEC.block_tokens,
+            SPEC.kv_heads,
+            SPEC.head_dim,
+        )
+        self._tensors = [np.zeros(shape, np.float16) for _ in range(SPEC.layers)]
+        self.words: list[Words] = [
+            t.reshape(NUM_BLOCKS, -1).view(np.uint64) for t in self._tensors
+        ]
+        for words in self.words:
+            words[:] = POISON
+        self.cache = kvwire.PagedCache(SPEC, self._tensors)
+        self._lines = np.arange(
+            self.words[0].shape[1] * 8 // LINE_BYTES, dtype=np.uint64
+        ).repeat(LINE_BYTES // 8)
+
+    def stamp(self, transfer: int, layer: int, position: int, generation: int) -> Words:
+        """What a block holds: its transfer, layer, position, generation and line."""
+        name = ((transfer * 64 + layer) * 256 + position) * 256 + generation % 256
+        return (np.uint64(name) << np.uint64(16)) + self._lines
+
+    def write(
+        self,
+        transfer: int,
+        layer: int,
+        blocks: list[int],
+        generation: int,
+        positions: range,
+    ) -> None:
+        """Stamp one layer of the blocks at some positions of a transfer's list."""
+        for position in positions:
+            block = blocks[position]
+            self.words[layer][block] = self.stamp(transfer, layer, position, generation)
+
+    def check(
+        self, transfer: int, blocks: list[int], outcome: kvwire.Outcome, tally: Tally
+    ) -> None:
+        """Compare the blocks that have landed with their stamps."""
+        landed = set(outcome.landed.ids().tolist())
+        for position, block in enumerate(blocks):
+            if block not in landed:
+                continue
+            for layer, words in enumerate(self.words):
+                expected = self.stamp(transfer, layer, position, transfer)
+                wrong = int(np.count_nonzero(words[block] != expected)) * 8
+                tally.wrong_bytes += wrong
+                tally.nbytes += expected.nbytes
+
+    def poison(self, blocks: list[int]) -> None:
+        """Mark blocks as free."""
+        for words in self.words:
+            words[blocks] = POISON
+
+    def poisoned(self, blocks: list[int]) -> int:
+        """Bytes of free blocks that somebody has written to."""
+        return sum(
+            int(np.count_nonzero(words[blocks] != POISON)) * 8 for words in self.words
+        )
+
+
+@dataclass
+class Tally:
+    """What a soak has seen."""
+
+    nbytes: int = 0
+    wrong_bytes: int = 0
+    late_bytes: int = 0
+    false_reports: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any byte was wrong or late, or a producer claimed too much."""
+        return bool(self.wrong_bytes or self.late_bytes or self.false_reports)
+
+
+def take_blocks(free: list[int], count: int, source: random.Random) -> list[int]:
+    """Take some of the free blocks, whichever."""
+    source.shuffle(free)
+    taken, free[:] = free[:count], free[count:]
+    return taken

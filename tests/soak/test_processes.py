@@ -1,0 +1,77 @@
+"""The soak between processes: short ones, and what makes it fail."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from kvwire.limits import MIB
+from tests.soak.__main__ import main
+from tests.soak.processes import ProcessSoak
+from tests.soak.stamps import SPEC, StampedCache, Tally
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "local", "ucx"])
+def test_no_byte_is_wrong_while_processes_are_stopped_and_killed(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--processes", "--gib", "0.2", "--drop-s", "0.2", "--seed", "1"]
+    assert main([*arguments, "--transport", transport]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 wrong bytes, 0 late bytes, 0 false reports" in said
+    for what in ("complete: ", "cut: "):
+        assert what in said
+
+
+def soak(fault_s: float = 0.0) -> ProcessSoak:
+    return ProcessSoak(seed=1, goal_bytes=MIB, fault_s=fault_s, transport="tcp")
+
+
+async def test_a_process_that_ends_by_itself_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dies = [sys.executable, "-S", "-c", "print({})"]
+    monkeypatch.setattr(ProcessSoak, "command", lambda self, role: dies)
+    with pytest.raises(RuntimeError, match="has ended by itself"):
+        await soak(fault_s=0.001).run()
+
+
+@pytest.mark.parametrize("what", ["wrong", "late", "false"])
+def test_what_a_process_has_found_is_a_failure(what: str) -> None:
+    running = soak()
+    running.heard({"bytes": 100, "complete": 1})
+    assert not running.tally.failed
+    assert running.tally.nbytes == 100
+    running.heard({what: 1})
+    assert running.tally.failed
+
+
+def test_no_two_lives_of_a_side_are_alike() -> None:
+    running = soak()
+    assert running.command("producer") != running.command("producer")
+    assert running.command("consumer")[3:5] == ["consumer", running._address]
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_blocks_that_landed_are_compared_with_their_stamps(wrong: int) -> None:
+    """And those that did not may hold anything."""
+    cache, blocks = StampedCache(), [4, 7, 1]
+    for layer in range(SPEC.layers):
+        cache.write(9, layer, blocks, 9, range(2))
+    cache.words[2][7][:wrong] += np.uint64(1)
+
+    class Landed:
+        def ids(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+            return np.array(blocks[:2])
+
+    class Result:
+        landed = Landed()
+
+    tally = Tally()
+    cache.check(9, blocks, Result(), tally)  # type: ignore[arg-type]
+    assert tally.wrong_bytes == 8 * wrong
+    assert tally.nbytes == 2 * SPEC.layers * cache.words[0][0].nbytes

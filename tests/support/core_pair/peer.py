@@ -1,0 +1,413 @@
+"""One end of a connection in memory: a protocol core, its buffers, and a wire to it.
+
+It does for a core what a link and the asyncio front do together, without either: moves
+payload between byte buffers and frames, and answers the events that want an answer.
+What it is told to do wrong, it does: a wire can stall, a frame can be made by hand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvwire.errors import KVWireError, ProtocolError
+from kvwire.memory.checksum import checksum
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.events import (
+    Ended,
+    Event,
+    LaneAsked,
+    LaneBootstrapped,
+    LaneClosed,
+    LaneDataReceived,
+    LaneOpened,
+    MemoryWanted,
+    RequestDone,
+    SegmentMarked,
+)
+from kvwire.proto.handshake import Handshake
+from kvwire.proto.holds import Holds
+from kvwire.proto.records import SegmentRecord, TransferRecord
+from kvwire.proto.regions import RegionRecord, RegionTable
+from kvwire.proto.requests import RequestRecord
+from kvwire.types import Access, BufferId
+from kvwire.wire.control import AccessBody, Body, encode_body
+from kvwire.wire.handshake_messages import ConnectionParameters
+from kvwire.wire.header import Flag
+from tests.support.core_pair.handshakes import Frame
+from tests.support.core_pair.inlet import Inlet
+
+LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
+
+_CHECKED: Final = int(Flag.CHECKED)
+
+
+class Peer:
+    """One end of a :class:`~tests.support.core_pair.pair.ConnectionPair`.
+
+    Attributes:
+        core: Its protocol.
+        now: Its clock; the pair sets it.
+        wire: Frames on their way to the other end, oldest first.
+        events: Every event so far.
+        done: The one completion of each request that is over.
+        memory: Buffers that may be touched, by number.
+        freed: Buffers that have drained, as they were then.
+        transfers: What the core kept of each KV transfer that is over.
+        broken: The rule that the other end broke, if it did.
+        lost: The wire is gone.
+        stalled: The wire takes no payload; set it to False to go on.
+        slow: Chunks stay with the wire until :meth:`complete` is called.
+        place: Gives a marked segment its memory; None leaves it without.
+        aside: Sends a chunk on a lane, or returns None for the wire; see
+            :class:`~tests.support.core_pair.pair_lanes.PairLanes`.
+        on_lane: Deals with the events about lanes.
+        span: How many bytes the way of the next chunk takes at once; 0 for a chunk.
+    """
+
+    def __init__(
+        self, handshake: Handshake, *, terms: ConnectionParameters, now: float
+    ) -> None:
+        """Go on from a handshake that has ended well."""
+        assert handshake.agreement is not None
+        self.now = now
+        self.core = ConnectionCore(
+            handshake.agreement,
+            handshake.framing,
+            Holds(),
+            terms=terms,
+            ping_interval_s=2.0,
+            ping_misses=3,
+            now=now,
+        )
+        self.wire: deque[Frame] = deque()
+        self.events: list[Event] = []
+        self.done: dict[RequestRecord, RequestDone] = {}
+        self.memory: dict[BufferId, bytearray] = {}
+        self.freed: dict[BufferId, bytes] = {}
+        self.transfers: dict[RequestRecord, TransferRecord] = {}
+        self.broken: ProtocolError | None = None
+        self.lost = False
+        self.stalled = False
+        self.slow = False
+        self.place: Callable[[SegmentRecord], None] | None = self._place
+        self.aside: Callable[[Peer, Chunk, int], Frame | None] = _on_the_wire
+        self.on_lane: Callable[[Peer, LaneEvent], None] = _without_lanes
+        self.span: Callable[[Peer], int] = _chunk_by_chunk
+        self._regions = RegionTable()
+        self._leaving: deque[Chunk] = deque()
+        self._held: dict[RequestRecord, bytes] = {}
+        self._inlet = Inlet(self._begin, self._end)
+        self._arrival: ChunkArrival | None = None
+
+    # --- what an application does -----------------------------------------------------
+
+    def lend(self, data: bytes | int) -> BufferId:
+        """A new buffer with these bytes, or with so many zeros."""
+        buffer = self.core.holds.new()
+        self.memory[buffer] = bytearray(data)
+        return buffer
+
+    def content(self, buffer: BufferId) -> bytes:
+        """What is in a buffer, or was in it when it drained."""
+        return bytes(self.memory.get(buffer, self.freed.get(buffer, b"")))
+
+    def send(
+        self, tag: int, data: bytes, *, deadline: float | None = None
+    ) -> RequestRecord | None:
+        """Send a message; None if it travels at once and so is over."""
+        core, size = self.core, len(data)
+        header = core.eager_header(tag, size, checksum(memoryview(data)))
+        if header is not None:
+            self.wire.append((header, data))
+            return None
+        return self._start(data, lambda lent: core.send(tag, lent, size, deadline))
+
+    def recv(
+        self,
+        tag: int,
+        nbytes: int | None = 4096,
+        *,
+        deadline: float | None = None,
+        limit: int = 2**20,
+    ) -> RequestRecord:
+        """Receive a message into a new buffer; without a size, into what it needs."""
+        core = self.core
+        if nbytes is not None:
+            size = nbytes
+            return self._start(size, lambda lent: core.recv(tag, lent, size, deadline))
+        request = core.recv(tag, None, limit, deadline)
+        self.collect()
+        return request
+
+    def expose(
+        self, data: bytes | int, access: Access = Access.READWRITE
+    ) -> RegionRecord:
+        """Register a new buffer."""
+        buffer = self.lend(data)
+        return self._regions.register(buffer, len(self.memory[buffer]), access)
+
+    def grant(
+        self,
+        region: RegionRecord,
+        offset: int = 0,
+        nbytes: int | None = None,
+        access: Access | None = None,
+    ) -> AccessBody:
+        """Let the other end reach a range of a region; what it puts or gets with."""
+        size = region.nbytes - offset if nbytes is None else nbytes
+        row = self.core.grant(region, offset, size, access or region.access)
+        return AccessBody(row.id, row.generation, row.token, 0, size)
+
+    def revoke(self, region: RegionRecord) -> None:
+        """End every grant of a region."""
+        self._regions.revoke(region)
+        self.core.region_revoked(region.id)
+        self.collect()
+
+    def close_region(self, region: RegionRecord) -> None:
+        """End a region; its memory drains when nothing touches it any more."""
+        self._regions.close(region)
+        self.core.region_revoked(region.id)
+        self.core.holds.retire(region.buffer)
+        self.collect()
+
+    def put(
+        self, data: bytes, target: AccessBody, *, deadline: float | None = None
+    ) -> RequestRecord:
+        """Write into the other end's memory."""
+        core, size = self.core, len(data)
+        return self._start(data, lambda lent: core.put(lent, size, target, deadline))
+
+    def get(
+        self, source: AccessBody, *, deadline: float | None = None
+    ) -> RequestRecord:
+        """Read the other end's memory into a new buffer."""
+        core, size = self.core, source.nbytes
+        return self._start(size, lambda lent: core.get(lent, size, source, deadline))
+
+    def cancel(self, request: RequestRecord) -> None:
+        """End a request."""
+        self.core.cancel(request)
+        self.collect()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Begin to close."""
+        self.core.close(self.now, timeout_s)
+        self.collect()
+
+    def forge(self, frame_type: int, body: Body, *, request: int = 0) -> None:
+        """Send a control frame that this side's core knows nothing of."""
+        framing = self.core.outbox.framing
+        self.wire.append(
+            framing.control(frame_type, encode_body(body), request=request)
+        )
+
+    def forge_payload(
+        self,
+        frame_type: int,
+        data: bytes,
+        *,
+        request: int = 0,
+        segment: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """Send payload that this side's core knows nothing of, with a right check."""
+        header = self.core.outbox.framing.payload(
+            frame_type,
+            len(data),
+            request=request,
+            segment=segment,
+            offset=offset,
+            check=checksum(memoryview(data)),
+        )
+        self.wire.append((header, data))
+
+    # --- results ----------------------------------------------------------------------
+
+    def error(self, request: RequestRecord) -> KVWireError | None:
+        """Why a request failed; None if it did not. KeyError if it is not over."""
+        return self.done[request].error
+
+    def received(self, request: RequestRecord) -> bytes:
+        """What a receive or a get that ended well has brought."""
+        done = self.done[request]
+        assert done.error is None, done.error
+        if request in self._held:
+            return self._held[request]
+        assert request.buffer is not None
+        return self.content(request.buffer)[: done.nbytes]
+
+    @property
+    def ended(self) -> Ended | None:
+        """The end of the connection, once it has come."""
+        return next((e for e in self.events if isinstance(e, Ended)), None)
+
+    # --- what a link does -------------------------------------------------------------
+
+    def feed(self, data: bytes) -> None:
+        """Bytes have come, in pieces of any size."""
+        self.core.heard(self.now)
+        self._inlet.feed(data)
+
+    def receive(self, frame: Frame) -> None:
+        """A whole frame has come."""
+        header, body = frame
+        arrival = self.header(header)
+        if arrival is not None:
+            self.body(arrival, body)
+
+    def header(self, raw: bytes) -> ChunkArrival | None:
+        """A header has come; None if it broke a rule."""
+        try:
+            return self.core.header_received(raw)
+        except ProtocolError as exc:
+            self._broke(exc)
+            return None
+
+    def body(self, arrival: ChunkArrival, body: bytes) -> None:
+        """All that follows a header has come."""
+        assert len(body) == arrival.length, "a frame that is not whole"
+        header, intact = arrival.header, True
+        if arrival.place in (ChunkPlace.BUFFER, ChunkPlace.HOLD):
+            assert arrival.buffer is not None
+            if arrival.place is ChunkPlace.HOLD:
+                self.memory[arrival.buffer] = bytearray(len(body))
+            memory = self.memory[arrival.buffer]
+            assert arrival.offset + len(body) <= len(memory), "beyond the buffer"
+            memory[arrival.offset : arrival.offset + len(body)] = body
+            intact = (
+                not header.flags & _CHECKED
+                or checksum(memoryview(body)) == header.payload_check
+            )
+        try:
+            self.core.body_received(arrival, self.now, body=body, intact=intact)
+        except ProtocolError as exc:
+            self._broke(exc)
+        self.collect()
+
+    def complete(self) -> None:
+        """The wire is through with the oldest chunk it still has."""
+        self.core.chunk_sent(self._leaving.popleft())
+        self.collect()
+
+    def lose(self) -> None:
+        """The wire is gone, and touches no memory any more."""
+        self.lost = True
+        self.wire.clear()
+        self._leaving.clear()
+        self.core.link_lost()
+        self.collect()
+
+    def tick(self) -> None:
+        """The clock has reached a time the core wants to look at."""
+        core = self.core
+        core.tick(self.now)
+        assert core.closed or core.next_tick > self.now, "a timer in the past"
+        self.collect()
+
+    def collect(self) -> None:
+        """Take what the core has to say: frames, then chunks, then events."""
+        core = self.core
+        while True:
+            self._take_frames()
+            chunk = None if self.stalled else core.next_chunk(lambda _: self.span(self))
+            if chunk is not None:
+                self._send(chunk)
+            elif core.outbox.events:
+                events, core.outbox.events = core.outbox.events, []
+                for event in events:
+                    self._deal_with(event)
+            else:
+                break
+        for buffer in core.holds.drained:
+            self.freed[buffer] = bytes(self.memory.pop(buffer, b""))
+        core.holds.drained.clear()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _begin(self, raw: bytes) -> int | None:
+        self._arrival = self.header(raw)
+        return None if self._arrival is None else self._arrival.length
+
+    def _end(self, body: bytes) -> None:
+        assert self._arrival is not None
+        self.body(self._arrival, body)
+
+    def _start(
+        self, data: bytes | int, start: Callable[[BufferId], RequestRecord]
+    ) -> RequestRecord:
+        """Lend memory to a request; if it cannot start, the memory comes back."""
+        lent = self.lend(data)
+        try:
+            return start(lent)
+        except KVWireError:
+            self.core.holds.retire(lent)
+            raise
+        finally:
+            self.collect()
+
+    def _take_frames(self) -> None:
+        while self.core.outbox.frames:
+            self.wire.append(self.core.outbox.frames.popleft())
+
+    def _send(self, chunk: Chunk) -> None:
+        end = chunk.offset + chunk.length
+        body = bytes(self.memory[chunk.buffer][chunk.offset : end])
+        assert len(body) == chunk.length, "beyond the buffer"
+        check = checksum(memoryview(body))
+        frame = self.aside(self, chunk, check)
+        if frame is not None:
+            self.wire.append(frame)
+            return
+        self.wire.append((self.core.chunk_header(chunk, check), body))
+        self._leaving.append(chunk)
+        if not self.slow:
+            self.core.chunk_sent(self._leaving.popleft())
+
+    def _deal_with(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, MemoryWanted):
+            self.core.provide(event.request, self.lend(event.nbytes))
+        elif isinstance(event, SegmentMarked) and self.place is not None:
+            self.place(event.segment)
+        elif isinstance(event, RequestDone):
+            self._note(event)
+        elif isinstance(event, LaneEvent):
+            self.on_lane(self, event)
+
+    def _note(self, event: RequestDone) -> None:
+        request = event.request
+        assert request not in self.done, "a request with two completions"
+        self.done[request] = event
+        if event.held is not None:
+            self._held[request] = self.content(event.held)
+        if request.kind.name in ("OUTGOING", "INCOMING"):
+            self.transfers[request] = self.core.transfers.transfer(request)
+            self.core.transfers.forget(request)
+
+    def _place(self, segment: SegmentRecord) -> None:
+        self.core.transfers.place(segment, self.lend(segment.nbytes))
+
+    def _broke(self, error: ProtocolError) -> None:
+        self.broken = error
+        self.core.fail(error)
+        self.collect()
+
+
+def _on_the_wire(peer: Peer, chunk: Chunk, check: int) -> Frame | None:
+    """Where there are no lanes."""
+    return None
+
+
+def _without_lanes(peer: Peer, event: LaneEvent) -> None:
+    """Nobody has brought any: one that the other end asks for is declined."""
+    if isinstance(event, LaneAsked):
+        peer.core.lane_gone(event.lane, "there are no lanes here")
+
+
+def _chunk_by_chunk(peer: Peer) -> int:
+    """What the wire takes."""
+    return 0
