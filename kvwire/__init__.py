@@ -61,9 +61,7 @@ if TYPE_CHECKING:
     from kvwire.store.request import StoreRequest
     from kvwire.store.server.server import StoreServer
     from kvwire.store.store import BlockStore
-    from kvwire.transfers.incoming import Incoming
-    from kvwire.transfers.join import Joined, join
-    from kvwire.transfers.outgoing import Outgoing
+    from kvwire.transfer import Incoming, Joined, Outgoing, join
 
 __version__ = "0.1.0"
 
@@ -135,9 +133,9 @@ _HOMES: Final = {
     "Connection": "kvwire.connection",
     "Engine": "kvwire.engine",
     "Grant": "kvwire.region",
-    "Incoming": "kvwire.transfers.incoming",
-    "Joined": "kvwire.transfers.join",
-    "join": "kvwire.transfers.join",
+    "Incoming": "kvwire.transfer",
+    "Joined": "kvwire.transfer",
+    "join": "kvwire.transfer",
     "Outcome": "kvwire.kv.outcome",
     "Timings": "kvwire.kv.outcome",
     "PagedCache": "kvwire.kv.paged",
@@ -146,7 +144,7 @@ _HOMES: Final = {
     "PrefillRequest": "kvwire.kv.prefill_plan",
     "plan_prefill": "kvwire.kv.prefill_plan",
     "KVSpec": "kvwire.kv.spec",
-    "Outgoing": "kvwire.transfers.outgoing",
+    "Outgoing": "kvwire.transfer",
     "Region": "kvwire.region",
     "Request": "kvwire.request",
     "StoreRequest": "kvwire.store.request",

@@ -24,6 +24,8 @@ from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
 from kvwire.driver.handshake import HandshakeDriver, hands_shaken, report_of
 from kvwire.driver.reconnect import Reconnector
+from kvwire.endpoint.observers import Observers
+from kvwire.endpoint.verbs import PublishExpect
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
@@ -43,11 +45,9 @@ from kvwire.region import Region
 from kvwire.security.keys import crosses_hosts, load_keys, resolve
 from kvwire.security.tls import CredentialFiles
 from kvwire.transfers.event_wait import fired
-from kvwire.transfers.incoming import Incoming
+from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
-from kvwire.transfers.observers import Observers
-from kvwire.transfers.outgoing import Outgoing
-from kvwire.transfers.verbs import PublishExpect
+from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Access, Address
 from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
@@ -392,7 +392,7 @@ class Communicator(PublishExpect):
         """See Offering."""
         return self
 
-    def start(self, end: Incoming | Outgoing) -> None:
+    def start(self, end: IncomingState | OutgoingState) -> None:
         """See Offering."""
         self._check_open()
         self.exchange.offer(end)

@@ -12,6 +12,7 @@ from kvwire.backend import Link
 from kvwire.clock import absolute
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.lanes.setup import LaneEvent, LaneSetup, Route
+from kvwire.endpoint.verbs import PullPush
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -48,9 +49,8 @@ from kvwire.region import Grant
 from kvwire.request import Request
 from kvwire.transfers.base import Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
-from kvwire.transfers.incoming import Incoming
-from kvwire.transfers.outgoing import Outgoing
-from kvwire.transfers.verbs import PullPush
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
 from kvwire.wire.control import AccessBody
 
@@ -279,7 +279,7 @@ class Connection(PullPush):
 
     # --- KV transfers -----------------------------------------------------------------
 
-    def start(self, end: Incoming | Outgoing) -> None:
+    def start(self, end: IncomingState | OutgoingState) -> None:
         """See Asking."""
         self.communicator.exchange.ask(end, self)
 

@@ -27,8 +27,7 @@ from kvwire.driver.io_thread import IOThread, bind_thread
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
-from kvwire.transfers.incoming import Incoming
-from kvwire.transfers.outgoing import Outgoing
+from kvwire.transfer import Incoming, Outgoing
 from kvwire.transfers.ready_log import Which
 from kvwire.types import Address, PeerInfo, TransportReport
 

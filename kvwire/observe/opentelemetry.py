@@ -9,7 +9,7 @@ serving stack passes between its processes joins them into one trace.
 ==============================  ======================================================
 attribute                       says
 ==============================  ======================================================
-``kvwire.transfers.base.id``          its id
+``kvwire.transfer.id``          its id
 ``kvwire.communicator``         this side's name
 ``kvwire.blocks``               blocks in its list
 ``kvwire.outcome``              ``complete``, ``partial`` or ``failed``
@@ -76,17 +76,16 @@ class TransferTracer:
         self.close()
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """See :class:`kvwire.transfers.observers.Observer`."""
+        """See :class:`kvwire.endpoint.observers.Observer`."""
         verb, kind = "send", SpanKind.PRODUCER
-        if transfer.receives:
+        if isinstance(transfer, kvwire.Incoming):
             verb, kind = "receive", SpanKind.CONSUMER
         self._spans[transfer] = self._tracer.start_span(
             f"kvwire {verb}",
             kind=kind,
             attributes={
-                "kvwire.transfers.base.id": _text(transfer.id),
+                "kvwire.transfer.id": _text(transfer.id),
                 "kvwire.communicator": self._communicator.name,
-                "kvwire.blocks": sum(map(len, transfer.lists.values())),
             },
         )
 
@@ -96,13 +95,14 @@ class TransferTracer:
         outcome: Outcome,
         connections: tuple[Connection, ...],
     ) -> None:
-        """See :class:`kvwire.transfers.observers.Observer`."""
+        """See :class:`kvwire.endpoint.observers.Observer`."""
         span = self._spans.pop(transfer, None)
         if span is None:  # begun before us
             return
         span.set_attributes(
             {
                 "kvwire.outcome": outcome.state,
+                "kvwire.blocks": sum(map(len, outcome.lists.values())),
                 "kvwire.landed_blocks": len(outcome.landed),
                 "kvwire.bytes": outcome.nbytes,
                 "kvwire.layers_grouped": outcome.layers_grouped,

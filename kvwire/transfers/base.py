@@ -14,7 +14,8 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Generator, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from kvwire.clock import absolute
 from kvwire.errors import (
@@ -44,8 +45,6 @@ from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from kvwire.communicator import Communicator
     from kvwire.connection import Connection
 
@@ -148,12 +147,17 @@ class Attempt:
             self.core = None
 
 
-class KVTransfer:
-    """One end of a KV transfer. Await it for its :class:`~kvwire.Outcome`.
+class CommonOptions(TypedDict):
+    """What may be chosen for either end."""
 
-    A partial or failed transfer is an outcome and not an exception. All methods belong
-    to the loop of the communicator, unless they say otherwise.
-    """
+    deadline: float | timedelta | None
+    priority: int
+    tokens: Tokens
+    lease_s: float | None
+
+
+class KVTransfer:
+    """One end of a KV transfer. Belongs to the loop of its communicator."""
 
     # A push meets its peer when that has given memory.
     waits_for_memory = False
@@ -166,12 +170,9 @@ class KVTransfer:
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        *,
-        deadline: float | timedelta | None,
-        priority: int,
-        tokens: Tokens,
-        lease_s: float | None,
+        **options: Unpack[CommonOptions],
     ) -> None:
+        priority, lease_s = options["priority"], options["lease_s"]
         if not isinstance(cache, PagedCache):
             raise UsageError(
                 f"cache: {type(cache).__name__} is not a kvwire.PagedCache"
@@ -188,13 +189,13 @@ class KVTransfer:
         self.communicator = communicator
         self.loop = communicator.loop
         self.priority = priority
-        self.tokens = tokens
+        self.tokens = tokens = options["tokens"]
         self.lists = self.listed(blocks)
         self.geometry: Geometry = describe(cache, self.lists, tokens)
         if cache.device is not None:
             # That a device does not work is known before anything is promised.
             communicator.devices.desk(cache.device)
-        self.deadline = absolute(deadline)
+        self.deadline = absolute(options["deadline"])
         self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
         self.phases = PhaseTimer()
         self.end = secrets.token_bytes(END_BYTES)
@@ -208,10 +209,6 @@ class KVTransfer:
         self._lease: asyncio.TimerHandle | None = None
         self._lease_until: float | None = None
         self._expiry: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        state = "under way" if self._outcome is None else "over"
-        return f"<{type(self).__name__} {self.id!r}, {state}>"
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         if self._outcome is not None and not self._outcome.complete:
@@ -234,10 +231,7 @@ class KVTransfer:
         return self._drained.is_set()
 
     async def drained(self) -> None:
-        """Wait until nothing of kvwire can touch the transfer's blocks any more.
-
-        Only from here may they be used for something else. Without deadline: a timeout
-        would be a guess, and memory is either free or it is not.
+        """See :meth:`kvwire.Outgoing.drained`.
 
         Cancel safety: safe, it only watches.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvwire.clock import yields_before_raising
 from kvwire.errors import (
@@ -16,8 +16,10 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
+from kvwire.kv.blocks import Blocks
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
+from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.limits import LANDED_BOXES_MAX
 from kvwire.proto.records import SegmentRecord
@@ -25,6 +27,7 @@ from kvwire.transfers.base import (
     DAMAGED,
     UNMARKED,
     Answer,
+    CommonOptions,
     KVTransfer,
     UnnotifiedPeers,
     recoverable,
@@ -35,11 +38,12 @@ from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
 from kvwire.transfers.settle import SettleAttempt
 
 if TYPE_CHECKING:
+    from kvwire.communicator import Communicator
     from kvwire.connection import Connection
 
 
-class Incoming(KVTransfer):
-    """A transfer that this side consumes. Made by ``pull`` and ``expect``."""
+class IncomingState(KVTransfer):
+    """The state of a transfer that this side consumes."""
 
     plan: TransferPlan
     landed: Landed
@@ -48,12 +52,16 @@ class Incoming(KVTransfer):
 
     def __init__(
         self,
-        *args: Any,
+        communicator: Communicator,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        *,
         have: Have = None,
         hashes: Hashes = None,
-        **keywords: Any,
+        **options: Unpack[CommonOptions],
     ) -> None:
-        super().__init__(*args, **keywords)
+        super().__init__(communicator, id, cache, blocks, **options)
         if not self.cache.writable:
             raise UsageError(
                 "this cache has a tensor that is not writable: nothing can land in it"
@@ -72,19 +80,7 @@ class Incoming(KVTransfer):
 
     @yields_before_raising
     async def layer(self, layer: int, group: str | None = None) -> None:
-        """Wait until a layer of every block has landed, and may be read.
-
-        Args:
-            layer: By the model's index.
-            group: Of a hybrid model's cache; None for every group that has the layer.
-
-        Raises:
-            UsageError: There is no such layer or group.
-            RequestError, ConnectionClosed: The transfer ended without it, for this
-                reason; the outcome says what is here. Among them RequestCancelled:
-                :meth:`abort` was called. PeerCancelled: the producer ended it, or did
-                not mark the layer ready. DeadlineExceeded: its deadline or its lease.
-            ProfileMismatch: The two sides do not fit; names the fields.
+        """See :meth:`kvwire.Incoming.layer`.
 
         Cancel safety: safe, it only watches.
         """
@@ -106,19 +102,7 @@ class Incoming(KVTransfer):
             raise _not_landed(layer, self.outcome, self._error) from self._error
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
-        """An event behind which a layer that has landed may be read.
-
-        For streams of the device that the cache lies on. The layer has landed for the
-        host as well, so the event has fired: it names the order for tools and for
-        streams of other devices, and costs the stream that waits for it nothing.
-
-        Returns:
-            An event of the library that moves the cache: torch's or CuPy's.
-
-        Raises:
-            UsageError: There is no such layer, it has not landed, or the cache lies in
-                host memory.
-        """
+        """See :meth:`kvwire.Incoming.layer_event`."""
         self._check_layer(layer, group)
         device = self.cache.device
         if device is None:
@@ -130,11 +114,7 @@ class Incoming(KVTransfer):
         return self.communicator.devices.desk(device).landed.native
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """Whether a layer of every block has landed.
-
-        Raises:
-            UsageError: There is no such layer or group.
-        """
+        """See :meth:`kvwire.Incoming.layer_landed`."""
         self._check_layer(layer, group)
         return self._has(layer, group)
 

@@ -27,15 +27,15 @@ from kvwire.proto.events import TransferOpened
 from kvwire.proto.state import Kind
 from kvwire.transfers.base import Answer, UnnotifiedPeers, transfer_key
 from kvwire.transfers.description import TransferOffer
-from kvwire.transfers.incoming import Incoming
-from kvwire.transfers.outgoing import Outgoing
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.outgoing import OutgoingState
 from kvwire.transfers.settle import SettleAttempt
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
     from kvwire.proto.requests import RequestRecord
 
-End = Outgoing | Incoming
+End = OutgoingState | IncomingState
 # A producer and a consumer of one name may live in one communicator, in tests above
 # all.
 Key = tuple[bytes, bool]
@@ -122,7 +122,7 @@ class TransferRegistry:
     def over(self, end: End, reason: str) -> None:
         """A transfer has ended."""
         self.live.pop(end, None)
-        if isinstance(end, Incoming) and end.settling:
+        if isinstance(end, IncomingState) and end.settling:
             self._settling[end.key, end.end] = None
             self._all_said.clear()
         key = _key(end)
@@ -256,7 +256,7 @@ class TransferRegistry:
             if end.key == key:
                 end.abort(reason)
 
-    def settled(self, end: Incoming) -> None:
+    def settled(self, end: IncomingState) -> None:
         """The producer of a settled transfer knows that, or its link is lost."""
         if (end.key, end.end) in self._settling:
             del self._settling[end.key, end.end]
@@ -338,7 +338,7 @@ class TransferRegistry:
 
 
 def _key(end: End) -> Key:
-    return end.key, isinstance(end, Outgoing)
+    return end.key, isinstance(end, OutgoingState)
 
 
 def _refuse(

@@ -1,14 +1,13 @@
 """The producer's end of a KV transfer: marks go in, segments go out.
 
-One :class:`Outgoing` may serve several consumers, such as the ranks of a
+One transfer may serve several consumers, such as the ranks of a
 tensor-parallel group, each with its own plan: a
 :class:`~kvwire.transfers.sender.SendAttempt`. They all read the same log of marks.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvwire.errors import (
     KVWireError,
@@ -19,42 +18,45 @@ from kvwire.errors import (
 )
 from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.outcome import join_outcomes
+from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import GROUP_BYTES
 from kvwire.transfers.base import (
     UNMARKED,
     Answer,
+    CommonOptions,
     KVTransfer,
     UnnotifiedPeers,
     recoverable,
 )
 from kvwire.transfers.dedup import Hashes, digest, listed_hashes
 from kvwire.transfers.description import TransferOffer
-from kvwire.transfers.ready_log import ReadyLog, Which
+from kvwire.transfers.ready_log import ReadyLog
 from kvwire.transfers.sender import SendAttempt
 
 if TYPE_CHECKING:
+    from kvwire.communicator import Communicator
     from kvwire.connection import Connection
 
 
-class Outgoing(KVTransfer):
-    """A transfer that this side produces. Made by ``publish`` and ``push``.
-
-    ``async with out:`` finishes at the end of the block, and aborts if the block is
-    left by an exception.
-    """
+class OutgoingState(KVTransfer):
+    """The state of a transfer that this side produces."""
 
     def __init__(
         self,
-        *args: Any,
+        communicator: Communicator,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        *,
         consumers: int = 1,
         group_bytes: int | None = None,
         growing: bool = False,
         hashes: Hashes = None,
-        **keywords: Any,
+        **options: Unpack[CommonOptions],
     ) -> None:
         self.growing = growing
-        super().__init__(*args, **keywords)
+        super().__init__(communicator, id, cache, blocks, **options)
         if group_bytes is not None and group_bytes < 1:
             raise UsageError(
                 f"group_bytes={group_bytes}: at least 1, for layer by layer"
@@ -62,7 +64,7 @@ class Outgoing(KVTransfer):
         self.consumers = consumers
         self.hashes = digest(listed_hashes(hashes, self.geometry))
         self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
-        self.marks = ReadyLog(
+        self.ready_log = ReadyLog(
             self.cache,
             self.lists,
             self.loop,
@@ -72,80 +74,10 @@ class Outgoing(KVTransfer):
         self.deliveries: list[SendAttempt] = []
 
     def extend(self, blocks: Blocks) -> None:
-        """Name the next blocks of a growing transfer. Thread-safe and non-blocking.
-
-        Args:
-            blocks: Their ids, or ``{group: ids}``. They follow those named before.
-
-        Raises:
-            UsageError: The transfer is not growing, they are more than ``tokens`` need,
-                or one of them is out of range or named before.
-        """
+        """See :meth:`kvwire.Outgoing.extend`."""
         if not self.growing:
             raise UsageError("extend: this transfer was not begun with growing=True")
-        self.marks.name(self.cache.block_lists(blocks))
-
-    def ready(
-        self,
-        layers: Which = None,
-        blocks: Which = None,
-        *,
-        group: str | None = None,
-        after: Any = None,
-    ) -> None:
-        """Say that this part of the cache will not change any more; it flows at once.
-
-        Thread-safe and non-blocking. The memory may be neither written nor reused until
-        :meth:`drained`.
-
-        Args:
-            layers: A layer by the model's index, or a slice of them; None for all.
-            blocks: A position in the transfer's block list (not a block id), or a
-                slice; None for all.
-            group: Of a hybrid model's cache; None where there is one group.
-            after: The part is ready when this is done: a future, or a torch or CuPy
-                event that was recorded on the stream that writes it. The caller does
-                not wait, nor does the device.
-
-        Raises:
-            UsageError: There is no such part, or it was marked before.
-        """
-        self.marks.add(layers, blocks, group, after)
-
-    def finish(self, *, partial: bool = False) -> None:
-        """No more marks: commit. Thread-safe and non-blocking.
-
-        Args:
-            partial: Commit although parts were not marked; the outcome names them.
-
-        Raises:
-            UsageError: Parts were not marked, and ``partial`` is not set.
-        """
-        self.marks.finish(partial=partial)
-
-    async def __aenter__(self) -> Self:
-        """The transfer itself."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Finish, or abort if the block was left by an exception.
-
-        Raises:
-            UsageError: Parts were not marked; the transfer is aborted.
-        """
-        if kind is not None:
-            self.abort(f"{kind.__name__} in the producer")
-        elif not self.done():
-            try:
-                self.finish()
-            except UsageError as exc:
-                self.abort(str(exc))
-                raise
+        self.ready_log.name(self.cache.block_lists(blocks))
 
     def listed(self, blocks: Blocks) -> BlockLists:
         """See KVTransfer; a growing transfer has room for what its tokens need."""
@@ -258,7 +190,7 @@ class Outgoing(KVTransfer):
     @property
     def finishing(self) -> bool:
         """See KVTransfer."""
-        return self.marks.finished and bool(self.deliveries)
+        return self.ready_log.finished and bool(self.deliveries)
 
     def runs_on(self, connection: Connection) -> bool:
         """See KVTransfer."""
@@ -340,8 +272,8 @@ class Outgoing(KVTransfer):
             self.start_lease()
 
     def _marked(self) -> None:
-        if self.marks.failed and self.outcome is None:
-            self.abort(self.marks.failed)
+        if self.ready_log.failed and self.outcome is None:
+            self.abort(self.ready_log.failed)
         for delivery in self.deliveries:
             delivery.send_marks()
 

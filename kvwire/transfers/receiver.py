@@ -27,13 +27,13 @@ from kvwire.transfers.description import TransferOffer
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
-    from kvwire.transfers.incoming import Incoming
+    from kvwire.transfers.incoming import IncomingState
 
 
 class ReceiveAttempt(Attempt):
     """An incoming transfer on one connection."""
 
-    def __init__(self, incoming: Incoming, connection: Connection) -> None:
+    def __init__(self, incoming: IncomingState, connection: Connection) -> None:
         super().__init__(connection)
         self.incoming = incoming
         self.origin = connection.peer.origin

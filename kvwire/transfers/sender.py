@@ -22,7 +22,7 @@ from kvwire.transfers.timings import PhaseTimer
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
-    from kvwire.transfers.outgoing import Outgoing
+    from kvwire.transfers.outgoing import OutgoingState
 
 
 class SendAttempt(Attempt):
@@ -40,7 +40,7 @@ class SendAttempt(Attempt):
     plan: TransferPlan
     landed: Landed
 
-    def __init__(self, outgoing: Outgoing, connection: Connection) -> None:
+    def __init__(self, outgoing: OutgoingState, connection: Connection) -> None:
         super().__init__(connection)
         self.outgoing = outgoing
         self.origin = connection.peer.origin
@@ -114,7 +114,7 @@ class SendAttempt(Attempt):
 
     def send_marks(self) -> None:
         """Turn the marks that have come since the last time into segments."""
-        core, marks = self.core, self.outgoing.marks
+        core, marks = self.core, self.outgoing.ready_log
         if core is None or core.over or not self.planned or self._committed:
             return
         if core.state is not State.MOVING:

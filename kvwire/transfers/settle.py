@@ -11,7 +11,7 @@ from kvwire.transfers.description import TransferOffer
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
-    from kvwire.transfers.incoming import Incoming
+    from kvwire.transfers.incoming import IncomingState
     from kvwire.transfers.receiver import ReceiveAttempt
 
 
@@ -23,7 +23,7 @@ class SettleAttempt(Attempt):
     """
 
     def __init__(
-        self, incoming: Incoming, receipt: ReceiveAttempt, *, asks: bool
+        self, incoming: IncomingState, receipt: ReceiveAttempt, *, asks: bool
     ) -> None:
         super().__init__(receipt.connection)
         self.incoming = incoming

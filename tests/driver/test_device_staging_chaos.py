@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvwire import KVSpec, PagedCache
+from kvwire import KVSpec, Outgoing, PagedCache
 from kvwire.limits import KIB, MIB
 from kvwire.memory.device.simulated import SimulatedDevice, SimulatedStream
-from kvwire.transfers.outgoing import Outgoing
 from tests.support.pairs import Pair, connected, until
 
 SPEC = KVSpec(layers=3, kv_heads=4, head_dim=32, block_tokens=16, dtype="bfloat16")

@@ -58,7 +58,7 @@ async def test_both_ends_of_a_transfer() -> None:
     assert (send.kind, receive.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
     for span, name, peer in ((send, "b", "a"), (receive, "a", "b")):
         known = said(span)
-        assert known["kvwire.transfers.base.id"] == "request-7"
+        assert known["kvwire.transfer.id"] == "request-7"
         assert known["kvwire.communicator"] == name
         assert known["kvwire.peers"] == (peer,)
         assert known["kvwire.transports"] == ("inproc",)
@@ -97,7 +97,7 @@ async def test_the_context_of_another_thread_comes_along() -> None:
         out.abort("not wanted")
         out.wait(10)
     span = traces.spans()["kvwire send"]
-    assert said(span)["kvwire.transfers.base.id"] == "00ff"
+    assert said(span)["kvwire.transfer.id"] == "00ff"
     assert span.parent is not None
     assert span.parent.span_id == request.get_span_context().span_id
 
@@ -129,7 +129,7 @@ async def test_what_is_under_way_when_it_is_closed() -> None:
         await out
         tracer.close()
     (span,) = traces.spans().values()
-    assert said(span)["kvwire.transfers.base.id"] == "x"
+    assert said(span)["kvwire.transfer.id"] == "x"
     assert span.status.description == "not traced to its end"
 
 
@@ -140,4 +140,4 @@ async def test_an_id_is_a_text(id: str | int | bytes) -> None:
         with TransferTracer(pair.b, traces.provider):
             pair.b.publish(id, cache(0), [0]).abort()
     span = traces.spans()["kvwire send"]
-    assert said(span)["kvwire.transfers.base.id"] in ("x", "7", "01")
+    assert said(span)["kvwire.transfer.id"] in ("x", "7", "01")

@@ -40,12 +40,12 @@ def test_r25_a_commit_that_overtakes_the_data(play: Play) -> None:
         w.source.stamp(range(8))
         out = w.p.publish("t", w.source.cache, range(8))
         inc = w.pull_side.pull("t", w.target.cache, range(8))
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         out.ready()
         out.finish()
 
         def committed() -> bool:
-            receipt = inc.receipt
+            receipt = inc._state.receipt
             assert receipt is not None
             if receipt.core is None:
                 return True

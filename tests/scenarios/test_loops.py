@@ -31,7 +31,7 @@ def test_r40_a_completion_that_nobody_waits_for_any_more(play: Play) -> None:
             asyncio.create_task(inc.layer(0)),
             asyncio.create_task(inc.drained()),
         ]
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         # In the very turn in which they would be resolved.
         out.ready()
         out.finish()

@@ -77,7 +77,7 @@ def test_r30_a_failure_wakes_an_idle_engine(play: Play) -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, [1, 2])
         inc = w.pull_side.pull("t", w.target.cache, [10, 11])
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
 
         async def layer() -> str:
             try:

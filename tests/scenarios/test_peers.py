@@ -50,7 +50,7 @@ def test_r12_peer_leaves_while_transfers_run(play: Play) -> None:
         thaw = w.freeze(w.pull_side)
         out.ready()
         out.finish()
-        await w.until(lambda: out.deliveries)
+        await w.until(lambda: out._state.deliveries)
         leaving = w.p.loop.create_task(w.push_side.close())
         await w.until(lambda: w.push_side.core.phase.value != "open")
         assert not leaving.done(), "what is in flight is waited for"
@@ -70,7 +70,7 @@ def test_r13_completion_arrives_after_an_abort(play: Play) -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         thaw = w.freeze(w.push_side)
         out.ready()
         out.finish()
@@ -155,7 +155,7 @@ def test_r16_an_old_consumer_does_not_meet_a_new_producer(play: Play) -> None:
     async def scenario(w: World) -> None:
         old = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         w.cut()
         old.abort("prefill failed")
         new = w.p.publish("t", w.source.cache, [6, 7, 8, 2, 0])

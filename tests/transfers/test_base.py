@@ -9,6 +9,8 @@ import pytest
 import kvwire
 from kvwire.limits import TRANSFER_ID_BYTES_MAX
 from kvwire.transfers.base import recoverable, transfer_key
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.outgoing import OutgoingState
 from tests.scenarios.world import LAYERS, World, play
 from tests.support import virtual_time
 
@@ -168,15 +170,15 @@ def test_drained_waits_for_the_outcome() -> None:
 
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])
 @pytest.mark.parametrize("end", ["settled", "abort", "cut", "deadline"])
-@pytest.mark.parametrize("side", [kvwire.Incoming, kvwire.Outgoing])
+@pytest.mark.parametrize("side", [IncomingState, OutgoingState])
 def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
-    side: type[kvwire.Incoming | kvwire.Outgoing],
+    side: type[IncomingState | OutgoingState],
     end: str,
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for ever, and nothing is free before it has drained."""
-    name = "_end_now" if side is kvwire.Incoming else "_finish_now"
+    name = "_end_now" if side is IncomingState else "_finish_now"
     real, refusals = getattr(side, name), [MemoryError(), MemoryError()]
 
     def short(self: object, reason: object) -> None:
@@ -190,7 +192,7 @@ def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
         within = 0.2 if end == "deadline" else None
         out = w.p.publish("t", w.source.cache, LIST, deadline=within)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
         out.ready(layers=slice(0, LAYERS - (end != "settled")))
         if end == "settled":
             out.finish()

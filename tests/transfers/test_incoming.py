@@ -54,9 +54,11 @@ def test_a_gate_waits_for_every_block() -> None:
         for position in range(len(LIST)):
             assert not gate.done()
             out.ready(0, position)
-            await w.until(lambda: not out.deliveries or not out.deliveries[0]._held)
+            await w.until(
+                lambda: not out._state.deliveries or not out._state.deliveries[0]._held
+            )
             await w.turns_until(
-                lambda: inc.planned and not out.deliveries[0]._under_way
+                lambda: inc._state.planned and not out._state.deliveries[0]._under_way
             )
         await gate
         out.abort()
@@ -174,9 +176,9 @@ def test_a_gate_raises_what_ended_the_transfer(
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=9.0)
-        await w.turns_until(lambda: inc.planned)
+        await w.turns_until(lambda: inc._state.planned)
         gate = asyncio.create_task(inc.layer(0))
-        await w.turns_until(lambda: bool(inc._gates))
+        await w.turns_until(lambda: bool(inc._state._gates))
         end(w, inc, out)
         for waiting in (gate, inc.layer(1)):
             with pytest.raises(error, match=f"did not land: .*{reason}") as caught:

@@ -131,7 +131,11 @@ def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
         link: Any = w.push_side.link
         link._into.outcome = lambda: None
         w.pull_side.abort("seen by one side")
-        await w.until(lambda: inc.receipt and inc.receipt.connection is not w.pull_side)
+        await w.until(
+            lambda: (
+                inc._state.receipt and inc._state.receipt.connection is not w.pull_side
+            )
+        )
         if not agreed:
             out = w.p.publish("t", w.source.cache, LIST)
             out.ready(layers=0)

@@ -72,7 +72,7 @@ def test_reasons_reach_the_other_side(transport: str) -> None:
         for name, who in (("a", "producer"), ("b", "consumer")):
             out = w.p.publish(name, w.source.cache, LIST)
             inc = w.pull_side.pull(name, w.target.cache, DEST)
-            await w.until(lambda inc=inc: inc.planned)  # type: ignore[misc]
+            await w.until(lambda inc=inc: inc._state.planned)  # type: ignore[misc]
             end: kvwire.Outgoing | kvwire.Incoming = out if who == "producer" else inc
             reason = f"the {who} has other plans: " + "x" * 150
             end.abort(reason)
@@ -195,7 +195,7 @@ def test_more_consumers_than_were_published_for() -> None:
             w.p.publish("t", w.source.cache, LIST, consumers=0)
         out = w.p.publish("t", w.source.cache, LIST)
         first = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: first.planned)
+        await w.until(lambda: first._state.planned)
         second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
         assert "it is taken" in (await second).missing["kv", 20]
         out.ready()
@@ -211,7 +211,7 @@ def test_consumers_that_want_other_tokens() -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST, consumers=2)
         first = w.pull_side.pull("t", w.target.cache, DEST, tokens=18)
-        await w.until(lambda: first.planned)
+        await w.until(lambda: first._state.planned)
         second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24], tokens=19)
         for end in (first, second, out):
             assert not (await end).complete
@@ -250,7 +250,7 @@ def test_closing_one_consumer_s_connection_after_it_was_served() -> None:
         out = w.p.publish("t", w.source.cache, LIST, consumers=2)
         first = other.pull("t", small.cache, DEST, have=hashes(), hashes=hashes())
         second = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: first.planned and second.planned)
+        await w.until(lambda: first._state.planned and second._state.planned)
         out.ready()
         out.finish()
         assert (await first).complete
@@ -276,7 +276,9 @@ def test_blocks_are_named_as_they_become_known(transport: str) -> None:
         inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=TOKENS)
         out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
         out.ready(blocks=slice(0, 2))
-        await w.until(lambda: inc.planned and inc.landed.left == LAYERS * 3)
+        await w.until(
+            lambda: inc._state.planned and inc._state.landed.left == LAYERS * 3
+        )
         out.extend(LIST[2:])
         out.ready(blocks=slice(2, 5))
         out.finish()

@@ -32,11 +32,11 @@ class Hostile:
     async def of(cls, w: World) -> Hostile:
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         return cls(w, out, inc)
 
     def say(self, frame_type: FrameType, body: Any, *, producer: bool = True) -> None:
-        end = self.out.deliveries[0] if producer else self.inc.receipt
+        end = self.out._state.deliveries[0] if producer else self.inc._state.receipt
         assert end is not None
         assert end.core is not None
         assert end.core.wire_id is not None
@@ -135,7 +135,7 @@ def test_one_granule_may_be_marked_however_long_it_is(
         hostile.say(
             FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes)
         )
-        receipt = hostile.inc.receipt
+        receipt = hostile.inc._state.receipt
         assert receipt is not None
         await w.until(lambda: bool(receipt._segments))
         assert not w.pull_side.closed
@@ -164,16 +164,16 @@ def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
         hostile = await Hostile.of(w)
         hostile.out.ready(layers=0)
         await hostile.inc.layer(0)
-        before = hostile.inc.receipt
+        before = hostile.inc._state.receipt
         w.cut()
         await w.until(
             lambda: (
-                hostile.inc.receipt is not before
-                and hostile.out.deliveries[0].core is not None
+                hostile.inc._state.receipt is not before
+                and hostile.out._state.deliveries[0].core is not None
             )
         )
-        await w.until(lambda: hostile.inc.told and hostile.inc.planned)
-        resumed = hostile.inc.receipt
+        await w.until(lambda: hostile.inc._state.told and hostile.inc._state.planned)
+        resumed = hostile.inc._state.receipt
         assert resumed is not None
         await w.until(lambda: hasattr(resumed, "_promised"))
         hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
@@ -233,7 +233,7 @@ def test_a_commit_that_comes_twice() -> None:
 
 def test_payload_for_a_segment_that_was_not_marked() -> None:
     def act(hostile: Hostile) -> None:
-        delivery = hostile.out.deliveries[0]
+        delivery = hostile.out._state.deliveries[0]
         assert delivery.core is not None
         assert delivery.core.wire_id is not None
         framing = delivery.connection.core.outbox.framing
@@ -255,7 +255,7 @@ def test_a_description_that_is_none(kind: Kind, description: bytes) -> None:
         waits = w.p.publish("t", w.source.cache, LIST)
         expects = w.p.expect("t", w.source.cache, LIST)
         request = w.pull_side.core.open_transfer(
-            TransferRecord(id=waits.key),
+            TransferRecord(id=waits._state.key),
             description,
             pull=kind is Kind.INCOMING,
             deadline=None,

@@ -46,11 +46,11 @@ def chunks_of(connection: kvwire.Connection) -> Iterator[list[Chunk]]:
 
 
 async def on_another_link(w: World, inc: kvwire.Incoming, before: object) -> None:
-    await w.until(lambda: inc.receipt is not before)
+    await w.until(lambda: inc._state.receipt is not before)
 
 
 def sent_boxes(out: kvwire.Outgoing) -> list[Segment]:
-    return list(out.deliveries[0]._sent.values())
+    return list(out._state.deliveries[0]._sent.values())
 
 
 @BOTH
@@ -67,7 +67,7 @@ def test_a_long_transfer_does_not_delay_a_short_one(transport: str) -> None:
         short = w.p.publish("short", short_source.cache, [0])
         received = w.pull_side.pull("long", w.target.cache, range(64))
         quick = w.pull_side.pull("short", short_target.cache, [0])
-        await w.until(lambda: received.planned and quick.planned)
+        await w.until(lambda: received._state.planned and quick._state.planned)
         with chunks_of(w.push_side) as sent:
             long.ready()
             await w.turns_until(lambda: len(sent) >= 4)
@@ -75,7 +75,7 @@ def test_a_long_transfer_does_not_delay_a_short_one(transport: str) -> None:
             short.ready()
             await quick.layer(LAYERS - 1)
             behind = sent[marked_at:]
-            mine = short.deliveries[0].core
+            mine = short._state.deliveries[0].core
             places = [
                 n
                 for n, chunk in enumerate(behind)
@@ -102,8 +102,8 @@ def test_a_higher_priority_goes_first() -> None:
             w.pull_side.pull("low", w.target.cache, range(8)),
             w.pull_side.pull("high", w.target.cache, range(8, 16)),
         ]
-        await w.until(lambda: all(inc.planned for inc in incoming))
-        urgent = high.deliveries[0].core
+        await w.until(lambda: all(inc._state.planned for inc in incoming))
+        urgent = high._state.deliveries[0].core
         with chunks_of(w.push_side) as sent:
             low.ready()
             high.ready()
@@ -127,7 +127,7 @@ def test_segments_of_one_transfer_land_in_the_order_of_their_marks() -> None:
         w.source, w.target = Memory(LARGE, 16), Memory(LARGE, 16)
         out = w.p.publish("t", w.source.cache, range(16))
         inc = w.pull_side.pull("t", w.target.cache, range(16))
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         out.ready()
         out.finish()
         for layer in range(LAYERS):
@@ -144,7 +144,7 @@ def test_small_layers_are_grouped_behind_one_under_way() -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         for layer in range(LAYERS):
             out.ready(layers=layer)
         out.finish()
@@ -157,7 +157,7 @@ def test_small_layers_are_grouped_behind_one_under_way() -> None:
         for layer in range(LAYERS):
             out.ready(layers=layer)
             await inc.layer(layer)
-            await w.until(lambda: not out.deliveries[0]._under_way)
+            await w.until(lambda: not out._state.deliveries[0]._under_way)
         out.finish()
         assert (await inc).layers_grouped == 1
 
@@ -169,7 +169,7 @@ def test_group_bytes_of_one_is_layer_by_layer(transport: str) -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         for layer in range(LAYERS):
             out.ready(layers=layer)
         out.finish()
@@ -188,7 +188,7 @@ def test_marks_are_grouped_only_with_their_neighbours() -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         for layers, blocks in (
             (3, slice(0, 2)),
             (0, slice(0, 2)),
@@ -281,8 +281,8 @@ def test_what_has_landed_is_not_sent_again(transport: str, cuts: int) -> None:
             for layer in range(cuts):
                 out.ready(layers=layer)
                 await inc.layer(layer)
-                await w.until(lambda: not out.deliveries[0]._under_way)
-                before = inc.receipt
+                await w.until(lambda: not out._state.deliveries[0]._under_way)
+                before = inc._state.receipt
                 w.cut()
                 await on_another_link(w, inc, before)
             out.ready(layers=slice(cuts, None))
@@ -306,11 +306,11 @@ def test_chunks_of_a_segment_that_was_cut_are_not_sent_again() -> None:
         w.source.stamp(range(8))
         out = w.p.publish("t", w.source.cache, range(8))
         inc = w.pull_side.pull("t", w.target.cache, range(8))
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         out.ready(layers=0)
 
         def half() -> bool:
-            receipt = inc.receipt
+            receipt = inc._state.receipt
             assert receipt is not None
             if receipt.core is None:
                 return False
@@ -319,11 +319,11 @@ def test_chunks_of_a_segment_that_was_cut_are_not_sent_again() -> None:
             return bool(segments) and segments[0].moved >= 4 * MIB
 
         await w.turns_until(half)
-        before = inc.receipt
+        before = inc._state.receipt
         w.cut()
-        await w.until(lambda: inc.receipt is not before and inc.told)
+        await w.until(lambda: inc._state.receipt is not before and inc._state.told)
         await inc.layer(0)
-        again = sum(out.deliveries[0].plan.nbytes_of(s) for s in sent_boxes(out))
+        again = sum(out._state.deliveries[0].plan.nbytes_of(s) for s in sent_boxes(out))
         assert again <= 4 * MIB
         assert same(w.source, range(8), w.target, range(8), layers=[0])
         out.abort()
@@ -358,7 +358,7 @@ def test_damage_is_named_on_both_sides() -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         core: Any = w.pull_side.core
         received = core.body_received
 
@@ -400,11 +400,13 @@ def test_what_the_consumer_had_counts_once_it_knows_of_us(
         inc = w.pull_side.pull(
             "t", w.target.cache, DEST, hashes=hashes, have=hashes[:2]
         )
-        await w.until(lambda: out.deliveries and out.deliveries[0].planned)
+        await w.until(
+            lambda: out._state.deliveries and out._state.deliveries[0].planned
+        )
         if agreed:
             out.ready(layers=0)
             await inc.layer(0)
-            await w.until(lambda: not out.deliveries[0]._under_way)
+            await w.until(lambda: not out._state.deliveries[0]._under_way)
         w.cut()
         produced, consumed = await out, await inc
         assert not produced.complete

@@ -36,11 +36,11 @@ def test_the_producer_has_not_heard_that_all_is_settled(
     async def scenario(w: World) -> None:
         out, inc = begin(w, push)
         marked = slice(0, LAYERS - partial)
-        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
         if heard == "what has landed":
             out.ready(layers=marked)
             await w.until(lambda: inc.layer_landed(marked.stop - 1))
-            await w.until(lambda: not out.deliveries[0]._under_way)
+            await w.until(lambda: not out._state.deliveries[0]._under_way)
             w.freeze(w.push_side)
         else:
             w.freeze(w.push_side)
@@ -86,7 +86,7 @@ def test_the_consumer_has_not_heard_that_it_was_heard(push: bool) -> None:
 def test_a_producer_that_is_gone_is_not_told_for_ever() -> None:
     async def scenario(w: World) -> None:
         out, inc = begin(w, push=False)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         w.freeze(w.push_side)
         out.ready()
         out.finish()
@@ -127,7 +127,7 @@ def test_a_mark_for_a_transfer_that_is_settled(push: bool) -> None:
 
     async def scenario(w: World) -> None:
         out, inc = begin(w, push)
-        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
         w.freeze(w.push_side)
         out.ready()
         out.finish()
@@ -155,7 +155,7 @@ def test_a_mark_for_a_transfer_that_is_settled(push: bool) -> None:
 def test_nothing_is_marked_for_a_transfer_that_is_settled(push: bool) -> None:
     async def scenario(w: World) -> None:
         out, inc = begin(w, push)
-        await w.until(lambda: inc.planned and out.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
         w.freeze(w.push_side)
         out.ready()
         out.finish()
@@ -163,7 +163,7 @@ def test_nothing_is_marked_for_a_transfer_that_is_settled(push: bool) -> None:
         assert same(w.source, LIST, w.target, DEST)
         w.cut()
         assert (await out).complete
-        assert not out.deliveries[0]._sent
+        assert not out._state.deliveries[0]._sent
 
     play(scenario, "inproc")
 
@@ -173,7 +173,7 @@ def test_a_last_word_is_no_answer_to_another_transfer_of_the_name() -> None:
 
     async def scenario(w: World) -> None:
         out, inc = begin(w, push=False)
-        await w.until(lambda: inc.planned)
+        await w.until(lambda: inc._state.planned)
         w.freeze(w.push_side)
         out.ready()
         out.finish()
@@ -183,7 +183,7 @@ def test_a_last_word_is_no_answer_to_another_transfer_of_the_name() -> None:
         new = w.p.publish("t", w.source.cache, [6, 7])
         await virtual_time.pass_time(2.0)
         assert not new.done()
-        assert not new.deliveries
+        assert not new._state.deliveries
         new.ready()
         new.finish()
         w.pull_side = await w.d.connect(w.address)
@@ -202,8 +202,8 @@ def test_going_on_with_an_end_that_is_over_is_refused() -> None:
         await inc
         await out
         request = w.pull_side.core.open_transfer(
-            TransferRecord(id=inc.key),
-            inc.description().encode(),
+            TransferRecord(id=inc._state.key),
+            inc._state.description().encode(),
             pull=True,
             deadline=None,
         )
@@ -237,7 +237,9 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
             w = World(p, d, pull_side, push_side, address)
             inc = d.expect("t", w.target.cache, DEST)
             out = push_side.push("t", w.source.cache, LIST)
-            await w.until(lambda: inc.planned and out.deliveries[0].planned)
+            await w.until(
+                lambda: inc._state.planned and out._state.deliveries[0].planned
+            )
             w.freeze(push_side)
             out.ready()
             out.finish()
@@ -274,7 +276,7 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
 async def settled_unheard(w: World, push: bool) -> kvwire.Outgoing:
     """A transfer that is complete for its consumer; the producer does not know yet."""
     out, inc = begin(w, push)
-    await w.until(lambda: inc.planned and out.deliveries[0].planned)
+    await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
     w.freeze(w.push_side)
     out.ready()
     out.finish()

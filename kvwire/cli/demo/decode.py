@@ -84,7 +84,7 @@ class DecodeRole:
         """
         pulled = blocks[: blocks_for(tokens)]
         inc = self._conn.pull(request, self._llama.cache, pulled, tokens=tokens)
-        watching = asyncio.create_task(watch(inc, request))
+        watching = asyncio.create_task(watch(inc, request, self._llama.cache))
         outcome = await inc
         at = time.monotonic()
         await watching
@@ -130,9 +130,9 @@ class DecodeRole:
         )
 
 
-async def watch(inc: kvwire.Incoming, request: str) -> None:
+async def watch(inc: kvwire.Incoming, request: str, cache: kvwire.PagedCache) -> None:
     """Say when each layer has landed, until one does not."""
-    for layer in inc.cache.spec.layer_indices:
+    for layer in cache.spec.layer_indices:
         try:
             await inc.layer(layer)
         except kvwire.KVWireError:

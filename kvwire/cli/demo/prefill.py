@@ -60,7 +60,8 @@ async def serve(
     out = comm.publish(
         order.request, llama.cache, blocks, tokens=len(tokens), group_bytes=1
     )
-    marks = TimedMarks(out, order.lose)
+    last_layer = llama.cache.spec.layer_indices[-1]
+    marks = TimedMarks(out, order.lose, last_layer)
     loop = asyncio.get_running_loop()
     try:
         spans = await loop.run_in_executor(
@@ -91,16 +92,19 @@ class TimedMarks:
     Args:
         out: The transfer.
         lose: Positions, first to before last, that are never marked.
+        last_layer: The last layer of the model.
 
     Attributes:
         at: For each layer when it was marked.
         last_layer: With it the transfer is over.
     """
 
-    def __init__(self, out: kvwire.Outgoing, lose: tuple[int, int]) -> None:
+    def __init__(
+        self, out: kvwire.Outgoing, lose: tuple[int, int], last_layer: int
+    ) -> None:
         self._out = out
         self._lose = range(*lose)
-        self.last_layer = out.cache.spec.layer_indices[-1]
+        self.last_layer = last_layer
         self.at: list[float] = []
 
     def ready(self, *, layers: int, blocks: slice) -> None:

@@ -315,7 +315,7 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     assert eventually(
         lambda: (
             len(departure._outs) == 1
-            and len(departure._outs[0].marks.log) == len(NAMES)
+            and len(departure._outs[0]._state.ready_log.log) == len(NAMES)
         )
     )
     gpus.of(p).hold()

@@ -74,10 +74,6 @@ OFFERED: Final[dict[object, str]] = {
         "abort close wait_closed"
     ),
     kvwire.Request: "done result cancel released",
-    kvwire.Outgoing: ("outcome is_drained ready extend finish abort done drained"),
-    kvwire.Incoming: (
-        "outcome is_drained layer layer_landed layer_event abort done drained"
-    ),
     kvwire.StoreRequest: "outcome is_drained done drained",
     kvwire.StoreServer: "address dropped clients close closed",
     kvwire.BlockStore: "name counters report open match put get flush stats close",

@@ -13,9 +13,10 @@ from kvwire.errors import UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Tokens
 from kvwire.kv.paged import PagedCache
+from kvwire.transfer import Incoming, Outgoing
 from kvwire.transfers.dedup import Hashes, Have
-from kvwire.transfers.incoming import Incoming
-from kvwire.transfers.outgoing import Outgoing
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.outgoing import OutgoingState
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator
@@ -29,7 +30,7 @@ class PullPush(ABC):
     communicator: Communicator
 
     @abstractmethod
-    def start(self, end: Incoming | Outgoing) -> None:
+    def start(self, end: IncomingState | OutgoingState) -> None:
         """Ask the peer."""
 
     def pull(  # noqa: PLR0913 - each is a choice of the caller
@@ -62,7 +63,7 @@ class PullPush(ABC):
             UsageError: The cache or the blocks cannot be used; nothing was sent.
             ConnectionClosed: The connection is closing or closed.
         """
-        incoming = Incoming(
+        state = IncomingState(
             self.communicator,
             id,
             cache,
@@ -74,8 +75,8 @@ class PullPush(ABC):
             hashes=hashes,
             have=have,
         )
-        self.start(incoming)
-        return incoming
+        self.start(state)
+        return Incoming(state)
 
     def push(  # noqa: PLR0913 - each is a choice of the caller
         self,
@@ -111,7 +112,7 @@ class PullPush(ABC):
             UsageError: The cache or the blocks cannot be used; nothing was sent.
             ConnectionClosed: The connection is closing or closed.
         """
-        outgoing = Outgoing(
+        state = OutgoingState(
             self.communicator,
             id,
             cache,
@@ -124,8 +125,8 @@ class PullPush(ABC):
             group_bytes=group_bytes,
             growing=growing,
         )
-        self.start(outgoing)
-        return outgoing
+        self.start(state)
+        return Outgoing(state)
 
 
 class PublishExpect(ABC):
@@ -137,7 +138,7 @@ class PublishExpect(ABC):
         """Itself."""
 
     @abstractmethod
-    def start(self, end: Incoming | Outgoing) -> None:
+    def start(self, end: IncomingState | OutgoingState) -> None:
         """Wait for the peer, or meet one that waits."""
 
     def publish(  # noqa: PLR0913 - each is a choice of the caller
@@ -177,7 +178,7 @@ class PublishExpect(ABC):
         """
         if consumers < 1:
             raise UsageError(f"consumers={consumers}: at least 1")
-        outgoing = Outgoing(
+        state = OutgoingState(
             self.communicator,
             id,
             cache,
@@ -191,8 +192,8 @@ class PublishExpect(ABC):
             group_bytes=group_bytes,
             growing=growing,
         )
-        self.start(outgoing)
-        return outgoing
+        self.start(state)
+        return Outgoing(state)
 
     def expect(  # noqa: PLR0913 - each is a choice of the caller
         self,
@@ -214,7 +215,7 @@ class PublishExpect(ABC):
         Raises:
             UsageError: The id is in use, or the cache or blocks cannot be used.
         """
-        incoming = Incoming(
+        state = IncomingState(
             self.communicator,
             id,
             cache,
@@ -226,5 +227,5 @@ class PublishExpect(ABC):
             hashes=hashes,
             have=have,
         )
-        self.start(incoming)
-        return incoming
+        self.start(state)
+        return Incoming(state)

@@ -8,6 +8,7 @@ import pytest
 import kvwire
 from kvwire import Connection, Incoming, Outcome, Outgoing
 from kvwire.testing.harness import loopback
+from kvwire.transfers.incoming import IncomingState
 
 SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
 
@@ -74,15 +75,15 @@ async def test_one_that_nobody_came_for() -> None:
 
 async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a link does that turns out to be lost when it is used."""
-    notes, ask = Notes(), Incoming.ask
+    notes, ask = Notes(), IncomingState.ask
 
-    def ask_and_end(self: Incoming, connection: Connection) -> None:
+    def ask_and_end(self: IncomingState, connection: Connection) -> None:
         ask(self, connection)
         self.abort()
 
     async with loopback() as pair:
         pair.a.watchers.add(notes)
-        monkeypatch.setattr(Incoming, "ask", ask_and_end)
+        monkeypatch.setattr(IncomingState, "ask", ask_and_end)
         assert not (await pair.ab.pull("x", cache(), [0])).complete
     assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
 

@@ -1,17 +1,73 @@
-"""The shards of several producers as one Incoming."""
+"""What users see of a transfer, and the shards of several producers as one."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvwire
 from tests.scenarios.world import LAYERS, World, play
+from tests.support import virtual_time
+from tests.support.tree import ROOT
 
 BLOCKS = [10, 11, 12]
 BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
+
+
+@pytest.mark.parametrize("cls", [kvwire.Outgoing, kvwire.Incoming, kvwire.Joined])
+def test_a_transfer_has_the_members_that_are_documented(cls: type) -> None:
+    page = Path(ROOT, "docs/reference/api.md").read_text()
+    section = page.split(f"### `kvwire.{cls.__name__}`\n")[1].split("\n#")[0]
+    documented = set(re.findall(r"^\| `(\w+)", section, re.MULTILINE))
+    assert documented == {name for name in dir(cls) if name[0] != "_"}
+
+
+def test_a_lease_is_renewed_by_a_producer_that_knows_better() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, [1], lease_s=2.0)
+        await virtual_time.pass_time(1.5)
+        out.renew_lease()
+        await virtual_time.pass_time(1.5)
+        assert not out.done()
+        await virtual_time.pass_time(1.0)
+        assert out.done()
+        out.renew_lease()
+        assert not (await out).complete
+
+    play(scenario, "inproc")
+
+
+def test_two_views_of_one_transfer_are_equal() -> None:
+    async def scenario(w: World) -> None:
+        seen: list[object] = []
+        w.p.watchers.add(Seen(seen))
+        out = w.p.publish("t", w.source.cache, [1])
+        other = w.p.publish("u", w.source.cache, [2])
+        assert seen == [out, other]
+        assert len({out, other, *seen}) == 2
+        assert out != "t"
+        assert (out.id, other.id) == ("t", "u")
+        out.abort()
+        other.abort()
+
+    play(scenario, "inproc")
+
+
+class Seen:
+    """A watcher that keeps what it is given."""
+
+    def __init__(self, transfers: list[object]) -> None:
+        self._transfers = transfers
+
+    def begun(self, transfer: object) -> None:
+        self._transfers.append(transfer)
+
+    def ended(self, transfer: object, outcome: object, connections: object) -> None:
+        """Nothing to keep."""
 
 
 class Shards:
@@ -91,7 +147,7 @@ def test_a_gate_does_not_wait_for_the_others_once_one_has_failed() -> None:
         shards = Shards(w)
         joined = kvwire.join(*shards.incs)
         gate = asyncio.create_task(joined.layer(0))
-        await w.until(lambda: all(inc.planned for inc in shards.incs))
+        await w.until(lambda: all(inc._state.planned for inc in shards.incs))
         shards.outs[1].abort("gone")
         with pytest.raises(kvwire.RequestError, match="gone"):
             await gate

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from kvwire.kv.outcome import Outcome
+from kvwire.transfer import Incoming, Outgoing
+from kvwire.transfers.base import KVTransfer
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.outgoing import OutgoingState
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
-    from kvwire.transfers.base import KVTransfer
-    from kvwire.transfers.incoming import Incoming
-    from kvwire.transfers.outgoing import Outgoing
 
 logger = logging.getLogger("kvwire")
 
@@ -62,7 +63,7 @@ class Observers:
         """A transfer was taken on."""
         for watcher in tuple(self._all):
             with _logged():
-                watcher.begun(_end(transfer))
+                watcher.begun(_public(transfer))
 
     def ended(
         self,
@@ -76,12 +77,15 @@ class Observers:
         ran_on = tuple(connections)
         for watcher in tuple(self._all):
             with _logged():
-                watcher.ended(_end(transfer), outcome, ran_on)
+                watcher.ended(_public(transfer), outcome, ran_on)
 
 
-def _end(transfer: KVTransfer) -> Incoming | Outgoing:
-    """What it is: there are these two."""
-    return cast("Incoming | Outgoing", transfer)
+def _public(transfer: KVTransfer) -> Incoming | Outgoing:
+    """The object that users have of a transfer, or one equal to it."""
+    if isinstance(transfer, IncomingState):
+        return Incoming(transfer)
+    assert isinstance(transfer, OutgoingState)
+    return Outgoing(transfer)
 
 
 @contextlib.contextmanager

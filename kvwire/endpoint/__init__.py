@@ -1,0 +1,1 @@
+"""Run connections: what stands behind the public objects. Internal."""
