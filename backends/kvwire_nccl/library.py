@@ -1,4 +1,4 @@
-"""What moves the bytes of a lane: NCCL, or gloo in its place where there is no GPU."""
+"""What moves the bytes of a lane: NCCL, or what tests put in its place."""
 
 from __future__ import annotations
 
@@ -55,38 +55,27 @@ class Library(ABC):
 def chosen(settings: Mapping[str, str]) -> Library:
     """The library that a user's settings ask for.
 
-    ``communicator``: "nccl", or "gloo" for host memory, without a GPU; ``device``: the
-    number of the GPU; ``start_timeout_s`` and ``move_timeout_s``: seconds.
+    ``device``: the number of the GPU; ``start_timeout_s`` and ``move_timeout_s``:
+    seconds.
 
     Raises:
         BackendUnavailable: It does not work here.
         UsageError: There is no such setting, or not with such a value.
     """
+    from kvwire_nccl.nccl import Nccl  # noqa: PLC0415 - loads CUDA
+
     left = dict(settings)
-    name = left.pop("communicator", "nccl")
     device = int(_number("device", left.pop("device", "0")))
     start_s = _number("start_timeout_s", left.pop("start_timeout_s", "20"))
     move_s = _number("move_timeout_s", left.pop("move_timeout_s", "30"))
     if left:
         raise UsageError(
             f"backends.nccl: there is no {', '.join(sorted(left))}; there are "
-            f"communicator, device, start_timeout_s, move_timeout_s"
+            f"device, start_timeout_s, move_timeout_s"
         )
-    library = _made(name, device)
+    library = Nccl(device)
     library.start_timeout_s, library.move_timeout_s = start_s, move_s
     return library
-
-
-def _made(name: str, device: int) -> Library:
-    if name == "nccl":
-        from kvwire_nccl.nccl import Nccl  # noqa: PLC0415 - loads CUDA
-
-        return Nccl(device)
-    if name == "gloo":
-        from kvwire_nccl.gloo import Gloo  # noqa: PLC0415 - loads torch
-
-        return Gloo()
-    raise UsageError(f'backends.nccl: communicator={name!r}; "nccl" or "gloo"')
 
 
 def _number(key: str, text: str) -> float:

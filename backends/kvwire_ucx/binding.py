@@ -176,20 +176,6 @@ class RequestParams(Structure):
     ]
 
 
-class MapParams(Structure):
-    """``ucp_mem_map_params_t``."""
-
-    _fields_: ClassVar = [
-        ("field_mask", c_uint64),
-        ("address", c_void_p),
-        ("length", c_size_t),
-        ("flags", c_uint),
-        ("prot", c_uint),
-        ("memory_type", c_int),
-        ("exported_memh_buffer", c_void_p),
-    ]
-
-
 class TagInfo(Structure):
     """``ucp_tag_recv_info_t``: what a receive has got."""
 
@@ -225,16 +211,6 @@ MOVING: Final = {
         c_void_p,
         *(_HANDLE, c_void_p, c_size_t, c_uint64, c_uint64, _PARAMS),
     ),
-    "ucp_put_nbx": (
-        c_void_p,
-        *(_HANDLE, c_void_p, c_size_t, c_uint64, _HANDLE, _PARAMS),
-    ),
-    "ucp_get_nbx": (
-        c_void_p,
-        *(_HANDLE, c_void_p, c_size_t, c_uint64, _HANDLE, _PARAMS),
-    ),
-    "ucp_mem_map": (c_int8, _HANDLE, POINTER(MapParams), _OUT),
-    "ucp_mem_unmap": (c_int8, _HANDLE, _HANDLE),
     "ucp_init_version": (
         c_int8,
         *(c_uint, c_uint, POINTER(Params), c_void_p, _OUT),
@@ -260,8 +236,4 @@ BRIEF: Final = {
     "ucp_ep_print_info": (None, _HANDLE, c_void_p),
     "ucp_request_cancel": (None, _HANDLE, c_void_p),
     "ucp_request_free": (None, c_void_p),
-    "ucp_rkey_pack": (c_int8, _HANDLE, _HANDLE, _OUT, POINTER(c_size_t)),
-    "ucp_rkey_buffer_release": (None, c_void_p),
-    "ucp_ep_rkey_unpack": (c_int8, _HANDLE, c_char_p, _OUT),
-    "ucp_rkey_destroy": (None, _HANDLE),
 }

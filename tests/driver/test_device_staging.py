@@ -25,9 +25,9 @@ from kvwire import (
     UsageError,
 )
 from kvwire.limits import KIB
-from kvwire.memory.device.progress import LayerCounter
-from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
+from kvwire.memory import LayerCounter
 from tests.support.pairs import Pair, connected, until
+from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 LAYERS, BLOCKS = 4, 40
 # A layer of a block is 8 KiB, so a chunk of 64 KiB is some of them, cut somewhere.

@@ -11,8 +11,8 @@ import pytest
 
 from kvwire import KVSpec, Outgoing, PagedCache
 from kvwire.limits import KIB, MIB
-from kvwire.memory.device.simulated import SimulatedDevice, SimulatedStream
 from tests.support.pairs import Pair, connected, until
+from tests.support.simulated_device import SimulatedDevice, SimulatedStream
 
 SPEC = KVSpec(layers=3, kv_heads=4, head_dim=32, block_tokens=16, dtype="bfloat16")
 SHAPE = (40, 2, 16, 4, 32)

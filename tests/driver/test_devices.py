@@ -13,8 +13,8 @@ from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
 from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
-from kvwire.memory.device.simulated import SimulatedDevice
 from kvwire.types import Device, MemoryKind
+from tests.support.simulated_device import SimulatedDevice
 
 
 @pytest.fixture

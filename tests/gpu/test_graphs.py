@@ -9,7 +9,7 @@ import pytest
 
 from kvwire import KVSpec, PagedCache
 from kvwire.limits import KIB
-from kvwire.memory.device.progress import LayerCounter
+from kvwire.memory import LayerCounter
 from tests.gpu.devices import Gpu
 from tests.support.pairs import connected
 

@@ -13,9 +13,9 @@ import pytest
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.limits import MIB
-from kvwire.memory.device.simulated import SimulatedDevice
 from kvwire.transfers.event_wait import EventWaiter, fired
 from tests.support.pairs import until
+from tests.support.simulated_device import SimulatedDevice
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """What kvwire needs of a device: streams of work, events, pinned host memory, copies.
 
-Three implementations: torch (:mod:`kvwire.memory.cuda.torch_ops`), CuPy
-(:mod:`kvwire.memory.cuda.cupy_ops`), and a device that this process plays with threads
-(:mod:`kvwire.memory.device.simulated`), on which everything above runs in the tests.
+Two implementations: torch (:mod:`kvwire.memory.cuda.torch_ops`) and CuPy
+(:mod:`kvwire.memory.cuda.cupy_ops`). Tests register a third, whose streams are threads.
 
 The rules are CUDA's. A stream does its work in order, beside the host; every method of
 a stream only queues. Memory that queued work touches stays alive and unchanged until an

@@ -20,8 +20,8 @@ from kvwire.errors import BackendUnavailable
 from kvwire.types import Role
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import chosen
 from tests.backends.kvwire_nccl.fake import Notes
+from tests.backends.kvwire_nccl.gloo import Gloo
 from tests.support.pairs import communicators, until
 
 pytestmark = [
@@ -33,7 +33,6 @@ pytestmark = [
 ]
 
 
-SETTINGS = {"nccl": {"communicator": "gloo", "move_timeout_s": "1"}}
 SPEC = KVSpec(layers=4, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
 SHAPE = (40, 2, 16, 4, 32)
 SOURCE = [7, 3, 39, 20, 21, 22, 0, 11, 30, 31, 5, 1]
@@ -46,6 +45,14 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return Availability(available=True, reason="gloo needs no GPU")
 
     monkeypatch.setattr(NcclBackend, "availability", classmethod(availability))
+    monkeypatch.setattr(NcclBackend, "library", lambda *_: gloo())
+
+
+def gloo() -> Gloo:
+    """One that gives a movement up after a second."""
+    library = Gloo()
+    library.move_timeout_s = 1.0
+    return library
 
 
 def caches() -> tuple[PagedCache, PagedCache, list[npt.NDArray[Any]]]:
@@ -58,7 +65,7 @@ def caches() -> tuple[PagedCache, PagedCache, list[npt.NDArray[Any]]]:
 
 async def test_a_kv_transfer_each_way() -> None:
     """Through selection, bootstrap, threads and two process groups of two ranks."""
-    async with communicators(backends=SETTINGS) as (near, far):
+    async with communicators() as (near, far):
         address = await far.listen("127.0.0.1:0")
         left = await near.connect(address, transport="nccl")
         right = await anext(far.connections())
@@ -79,9 +86,7 @@ async def test_a_kv_transfer_each_way() -> None:
 async def test_memory_is_in_quarantine_until_gloo_lets_go() -> None:
     """A receive that the peer never answers ends with gloo's timeout, not before."""
     lanes = [
-        NcclLane(
-            LaneContext(role=r, number=1, secret=bytes(32)), chosen(SETTINGS["nccl"])
-        )
+        NcclLane(LaneContext(role=r, number=1, secret=bytes(32)), gloo())
         for r in (Role.CLIENT, Role.SERVER)
     ]
     client, server = lanes
@@ -109,4 +114,4 @@ async def test_memory_is_in_quarantine_until_gloo_lets_go() -> None:
 
 async def test_names_of_another_library_are_refused() -> None:
     with pytest.raises(BackendUnavailable, match="is none of gloo's"):
-        chosen({"communicator": "gloo"}).open(b"no port/x", True)
+        gloo().open(b"no port/x", True)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvwire_nccl.gloo import Gloo
 from kvwire_nccl.library import Library
 from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 from tests.backends.kvwire_nccl.fake import FakeLibrary
+from tests.backends.kvwire_nccl.gloo import Gloo
 
 pytestmark = pytest.mark.usefixtures("gloo_is_loaded")
 

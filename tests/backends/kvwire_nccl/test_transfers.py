@@ -17,12 +17,12 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
 from kvwire.memory.copy import copy
 from kvwire.memory.device.ops import device_ops
-from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.library import Library
 from tests.backends.kvwire_nccl import fake
 from tests.support.pairs import Pair, communicators
+from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 SPEC = KVSpec(layers=3, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
 SHAPE = (40, 2, 16, 4, 32)

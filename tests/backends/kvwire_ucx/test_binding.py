@@ -14,7 +14,6 @@ from kvwire_ucx.binding import (
     IN_PROGRESS,
     OK,
     EndpointParams,
-    MapParams,
     Params,
     RequestParams,
     TagInfo,
@@ -57,7 +56,6 @@ from tests.backends.kvwire_ucx.support import needs_ucx
                 "memh": 64,
             },
         ),
-        (MapParams, {"flags": 24, "memory_type": 32}),
         (TagInfo, {"length": 8}),
     ],
 )

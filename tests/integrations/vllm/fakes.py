@@ -13,7 +13,7 @@ import kvwire
 from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import Settings
 from kvwire.integrations.vllm.worker import WorkerSide
-from kvwire.memory.device.simulated import (
+from tests.support.simulated_device import (
     SimulatedArray,
     SimulatedDevice,
     SimulatedStream,

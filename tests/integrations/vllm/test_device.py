@@ -17,7 +17,6 @@ import pytest
 from kvwire import BackendUnavailable, Communicator, UsageError
 from kvwire.integrations.vllm.metadata import Step
 from kvwire.limits import MIB
-from kvwire.memory.device.simulated import SimulatedDevice
 from tests.integrations.vllm.fakes import FREE, NAMES, Worker
 from tests.integrations.vllm.steps import (
     FROM,
@@ -31,6 +30,7 @@ from tests.integrations.vllm.steps import (
     write_layers,
     written,
 )
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import eventually
 
 FAILURE = "an illegal memory access"

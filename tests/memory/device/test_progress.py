@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import RequestCancelled, UsageError
 from kvwire.memory.device.progress import LayerCounter, Pass, Position
-from kvwire.memory.device.simulated import SimulatedDevice, SimulatedStream
+from tests.support.simulated_device import SimulatedDevice, SimulatedStream
 
 LAYERS = 5
 

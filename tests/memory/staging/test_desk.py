@@ -10,8 +10,8 @@ import pytest
 
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.rows import RUNS_MAX
-from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
 from kvwire.memory.staging.desk import Desk, Waiters
+from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 PIECE_BYTES = 64
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import kvwire
 import kvwire.engine
+import kvwire.memory
 import kvwire.observe.opentelemetry
 import kvwire.observe.prometheus
 import kvwire.testing
@@ -54,6 +55,7 @@ GROUPS: Final[dict[str, tuple[object, ...]]] = {
     "Tests of your own (`kvwire.testing`)": tuple(
         getattr(kvwire.testing, name) for name in sorted(kvwire.testing.__all__)
     ),
+    "Captured CUDA graphs (`kvwire.memory`)": (kvwire.memory.LayerCounter,),
     "Metrics and traces (`kvwire.observe`)": (
         kvwire.observe.opentelemetry.TransferTracer,
         kvwire.observe.prometheus.CommunicatorCollector,
@@ -63,6 +65,7 @@ GROUPS: Final[dict[str, tuple[object, ...]]] = {
 
 # Of these classes a part is for the rest of kvwire, and this is the part that is not.
 OFFERED: Final[dict[object, str]] = {
+    kvwire.memory.LayerCounter: "word begin close position",
     kvwire.open: "",
     kvwire.Communicator: (
         "name config closed incarnation counters live_connections quarantined_bytes "

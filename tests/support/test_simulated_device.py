@@ -15,8 +15,9 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.tensors import tensor_view
 from kvwire.memory.device.ops import Event, Stream, device_ops, event_ops
-from kvwire.memory.device.simulated import SimulatedArray, SimulatedDevice
 from kvwire.types import MemoryKind
+from tests.support.simulated_device import SimulatedArray, SimulatedDevice
+from tests.support.tree import ROOT
 
 
 @pytest.fixture
@@ -50,13 +51,13 @@ def test_the_host_cannot_touch_its_memory() -> None:
     """In a process of its own, since the processor ends it."""
     code = (
         "import ctypes, numpy as np\n"
-        "from kvwire.memory.device.simulated import SimulatedDevice\n"
+        "from tests.support.simulated_device import SimulatedDevice\n"
         "array = SimulatedDevice().array(np.zeros(8))\n"
         "assert not array.read().any()\n"
         "ctypes.string_at(array.data_ptr(), 1)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False
     )
     assert done.returncode == -signal.SIGSEGV, done.stderr
 

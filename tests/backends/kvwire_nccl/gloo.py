@@ -34,8 +34,8 @@ class Gloo(Library):
 
     def __init__(self) -> None:
         try:
-            import torch  # noqa: PLC0415 - optional, and heavy
-            from torch import distributed  # noqa: PLC0415
+            import torch
+            from torch import distributed
         except ImportError:
             raise BackendUnavailable(
                 f"communicator gloo: torch is not installed; {install_command('torch')}"
