@@ -45,13 +45,14 @@ from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import Kind
+from kvwire.proto.transfers import Transfers
 from kvwire.region import Grant
 from kvwire.request import Request
 from kvwire.transfers.base import Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
-from kvwire.types import Access, Address, BufferId, PeerInfo, TransportReport
+from kvwire.types import Access, Address, BufferId, Device, PeerInfo, TransportReport
 from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
@@ -299,6 +300,26 @@ class Connection(PullPush):
         )
         attempt.core.context = attempt
         self.run()
+
+    @property
+    def transfers(self) -> Transfers:
+        """See ConnectionPort."""
+        return self.core.transfers
+
+    @property
+    def chunk_bytes(self) -> int:
+        """See ConnectionPort."""
+        return self.core.agreement.terms.chunk_bytes
+
+    def open_staging(self, device: Device | None) -> None:
+        """See ConnectionPort."""
+        self.staged.open(device)
+
+    def refuse(
+        self, request: RequestRecord, error: KVWireError, code: WireCode
+    ) -> None:
+        """See ConnectionPort."""
+        self.core.refuse(request, error, code)
 
     def run(self) -> None:
         """Carry out what the core has to say."""

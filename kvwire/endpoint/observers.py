@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from kvwire.kv.outcome import Outcome
 from kvwire.transfer import Incoming, Outgoing
 from kvwire.transfers.base import KVTransfer
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.ports import ConnectionPort
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -69,12 +70,12 @@ class Observers:
         self,
         transfer: KVTransfer,
         outcome: Outcome,
-        connections: Iterable[Connection],
+        connections: Iterable[ConnectionPort],
     ) -> None:
         """A transfer has an outcome."""
         if not self._all:
             return
-        ran_on = tuple(connections)
+        ran_on = tuple(cast("Connection", one) for one in connections)
         for watcher in tuple(self._all):
             with _logged():
                 watcher.ended(_public(transfer), outcome, ran_on)

@@ -15,8 +15,9 @@ import math
 import secrets
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
+from kvwire.backend import Payload
 from kvwire.clock import absolute
 from kvwire.errors import (
     ConnectionLost,
@@ -41,12 +42,9 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.requests import RequestRecord
 from kvwire.transfers.description import END_BYTES, TransferOffer
+from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
-
-if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
-    from kvwire.connection import Connection
 
 logger = logging.getLogger("kvwire")
 
@@ -105,7 +103,7 @@ class UnnotifiedPeers(NamedTuple):
 class Attempt:
     """A transfer on one connection. Subclassed by the two ends."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ConnectionPort) -> None:
         self.connection = connection
         self.core: RequestRecord | None = None
         self.over = False
@@ -130,19 +128,19 @@ class Attempt:
         """End it, and tell the peer."""
         if self.core is not None and not self.core.over:
             self.refused = True
-            self.connection.core.refuse(self.core, error, code)
+            self.connection.refuse(self.core, error, code)
             self.connection.run()
 
     def retire(self) -> list[BufferId]:
         """Let go of the memory of its segments; names the buffers."""
         if self.core is None:
             return []
-        return self.connection.core.transfers.retire(self.core)
+        return self.connection.transfers.retire(self.core)
 
     def forget(self) -> None:
         """Leave its connection, if its request is over."""
         if self.core is not None and self.core.over:
-            self.connection.core.transfers.forget(self.core)
+            self.connection.transfers.forget(self.core)
             self.core.context = None
             self.core = None
 
@@ -166,7 +164,7 @@ class KVTransfer:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: CommunicatorPort,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
@@ -188,6 +186,8 @@ class KVTransfer:
         self.cache = cache
         self.communicator = communicator
         self.loop = communicator.loop
+        self.registry = communicator.exchange
+        self.observers = communicator.watchers
         self.priority = priority
         self.tokens = tokens = options["tokens"]
         self.lists = self.listed(blocks)
@@ -196,7 +196,7 @@ class KVTransfer:
             # That a device does not work is known before anything is promised.
             communicator.devices.desk(cache.device)
         self.deadline = absolute(options["deadline"])
-        self.lease_s = communicator.config.lease_s if lease_s is None else lease_s
+        self.lease_s = self.communicator.config.lease_s if lease_s is None else lease_s
         self.phases = PhaseTimer()
         self.end = secrets.token_bytes(END_BYTES)
         # Its end has begun; it has an outcome as soon as there is memory for one.
@@ -250,7 +250,7 @@ class KVTransfer:
         Raises:
             UsageError: It does.
         """
-        quarantined = self.communicator.quarantined_bytes
+        quarantined = self.communicator.buffers.quarantined_bytes
         limit = self.communicator.config.quarantine_bytes
         if quarantined > limit:
             raise UsageError(
@@ -262,9 +262,9 @@ class KVTransfer:
     def begin(self) -> None:
         """It is taken on: from here on its deadline counts, and watchers know it."""
         self._begun = True
-        self.communicator.watchers.begun(self)
+        self.observers.begun(self)
         if self._outcome is not None:  # to ask was enough to end it
-            self.communicator.watchers.ended(self, self._outcome, ())
+            self.observers.ended(self, self._outcome, ())
         elif self.deadline is not None:
             self._expiry = self.loop.call_at(self.deadline, self._expired)
 
@@ -287,11 +287,11 @@ class KVTransfer:
         """Whether nothing but delivering it is left to do on this side."""
         return False
 
-    def runs_on(self, connection: Connection) -> bool:
+    def runs_on(self, connection: ConnectionPort) -> bool:
         """Whether a connection carries it now."""
         raise NotImplementedError
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ConnectionPort) -> None:
         """A connection is gone, its link has touched memory for the last time."""
         raise NotImplementedError
 
@@ -354,7 +354,11 @@ class KVTransfer:
             self.release(attempt)
         self._one_free()
         if self._begun:
-            self.communicator.watchers.ended(self, outcome, ran_on)
+            self.observers.ended(self, outcome, ran_on)
+
+    def lend(self, payload: Payload) -> BufferId:
+        """Lend memory of the cache to links, until they have drained it."""
+        return self.communicator.buffers.lend(payload)
 
     def release(self, attempt: Attempt) -> None:
         """Wait for the memory of one attempt, and forget it once it is over."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from kvwire.clock import yields_before_raising
 from kvwire.errors import (
@@ -34,12 +34,9 @@ from kvwire.transfers.base import (
 )
 from kvwire.transfers.dedup import Hashes, Have, digest, held, listed_hashes
 from kvwire.transfers.description import TransferOffer, pack_have
+from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
 from kvwire.transfers.settle import SettleAttempt
-
-if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
-    from kvwire.connection import Connection
 
 
 class IncomingState(KVTransfer):
@@ -52,7 +49,7 @@ class IncomingState(KVTransfer):
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: CommunicatorPort,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
@@ -120,7 +117,9 @@ class IncomingState(KVTransfer):
 
     # --- the exchange -----------------------------------------------------------------
 
-    def answer_to(self, connection: Connection, description: TransferOffer) -> Answer:
+    def answer_to(
+        self, connection: ConnectionPort, description: TransferOffer
+    ) -> Answer:
         """Whether a peer that offers it may send it."""
         receipt = self.receipt
         if receipt is None:
@@ -159,7 +158,7 @@ class IncomingState(KVTransfer):
             and self.receipt.waits
         )
 
-    def ask(self, connection: Connection) -> None:
+    def ask(self, connection: ConnectionPort) -> None:
         """Pull: ask the peer of a connection for it."""
         before, receipt = self.receipt, self._new_receipt(connection)
         receipt.asked = True
@@ -178,7 +177,7 @@ class IncomingState(KVTransfer):
             raise
 
     def meet(
-        self, connection: Connection, core: Any, description: TransferOffer
+        self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
         """Push: the peer of a connection offers it."""
         receipt = self._new_receipt(connection)
@@ -191,7 +190,7 @@ class IncomingState(KVTransfer):
             return
         answer = self.description(self.plan.digest)
         receipt.begin()
-        connection.core.transfers.agree(core, answer.encode())
+        connection.transfers.agree(core, answer.encode())
         connection.run()
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
@@ -200,11 +199,11 @@ class IncomingState(KVTransfer):
             self.receipt.refuse(error, code)
         self._end(error)
 
-    def runs_on(self, connection: Connection) -> bool:
+    def runs_on(self, connection: ConnectionPort) -> bool:
         """See KVTransfer."""
         return self.receipt is not None and self.receipt.connection is connection
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ConnectionPort) -> None:
         """See KVTransfer."""
         receipt = self.receipt
         if receipt is not None and receipt.connection is connection:
@@ -221,7 +220,7 @@ class IncomingState(KVTransfer):
         """
         self.phases.note("met")
         assert self.receipt is not None
-        self.receipt.connection.staged.open(self.cache.device)
+        self.receipt.connection.open_staging(self.cache.device)
         description.require_same_hashes(self.hashes)
         if self.met not in (b"", description.end):
             raise ProfileMismatch(
@@ -269,10 +268,10 @@ class IncomingState(KVTransfer):
         if self.outcome is not None:
             receipt.forget()
             if recoverable(error) and self.communicator.config.resume:
-                self.communicator.exchange.unconfirmed(
+                self.registry.unconfirmed(
                     SettleAttempt(self, receipt, asks=receipt.asked)
                 )
-            self.communicator.exchange.settled(self)
+            self.registry.settled(self)
         elif self.ending:
             return
         elif recoverable(error) and self.communicator.config.resume:
@@ -288,7 +287,7 @@ class IncomingState(KVTransfer):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _new_receipt(self, connection: Connection) -> ReceiveAttempt:
+    def _new_receipt(self, connection: ConnectionPort) -> ReceiveAttempt:
         self.stop_lease()
         self.receipt = ReceiveAttempt(self, connection)
         return self.receipt
@@ -332,7 +331,7 @@ class IncomingState(KVTransfer):
         self._error, reason = error, str(error)
         attempts = [] if self.receipt is None else [self.receipt]
         outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
-        self.communicator.exchange.over(self, reason)
+        self.registry.over(self, reason)
         self.record(outcome, attempts)
         for gates in self._gates.values():
             _open(gates)

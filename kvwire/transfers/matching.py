@@ -29,17 +29,17 @@ from kvwire.transfers.base import Answer, UnnotifiedPeers, transfer_key
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.settle import SettleAttempt
 
 if TYPE_CHECKING:
-    from kvwire.connection import Connection
     from kvwire.proto.requests import RequestRecord
 
 End = OutgoingState | IncomingState
 # A producer and a consumer of one name may live in one communicator, in tests above
 # all.
 Key = tuple[bytes, bool]
-Question = tuple["Connection", TransferOpened]
+Question = tuple[ConnectionPort, TransferOpened]
 
 
 class Tombstone(NamedTuple):
@@ -102,7 +102,7 @@ class TransferRegistry:
         end.start_lease()
         self._ask_again(key)
 
-    def ask(self, end: End, connection: Connection) -> None:
+    def ask(self, end: End, connection: ConnectionPort) -> None:
         """``pull`` or ``push``: ask the peer.
 
         Raises:
@@ -134,7 +134,7 @@ class TransferRegistry:
 
     # --- the peer's side --------------------------------------------------------------
 
-    def opened(self, connection: Connection, event: TransferOpened) -> None:
+    def opened(self, connection: ConnectionPort, event: TransferOpened) -> None:
         """A peer asks: match it, answer it, or let it wait."""
         request = event.request
         if request.over:
@@ -167,7 +167,7 @@ class TransferRegistry:
                 self._stashed[request] = key
                 self._asked.setdefault(key, {})[request] = (connection, event)
 
-    def request_over(self, request: RequestRecord, connection: Connection) -> None:
+    def request_over(self, request: RequestRecord, connection: ConnectionPort) -> None:
         """A question has ended: refused, or the peer gave up, or is gone."""
         key = self._stashed.pop(request, None)
         if key is not None:
@@ -175,7 +175,7 @@ class TransferRegistry:
             del asked[request]
             if not asked:
                 del self._asked[key]
-        connection.core.transfers.forget(request)
+        connection.transfers.forget(request)
 
     def _ended(self, key: Key, description: TransferOffer) -> str:
         """Why the transfer that a peer asks for has ended; "" if it has not.
@@ -223,7 +223,7 @@ class TransferRegistry:
 
     # --- connections ------------------------------------------------------------------
 
-    def connection_lost(self, connection: Connection) -> None:
+    def connection_lost(self, connection: ConnectionPort) -> None:
         """A link has touched memory for the last time."""
         for end in list(self.live):
             end.lost(connection)
@@ -295,7 +295,7 @@ class TransferRegistry:
         if not self.unsaid:
             self._all_said.set()
 
-    def closing(self, connection: Connection | None = None) -> None:
+    def closing(self, connection: ConnectionPort | None = None) -> None:
         """A connection, or the communicator, is closed gracefully.
 
         What the producer has finished is delivered; every other transfer ends.
@@ -311,7 +311,7 @@ class TransferRegistry:
         for end in list(self.live):
             end.stop(error, WireCode.GOING_AWAY)
 
-    def reattach(self, connection: Connection) -> None:
+    def reattach(self, connection: ConnectionPort) -> None:
         """There is a new link to a peer: ask again for what was ours to ask for.
 
         If this link is gone again, or full, the next one is the same to them.
@@ -342,7 +342,10 @@ def _key(end: End) -> Key:
 
 
 def _refuse(
-    connection: Connection, request: RequestRecord, error: KVWireError, code: WireCode
+    connection: ConnectionPort,
+    request: RequestRecord,
+    error: KVWireError,
+    code: WireCode,
 ) -> None:
-    connection.core.refuse(request, error, code)
+    connection.refuse(request, error, code)
     connection.run()

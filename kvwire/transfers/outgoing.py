@@ -7,7 +7,7 @@ tensor-parallel group, each with its own plan: a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from kvwire.errors import (
     KVWireError,
@@ -31,12 +31,9 @@ from kvwire.transfers.base import (
 )
 from kvwire.transfers.dedup import Hashes, digest, listed_hashes
 from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.ready_log import ReadyLog
 from kvwire.transfers.sender import SendAttempt
-
-if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
-    from kvwire.connection import Connection
 
 
 class OutgoingState(KVTransfer):
@@ -44,7 +41,7 @@ class OutgoingState(KVTransfer):
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: CommunicatorPort,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
@@ -101,7 +98,9 @@ class OutgoingState(KVTransfer):
 
     # --- the exchange -----------------------------------------------------------------
 
-    def answer_to(self, connection: Connection, description: TransferOffer) -> Answer:
+    def answer_to(
+        self, connection: ConnectionPort, description: TransferOffer
+    ) -> Answer:
         """Whether a peer that asks may have it."""
         known = self._known(connection, description)
         if known is None:
@@ -141,7 +140,7 @@ class OutgoingState(KVTransfer):
             plan=plan,
         )
 
-    def ask(self, connection: Connection) -> None:
+    def ask(self, connection: ConnectionPort) -> None:
         """Push: ask the peer of a connection to take it."""
         self.waits_for_memory = True
         waiting = [d for d in self.deliveries if d.waits]
@@ -164,12 +163,12 @@ class OutgoingState(KVTransfer):
             raise
 
     def meet(
-        self, connection: Connection, core: Any, description: TransferOffer
+        self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
         """Pull: the peer of a connection asks for it."""
         delivery = self._delivery(connection, self._known(connection, description))
         delivery.core, core.context = core, delivery
-        transfer = connection.core.transfers.transfer(core)
+        transfer = connection.transfers.transfer(core)
         # Chunks are scheduled here, for whichever side is in the greater hurry.
         transfer.priority = max(transfer.priority, self.priority)
         try:
@@ -178,7 +177,7 @@ class OutgoingState(KVTransfer):
             delivery.refuse(exc, WireCode.PROFILE)
             return
         answer = self.description(plan=delivery.plan.digest)
-        connection.core.transfers.agree(core, answer.encode())
+        connection.transfers.agree(core, answer.encode())
         delivery.send_marks()
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
@@ -192,11 +191,11 @@ class OutgoingState(KVTransfer):
         """See KVTransfer."""
         return self.ready_log.finished and bool(self.deliveries)
 
-    def runs_on(self, connection: Connection) -> bool:
+    def runs_on(self, connection: ConnectionPort) -> bool:
         """See KVTransfer."""
         return any(d.connection is connection and not d.over for d in self.deliveries)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ConnectionPort) -> None:
         """See KVTransfer."""
         for delivery in self.deliveries:
             if delivery.connection is connection and delivery.suspended:
@@ -242,7 +241,7 @@ class OutgoingState(KVTransfer):
                 )
 
     def _known(
-        self, connection: Connection, description: TransferOffer
+        self, connection: ConnectionPort, description: TransferOffer
     ) -> SendAttempt | None:
         """The delivery that a peer's question belongs to, if it is not a new one."""
         for delivery in self.deliveries:
@@ -252,7 +251,7 @@ class OutgoingState(KVTransfer):
         return None
 
     def _delivery(
-        self, connection: Connection, known: SendAttempt | None
+        self, connection: ConnectionPort, known: SendAttempt | None
     ) -> SendAttempt:
         """A new consumer, or one whose last connection was lost."""
         if known is None:
@@ -287,5 +286,5 @@ class OutgoingState(KVTransfer):
             tokens = dict(outcomes[0].tokens) if outcomes else None
             outcomes.append(self.nothing(reason, tokens))
         outcome = join_outcomes(outcomes)
-        self.communicator.exchange.over(self, reason)
+        self.registry.over(self, reason)
         self.record(outcome, self.deliveries)

@@ -24,16 +24,16 @@ from kvwire.proto.events import (
 from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
 from kvwire.transfers.base import Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.ports import ConnectionPort
 
 if TYPE_CHECKING:
-    from kvwire.connection import Connection
     from kvwire.transfers.incoming import IncomingState
 
 
 class ReceiveAttempt(Attempt):
     """An incoming transfer on one connection."""
 
-    def __init__(self, incoming: IncomingState, connection: Connection) -> None:
+    def __init__(self, incoming: IncomingState, connection: ConnectionPort) -> None:
         super().__init__(connection)
         self.incoming = incoming
         self.origin = connection.peer.origin
@@ -70,10 +70,8 @@ class ReceiveAttempt(Attempt):
             segment = self._check(core)
             self._segments[core.number] = segment  # bounded: SEGMENTS_MAX
             self.incoming.segment_placed(segment)
-            lent = self.incoming.communicator.buffers.lend(
-                self.incoming.plan.fragments(segment)
-            )
-            self.connection.core.transfers.place(core, lent)
+            lent = self.incoming.lend(self.incoming.plan.fragments(segment))
+            self.connection.transfers.place(core, lent)
         elif isinstance(event, SegmentLanded):
             segment = self._segments[event.segment.number]
             self.incoming.segment_landed(event.segment, segment)
@@ -91,7 +89,7 @@ class ReceiveAttempt(Attempt):
 
     def chunk_bytes(self) -> int:
         """Bytes of a chunk on this connection."""
-        return self.connection.core.agreement.terms.chunk_bytes
+        return self.connection.chunk_bytes
 
     def _check(self, core: SegmentRecord) -> Segment:
         """What of the plan a marked segment is.
@@ -128,7 +126,7 @@ class ReceiveAttempt(Attempt):
         """Of segments that never became whole: note what of them is here."""
         if self.core is None or not self._segments:
             return
-        segments = self.connection.core.transfers.transfer(self.core).segments
+        segments = self.connection.transfers.transfer(self.core).segments
         landed = self.incoming.landed
         for number, segment in self._segments.items():
             if not segments[number].over:

@@ -17,11 +17,11 @@ from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.state import State
 from kvwire.transfers.base import DAMAGED, Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.ready_log import ReadyRange
 from kvwire.transfers.timings import PhaseTimer
 
 if TYPE_CHECKING:
-    from kvwire.connection import Connection
     from kvwire.transfers.outgoing import OutgoingState
 
 
@@ -40,7 +40,7 @@ class SendAttempt(Attempt):
     plan: TransferPlan
     landed: Landed
 
-    def __init__(self, outgoing: OutgoingState, connection: Connection) -> None:
+    def __init__(self, outgoing: OutgoingState, connection: ConnectionPort) -> None:
         super().__init__(connection)
         self.outgoing = outgoing
         self.origin = connection.peer.origin
@@ -89,7 +89,7 @@ class SendAttempt(Attempt):
         self._phases.note("met")
         out, self.peer_end = self.outgoing, description.end
         self.confirmed = self.confirmed or bool(description.met)
-        self.connection.staged.open(out.cache.device)
+        self.connection.open_staging(out.cache.device)
         description.require_same_hashes(out.hashes)
         peer = description.read_geometry()
         # Without hashes on both sides nobody knows that it has the same blocks.
@@ -132,7 +132,7 @@ class SendAttempt(Attempt):
             return
         if all_in:
             self._committed = True
-            self.connection.core.transfers.commit(core, complete=marks.complete)
+            self.connection.transfers.commit(core, complete=marks.complete)
         self.connection.run()
 
     def event(self, event: TransferEvent) -> None:
@@ -151,7 +151,7 @@ class SendAttempt(Attempt):
         if error is None:
             assert self.core is not None
             self.confirmed = True
-            damaged = self.connection.core.transfers.transfer(self.core).damaged
+            damaged = self.connection.transfers.transfer(self.core).damaged
             self._damaged = [self._sent[number] for number in damaged]
         self.outgoing.delivery_ended(self, error)
 
@@ -159,7 +159,7 @@ class SendAttempt(Attempt):
         """The link is lost; what was not acknowledged is sent again on the next."""
         self.suspended = True
 
-    def resume(self, connection: Connection) -> None:
+    def resume(self, connection: ConnectionPort) -> None:
         """Go on with another link."""
         self.connection = connection
         self.suspended = False
@@ -215,8 +215,8 @@ class SendAttempt(Attempt):
         assert self.core is not None
         self._phases.note("first")
         self._grouped = max(self._grouped, segment.layers)
-        lent = self.outgoing.communicator.buffers.lend(self.plan.fragments(segment))
-        core = self.connection.core.transfers
+        lent = self.outgoing.lend(self.plan.fragments(segment))
+        core = self.connection.transfers
         sent = core.mark(self.core, segment.box, lent, nbytes)
         self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
         self._under_way += 1

@@ -8,9 +8,9 @@ from kvwire.errors import KVWireError, ProtocolError
 from kvwire.proto.events import SegmentMarked
 from kvwire.transfers.base import Attempt, TransferEvent, recoverable
 from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.ports import ConnectionPort
 
 if TYPE_CHECKING:
-    from kvwire.connection import Connection
     from kvwire.transfers.incoming import IncomingState
     from kvwire.transfers.receiver import ReceiveAttempt
 
@@ -32,7 +32,7 @@ class SettleAttempt(Attempt):
         self.origin = receipt.origin
         self.asks = asks
 
-    def ask(self, connection: Connection) -> None:
+    def ask(self, connection: ConnectionPort) -> None:
         """Pull again, to say it."""
         self.connection = connection
         connection.start_transfer(
@@ -43,12 +43,12 @@ class SettleAttempt(Attempt):
             pull=True,
         )
 
-    def meet(self, connection: Connection, core: Any) -> None:
+    def meet(self, connection: ConnectionPort, core: Any) -> None:
         """The producer pushes again, not having heard it."""
         self.connection = connection
         self.core, core.context = core, self
         answer = self.incoming.description(self.incoming.plan.digest)
-        connection.core.transfers.agree(core, answer.encode())
+        connection.transfers.agree(core, answer.encode())
         connection.run()
 
     def agreed(self, description: TransferOffer) -> None:
@@ -65,4 +65,4 @@ class SettleAttempt(Attempt):
         """See Attempt."""
         self.forget()
         if not recoverable(error):
-            self.incoming.communicator.exchange.confirmed(self)
+            self.incoming.registry.confirmed(self)

@@ -40,9 +40,10 @@ class Hostile:
         assert end is not None
         assert end.core is not None
         assert end.core.wire_id is not None
-        outbox = end.connection.core.outbox
+        connection: Any = end.connection
+        outbox = connection.core.outbox
         outbox.send(frame_type, body, request=end.core.wire_id)
-        end.connection.run()
+        connection.run()
 
     async def broken(self, rule: str, by: kvwire.Connection) -> None:
         """The connection ends, naming the rule, and the process lives."""
@@ -177,8 +178,9 @@ def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
         assert resumed is not None
         await w.until(lambda: hasattr(resumed, "_promised"))
         hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
-        await resumed.connection.wait_closed()
-        assert "KVW-TR-11" in str(resumed.connection.core.error)
+        connection: Any = resumed.connection
+        await connection.wait_closed()
+        assert "KVW-TR-11" in str(connection.core.error)
         assert same(w.source, LIST, w.target, DEST, layers=[0])
         hostile.inc.abort()
         hostile.out.abort()
@@ -236,12 +238,13 @@ def test_payload_for_a_segment_that_was_not_marked() -> None:
         delivery = hostile.out._state.deliveries[0]
         assert delivery.core is not None
         assert delivery.core.wire_id is not None
-        framing = delivery.connection.core.outbox.framing
+        connection: Any = delivery.connection
+        framing = connection.core.outbox.framing
         header = framing.payload(
             FrameType.DATA, 4, request=delivery.core.wire_id, segment=7, check=None
         )
-        delivery.connection.link.send(header, memoryview(b"evil"))
-        delivery.connection.link.flush()
+        connection.link.send(header, memoryview(b"evil"))
+        connection.link.flush()
 
     check_hostile(act, "KVW-TR-07", consumer=True)
 

@@ -314,7 +314,7 @@ def test_chunks_of_a_segment_that_was_cut_are_not_sent_again() -> None:
             assert receipt is not None
             if receipt.core is None:
                 return False
-            core = receipt.connection.core.transfers.transfer(receipt.core)
+            core = receipt.connection.transfers.transfer(receipt.core)
             segments: list[SegmentRecord] = list(core.segments.values())
             return bool(segments) and segments[0].moved >= 4 * MIB
 

@@ -1,0 +1,46 @@
+"""What transfers need of a connection and of a communicator is what the ports name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
+from tests.scenarios.world import World, play
+from tests.support.tree import ROOT
+
+ABOVE = ("communicator", "connection", "endpoint", "engine", "region", "request")
+FILES = sorted((ROOT / "kvwire" / "transfers").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_file_names_what_stands_above(path: Path) -> None:
+    """Not for type checkers either."""
+    named = {
+        node.module
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+    }
+    above = {f"kvwire.{name}" for name in ABOVE}
+    assert not {name for name in named if name.startswith(tuple(above))}
+
+
+def test_what_stands_above_has_what_the_ports_name() -> None:
+    async def scenario(w: World) -> None:
+        inc = w.pull_side.pull("t", w.target.cache, [1])
+        state = inc._state
+        communicator: object = state.communicator
+        assert state.receipt is not None
+        connection: object = state.receipt.connection
+        for port, found in (
+            (CommunicatorPort, communicator),
+            (ConnectionPort, connection),
+        ):
+            names = {name for name in vars(port) if name[0] != "_"}
+            assert len(names) < 13
+            assert not {name for name in names if not hasattr(found, name)}
+        inc.abort()
+
+    play(scenario, "inproc")
