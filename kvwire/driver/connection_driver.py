@@ -1,9 +1,9 @@
 """Joins one link to one protocol core, where frames, memory and time meet.
 
 Whatever happens (a frame arrives, the link has room, a timer fires, the application
-calls), the core is told, and then :meth:`ConnectionDriver.run` carries out what it
-says: control frames first, then chunks while the link has room, then events. One flush
-of the link per run, so that what belongs together leaves in one system call.
+calls), the core is told, and then :meth:`ConnectionDriver.run` does what it asks for:
+control frames are queued, events dispatched, and then chunks sent while the link has
+room. Frames and the first chunks are flushed together, in one system call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.driver.buffers import BufferTable
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from kvwire.proto.agreement import Agreement
 
 logger = logging.getLogger("kvwire")
+
+# Events of one turn of the loop behind which payload queues up again. More of them, or
+# a task that makes one in each turn, do not keep it from being sent.
+_PUT_OFF_MAX: Final = 64
 
 
 class _Landing(Landing):
@@ -91,7 +95,9 @@ class ConnectionDriver(LinkHandler):
         self._seen_at = loop.time()
         self._running = False
         self._closed = False
+        # Sends payload in a turn of the loop of its own; none is sent before it.
         self._again: asyncio.Handle | None = None
+        self._times_put_off = 0
 
     def open(
         self, opening: HandshakeDriver, agreed: Callable[[Agreement], Connection]
@@ -216,17 +222,17 @@ class ConnectionDriver(LinkHandler):
             self.run()
         self._check_ended()
 
-    # --- carrying out -----------------------------------------------------------------
+    # --- draining the core ------------------------------------------------------------
 
-    def run(self) -> None:
-        """Carry out everything the core has to say now."""
+    def run(self, *, its_turn: bool = False) -> None:
+        """Do everything that the core asks for now; see :meth:`_drain`."""
         core = self.core
         assert core is not None
         if self._running:
             return  # called from inside a run, which goes on until nothing is left
         outbox = core.outbox
         if outbox.events or outbox.frames or core.sending or self.staged.ready:
-            self._carry_out(core)
+            self._drain(core, its_turn=its_turn)
         if self._buffers.holds.drained:
             self._buffers.collect()
 
@@ -254,70 +260,106 @@ class ConnectionDriver(LinkHandler):
         self._timer_at = at
         self._timer = self._loop.call_at(at, self._safely, self._tick)
 
-    def _carry_out(self, core: ConnectionCore) -> None:
+    def _drain(self, core: ConnectionCore, *, its_turn: bool) -> None:
+        """Queue frames, dispatch events, then send payload; until nothing is left.
+
+        What an event completes wakes its waiter in the next turn of the loop. So after
+        an event payload waits for a turn of its own, behind that waiter, who would
+        otherwise wait until the link has taken megabytes. ``its_turn`` says that this
+        is the turn of the payload: it is not put off again, whatever else happens.
+        """
         outbox = core.outbox
+        queued = woken = False
         self._running = True
         try:
             while True:
-                if outbox.frames or core.sending or self.staged.ready:
+                if outbox.frames:
+                    self._queue_frames(core)
+                    queued = True
+                if outbox.events:
+                    woken |= self._dispatch_all(core)
+                    continue
+                due = bool(core.sending or self.staged.ready)
+                if due and woken and not its_turn:
+                    self._put_off()
+                if due or queued:
                     self._send(core)
+                    queued = False
                 flushed = self.lanes.flush()
-                if not outbox.events:
-                    if flushed:
-                        continue
+                if not (flushed or outbox.frames or outbox.events):
                     break
-                events, outbox.events = outbox.events, []
-                rest = iter(events)
-                try:
-                    for event in rest:
-                        self._deal_with(event)
-                finally:
-                    # After a bug: each is the only word on a request, or on memory. The
-                    # end of the link follows, and with it another run.
-                    outbox.events[:0] = rest
         finally:
             self._running = False
 
-    def _deal_with(self, event: Event) -> None:
+    def _dispatch_all(self, core: ConnectionCore) -> bool:
+        """Dispatch the core's events; whether they may have woken somebody."""
+        events, core.outbox.events = core.outbox.events, []
+        woken = False
+        rest = iter(events)
+        try:
+            for event in rest:
+                woken |= self._dispatch(event)
+        finally:
+            # After a bug: each is the only word on a request, or on memory. The end of
+            # the link follows, and with it another run.
+            core.outbox.events[:0] = rest
+        return woken
+
+    def _dispatch(self, event: Event) -> bool:
         if isinstance(event, LaneDataReceived):
             self._receive_aside(event)
-            return
+            return False
         if isinstance(event, Ended):
             self._end_link(graceful=event.graceful)
         self._on_event(event)
+        return True
+
+    def _queue_frames(self, core: ConnectionCore) -> None:
+        frames = core.outbox.frames
+        while frames:
+            header, body = frames.popleft()
+            self.link.send(header, memoryview(body))
 
     def _send(self, core: ConnectionCore) -> None:
-        """Hand over frames and chunks until the link is full or nothing is left."""
-        link, frames = self.link, core.outbox.frames
+        """Flush frames, and send chunks until the link is full or others have a turn.
+
+        Stops when a flush has called back and the core has frames, which are numbered
+        before the next chunk, or events.
+        """
+        link, outbox = self.link, core.outbox
         moved_bytes = 0
         while True:
-            queued_bytes = self._queue(core)
+            queued_bytes = 0 if self._again is not None else self._queue_chunks(core)
             link.flush()
             moved_bytes += queued_bytes
-            if frames:
-                continue
-            if link.queued_bytes or not queued_bytes:
+            if outbox.frames or outbox.events or link.queued_bytes or not queued_bytes:
                 break
             if moved_bytes >= WAKEUP_BYTES:
-                # Other connections get their turn; this one goes on right after.
                 self._run_again()
                 break
         self._check_slow_peer()
 
     def _run_again(self) -> None:
+        """Send payload in a turn of its own, after that of others; and none before."""
         if self._again is None:
             self._again = self._loop.call_soon(self._safely, self._next_run)
 
+    def _put_off(self) -> None:
+        """Send payload behind those who were woken just now."""
+        if self._again is not None and self._times_put_off < _PUT_OFF_MAX:
+            self._times_put_off += 1
+            self._again.cancel()
+            self._again = None
+        self._run_again()
+
     def _next_run(self) -> None:
         self._again = None
-        self.run()
+        self._times_put_off = 0
+        self.run(its_turn=True)
 
-    def _queue(self, core: ConnectionCore) -> int:
-        """Queue every frame, and chunks while there is room; the payload's bytes."""
-        link, frames = self.link, core.outbox.frames
-        while frames:
-            header, body = frames.popleft()
-            link.send(header, memoryview(body))
+    def _queue_chunks(self, core: ConnectionCore) -> int:
+        """Queue chunks while there is room; the bytes of payload."""
+        link = self.link
         queued_bytes = 0
         lanes, ready = self.lanes, self.staged.ready
         while link.queued_bytes < LINK_QUEUE_BYTES:
@@ -397,6 +439,7 @@ class ConnectionDriver(LinkHandler):
             self.ended.set_result(None)
 
     def _end_link(self, *, graceful: bool) -> None:
+        self.link.flush()  # the last frames
         self.lanes.end(graceful=graceful)
         if graceful:
             self.link.close()
@@ -446,7 +489,6 @@ class ConnectionDriver(LinkHandler):
                     f"the peer does not read: {self.link.queued_bytes} bytes are queued"
                 )
             )
-            self.run()
 
 
 def _as_closed(error: Exception | None) -> ConnectionClosed | None:

@@ -16,7 +16,11 @@ from kvwire.limits import (
     LINK_QUEUE_BYTES,
     WAKEUP_BYTES,
 )
-from kvwire.proto.events import RequestDone
+from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
+from kvwire.proto.outbox import Outbox
+from kvwire.proto.requests import RequestRecord
+from kvwire.proto.state import Kind
+from tests.scenarios.world import LAYERS, Memory
 from tests.support.pairs import Pair, connected, until
 
 LARGE = bytes(16 << 20)
@@ -55,6 +59,27 @@ class FakeRoom:
         self.queued_bytes = self.stuck_bytes
 
 
+class CountedLink:
+    """A link that counts the payload bytes handed to it.
+
+    Attributes:
+        sent_bytes: How many.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self._link = pair.left._pump.link
+        self.sent_bytes = 0
+        pair.left._pump.link = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def send(self, header: bytes, payload: Any = None, token: Any = None) -> None:
+        if token is not None:
+            self.sent_bytes += payload.nbytes
+        self._link.send(header, payload, token)
+
+
 async def moving(pair: Pair) -> None:
     """Begin a large message, and wait until chunks of it may leave."""
     pair.left.send(1, LARGE)
@@ -70,6 +95,56 @@ async def test_a_wake_up_is_spent_and_the_rest_comes_in_the_next() -> None:
         before = sum(link.sent)
         await asyncio.sleep(0)
         assert 0 < sum(link.sent) - before <= WAKEUP_BYTES + LINK_QUEUE_BYTES
+        pair.left.abort()
+
+
+async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much this side has to send, and however much the link would take."""
+    source, target = Memory(), Memory()
+    landed: list[int] = []
+    report = Outbox.report
+
+    def spy(outbox: Outbox, event: Event) -> None:
+        if isinstance(event, SegmentLanded):
+            landed.append(link.sent_bytes)
+        report(outbox, event)
+
+    async with connected(prefer=("tcp",), checksum="off") as pair:
+        link = CountedLink(pair)
+        monkeypatch.setattr(Outbox, "report", spy)
+        out = pair.far.publish("one", source.cache, [0])
+        inc = pair.left.pull("one", target.cache, [0])
+        for _ in range(8):
+            await moving(pair)
+        for layer in range(LAYERS):
+            out.ready(layers=layer)
+            await inc.layer(layer)
+            assert landed.pop() == link.sent_bytes
+            assert pair.left.core.sending
+        assert not landed
+        assert link.sent_bytes > WAKEUP_BYTES, "payload was sent all the while"
+        pair.left.abort()
+
+
+async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> None:
+    nobody = RequestRecord(kind=Kind.INCOMING, wire_id=None, buffer=None, nbytes=0)
+    event = TransferAgreed(request=nobody, description=b"")
+    async with connected() as pair:
+        link = FakeRoom(pair, 0)
+        await moving(pair)
+        before, loop = sum(link.sent), asyncio.get_running_loop()
+
+        def step() -> None:
+            """Be ahead of the payload, which queues up behind what an event wakes."""
+            if sum(link.sent) == before:
+                loop.call_soon(step)
+            pair.left.core.outbox.report(event)
+            pair.left.run()
+
+        step()
+        await until(lambda: sum(link.sent) > before)
         pair.left.abort()
 
 
