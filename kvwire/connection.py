@@ -44,7 +44,7 @@ from kvwire.proto.events import (
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from kvwire.proto.transfers import Transfers
 from kvwire.region import Grant
 from kvwire.request import Request
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 Deadline = float | timedelta | None
 _TAG_MAX: Final = 2**64 - 1
-_TRANSFERS: Final = frozenset({Kind.OUTGOING, Kind.INCOMING})
+_TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
 class Connection(PullPush):
@@ -403,7 +403,7 @@ class Connection(PullPush):
     def neglect(self, request: Request[Any]) -> None:
         """See RequestOwner."""
         core = request.core
-        if core is None or core.kind is not Kind.RECV:
+        if core is None or core.kind is not RequestKind.RECV:
             return
         core.context = None
         if self.core.withdraw(core):
@@ -577,7 +577,7 @@ class Connection(PullPush):
             return
         if event.error is not None:
             request.complete(None, event.error)
-        elif core.kind is not Kind.RECV:
+        elif core.kind is not RequestKind.RECV:
             request.complete(event.nbytes, None)
         else:
             request.complete(self._received(request, core, event.nbytes, held), None)

@@ -16,7 +16,7 @@ from kvwire.types import Address
 from kvwire_inproc.faults import FaultyPipe
 from kvwire_inproc.lane import InprocLane
 from kvwire_inproc.link import InprocLink, join
-from kvwire_inproc.pipe import Pipe
+from kvwire_inproc.pipe import InprocPipe
 from kvwire_inproc.plan import FaultPlan, injected_plan
 
 _log = logging.getLogger("kvwire.inproc")
@@ -89,10 +89,10 @@ class InprocBackend(Backend):
         """One half of a lane within this process."""
         return InprocLane(context)
 
-    def _way(self, lock: threading.RLock) -> Pipe:
+    def _way(self, lock: threading.RLock) -> InprocPipe:
         """What one link of this side sends goes this way."""
         if self._faults is None:
-            return Pipe(lock)
+            return InprocPipe(lock)
         return FaultyPipe(lock, self._faults, str(next(self._ways)))
 
 

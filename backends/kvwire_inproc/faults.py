@@ -17,11 +17,11 @@ from threading import RLock
 
 from kvwire.errors import ConnectionLost
 from kvwire.memory.copy import copy
-from kvwire_inproc.pipe import Pipe, PipeEnd, PipeFrame
+from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
 from kvwire_inproc.plan import Fault, FaultDecision, FaultPlan, Schedule
 
 
-class FaultyPipe(Pipe):
+class FaultyPipe(InprocPipe):
     """Frames from one link to its peer, most of them.
 
     Args:

@@ -26,7 +26,7 @@ from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES_MAX, HEADER_BYTES, WAKEUP_BYTES
 from kvwire.memory.copy import copy
 from kvwire.types import Address
-from kvwire_inproc.pipe import Pipe, PipeEnd, PipeFrame
+from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
 
 _log = logging.getLogger("kvwire.inproc")
 
@@ -47,8 +47,8 @@ class InprocLink(Link):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        out: Pipe,
-        into: Pipe,
+        out: InprocPipe,
+        into: InprocPipe,
         remote: Address | None,
     ) -> None:
         self._loop = loop
@@ -258,7 +258,7 @@ class InprocLink(Link):
 def join(
     connecting: asyncio.AbstractEventLoop,
     accepting: asyncio.AbstractEventLoop,
-    ways: tuple[Pipe, Pipe],
+    ways: tuple[InprocPipe, InprocPipe],
     address: Address,
 ) -> tuple[InprocLink, InprocLink]:
     """Make the two ends of a link.

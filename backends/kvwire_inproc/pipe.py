@@ -2,7 +2,7 @@
 
 A way is shared by two links that may live on loops in two threads. Whatever it holds is
 read and written under one lock for both ways of a pair, and payload is copied under it
-too. That is what makes the end of a link prompt: once :meth:`Pipe.end` has returned,
+too. That is what makes the end of a link prompt: once :meth:`InprocPipe.end` has returned,
 nobody reads the sender's memory any more.
 """
 
@@ -58,7 +58,7 @@ class PipeEnd:
     error: Exception | None
 
 
-class Pipe:
+class InprocPipe:
     """Frames from one link to its peer, in order.
 
     Args:

@@ -42,7 +42,7 @@ _UINT32_MAX: Final = 2**32 - 1
 _TABLE: Final = np.dtype("<u4")
 
 
-class Kind(enum.IntEnum):
+class PlaceKind(enum.IntEnum):
     """Where a payload lies."""
 
     LATER = 0
@@ -61,16 +61,16 @@ class DescribedPlace:
             for LATER: another ticket comes on the socket.
     """
 
-    kind: Kind
+    kind: PlaceKind
     arena: int = 0
     fragments: Fragments | None = None
 
 
-LATER: Final = bytes([Kind.LATER])
+LATER: Final = bytes([PlaceKind.LATER])
 """The ticket of a payload whose place is told on the socket."""
 
 
-def encode(kind: Kind, arena: int, fragments: Fragments) -> bytes | None:
+def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
     """The ticket of a payload of at least one byte; None if it does not fit."""
     addresses, lengths = fragments.addresses, fragments.lengths
     count = len(fragments)
@@ -96,7 +96,7 @@ def encode(kind: Kind, arena: int, fragments: Fragments) -> bytes | None:
     return head + table
 
 
-def encode_piece(kind: Kind, arena: int, base: int, nbytes: int) -> bytes:
+def encode_piece(kind: PlaceKind, arena: int, base: int, nbytes: int) -> bytes:
     """The ticket of a payload in one piece, as :func:`encode` makes it."""
     return _HEAD.pack(kind, 0, 0, arena, base, 1, nbytes, nbytes, nbytes) + bytes(4)
 
@@ -108,18 +108,18 @@ def decode(ticket: bytes, nbytes: int) -> DescribedPlace:
         ProtocolError: It is not what :func:`encode` makes for so many bytes.
     """
     if ticket == LATER:
-        return DescribedPlace(Kind.LATER)
+        return DescribedPlace(PlaceKind.LATER)
     if not _HEAD.size < len(ticket) <= TICKET_BYTES_MAX:
         raise _refused(f"{len(ticket)} bytes")
     kind, form, shift, arena, base, count, *cut = _HEAD.unpack_from(ticket)
-    if kind not in (Kind.MEMORY, Kind.ARENA) or form > 1 or shift > 63:
+    if kind not in (PlaceKind.MEMORY, PlaceKind.ARENA) or form > 1 or shift > 63:
         raise _refused(f"kind {kind}, form {form}, shift {shift}")
     if count < 1 or len(ticket) != _HEAD.size + 4 * count * (form + 1):
         raise _refused(f"{len(ticket)} bytes for {count} fragments of form {form}")
-    if (kind == Kind.MEMORY and arena) or ticket[3] or (form and any(cut)):
+    if (kind == PlaceKind.MEMORY and arena) or ticket[3] or (form and any(cut)):
         raise _refused("a field that must be 0 is not")
     if count == 1:
-        return DescribedPlace(Kind(kind), arena, _piece(ticket, nbytes))
+        return DescribedPlace(PlaceKind(kind), arena, _piece(ticket, nbytes))
     distances = np.frombuffer(ticket, _TABLE, count, _HEAD.size)
     furthest = int(distances.max()) << shift
     if furthest + base + nbytes >= _ADDRESS_MAX:
@@ -130,7 +130,7 @@ def decode(ticket: bytes, nbytes: int) -> DescribedPlace:
         raise _refused(f"fragments of {total} bytes, not of {nbytes}, or an empty one")
     addresses = (distances.astype(np.uint64) << np.uint64(shift)) + np.uint64(base)
     fragments = Fragments(addresses, lengths, owner=None, writable=False)
-    return DescribedPlace(Kind(kind), arena, fragments)
+    return DescribedPlace(PlaceKind(kind), arena, fragments)
 
 
 def _common_shift(distances: Array) -> int:

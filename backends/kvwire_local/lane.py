@@ -48,7 +48,7 @@ from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.rendezvous import Rendezvous, RendezvousResult
 from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.tracer import CHOICES, tracers
-from kvwire_local.wire import Record, Say, Wire
+from kvwire_local.wire import LocalMessage, LocalMessageType, LocalWire
 
 _WAYS = {
     "auto": ReadMethod.MEMORY | ReadMethod.ARENA,
@@ -87,7 +87,7 @@ class LocalLane(Lane):
         self._loop = asyncio.get_running_loop()
         self._handler: LaneHandler | None = None
         self._meet: asyncio.Task[RendezvousResult] | None = None
-        self._wire: Wire | None = None
+        self._wire: LocalWire | None = None
         self._outgoing = SentPayloads()
         self._incoming = ReceivedPayloads()
         # Bytes were kept at a flush; lane_writable tells when they have gone.
@@ -153,7 +153,7 @@ class LocalLane(Lane):
         if self._ended:
             met.sock.close()
             return
-        self._wire = Wire(met.sock)
+        self._wire = LocalWire(met.sock)
         self._incoming.peer = met.peer
         self._loop.add_reader(self._wire.fileno(), self._run, self._readable)
         self._outgoing.come_up(self._wire, met.is_read)
@@ -228,7 +228,7 @@ class LocalLane(Lane):
             return  # a callback has ended it
         if not there:
             raise _gone()  # what was read may be anything
-        wire.say(Say.READ, read_so_far(self._incoming.count))
+        wire.say(LocalMessageType.READ, read_so_far(self._incoming.count))
         for landing in whole:
             handler.payload_received(self, landing)
             if self._handler is None:  # it has ended
@@ -252,10 +252,10 @@ class LocalLane(Lane):
                 return False
         return there
 
-    def _heard(self, wire: Wire, record: Record) -> None:
-        if record.kind is Say.READ:
+    def _heard(self, wire: LocalWire, record: LocalMessage) -> None:
+        if record.kind is LocalMessageType.READ:
             self._read(record.body)
-        elif record.kind is Say.PLACED:
+        elif record.kind is LocalMessageType.PLACED:
             self._incoming.placed(record.body)
         elif self._incoming.peer is not None:
             self._incoming.peer.adopt(record.body, wire.take_descriptor())

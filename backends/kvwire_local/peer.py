@@ -20,13 +20,13 @@ from kvwire.memory import cma
 from kvwire.memory.arena import SEALS, address_of_map, use_huge_pages
 from kvwire.memory.copy import copy
 from kvwire.memory.iovec import Iovecs, address_of
-from kvwire_local.descriptor import RULE, DescribedPlace, Kind
+from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind
 from kvwire_local.wire import ARENAS_MAX
 
 ARENA_BODY: Final = struct.Struct("<I")
 
 
-class Peer:
+class PeerMemory:
     """One lane's knowledge of its peer.
 
     Args:
@@ -76,7 +76,7 @@ class Peer:
         self._maps.append(mapping)  # bounded: ARENAS_MAX
         self._addresses.append(address_of_map(mapping))  # bounded: ARENAS_MAX
 
-    def reading(self, place: DescribedPlace, destination: Fragments) -> Reading | None:
+    def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
         """What reads a payload; None while its arena has not been announced.
 
         Raises:
@@ -84,7 +84,7 @@ class Peer:
         """
         fragments = place.fragments
         assert fragments is not None
-        if place.kind is Kind.MEMORY:
+        if place.kind is PlaceKind.MEMORY:
             return MemoryReading(self, fragments, destination)
         if place.arena >= len(self._maps):
             return None
@@ -103,7 +103,7 @@ class Peer:
         self._addresses.clear()
 
 
-class Reading:
+class PeerRead:
     """A payload on its way from the peer's memory into ours.
 
     Attributes:
@@ -121,13 +121,13 @@ class Reading:
         raise NotImplementedError
 
 
-class MemoryReading(Reading):
+class MemoryReading(PeerRead):
     """From the peer's own address space, many fragments with one system call.
 
     The last call reads the cookie as well, after the payload.
     """
 
-    def __init__(self, peer: Peer, source: Fragments, destination: Fragments) -> None:
+    def __init__(self, peer: PeerMemory, source: Fragments, destination: Fragments) -> None:
         self._peer = peer
         self._remote = Iovecs(source)
         self._local = Iovecs(destination)
@@ -155,7 +155,7 @@ class MemoryReading(Reading):
         return moved
 
 
-class MappedReading(Reading):
+class MappedReading(PeerRead):
     """From an arena of the peer that is mapped here."""
 
     def __init__(self, source: Fragments, destination: Fragments) -> None:

@@ -16,8 +16,8 @@ from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
 from kvwire.memory.copy import as_fragments
-from kvwire_local.descriptor import RULE, DescribedPlace, Kind, decode
-from kvwire_local.peer import Peer, Reading
+from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
+from kvwire_local.peer import PeerMemory, PeerRead
 
 # Reading blocks the loop. A budget of bytes alone would not bound that: fragments of
 # 256 bytes are read at a twentieth of the rate of 1 MiB.
@@ -33,7 +33,7 @@ _LONG_FRAGMENT_BYTES: Final = 64 * KIB
 class _Arrival:
     landing: Landing
     place: DescribedPlace
-    reading: Reading | None = None
+    reading: PeerRead | None = None
 
 
 class ReceivedPayloads:
@@ -46,7 +46,7 @@ class ReceivedPayloads:
     """
 
     def __init__(self) -> None:
-        self.peer: Peer | None = None
+        self.peer: PeerMemory | None = None
         self.received_bytes = 0
         self.count = 0
         self._arrivals: deque[_Arrival] = deque()
@@ -119,11 +119,11 @@ class ReceivedPayloads:
         """Whether it is known where its bytes lie, and what reads them is made."""
         if self.peer is None:
             return False
-        if arrival.place.kind is Kind.LATER:
+        if arrival.place.kind is PlaceKind.LATER:
             if not self._placed:
                 return False
             place = decode(self._placed.popleft(), arrival.landing.length)
-            if place.kind is Kind.LATER:
+            if place.kind is PlaceKind.LATER:
                 raise ProtocolError(RULE, "local: a place that is put off twice")
             arrival.place = place
         payload = arrival.landing.payload

@@ -33,9 +33,9 @@ import numpy as np
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.types import Role
-from kvwire_local.peer import Peer
+from kvwire_local.peer import PeerMemory
 from kvwire_local.sent_payloads import ReadMethod
-from kvwire_local.tracer import Tracers
+from kvwire_local.tracer import TracerSlot
 from kvwire_local.wire import peer_pid
 
 # Address of the cookie, and how this side reads the other one.
@@ -60,7 +60,7 @@ class RendezvousResult:
     """
 
     sock: socket.socket
-    peer: Peer
+    peer: PeerMemory
     is_read: ReadMethod
 
 
@@ -83,7 +83,7 @@ class Rendezvous:
         role: Role,
         secret: bytes,
         allowed: ReadMethod,
-        tracers: Tracers,
+        tracers: TracerSlot,
         tracer: str,
     ) -> None:
         self._role = role
@@ -185,9 +185,9 @@ class Rendezvous:
         if self._tracers.permit(pid, self._tracer):
             self._permitted.append(pid)
 
-    def _look_at(self, pid: int, address: int) -> tuple[Peer, ReadMethod]:
+    def _look_at(self, pid: int, address: int) -> tuple[PeerMemory, ReadMethod]:
         """Try to read the other side."""
-        peer = Peer(pid, address, self._cookie_of(self._role.other))
+        peer = PeerMemory(pid, address, self._cookie_of(self._role.other))
         if ReadMethod.MEMORY not in self._allowed:
             self.description = "arena (asked for)"
             return peer, self._allowed

@@ -25,10 +25,10 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
 from kvwire.memory.arena import Arena, arena_of
 from kvwire.memory.copy import as_fragments
-from kvwire_local.descriptor import LATER, RULE, Kind, encode, encode_piece
+from kvwire_local.descriptor import LATER, RULE, PlaceKind, encode, encode_piece
 from kvwire_local.peer import ARENA_BODY
 from kvwire_local.staging import Staging
-from kvwire_local.wire import ARENAS_MAX, Say, Wire
+from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
 
 # Mean length of fragments, from `python -m tests.bench.local_ways`. Below it, gathering
 # here and reading one piece there is faster than reading each in place: 5.8 against 3.6
@@ -57,7 +57,7 @@ class SentPayloads:
 
     def __init__(self) -> None:
         self.queued_bytes = 0
-        self._wire: Wire | None = None
+        self._wire: LocalWire | None = None
         self._ways = ReadMethod(0)
         self._unread: deque[_Sent] = deque()
         self._later: deque[_Sent] = deque()
@@ -70,7 +70,7 @@ class SentPayloads:
         """Payloads that the peer has not read."""
         return len(self._unread)
 
-    def come_up(self, wire: Wire, ways: ReadMethod) -> None:
+    def come_up(self, wire: LocalWire, ways: ReadMethod) -> None:
         """The lane is up: this is how the peer reads, and where it is told."""
         self._wire, self._ways = wire, ways
         self.place_later()
@@ -103,7 +103,7 @@ class SentPayloads:
             sent = self._later.popleft()
             self.queued_bytes -= sent.payload.nbytes
             assert self._wire is not None
-            self._wire.say(Say.PLACED, ticket)
+            self._wire.say(LocalMessageType.PLACED, ticket)
 
     def read(self, body: bytes) -> list[object]:
         """The peer has read more; returns the tokens of the payloads.
@@ -150,9 +150,9 @@ class SentPayloads:
         number = self._number_of(arena)
         if number is None:
             where = arena.address + begin
-            return encode_piece(Kind.MEMORY, 0, where, sent.payload.nbytes)
+            return encode_piece(PlaceKind.MEMORY, 0, where, sent.payload.nbytes)
         self._share(arena, number)
-        return encode_piece(Kind.ARENA, number, begin, sent.payload.nbytes)
+        return encode_piece(PlaceKind.ARENA, number, begin, sent.payload.nbytes)
 
     def _in_place(self, fragments: Fragments) -> bytes | None:
         """The ticket of a payload that the peer can well read where it lies."""
@@ -162,12 +162,12 @@ class SentPayloads:
         number = self._number_of(arena) if arena is not None else None
         if arena is not None and number is not None:
             offsets = fragments.shifted(-arena.address)
-            ticket = encode(Kind.ARENA, number, offsets)
+            ticket = encode(PlaceKind.ARENA, number, offsets)
             if ticket is not None:
                 self._share(arena, number)
                 return ticket
         if by_memory and (mean >= _GATHER_BELOW_BYTES or len(fragments) == 1):
-            return encode(Kind.MEMORY, 0, fragments)
+            return encode(PlaceKind.MEMORY, 0, fragments)
         return None
 
     def _number_of(self, arena: Arena) -> int | None:
@@ -181,7 +181,7 @@ class SentPayloads:
         """Give an arena to the peer, unless it has it."""
         if arena.serial not in self._shared:
             assert self._wire is not None
-            self._wire.say(Say.ARENA, ARENA_BODY.pack(number), arena.fileno())
+            self._wire.say(LocalMessageType.ARENA, ARENA_BODY.pack(number), arena.fileno())
             self._shared[arena.serial] = number  # bounded: ARENAS_MAX
 
 

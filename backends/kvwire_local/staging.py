@@ -23,7 +23,7 @@ STAGING_BYTES: Final = 8 * MIB
 
 
 @dataclass(slots=True)
-class _Room:
+class _Span:
     begin: int
     end: int
 
@@ -41,7 +41,7 @@ class Staging:
     def __init__(self, nbytes: int = STAGING_BYTES) -> None:
         self.arena: Arena | None = None
         self._nbytes = nbytes
-        self._rooms: deque[_Room] = deque()
+        self._rooms: deque[_Span] = deque()
         self._view = memoryview(b"")
 
     def place(self, payload: Payload) -> int | None:
@@ -62,7 +62,7 @@ class Staging:
             return None
         end = begin + payload.nbytes
         copy(payload, self._view[begin:end])
-        self._rooms.append(_Room(begin, end))  # bounded: LANE_PAYLOADS_MAX
+        self._rooms.append(_Span(begin, end))  # bounded: LANE_PAYLOADS_MAX
         return begin
 
     def give_back(self) -> None:

@@ -33,7 +33,7 @@ _SCOPE_NAMED: Final = 1
 CHOICES: Final = ("one", "none", "any")
 
 
-class Tracers:
+class TracerSlot:
     """The one place of this process.
 
     Args:
@@ -82,9 +82,9 @@ class Tracers:
 
 
 @functools.cache
-def tracers() -> Tracers:
+def tracers() -> TracerSlot:
     """The place of this process."""
-    return Tracers(_prctl)
+    return TracerSlot(_prctl)
 
 
 def _prctl(pid: int) -> bool:

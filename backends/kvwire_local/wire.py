@@ -6,7 +6,7 @@ No payload passes through it. It exists because only the kernel can say these th
   namespace, so that no pid is ever taken from a peer's word;
 * that the peer is still there. Its end of the socket is shut down before its lane lets
   go of any memory, and closed by the kernel when it dies. Whether that has happened is
-  read under the same lock of the kernel under which it is done: see :meth:`Wire.hear`;
+  read under the same lock of the kernel under which it is done: see :meth:`LocalWire.hear`;
 * what a descriptor of the peer's is here (``SCM_RIGHTS``).
 
 Records are a head of 8 bytes and a body::
@@ -41,7 +41,7 @@ ARENAS_MAX: Final = 64
 """Arenas that one lane shares; what lies in further ones is read as other memory is."""
 
 
-class Say(enum.IntEnum):
+class LocalMessageType(enum.IntEnum):
     """Kinds of records."""
 
     READ = 1
@@ -50,14 +50,14 @@ class Say(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LocalMessage:
     """What the peer has said."""
 
-    kind: Say
+    kind: LocalMessageType
     body: bytes
 
 
-class Wire:
+class LocalWire:
     """One end of the socket, connected and non-blocking.
 
     Args:
@@ -79,7 +79,7 @@ class Wire:
         """Whether the socket was full: say the rest when it is writable."""
         return bool(self._unsaid)
 
-    def say(self, kind: Say, body: bytes, descriptor: int = -1) -> None:
+    def say(self, kind: LocalMessageType, body: bytes, descriptor: int = -1) -> None:
         """Send one record, now or when there is room; order is kept."""
         record = _HEAD.pack(kind, len(body)) + body
         if descriptor >= 0:
@@ -107,7 +107,7 @@ class Wire:
         except OSError:
             self._forget_unsaid()
 
-    def hear(self) -> tuple[list[Record], bool]:
+    def hear(self) -> tuple[list[LocalMessage], bool]:
         """What the peer has said, and whether it is still there.
 
         "Still there" is true as of a moment after everything that this thread has read
@@ -161,18 +161,18 @@ class Wire:
             if len(self._heard) > _HEARD_MAX or len(self._descriptors) > ARENAS_MAX:
                 raise ProtocolError(RULE, "local: more records than a lane has to say")
 
-    def _next(self) -> Record | None:
+    def _next(self) -> LocalMessage | None:
         if len(self._heard) < _HEAD.size:
             return None
         number, length = _HEAD.unpack_from(self._heard)
-        if number not in tuple(Say) or length > TICKET_BYTES_MAX:
+        if number not in tuple(LocalMessageType) or length > TICKET_BYTES_MAX:
             raise ProtocolError(RULE, f"local: record {number} of {length} bytes")
         end = _HEAD.size + length
         if len(self._heard) < end:
             return None
         body = bytes(self._heard[_HEAD.size : end])
         del self._heard[:end]
-        return Record(Say(number), body)
+        return LocalMessage(LocalMessageType(number), body)
 
     def _forget_unsaid(self) -> None:
         while self._unsaid:

@@ -20,7 +20,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
 from kvwire.types import Address, MemoryKind
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import Library, chosen
+from kvwire_nccl.library import CollectiveLibrary, chosen
 
 # Behind every transport of host memory: it must be asked for. Two processes on one GPU
 # cannot use it, and its kernels share the GPU with the model's.
@@ -93,7 +93,7 @@ class NcclBackend(Backend):
         """
         return NcclLane(context, self.library(context))
 
-    def library(self, context: LaneContext) -> Library:
+    def library(self, context: LaneContext) -> CollectiveLibrary:
         """What moves the bytes of a lane."""
         return chosen(context.settings)
 

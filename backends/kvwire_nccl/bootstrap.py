@@ -23,7 +23,7 @@ _NAME_BYTES_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Bootstrap:
+class NcclBootstrap:
     """One side's half.
 
     Attributes:
@@ -43,7 +43,7 @@ class Bootstrap:
         return head + library + self.there + self.back
 
     @classmethod
-    def decode(cls, raw: bytes) -> Bootstrap:
+    def decode(cls, raw: bytes) -> NcclBootstrap:
         """Read what a peer has sent.
 
         Raises:

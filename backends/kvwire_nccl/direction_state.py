@@ -53,7 +53,7 @@ class DirectionStep(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PayloadMove:
     """One payload to move.
 
     Attributes:
@@ -83,8 +83,8 @@ class DirectionState:
 
     start_timeout_s: float
     move_timeout_s: float
-    waiting: deque[Job] = field(default_factory=deque)
-    moving: deque[Job] = field(default_factory=deque)
+    waiting: deque[PayloadMove] = field(default_factory=deque)
+    moving: deque[PayloadMove] = field(default_factory=deque)
     stage: DirectionStage = DirectionStage.MADE
     error: Exception | None = None
     _closing: bool = False
@@ -118,7 +118,7 @@ class DirectionState:
         if self.stage is DirectionStage.STARTING:
             self.stage = DirectionStage.UP
 
-    def next_job(self, now: float) -> Job:
+    def next_job(self, now: float) -> PayloadMove:
         """The job to hand over now."""
         job = self.waiting.popleft()
         if not self.moving:
@@ -131,7 +131,7 @@ class DirectionState:
         """The library has taken the last job."""
         self._launched = True
 
-    def done(self, now: float) -> Job:
+    def done(self, now: float) -> PayloadMove:
         """The oldest job under way is done."""
         self._since = now
         return self.moving.popleft()
@@ -145,7 +145,7 @@ class DirectionState:
 
     # --- what is said to it -----------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PayloadMove) -> None:
         """Another job, behind those that wait."""
         if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
             self.waiting.append(job)  # bounded: LANE_PAYLOADS_MAX

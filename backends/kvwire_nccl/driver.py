@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvwire.limits import WAKEUP_BYTES
-from kvwire_nccl.direction_state import DirectionState, DirectionStep, Job
+from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
 from kvwire_nccl.pipe import Move, Pipe, Progress
 
 _log = logging.getLogger("kvwire.nccl")
@@ -49,7 +49,7 @@ class Driver:
         name: str,
         *,
         call_soon: Callable[[Callable[[], None]], object],
-        moved: Callable[[list[Job]], None],
+        moved: Callable[[list[PayloadMove]], None],
         gone: Callable[[Exception | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +62,7 @@ class Driver:
         # Guards the course; notified when something was said to it.
         self._said = threading.Condition()
         self._moves: list[Move] = []
-        self._done: deque[Job] = deque()
+        self._done: deque[PayloadMove] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class Driver:
         """
         self._thread.start()
 
-    def submit(self, jobs: Iterable[Job]) -> None:
+    def submit(self, jobs: Iterable[PayloadMove]) -> None:
         """Move these as well, in this order."""
         with self._said:
             for job in jobs:
@@ -147,7 +147,7 @@ class Driver:
         if newest is not Progress.QUEUED:
             with self._said:
                 self._course.launched()
-        done: list[Job] = []
+        done: list[PayloadMove] = []
         while self._moves and self._moves[0].progress() is Progress.DONE:
             del self._moves[0]
             with self._said:
@@ -163,7 +163,7 @@ class Driver:
         with self._said:
             self._said.wait(seconds)
 
-    def _report(self, done: list[Job]) -> None:
+    def _report(self, done: list[PayloadMove]) -> None:
         with self._said:
             awake = bool(self._done)
             self._done += done  # bounded: LANE_PAYLOADS_MAX
@@ -172,7 +172,7 @@ class Driver:
 
     def _deliver(self) -> None:
         """Tell of what is done, and let the loop do something else in between."""
-        told: list[Job] = []
+        told: list[PayloadMove] = []
         budget = WAKEUP_BYTES
         with self._said:
             while self._done and budget > 0:

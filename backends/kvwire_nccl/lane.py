@@ -17,10 +17,10 @@ from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import KIB, MIB
 from kvwire.types import MemoryKind, Role
-from kvwire_nccl.bootstrap import Bootstrap
-from kvwire_nccl.direction_state import DirectionState, Job, refusal
+from kvwire_nccl.bootstrap import NcclBootstrap
+from kvwire_nccl.direction_state import DirectionState, PayloadMove, refusal
 from kvwire_nccl.driver import Driver
-from kvwire_nccl.library import Library
+from kvwire_nccl.library import CollectiveLibrary
 
 _log = logging.getLogger("kvwire.nccl")
 
@@ -44,22 +44,22 @@ class NcclLane(Lane):
     bytes_min = _BYTES_MIN
     window_bytes = _WINDOW_BYTES
 
-    def __init__(self, context: LaneContext, library: Library) -> None:
+    def __init__(self, context: LaneContext, library: CollectiveLibrary) -> None:
         self.memory_kinds: frozenset[MemoryKind] = library.kinds
         self._library = library
         self._loop = asyncio.get_running_loop()
         self._role = context.role
         self._number = context.number
-        self._own = Bootstrap(library.version)
+        self._own = NcclBootstrap(library.version)
         if self._role is Role.CLIENT:
-            self._own = Bootstrap(library.version, library.name(), library.name())
+            self._own = NcclBootstrap(library.version, library.name(), library.name())
         self._handler: LaneHandler | None = None
         self._outbound: Driver | None = None
         self._inbound: Driver | None = None
         self._gone = 0
         self._error: Exception | None = None
-        self._sending: list[Job] = []
-        self._receiving: list[Job] = []
+        self._sending: list[PayloadMove] = []
+        self._receiving: list[PayloadMove] = []
         self._queued_bytes = 0
         self._received_bytes = 0
         self._left_some = False
@@ -97,7 +97,7 @@ class NcclLane(Lane):
         if self._ended:
             raise BackendUnavailable("the lane was aborted")
         try:
-            theirs = Bootstrap.decode(bootstrap)
+            theirs = NcclBootstrap.decode(bootstrap)
             theirs.require_same_library(self._library.version)
             names = self._own if self._role is Role.CLIENT else theirs
             if not names.there or not names.back:
@@ -123,7 +123,7 @@ class NcclLane(Lane):
             self._end(BackendUnavailable(f"{self._library.version}: {reason}"))
             return b""
         self._sending.append(  # bounded: LANE_PAYLOADS_MAX
-            Job(payload, payload.nbytes, token)
+            PayloadMove(payload, payload.nbytes, token)
         )
         self._queued_bytes += payload.nbytes
         return b""
@@ -145,7 +145,7 @@ class NcclLane(Lane):
             self._end(BackendUnavailable(f"{self._library.version}: {reason}"))
             return
         self._receiving.append(  # bounded: LANE_PAYLOADS_MAX
-            Job(landing.payload, landing.length, landing)
+            PayloadMove(landing.payload, landing.length, landing)
         )
 
     def flush(self) -> None:
@@ -191,7 +191,7 @@ class NcclLane(Lane):
             gone=self._driver_gone,
         )
 
-    def _sent(self, jobs: list[Job]) -> None:
+    def _sent(self, jobs: list[PayloadMove]) -> None:
         for job in jobs:
             if self._ended:
                 return
@@ -202,7 +202,7 @@ class NcclLane(Lane):
             self._left_some = False
             self._tell(self._handler.lane_writable)
 
-    def _received(self, jobs: list[Job]) -> None:
+    def _received(self, jobs: list[PayloadMove]) -> None:
         for job in jobs:
             self._received_bytes += job.nbytes
             if self._handler is not None:

@@ -16,7 +16,7 @@ _START_TIMEOUT_S: Final = 20.0
 _MOVE_TIMEOUT_S: Final = 30.0
 
 
-class Library(ABC):
+class CollectiveLibrary(ABC):
     """A library that makes the directions of lanes.
 
     Attributes:
@@ -52,7 +52,7 @@ class Library(ABC):
         return
 
 
-def chosen(settings: Mapping[str, str]) -> Library:
+def chosen(settings: Mapping[str, str]) -> CollectiveLibrary:
     """The library that a user's settings ask for.
 
     ``device``: the number of the GPU; ``start_timeout_s`` and ``move_timeout_s``:

@@ -18,7 +18,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.memory.cuda.external import DeviceArray
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, device_ops
 from kvwire.types import Device, MemoryKind
-from kvwire_nccl.library import Library
+from kvwire_nccl.library import CollectiveLibrary
 from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 
 # ncclResult_t of nccl.h.
@@ -29,7 +29,7 @@ _IN_PROGRESS: Final = 7
 _CTAS_MAX: Final = 4
 
 
-class Nccl(Library):
+class Nccl(CollectiveLibrary):
     """See Library.
 
     Args:

@@ -37,7 +37,7 @@ _PADDING: Final = bytes(4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bootstrap:
+class UcxBootstrap:
     """One side of a lane, as the other side is told.
 
     Attributes:
@@ -76,7 +76,7 @@ class Bootstrap:
         return self.lane << _MESSAGE_BITS | message
 
 
-def parse(data: bytes) -> Bootstrap:
+def parse(data: bytes) -> UcxBootstrap:
     """Read what a peer has sent.
 
     Raises:
@@ -96,7 +96,7 @@ def parse(data: bytes) -> Bootstrap:
             f"the peer's bootstrap names an address of {length} bytes and has "
             f"{len(address)}, for lane {lane}"
         )
-    return Bootstrap(lane=lane, version=Version(*version), address=address)
+    return UcxBootstrap(lane=lane, version=Version(*version), address=address)
 
 
 def new_lane() -> int:

@@ -12,8 +12,8 @@ from typing import Final, final
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
-from kvwire_ucx.library import Library, load, rdma_devices, remedy
-from kvwire_ucx.settings import REQUIRE_RDMA, Settings, parse
+from kvwire_ucx.library import UcxLibrary, load, rdma_devices, remedy
+from kvwire_ucx.settings import REQUIRE_RDMA, UcxSettings, parse
 
 # "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info says.
 _RESOURCE: Final = re.compile(r"resource \d+\s*:.*?(\w+)/(\S+)")
@@ -109,7 +109,7 @@ def printed(function: Callable[[int, int], None], handle: int) -> str:
         libc.free(text)
 
 
-def _init(library: Library, settings: Settings) -> int:
+def _init(library: UcxLibrary, settings: UcxSettings) -> int:
     ucp = library.ucp
     config, handle = ctypes.c_void_p(), ctypes.c_void_p()
     _check(library, ucp.config_read(None, None, ctypes.byref(config)), "configuration")
@@ -134,7 +134,7 @@ def _init(library: Library, settings: Settings) -> int:
 
 
 def _modify(
-    library: Library,
+    library: UcxLibrary,
     config: ctypes.c_void_p,
     values: Mapping[str, str],
     named: frozenset[str],
@@ -149,7 +149,7 @@ def _modify(
             )
 
 
-def _check(library: Library, status: int, what: str) -> None:
+def _check(library: UcxLibrary, status: int, what: str) -> None:
     if status != OK:
         raise BackendUnavailable(
             f"UCX {library.version}: {what}: {library.status_text(status)}"

@@ -11,7 +11,7 @@ from typing import Final
 from kvwire.backend import Availability, Finding
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx.context import Context, Resource
-from kvwire_ucx.library import Library, copies, load, rdma_devices, remedy
+from kvwire_ucx.library import UcxLibrary, copies, load, rdma_devices, remedy
 
 _BEFORE_TCP: Final = 20
 _BEHIND_TCP: Final = 40
@@ -59,7 +59,7 @@ def rank() -> int:
     return _BEFORE_TCP if has_rdma else _BEHIND_TCP
 
 
-def summary(library: Library) -> str:
+def summary(library: UcxLibrary) -> str:
     """One line, without asking UCX for its devices."""
     if not library.has_rdma:
         rdma = "built without RDMA"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Final, final
 
-from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import printed
 from kvwire_ucx.worker import Worker
 
@@ -38,7 +38,7 @@ class UcxEndpoint:
     """
 
     def __init__(
-        self, worker: Worker, peer: Bootstrap, on_failed: Callable[[int], None]
+        self, worker: Worker, peer: UcxBootstrap, on_failed: Callable[[int], None]
     ) -> None:
         self._worker = worker
         self._on_failed = on_failed

@@ -51,7 +51,7 @@ from kvwire_ucx.bootstrap import (
     BYE,
     FIRST_PAYLOAD,
     HELLO,
-    Bootstrap,
+    UcxBootstrap,
     new_lane,
     next_message,
     parse,
@@ -86,7 +86,7 @@ class _State(enum.Enum):
     ENDED = enum.auto()
 
 
-class _Parts:
+class _MessageParts:
     """A payload under way, as one message or more.
 
     Attributes:
@@ -119,7 +119,7 @@ class UcxLane(Lane):
     span_bytes = SPAN_BYTES_MAX
 
     _handler: LaneHandler
-    _peer: Bootstrap
+    _peer: UcxBootstrap
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class UcxLane(Lane):
         self._on_ended = on_ended
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._own = Bootstrap(
+        self._own = UcxBootstrap(
             lane=new_lane(),
             version=worker.context.library.version,
             address=worker.address,
@@ -262,7 +262,7 @@ class UcxLane(Lane):
         assert self._endpoint is not None
         lengths = piece_lengths(payload)
         said = ticket(self._next_sent, lengths)
-        parts = _Parts(token, max(1, len(lengths)))
+        parts = _MessageParts(token, max(1, len(lengths)))
         self._payloads += 1
         for piece in pieces(payload, lengths):
             tag = self._peer.tag(self._next_sent)
@@ -291,7 +291,7 @@ class UcxLane(Lane):
         payload = landing.payload
         if payload is None:
             payload = memoryview(bytearray(landing.length))
-        parts = _Parts(landing, max(1, len(lengths)))
+        parts = _MessageParts(landing, max(1, len(lengths)))
         self._payloads += 1
         for piece in pieces(payload, lengths):
             message = self._next_received
@@ -302,7 +302,7 @@ class UcxLane(Lane):
         """See :class:`~kvwire.backend.Lane`: what UCX can send at once, it has sent."""
         self._worker.wake()
 
-    def _post_receive(self, parts: _Parts, piece: Payload, message: int) -> None:
+    def _post_receive(self, parts: _MessageParts, piece: Payload, message: int) -> None:
         memory = MemoryHandles(piece)
         expected = memory.nbytes
 
@@ -319,7 +319,7 @@ class UcxLane(Lane):
         request = self._worker.receive(memory, self._own.tag(message), done)
         self._receives.add(request)  # bounded: LANE_PAYLOADS_MAX
 
-    def _piece_sent(self, parts: _Parts, status: int) -> None:
+    def _piece_sent(self, parts: _MessageParts, status: int) -> None:
         self._sends -= 1
         parts.left -= 1
         if status != OK:
@@ -329,7 +329,7 @@ class UcxLane(Lane):
             self._call(lambda: self._handler.payload_sent(self, parts.what))
             self._check_drained()
 
-    def _piece_received(self, parts: _Parts, nbytes: int) -> None:
+    def _piece_received(self, parts: _MessageParts, nbytes: int) -> None:
         parts.left -= 1
         if self._is_live:
             self._received_bytes += nbytes

@@ -76,7 +76,7 @@ class Ucp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
+class UcxLibrary:
     """A loaded UCX.
 
     Attributes:
@@ -99,7 +99,7 @@ class Library:
         return _status_text(self.path, status)
 
 
-def load() -> Library:
+def load() -> UcxLibrary:
     """The UCX of this process.
 
     Looked for once, also where there is none: who installs one starts anew.
@@ -114,7 +114,7 @@ def load() -> Library:
 
 
 @functools.cache
-def answer() -> Library | str:
+def answer() -> UcxLibrary | str:
     """The UCX of this process, or why there is none: found out once."""
     try:
         return _load()
@@ -122,7 +122,7 @@ def answer() -> Library | str:
         return str(exc)
 
 
-def _load() -> Library:
+def _load() -> UcxLibrary:
     path = find()
     if path is None:
         raise BackendUnavailable("no libucp was found")
@@ -138,7 +138,7 @@ def _load() -> Library:
         raise BackendUnavailable(
             f"{path} is UCX {version}, and kvwire needs {oldest} or newer"
         )
-    return Library(path=path, version=version, ucp=ucp)
+    return UcxLibrary(path=path, version=version, ucp=ucp)
 
 
 def find() -> str | None:

@@ -54,7 +54,7 @@ DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class UcxSettings:
     """What a context is made with.
 
     Attributes:
@@ -72,7 +72,7 @@ def parse(
     given: Mapping[str, str],
     version: tuple[int, ...],
     environment: Mapping[str, str] | None = None,
-) -> Settings:
+) -> UcxSettings:
     """What to make a context with.
 
     Args:
@@ -100,7 +100,7 @@ def parse(
                 f"UCX in capitals, such as TLS"
             )
     ruled = {name for name in ucx if PREFIX + name in environment}
-    return Settings(
+    return UcxSettings(
         ucx={name: value for name, value in ucx.items() if name not in ruled},
         named=frozenset(named - ruled),
         require_rdma=require_rdma,

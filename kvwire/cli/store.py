@@ -18,7 +18,7 @@ from kvwire import Config, KVWireError
 from kvwire.cli.doctor.findings import in_bytes
 from kvwire.limits import STORE_BERTH_BYTES
 from kvwire.store.address import TierAddress
-from kvwire.store.server.messages import Report, TierRow
+from kvwire.store.server.messages import StatsReport, TierRow
 from kvwire.store.server.stats_client import ask_report
 
 app = App(name="store")
@@ -122,7 +122,7 @@ async def _serve(
         await stop.wait()
 
 
-def _show(report: Report) -> None:
+def _show(report: StatsReport) -> None:
     """Print the tiers and the clients; a name has a line of its own above its row."""
     # Not wrapped: a name may be longer than a screen is wide.
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -179,7 +179,7 @@ def _lines(
         yield "  " + "  ".join(shown)
 
 
-def _plain(report: Report) -> dict[str, Any]:
+def _plain(report: StatsReport) -> dict[str, Any]:
     """The report with names for its fields, which on the wire are numbered."""
     return _named(report) | {
         "tiers": [_tier(row) for row in report.tiers],

@@ -32,11 +32,11 @@ from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import SPAN_BYTES_MAX, STAGING_SLOTS
 from kvwire.memory.device.reaper import Done
-from kvwire.memory.staging.desk import Desk
+from kvwire.memory.staging.desk import CopyEngine
 from kvwire.memory.staging.ring import Ring
 from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.state import State
+from kvwire.proto.state import RequestState
 from kvwire.types import BufferId, Device
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class DeviceStaging:
         buffer: BufferId,
         begin: Callable[[Done], None],
         then: Callable[[], None],
-        desk: Desk,
+        desk: CopyEngine,
     ) -> None:
         """Begin a copy under a hold of its own, and go on when it is done."""
         holds = self._buffers.holds
@@ -255,7 +255,7 @@ class DeviceStaging:
         slot.slots.ring.filled(slot.number)
         if self._ended:
             return
-        if chunk.mover.state is State.MOVING:
+        if chunk.mover.state is RequestState.MOVING:
             self.ready.append(chunk)  # bounded: STAGING_SLOTS
         else:
             self.sent(chunk)
@@ -272,7 +272,7 @@ class DeviceStaging:
         chunk, self._waiting = self._waiting, None
         if chunk is None:
             return
-        if chunk.mover.state is not State.MOVING:
+        if chunk.mover.state is not RequestState.MOVING:
             self._core.chunk_sent(chunk)  # nobody wants it any more
             return
         source = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
@@ -288,7 +288,7 @@ class DeviceStaging:
             self._paused = False
             self._link.resume()
 
-    def _failed(self, desk: Desk, error: Exception) -> None:
+    def _failed(self, desk: CopyEngine, error: Exception) -> None:
         if not desk.failed:
             logger.error(
                 "%s failed; what it was copying stays held",
@@ -303,7 +303,7 @@ class DeviceStaging:
 class _Slots:
     """A ring of pinned memory for one device and direction."""
 
-    def __init__(self, desk: Desk, slot_bytes: int) -> None:
+    def __init__(self, desk: CopyEngine, slot_bytes: int) -> None:
         self.desk = desk
         self.ring = Ring(STAGING_SLOTS)
         memory = desk.ops.pinned(STAGING_SLOTS * slot_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.memory.device.ops import DeviceOps, device_ops
-from kvwire.memory.staging.desk import Desk, Waiters
+from kvwire.memory.staging.desk import CopyEngine, StreamWaiters
 from kvwire.types import Device
 
 
@@ -25,10 +25,10 @@ class Devices:
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         # As many as there are devices in this host.
-        self._desks: dict[Device, Desk] = {}
-        self._waiters: dict[Device, Waiters] = {}
+        self._desks: dict[Device, CopyEngine] = {}
+        self._waiters: dict[Device, StreamWaiters] = {}
 
-    def desk(self, device: Device) -> Desk:
+    def desk(self, device: Device) -> CopyEngine:
         """Where the memory of a device is copied from and to. On the loop.
 
         Raises:
@@ -38,7 +38,7 @@ class Devices:
             # bounded by the devices of this host
             self._desks[device] = _tried(
                 device,
-                lambda: Desk(
+                lambda: CopyEngine(
                     device_ops(device),
                     self._loop.call_soon_threadsafe,
                     self._chunk_bytes,
@@ -46,12 +46,12 @@ class Devices:
             )
         return self._desks[device]
 
-    def waiters(self, ops: DeviceOps) -> Waiters:
+    def waiters(self, ops: DeviceOps) -> StreamWaiters:
         """Who waits for events of a device. From any thread."""
         with self._lock:
             if ops.device not in self._waiters:
                 # bounded by the devices of this host
-                self._waiters[ops.device] = Waiters(
+                self._waiters[ops.device] = StreamWaiters(
                     ops, self._loop.call_soon_threadsafe
                 )
             return self._waiters[ops.device]

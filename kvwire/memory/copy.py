@@ -186,7 +186,7 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
     steps = addresses[1:] - addresses[:-1]
     if (steps == length).all():
         return np.asarray(
-            _Span(addresses.item(0), addresses.size, length, length)
+            _ArrayView(addresses.item(0), addresses.size, length, length)
         ), None
     windows, first = _windows(addresses, length)
     return windows, (addresses - first).astype(np.intp)
@@ -200,10 +200,10 @@ def _windows(addresses: Array, length: int) -> tuple[Items, np.uint64]:
     """
     first = addresses.min()
     count = int(addresses.max() - first) + 1
-    return np.asarray(_Span(int(first), count, length, 1)), first
+    return np.asarray(_ArrayView(int(first), count, length, 1)), first
 
 
-class _Span:
+class _ArrayView:
     """Memory as an array; NumPy asks for ``__array_interface__``.
 
     An array type of ctypes would do as well, but making one of each length takes longer

@@ -26,7 +26,7 @@ from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import SENDING, RequestRecord, RequestTable
 from kvwire.proto.scheduler import Mover, Scheduler
-from kvwire.proto.state import Input, Kind, State
+from kvwire.proto.state import RequestInput, RequestKind, RequestState
 from kvwire.types import BufferId
 from kvwire.wire.header import FrameType, Header
 
@@ -131,7 +131,7 @@ class ChunkMover:
     def begin_send(self, request: RequestRecord) -> None:
         """From now on the request takes its turn."""
         assert request.kind in SENDING
-        assert request.state is State.MOVING
+        assert request.state is RequestState.MOVING
         self._turns.add(request)
 
     def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
@@ -158,7 +158,7 @@ class ChunkMover:
         while self.sending:
             if self._again:
                 chunk = self._again.popleft()
-                if chunk.mover.state is State.MOVING:
+                if chunk.mover.state is RequestState.MOVING:
                     self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
                     return chunk
                 chunk.mover.in_flight -= 1
@@ -185,7 +185,7 @@ class ChunkMover:
         mover = chunk.mover
         mover.in_flight -= 1
         if (
-            mover.state is not State.MOVING
+            mover.state is not RequestState.MOVING
             or mover.in_flight
             or mover.moved < mover.nbytes
         ):
@@ -194,9 +194,9 @@ class ChunkMover:
             assert self._on_segment_sent is not None
             self._on_segment_sent(mover)
             return
-        mover.advance(Input.MOVED)
+        mover.advance(RequestInput.MOVED)
         if mover.confirmed:
-            mover.advance(Input.CONFIRMED)
+            mover.advance(RequestInput.CONFIRMED)
         if mover.over:
             self._requests.finish(mover)
 
@@ -211,7 +211,7 @@ class ChunkMover:
             self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
             return
         mover, end = chunk.mover, chunk.position + chunk.length
-        if mover.state is not State.MOVING:
+        if mover.state is not RequestState.MOVING:
             end = chunk.position  # it is over, and its memory on its way back
         for position in range(chunk.position, end, self._chunk_bytes):
             part = Chunk(mover, position, min(self._chunk_bytes, end - position))
@@ -226,7 +226,7 @@ class ChunkMover:
     def begin_receive(self, request: RequestRecord) -> None:
         """From now on chunks of the request are accepted."""
         assert request.kind not in SENDING
-        assert request.state is State.MOVING
+        assert request.state is RequestState.MOVING
         request.arrived = ChunkSet()
 
     def data_header(self, header: Header) -> ChunkArrival:
@@ -239,7 +239,7 @@ class ChunkMover:
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
-        if request.arrived is None or request.state is not State.MOVING:
+        if request.arrived is None or request.state is not RequestState.MOVING:
             raise UnexpectedFrame(
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",
@@ -304,8 +304,8 @@ class ChunkMover:
         request.moved += arrival.length
         if request.moved < request.nbytes:
             return
-        request.advance(Input.MOVED)
-        if request.kind is Kind.SERVE_PUT:
+        request.advance(RequestInput.MOVED)
+        if request.kind is RequestKind.SERVE_PUT:
             self._requests.tell_done(request)
         self._requests.finish(request)
 

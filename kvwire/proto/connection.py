@@ -31,7 +31,7 @@ from kvwire.errors import (
 )
 from kvwire.proto.agreement import Agreement
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
-from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, Parts, check_numbers
+from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, FrameHandlers, check_numbers
 from kvwire.proto.events import Ended
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
@@ -44,7 +44,7 @@ from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import GrantRow, Grants, RegionRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import CLOSE_TRANSITIONS, CloseInput, CloseState, Kind, State
+from kvwire.proto.state import CLOSE_TRANSITIONS, CloseInput, CloseState, RequestKind, RequestState
 from kvwire.proto.transfers import Transfers
 from kvwire.types import Access, BufferId, RegionId
 from kvwire.wire.control import (
@@ -131,7 +131,7 @@ class ConnectionCore:
         self._close_by: float | None = None
         # Says which side closed first.
         self._closing: ClosedOK | None = None
-        parts = Parts(
+        parts = FrameHandlers(
             self._messages,
             self._onesided,
             self.transfers,
@@ -321,7 +321,7 @@ class ConnectionCore:
         self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
     ) -> RequestRecord:
         """Announce a message; its bytes move when the peer has memory for them."""
-        request = self._new(Kind.SEND, buffer, nbytes, deadline, tag=tag)
+        request = self._new(RequestKind.SEND, buffer, nbytes, deadline, tag=tag)
         self._messages.announce(request)
         return request
 
@@ -337,7 +337,7 @@ class ConnectionCore:
             self._check_waiting(tag)
         self._requests.check_room()
         request = RequestRecord(
-            kind=Kind.RECV,
+            kind=RequestKind.RECV,
             wire_id=None,
             buffer=buffer,
             nbytes=nbytes,
@@ -355,7 +355,7 @@ class ConnectionCore:
         self, buffer: BufferId, nbytes: int, target: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Write a buffer into granted memory of the peer."""
-        request = self._new(Kind.PUT, buffer, nbytes, deadline)
+        request = self._new(RequestKind.PUT, buffer, nbytes, deadline)
         self._onesided.put(request, target)
         return request
 
@@ -363,7 +363,7 @@ class ConnectionCore:
         self, buffer: BufferId, nbytes: int, source: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Read granted memory of the peer into a buffer."""
-        request = self._new(Kind.GET, buffer, nbytes, deadline)
+        request = self._new(RequestKind.GET, buffer, nbytes, deadline)
         self._onesided.get(request, source)
         return request
 
@@ -407,7 +407,7 @@ class ConnectionCore:
         deadline: float | None,
     ) -> RequestRecord:
         """Ask the peer for a KV transfer; ``pull`` if this side is the consumer."""
-        kind = Kind.INCOMING if pull else Kind.OUTGOING
+        kind = RequestKind.INCOMING if pull else RequestKind.OUTGOING
         request = self._new(kind, None, 0, deadline)
         self.transfers.open(request, transfer, description)
         return request
@@ -466,7 +466,7 @@ class ConnectionCore:
         for request in self._messages.posted:
             self._abandon(request, closed, None)
         for request in self._requests:
-            if request.kind in MET_BY_PEER and request.state is State.POSTED:
+            if request.kind in MET_BY_PEER and request.state is RequestState.POSTED:
                 self._abandon(request, closed, None)
         if self.closed:
             self._end(closed, graceful=True)
@@ -513,7 +513,7 @@ class ConnectionCore:
 
     def _new(
         self,
-        kind: Kind,
+        kind: RequestKind,
         buffer: BufferId | None,
         nbytes: int,
         deadline: float | None,

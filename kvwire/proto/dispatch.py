@@ -21,7 +21,7 @@ from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestTable
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from kvwire.proto.transfers import Transfers
 from kvwire.wire.control import (
     AccessBody,
@@ -45,11 +45,11 @@ from kvwire.wire.control import (
 from kvwire.wire.header import FrameType, Header
 
 # Those that begin when the application at the other end does its part.
-MET_BY_PEER = frozenset({Kind.SEND, Kind.OUTGOING, Kind.INCOMING})
+MET_BY_PEER = frozenset({RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FrameHandlers:
     """The parts of a connection that act on control frames."""
 
     messages: Messages
@@ -66,7 +66,7 @@ class Dispatch:
         self,
         outbox: Outbox,
         requests: RequestTable,
-        parts: Parts,
+        parts: FrameHandlers,
         *,
         check_may_start: Callable[[Header], None],
         peer_closed: Callable[[Close], None],
@@ -143,7 +143,7 @@ class Dispatch:
 
     def _done(self, header: Header, body: Fin) -> None:
         request = self._requests.find(header.request)
-        if request is not None and request.kind is Kind.INCOMING:
+        if request is not None and request.kind is RequestKind.INCOMING:
             self._transfers.confirmed(request)
         else:
             self._onesided.done_received(header, body)

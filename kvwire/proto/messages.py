@@ -35,14 +35,14 @@ from kvwire.proto.events import MemoryWanted
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import Input, Kind, State
+from kvwire.proto.state import RequestInput, RequestKind, RequestState
 from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FrameType, Header
 
 
-class Waiting(msgspec.Struct, eq=False, kw_only=True):
+class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
     """A message that nobody has taken yet.
 
     Attributes:
@@ -80,10 +80,10 @@ class Messages:
         self._send_credit = SendCredit(theirs.window_messages, theirs.window_bytes)
         self._credit = ReceiveCredit(mine.window_messages, mine.window_bytes)
         # By tag, oldest first. A peer may take back any of them as often as it likes.
-        self._waiting: dict[int, OrderedDict[Waiting, None]] = {}
+        self._waiting: dict[int, OrderedDict[UnreceivedMessage, None]] = {}
         self._posted: dict[int, deque[RequestRecord]] = {}
-        self._announced: dict[int, tuple[int, Waiting]] = {}
-        self._arriving: dict[ChunkArrival, Waiting] = {}
+        self._announced: dict[int, tuple[int, UnreceivedMessage]] = {}
+        self._arriving: dict[ChunkArrival, UnreceivedMessage] = {}
         self._turning_away = False
 
     # --- sending ----------------------------------------------------------------------
@@ -111,11 +111,11 @@ class Messages:
         request = self._requests.find(header.request)
         if request is None:
             return
-        if request.kind is not Kind.SEND or body.nbytes != request.nbytes:
+        if request.kind is not RequestKind.SEND or body.nbytes != request.nbytes:
             raise UnexpectedFrame(
                 "KVW-MS-02", f"READY for {body.nbytes} bytes of a {request.kind.value}"
             )
-        request.advance(Input.GO)
+        request.advance(RequestInput.GO)
         if request.nbytes:
             self._flows.begin_send(request)
         else:
@@ -138,7 +138,7 @@ class Messages:
     def withdraw(self, request: RequestRecord) -> bool:
         """Take back a receive that has not met its message; False if it has."""
         queue = self._posted.get(request.tag)
-        if request.state is not State.POSTED or not queue or request not in queue:
+        if request.state is not RequestState.POSTED or not queue or request not in queue:
             return False
         queue.remove(request)
         if not queue:
@@ -173,11 +173,11 @@ class Messages:
             if request.buffer is not None and header.length <= request.nbytes:
                 self._unpost(tag)
                 request.nbytes = header.length
-                request.advance(Input.GO)
+                request.advance(RequestInput.GO)
                 return self._flows.land(header, request.buffer, request.base, request)
         buffer = self._holds.new()
         self._holds.take(buffer)
-        waiting = Waiting(nbytes=header.length, buffer=buffer, whole=False)
+        waiting = UnreceivedMessage(nbytes=header.length, buffer=buffer, whole=False)
         self._queue(tag, waiting)
         arrival = ChunkArrival(ChunkPlace.HOLD, header, buffer=waiting.buffer)
         self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
@@ -201,7 +201,7 @@ class Messages:
         if error:
             self._requests.fail(request, error, tell=None)
             return
-        request.advance(Input.MOVED)
+        request.advance(RequestInput.MOVED)
         self._requests.finish(request)
 
     def announced(self, header: Header, body: Announce) -> None:
@@ -219,7 +219,7 @@ class Messages:
             self._turn_away(wire_id)
             return
         tag = int.from_bytes(body.tag, "little")
-        waiting = Waiting(nbytes=body.nbytes, wire_id=wire_id)
+        waiting = UnreceivedMessage(nbytes=body.nbytes, wire_id=wire_id)
         self._announced[wire_id] = (tag, waiting)  # bounded: REQUESTS_MAX
         self._queue(tag, waiting)
         self._meet(tag)
@@ -287,7 +287,7 @@ class Messages:
             else:
                 self._refuse(waiting, request)
 
-    def _refuse(self, waiting: Waiting, request: RequestRecord) -> None:
+    def _refuse(self, waiting: UnreceivedMessage, request: RequestRecord) -> None:
         """Drop a message over the limit of a receive without a buffer."""
         error = _too_large(waiting, request, "it was refused")
         if waiting.wire_id is None:
@@ -299,7 +299,7 @@ class Messages:
             )
         self._requests.fail(request, error, held=waiting.buffer)
 
-    def _hand_over(self, waiting: Waiting, request: RequestRecord) -> None:
+    def _hand_over(self, waiting: UnreceivedMessage, request: RequestRecord) -> None:
         request.nbytes = waiting.nbytes
         if waiting.wire_id is not None:
             del self._announced[waiting.wire_id]
@@ -315,8 +315,8 @@ class Messages:
         if waiting.error:
             self._requests.fail(request, waiting.error, tell=None)
             return
-        request.advance(Input.GO)
-        request.advance(Input.MOVED)
+        request.advance(RequestInput.GO)
+        request.advance(RequestInput.MOVED)
         self._requests.finish(request, held=waiting.buffer)
 
     def _receive(self, request: RequestRecord) -> None:
@@ -324,7 +324,7 @@ class Messages:
         self._outbox.send(
             FrameType.READY, Ready(nbytes=request.nbytes), request=request.wire_id
         )
-        request.advance(Input.GO)
+        request.advance(RequestInput.GO)
         if request.nbytes:
             self._flows.begin_receive(request)
         else:
@@ -332,10 +332,10 @@ class Messages:
 
     def _nothing_to_move(self, request: RequestRecord) -> None:
         """An announced message of 0 bytes is over as soon as both sides know of it."""
-        request.advance(Input.MOVED)
+        request.advance(RequestInput.MOVED)
         self._requests.finish(request)
 
-    def _let_go(self, waiting: Waiting) -> None:
+    def _let_go(self, waiting: UnreceivedMessage) -> None:
         """The link is through with the memory of a message that was held."""
         assert waiting.buffer is not None
         self._holds.retire(waiting.buffer)
@@ -352,7 +352,7 @@ class Messages:
                 FrameType.CREDIT, Credit(messages=messages, nbytes=returned)
             )
 
-    def _queue(self, tag: int, waiting: Waiting) -> None:
+    def _queue(self, tag: int, waiting: UnreceivedMessage) -> None:
         # bounded: EAGER_WINDOW_MESSAGES held and REQUESTS_MAX announced
         self._waiting.setdefault(tag, OrderedDict())[waiting] = None
 
@@ -368,7 +368,7 @@ class Messages:
             del self._waiting[tag]
 
 
-def _too_large(waiting: Waiting, request: RequestRecord, end: str) -> MessageTooLarge:
+def _too_large(waiting: UnreceivedMessage, request: RequestRecord, end: str) -> MessageTooLarge:
     return MessageTooLarge(
         f"the next message of tag {request.tag} has {waiting.nbytes} bytes, the "
         f"receive takes {request.nbytes}; {end}"

@@ -19,7 +19,7 @@ from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.regions import Grants
 from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
-from kvwire.proto.state import Input, Kind, State
+from kvwire.proto.state import RequestInput, RequestKind, RequestState
 from kvwire.types import Access, RegionId
 from kvwire.wire.control import AccessBody, Fin
 from kvwire.wire.header import FrameType, Header
@@ -65,7 +65,7 @@ class OneSided:
             self._requests.tell_failed(wire_id, exc.code, str(exc))
             return
         request = RequestRecord(
-            kind=Kind.SERVE_PUT if put else Kind.SERVE_GET,
+            kind=RequestKind.SERVE_PUT if put else RequestKind.SERVE_GET,
             wire_id=wire_id,
             buffer=row.region.buffer,
             base=row.offset + body.offset,
@@ -88,17 +88,17 @@ class OneSided:
         if request is None:
             return
         whole = request.moved == request.nbytes == body.nbytes
-        if request.kind is not Kind.PUT or not whole or request.confirmed:
+        if request.kind is not RequestKind.PUT or not whole or request.confirmed:
             raise UnexpectedFrame(
                 "KVW-OS-02",
                 f"FIN for {body.nbytes} bytes of a {request.kind.value} of which "
                 f"{request.moved} of {request.nbytes} were sent",
             )
-        if request.state is State.MOVING:
+        if request.state is RequestState.MOVING:
             # Our link has not said yet that it is through with the memory.
             request.confirmed = True
             return
-        request.advance(Input.CONFIRMED)
+        request.advance(RequestInput.CONFIRMED)
         self._requests.finish(request)
 
     def region_revoked(self, region: RegionId) -> None:

@@ -31,16 +31,16 @@ from kvwire.proto.state import (
     FIRST_STATE,
     REQUEST_TRANSITIONS,
     TERMINAL,
-    Input,
-    Kind,
-    State,
+    RequestInput,
+    RequestKind,
+    RequestState,
 )
 from kvwire.types import BufferId, RegionId, RequestId, Role
 from kvwire.wire.control import Fail, Fin
 from kvwire.wire.header import FrameType
 
-SENDING: Final = frozenset({Kind.SEND, Kind.PUT, Kind.SERVE_GET})
-SERVING: Final = frozenset({Kind.SERVE_PUT, Kind.SERVE_GET})
+SENDING: Final = frozenset({RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE_GET})
+SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
 
 
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
@@ -63,7 +63,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         context: The front's own object for it.
     """
 
-    kind: Kind
+    kind: RequestKind
     wire_id: RequestId | None
     buffer: BufferId | None
     nbytes: int
@@ -71,7 +71,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     base: int = 0
     region: RegionId | None = None
     deadline: float | None = None
-    state: State = State.POSTED
+    state: RequestState = RequestState.POSTED
     moved: int = 0
     in_flight: int = 0
     arrived: ChunkSet | None = None
@@ -83,7 +83,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     def __post_init__(self) -> None:
         self.state = FIRST_STATE[self.kind]
 
-    def advance(self, event: Input) -> None:
+    def advance(self, event: RequestInput) -> None:
         """Take one step of the table.
 
         Raises:
@@ -222,7 +222,7 @@ class RequestTable:
 
     def finish(self, request: RequestRecord, *, held: BufferId | None = None) -> None:
         """A request that has reached DONE leaves the table."""
-        assert request.state is State.DONE
+        assert request.state is RequestState.DONE
         self._leave(request)
         self._outbox.report(
             RequestDone(request=request, error=None, nbytes=request.nbytes, held=held)
@@ -246,7 +246,7 @@ class RequestTable:
         """
         if request.over:
             return
-        request.advance(Input.FAIL)
+        request.advance(RequestInput.FAIL)
         self._leave(request)
         if tell is not None and request.wire_id is not None:
             self.tell_failed(request.wire_id, tell, str(error))

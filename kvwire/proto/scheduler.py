@@ -25,7 +25,7 @@ from operator import attrgetter
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import State
+from kvwire.proto.state import RequestState
 
 Mover = RequestRecord | SegmentRecord
 """What sends chunks: a request in one piece, or a segment of a transfer."""
@@ -73,7 +73,7 @@ class Scheduler:
                 an_old_one = level.old and (level.owed or not level.new)
                 turn = level.old if an_old_one else level.new
                 mover = turn[0]
-                if mover.state is not State.MOVING:
+                if mover.state is not RequestState.MOVING:
                     self._left(turn.popleft())
                     continue
                 request = _request(mover)
@@ -153,7 +153,7 @@ class Scheduler:
             for turn in (level.new, level.old):
                 for _ in range(len(turn)):
                     mover = turn.popleft()
-                    if mover.state is State.MOVING:
+                    if mover.state is RequestState.MOVING:
                         turn.append(mover)
                     else:
                         self._left(mover)

@@ -55,7 +55,7 @@ class _Symbol(enum.Enum):
     __hash__ = object.__hash__
 
 
-class Kind(_Symbol):
+class RequestKind(_Symbol):
     """What a request does, seen from this side."""
 
     SEND = "send"
@@ -68,7 +68,7 @@ class Kind(_Symbol):
     INCOMING = "incoming transfer"
 
 
-class State(_Symbol):
+class RequestState(_Symbol):
     """How far a request is."""
 
     POSTED = "posted"
@@ -78,7 +78,7 @@ class State(_Symbol):
     FAILED = "failed"
 
 
-class Input(_Symbol):
+class RequestInput(_Symbol):
     """What can happen to a request."""
 
     GO = "go"
@@ -87,39 +87,39 @@ class Input(_Symbol):
     FAIL = "fail"
 
 
-FIRST_STATE: Final[dict[Kind, State]] = {
-    Kind.SEND: State.POSTED,
-    Kind.RECV: State.POSTED,
-    Kind.PUT: State.MOVING,
-    Kind.GET: State.MOVING,
-    Kind.SERVE_PUT: State.MOVING,
-    Kind.SERVE_GET: State.MOVING,
-    Kind.OUTGOING: State.POSTED,
-    Kind.INCOMING: State.POSTED,
+FIRST_STATE: Final[dict[RequestKind, RequestState]] = {
+    RequestKind.SEND: RequestState.POSTED,
+    RequestKind.RECV: RequestState.POSTED,
+    RequestKind.PUT: RequestState.MOVING,
+    RequestKind.GET: RequestState.MOVING,
+    RequestKind.SERVE_PUT: RequestState.MOVING,
+    RequestKind.SERVE_GET: RequestState.MOVING,
+    RequestKind.OUTGOING: RequestState.POSTED,
+    RequestKind.INCOMING: RequestState.POSTED,
 }
 
-TERMINAL: Final = frozenset({State.DONE, State.FAILED})
+TERMINAL: Final = frozenset({RequestState.DONE, RequestState.FAILED})
 
-REQUEST_TRANSITIONS: Final[dict[tuple[Kind, State, Input], State]] = {
-    (Kind.SEND, State.POSTED, Input.GO): State.MOVING,
-    (Kind.SEND, State.MOVING, Input.MOVED): State.DONE,
-    (Kind.RECV, State.POSTED, Input.GO): State.MOVING,
-    (Kind.RECV, State.MOVING, Input.MOVED): State.DONE,
-    (Kind.PUT, State.MOVING, Input.MOVED): State.WAITING,
-    (Kind.PUT, State.WAITING, Input.CONFIRMED): State.DONE,
-    (Kind.GET, State.MOVING, Input.MOVED): State.DONE,
-    (Kind.SERVE_PUT, State.MOVING, Input.MOVED): State.DONE,
-    (Kind.SERVE_GET, State.MOVING, Input.MOVED): State.DONE,
-    (Kind.OUTGOING, State.POSTED, Input.GO): State.MOVING,
-    (Kind.OUTGOING, State.MOVING, Input.MOVED): State.WAITING,
-    (Kind.OUTGOING, State.WAITING, Input.CONFIRMED): State.DONE,
-    (Kind.INCOMING, State.POSTED, Input.GO): State.MOVING,
-    (Kind.INCOMING, State.MOVING, Input.MOVED): State.WAITING,
-    (Kind.INCOMING, State.WAITING, Input.CONFIRMED): State.DONE,
+REQUEST_TRANSITIONS: Final[dict[tuple[RequestKind, RequestState, RequestInput], RequestState]] = {
+    (RequestKind.SEND, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
+    (RequestKind.SEND, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
+    (RequestKind.RECV, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
+    (RequestKind.RECV, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
+    (RequestKind.PUT, RequestState.MOVING, RequestInput.MOVED): RequestState.WAITING,
+    (RequestKind.PUT, RequestState.WAITING, RequestInput.CONFIRMED): RequestState.DONE,
+    (RequestKind.GET, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
+    (RequestKind.SERVE_PUT, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
+    (RequestKind.SERVE_GET, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
+    (RequestKind.OUTGOING, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
+    (RequestKind.OUTGOING, RequestState.MOVING, RequestInput.MOVED): RequestState.WAITING,
+    (RequestKind.OUTGOING, RequestState.WAITING, RequestInput.CONFIRMED): RequestState.DONE,
+    (RequestKind.INCOMING, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
+    (RequestKind.INCOMING, RequestState.MOVING, RequestInput.MOVED): RequestState.WAITING,
+    (RequestKind.INCOMING, RequestState.WAITING, RequestInput.CONFIRMED): RequestState.DONE,
 } | {
-    (kind, state, Input.FAIL): State.FAILED
-    for kind in Kind
-    for state in State
+    (kind, state, RequestInput.FAIL): RequestState.FAILED
+    for kind in RequestKind
+    for state in RequestState
     if state not in TERMINAL
 }
 

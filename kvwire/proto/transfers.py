@@ -59,7 +59,7 @@ from kvwire.proto.records import (
     TransferRecord,
 )
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import Input, Kind, State
+from kvwire.proto.state import RequestInput, RequestKind, RequestState
 from kvwire.types import BufferId
 from kvwire.wire.control import Agree, Commit, CommitAck, Open, SegmentAck, SegmentBody
 from kvwire.wire.header import FrameType, Header
@@ -108,7 +108,7 @@ class Transfers:
         self._keep(request, transfer)
         body = Open(
             id=transfer.id,
-            pull=request.kind is Kind.INCOMING,
+            pull=request.kind is RequestKind.INCOMING,
             priority=transfer.priority,
             description=description,
         )
@@ -120,7 +120,7 @@ class Transfers:
         if request.over:
             return
         self._unanswered.pop(request, None)
-        request.advance(Input.GO)
+        request.advance(RequestInput.GO)
         assert request.wire_id is not None
         body = Agree(description=description)
         self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
@@ -138,7 +138,7 @@ class Transfers:
                 f"more than {TRANSFERS_WAITING_MAX} transfers wait for an answer",
             )
         request = RequestRecord(
-            kind=Kind.OUTGOING if body.pull else Kind.INCOMING,
+            kind=RequestKind.OUTGOING if body.pull else RequestKind.INCOMING,
             wire_id=wire_id,
             buffer=None,
             nbytes=0,
@@ -152,12 +152,12 @@ class Transfers:
 
     def agreed(self, header: Header, body: Agree) -> None:
         """The peer has answered our OPEN."""
-        request = self._find(header, Kind.OUTGOING, Kind.INCOMING)
+        request = self._find(header, RequestKind.OUTGOING, RequestKind.INCOMING)
         if request is None:
             return
         if request in self._unanswered:
             raise UnexpectedFrame("KVW-TR-02", "AGREE to a transfer the peer opened")
-        request.advance(Input.GO)
+        request.advance(RequestInput.GO)
         self._outbox.report(
             TransferAgreed(request=request, description=body.description)
         )
@@ -169,7 +169,7 @@ class Transfers:
     ) -> SegmentRecord:
         """Send a part of the cache whose bytes will not change any more."""
         transfer = self._transfers[request]
-        assert request.state is State.MOVING
+        assert request.state is RequestState.MOVING
         assert not transfer.committed
         segment = SegmentRecord(
             request=request,
@@ -202,7 +202,7 @@ class Transfers:
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
         """The consumer has these segments."""
-        request = self._find(header, Kind.OUTGOING)
+        request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
         transfer = self._transfers[request]
@@ -220,7 +220,7 @@ class Transfers:
 
     def settled(self, header: Header, body: CommitAck) -> None:
         """The consumer's last word: everything marked has landed, but for these."""
-        request = self._find(header, Kind.OUTGOING)
+        request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
         transfer = self._transfers[request]
@@ -247,10 +247,10 @@ class Transfers:
         transfer = self._transfers[request]
         if not transfer.committed or transfer.sending:
             return
-        if request.state is State.MOVING:
-            request.advance(Input.MOVED)
-        if request.confirmed and request.state is State.WAITING:
-            request.advance(Input.CONFIRMED)
+        if request.state is RequestState.MOVING:
+            request.advance(RequestInput.MOVED)
+        if request.confirmed and request.state is RequestState.WAITING:
+            request.advance(RequestInput.CONFIRMED)
             self._requests.finish(request)
 
     # --- the consumer -----------------------------------------------------------------
@@ -261,13 +261,13 @@ class Transfers:
         Raises:
             UnexpectedFrame: Out of turn, after COMMIT, or too many.
         """
-        request = self._find(header, Kind.INCOMING)
+        request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
         transfer = self._transfers[request]
         due = len(transfer.segments) + 1
         if (
-            request.state is not State.MOVING
+            request.state is not RequestState.MOVING
             or transfer.committed
             or body.number != due  # which SEGMENTS_MAX bounds, so it bounds both
         ):
@@ -298,12 +298,12 @@ class Transfers:
             UnexpectedFrame: A second time, or with a number that is not that of the
                 marks: a commit never closes a gap.
         """
-        request = self._find(header, Kind.INCOMING)
+        request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
         transfer = self._transfers[request]
         if (
-            request.state is not State.MOVING
+            request.state is not RequestState.MOVING
             or transfer.committed
             or body.segments != len(transfer.segments)
         ):
@@ -318,7 +318,7 @@ class Transfers:
 
     def confirmed(self, request: RequestRecord) -> None:
         """The producer has our last word."""
-        request.advance(Input.CONFIRMED)
+        request.advance(RequestInput.CONFIRMED)
         self._requests.finish(request)
 
     def data_header(self, header: Header) -> ChunkArrival:
@@ -333,7 +333,7 @@ class Transfers:
         transfer = self._transfers.get(request)
         segment = transfer.segments.get(header.segment) if transfer else None
         if (
-            request.kind is not Kind.INCOMING
+            request.kind is not RequestKind.INCOMING
             or segment is None
             or segment.buffer is None
         ):
@@ -410,7 +410,7 @@ class Transfers:
     def _keep(self, request: RequestRecord, transfer: TransferRecord) -> None:
         self._transfers[request] = transfer  # bounded: REQUESTS_MAX
 
-    def _find(self, header: Header, *kinds: Kind) -> RequestRecord | None:
+    def _find(self, header: Header, *kinds: RequestKind) -> RequestRecord | None:
         request = self._requests.find(header.request)
         if request is not None and request.kind not in kinds:
             raise UnexpectedFrame(
@@ -452,7 +452,7 @@ class Transfers:
         body = CommitAck(damaged=transfer.damaged)
         self._outbox.send(FrameType.COMMIT_ACK, body, request=request.wire_id)
         request.nbytes = sum(s.nbytes for s in segments if not s.damaged)
-        request.advance(Input.MOVED)
+        request.advance(RequestInput.MOVED)
         self._outbox.report(TransferSettled(request=request))
 
 
@@ -460,6 +460,6 @@ def _room(waiting: dict[RequestRecord, None]) -> bool:
     """Whether one more transfer may wait; those that move or are over wait no more."""
     if len(waiting) >= TRANSFERS_WAITING_MAX:
         for request in list(waiting):
-            if request.state is not State.POSTED:
+            if request.state is not RequestState.POSTED:
                 del waiting[request]
     return len(waiting) < TRANSFERS_WAITING_MAX

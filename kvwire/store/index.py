@@ -59,7 +59,7 @@ def once(keys: Keys) -> Bits:
     return first
 
 
-class Named(NamedTuple):
+class IndexedSlots(NamedTuple):
     """Blocks and the slots that they are in."""
 
     keys: Keys
@@ -108,10 +108,10 @@ class Index:
         """The sizes of slots that there have been."""
         return tuple(self._lists)
 
-    def named(self) -> Named:
+    def named(self) -> IndexedSlots:
         """Every block that has a name, and where it is."""
         slots = np.fromiter(self._slots.values(), np.int64, len(self._slots))
-        return Named(as_keys(self._slots), slots)
+        return IndexedSlots(as_keys(self._slots), slots)
 
     def find(self, keys: Keys) -> Ids:
         """The slot of each block, or ``NO_SLOT``."""
@@ -173,7 +173,7 @@ class Index:
         self.pin(keys, slots)
         self.unpin(keys, slots)
 
-    def victims(self, nbytes: int, count: int) -> Named:
+    def victims(self, nbytes: int, count: int) -> IndexedSlots:
         """The blocks to go first where room for ``nbytes`` is needed; pins them.
 
         Returns:
@@ -186,13 +186,13 @@ class Index:
             size = self._lists[int(self.slabs.slot_bytes[slab])]
             numbers = np.fromiter(size.values(), np.int64, len(size))
             inside = numbers // self.slabs.stride == slab
-            named = Named(as_keys(size)[inside], numbers[inside])
+            named = IndexedSlots(as_keys(size)[inside], numbers[inside])
             self.pin(*named)
             return named
         pairs = list(map(own.popitem, repeat(False, min(count, len(own)))))
         slots = np.fromiter((slot for _, slot in pairs), np.int64, len(pairs))
         self._pins[slots] = 1
-        return Named(as_keys(key for key, _ in pairs), slots)
+        return IndexedSlots(as_keys(key for key, _ in pairs), slots)
 
     def forget(self, keys: Keys, slots: Ids) -> Bits:
         """Take the names of pinned blocks that nobody else has pinned.
@@ -215,7 +215,7 @@ class Index:
         self.give_back(slots[alone])
         return alone
 
-    def evict(self, nbytes: int, count: int) -> Named:
+    def evict(self, nbytes: int, count: int) -> IndexedSlots:
         """Forget the blocks that go first; their slots are free."""
         named = self.victims(nbytes, count)
         self.drop(*named)

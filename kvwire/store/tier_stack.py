@@ -10,10 +10,10 @@ import numpy as np
 from kvwire.kv.blocks import Bits
 from kvwire.store.cleanup import together
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Keys, Named, Orders
+from kvwire.store.index import Keys, IndexedSlots, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
 from kvwire.store.tiers.slabs import Slabs
 
@@ -118,7 +118,7 @@ class TierStack:
         """The tiers one of which has to have a block before its put is complete."""
         return tuple(t for t in self.below if t.durable) or self.below
 
-    async def write_through(self, space: Namespace, batch: Batch) -> tuple[Fates, str]:
+    async def write_through(self, space: Namespace, batch: Batch) -> tuple[BlockResults, str]:
         """Bring images to every tier below that lacks them.
 
         Returns:
@@ -138,7 +138,7 @@ class TierStack:
         troubles = (f"{tier.name}: {tier.trouble}" for _, tier in counted)
         return best, "; ".join(t for t in troubles if not t.endswith(": "))
 
-    async def _write(self, tier: Tier, space: Namespace, batch: Batch) -> Fates:
+    async def _write(self, tier: Tier, space: Namespace, batch: Batch) -> BlockResults:
         """Bring images to one tier, but those that it has."""
         fates = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
         lacking = ~await tier.holds(batch.keys)
@@ -164,7 +164,7 @@ class TierStack:
         for tier in self.below:
             await tier.flush()
 
-    async def _demote(self, named: Named) -> str:
+    async def _demote(self, named: IndexedSlots) -> str:
         """Bring blocks of memory to the next tier below, if none there has them."""
         lacking = np.ones(named.keys.size, np.bool_)
         for tier in self.below:

@@ -14,7 +14,7 @@ from typing import Any
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.memory.device.ops import event_ops
-from kvwire.memory.staging.desk import Waiters
+from kvwire.memory.staging.desk import StreamWaiters
 
 Failure = str
 """How what was waited for failed; "" if it came true."""
@@ -30,7 +30,7 @@ class EventWaiter:
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         # One for all events of a transfer: they are of one producer, and fire in order.
-        self._assigned: tuple[Waiters, int] | None = None
+        self._assigned: tuple[StreamWaiters, int] | None = None
 
     def prepare(self, after: Any) -> Callable[[Callable[[Failure], None]], None]:
         """How to wait for something; thread-safe.

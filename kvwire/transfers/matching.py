@@ -24,7 +24,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import TOMBSTONES_MAX
 from kvwire.proto.events import TransferOpened
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from kvwire.transfers.base import Answer, UnnotifiedPeers, transfer_key
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import IncomingState
@@ -144,7 +144,7 @@ class TransferRegistry:
         except KVWireError as exc:
             _refuse(connection, request, exc, WireCode.PROFILE)
             return
-        key = (event.id, request.kind is Kind.OUTGOING)
+        key = (event.id, request.kind is RequestKind.OUTGOING)
         word = self._heard_before(key, description)
         if word is not None:
             word.meet(connection, request)

@@ -14,7 +14,7 @@ from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
 from kvwire.proto.events import SegmentsAcknowledged
-from kvwire.proto.state import State
+from kvwire.proto.state import RequestState
 from kvwire.transfers.base import DAMAGED, Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
@@ -117,7 +117,7 @@ class SendAttempt(Attempt):
         core, marks = self.core, self.outgoing.ready_log
         if core is None or core.over or not self.planned or self._committed:
             return
-        if core.state is not State.MOVING:
+        if core.state is not RequestState.MOVING:
             return
         # Asked before the log is read: another thread may add the last mark meanwhile.
         all_in = marks.all_in

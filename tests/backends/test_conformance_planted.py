@@ -23,7 +23,7 @@ from kvwire_inproc import backend as backend_module
 from kvwire_inproc import link as link_module
 from kvwire_inproc.backend import InprocListener
 from kvwire_inproc.link import InprocLink
-from kvwire_inproc.pipe import Pipe, PipeEnd, PipeFrame
+from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
 from tests.backends.planted import Plant, Plants, expect_caught, id_of
 
 PLANTS = Plants()
@@ -58,35 +58,35 @@ async def _clean_up() -> AsyncIterator[None]:
 
 @caught_by("order.one-flush[small]", "order.echo")
 def loses_a_frame(patch: pytest.MonkeyPatch) -> None:
-    put = Pipe.put
+    put = InprocPipe.put
 
-    def lossy(self: Pipe, frames: list[PipeFrame]) -> None:
+    def lossy(self: InprocPipe, frames: list[PipeFrame]) -> None:
         put(self, [frame for i, frame in enumerate(frames) if i % 10 != 9])
         if len(frames) == 1 and frames[0].payload_bytes == 300_000:
             self.done(frames[0])
 
-    patch.setattr(Pipe, "put", lossy)
+    patch.setattr(InprocPipe, "put", lossy)
 
 
 @caught_by("order.one-flush[pages]", "flush.again")
 def sends_a_frame_twice(patch: pytest.MonkeyPatch) -> None:
-    put = Pipe.put
+    put = InprocPipe.put
 
-    def doubling(self: Pipe, frames: list[PipeFrame]) -> None:
+    def doubling(self: InprocPipe, frames: list[PipeFrame]) -> None:
         first = frames[0]
         put(self, [PipeFrame(first.header, first.payload, None), *frames])
 
-    patch.setattr(Pipe, "put", doubling)
+    patch.setattr(InprocPipe, "put", doubling)
 
 
 @caught_by("order.one-flush[alternating]", "order.kinds")
 def lets_small_frames_overtake(patch: pytest.MonkeyPatch) -> None:
-    put = Pipe.put
+    put = InprocPipe.put
 
-    def sorting(self: Pipe, frames: list[PipeFrame]) -> None:
+    def sorting(self: InprocPipe, frames: list[PipeFrame]) -> None:
         put(self, sorted(frames, key=lambda frame: frame.payload_bytes))
 
-    patch.setattr(Pipe, "put", sorting)
+    patch.setattr(InprocPipe, "put", sorting)
 
 
 @caught_by("frame.headers")
@@ -101,10 +101,10 @@ def changes_a_header(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("frame.size[1MiB]", "frame.kinds[pages-to-uneven]", "order.both-ways")
 def ignores_short_writes(patch: pytest.MonkeyPatch) -> None:
-    move = Pipe.move
+    move = InprocPipe.move
 
     def short(
-        self: Pipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
+        self: InprocPipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
     ) -> int:
         count = move(self, frame, landing, 64 * 1024)
         rest = frame.payload_bytes - frame.moved
@@ -112,37 +112,37 @@ def ignores_short_writes(patch: pytest.MonkeyPatch) -> None:
         self.queued_bytes -= rest
         return count + rest
 
-    patch.setattr(Pipe, "move", short)
+    patch.setattr(InprocPipe, "move", short)
 
 
 @caught_by("frame.size[1]", "frame.kinds[view-to-thousands]")
 def delivers_before_the_bytes_are_there(patch: pytest.MonkeyPatch) -> None:
-    move = Pipe.move
+    move = InprocPipe.move
 
     def late(
-        self: Pipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
+        self: InprocPipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
     ) -> int:
         if landing is not None and frame.payload is not None:
             source = link_module._owned(frame.payload)
             asyncio.get_running_loop().call_soon(copy, source, landing)
         return move(self, frame, None, bytes_max)
 
-    patch.setattr(Pipe, "move", late)
+    patch.setattr(InprocPipe, "move", late)
 
 
 @caught_by("frame.small-kinds[thousands]", "frame.size[33]")
 def writes_one_byte_too_many(patch: pytest.MonkeyPatch) -> None:
-    move = Pipe.move
+    move = InprocPipe.move
 
     def beyond(
-        self: Pipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
+        self: InprocPipe, frame: PipeFrame, landing: Payload | None, bytes_max: int
     ) -> int:
         if landing is not None:
             pieces = as_fragments(landing)
             ctypes.memset(int(pieces.addresses[-1] + pieces.lengths[-1]), 1, 1)
         return move(self, frame, landing, bytes_max)
 
-    patch.setattr(Pipe, "move", beyond)
+    patch.setattr(InprocPipe, "move", beyond)
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -150,15 +150,15 @@ def writes_one_byte_too_many(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("memory.source[view]", "memory.source-full", "threads.bulk")
 def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
-    put = Pipe.put
+    put = InprocPipe.put
 
-    def early(self: Pipe, frames: list[PipeFrame]) -> None:
+    def early(self: InprocPipe, frames: list[PipeFrame]) -> None:
         put(self, frames)
         for frame in frames:
             self._sent.append(frame.token)
             frame.token = None
 
-    patch.setattr(Pipe, "put", early)
+    patch.setattr(InprocPipe, "put", early)
     # The sender has a turn before the receiver.
     wake_peer = InprocLink.wake_peer
 
@@ -190,21 +190,21 @@ def writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("memory.abort-sender", "abort.dropped-told", "close.then-abort")
 def sends_on_after_abort(patch: pytest.MonkeyPatch) -> None:
-    def end(self: Pipe, _error: Exception | None) -> None:
+    def end(self: InprocPipe, _error: Exception | None) -> None:
         self._finishing = True
 
-    patch.setattr(Pipe, "end", end)
+    patch.setattr(InprocPipe, "end", end)
 
 
 @caught_by("memory.released-idle")
 def holds_the_last_payload(patch: pytest.MonkeyPatch) -> None:
-    done = Pipe.done
+    done = InprocPipe.done
 
     def hold(self: Any, frame: PipeFrame) -> None:
         done(self, frame)
         self.last = frame
 
-    patch.setattr(Pipe, "done", hold)
+    patch.setattr(InprocPipe, "done", hold)
 
 
 @caught_by("memory.released-closed", "memory.released-aborted", "leak.link")
@@ -285,34 +285,34 @@ def calls_back_on_another_thread(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("callback.sent-once", "frame.none")
 def says_frame_sent_twice(patch: pytest.MonkeyPatch) -> None:
-    take_sent = Pipe.take_sent
+    take_sent = InprocPipe.take_sent
 
-    def twice(self: Pipe) -> list[object]:
+    def twice(self: InprocPipe) -> list[object]:
         return take_sent(self) * 2
 
-    patch.setattr(Pipe, "take_sent", twice)
+    patch.setattr(InprocPipe, "take_sent", twice)
 
 
 @caught_by("callback.sent-untokened")
 def says_frame_sent_without_token(patch: pytest.MonkeyPatch) -> None:
-    remove = Pipe._remove
+    remove = InprocPipe._remove
 
-    def untokened(self: Pipe, frame: PipeFrame) -> None:
+    def untokened(self: InprocPipe, frame: PipeFrame) -> None:
         remove(self, frame)
         if frame.token is None:
             self._sent.append(None)
 
-    patch.setattr(Pipe, "_remove", untokened)
+    patch.setattr(InprocPipe, "_remove", untokened)
 
 
 @caught_by("frame.size[255]", "callback.sent-once")
 def looks_at_tokens(patch: pytest.MonkeyPatch) -> None:
-    take_sent = Pipe.take_sent
+    take_sent = InprocPipe.take_sent
 
-    def unique(self: Pipe) -> list[object]:
+    def unique(self: InprocPipe) -> list[object]:
         return list(set(take_sent(self)))
 
-    patch.setattr(Pipe, "take_sent", unique)
+    patch.setattr(InprocPipe, "take_sent", unique)
 
 
 @caught_by("callback.abort-in-header", "memory.abort-receiver")
@@ -367,7 +367,7 @@ def never_says_link_closed_after_abort(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("close.queued[many]", "close.flushed[large]", "close.unread")
 def drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pipe, "finish", lambda self: self.end(None))
+    patch.setattr(InprocPipe, "finish", lambda self: self.end(None))
 
 
 @caught_by("close.against-bulk", "close.both-queued")
@@ -384,8 +384,8 @@ def resets_what_the_peer_sends_on_close(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("abort.dropped-told", "close.then-abort", "abort.bulk-told")
 def takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
-    end = Pipe.end
-    patch.setattr(Pipe, "end", lambda self, error: end(self, None))
+    end = InprocPipe.end
+    patch.setattr(InprocPipe, "end", lambda self, error: end(self, None))
 
 
 @caught_by("abort.twice", "callback.in-closed")
@@ -527,14 +527,14 @@ def gives_up_when_accept_raises(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("isolation.two", "isolation.sixteen")
 def mixes_two_links(patch: pytest.MonkeyPatch) -> None:
-    put = Pipe.put
-    ways: list[Pipe] = []
+    put = InprocPipe.put
+    ways: list[InprocPipe] = []
 
-    def astray(self: Pipe, frames: list[PipeFrame]) -> None:
+    def astray(self: InprocPipe, frames: list[PipeFrame]) -> None:
         ways.append(self)
         put(ways[0] if len(ways) == 23 else self, frames)
 
-    patch.setattr(Pipe, "put", astray)
+    patch.setattr(InprocPipe, "put", astray)
 
 
 @caught_by("leak.cycles[closed]", "frame.none", "abort.unstarted-both")

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvwire_ucx.binding import OK
-from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
@@ -69,7 +69,7 @@ class Player:
         sock.sendall(_LENGTH.pack(len(address)) + address)
         (length,) = _LENGTH.unpack(sock.recv(_LENGTH.size, socket.MSG_WAITALL))
         theirs = sock.recv(length, socket.MSG_WAITALL)
-        there = Bootstrap(lane=0, version=Version(0, 0, 0), address=theirs)
+        there = UcxBootstrap(lane=0, version=Version(0, 0, 0), address=theirs)
         self._endpoint = UcxEndpoint(self._worker, there, self._failed)
 
     def send(self) -> None:

@@ -15,7 +15,7 @@ from kvwire import BlockStore
 from kvwire.cli import store as command
 from kvwire.cli.main import main
 from kvwire.security.keys import write_key_file
-from kvwire.store.server.messages import ClientRow, Report, TierRow
+from kvwire.store.server.messages import ClientRow, StatsReport, TierRow
 from kvwire.store.tiers.base import TierStats
 from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
@@ -92,7 +92,7 @@ def test_long_names_have_a_line_of_their_own(
         failed_blocks=999,
     )
     client = ClientRow("decode-0", "[2001:db8::1]:50123", 64, 999_999_999, 1 << 40, 7)
-    report = Report(
+    report = StatsReport(
         1,
         "store-0",
         read_only=True,

@@ -19,7 +19,7 @@ from kvwire.limits import (
 from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from tests.scenarios.world import LAYERS, Memory
 from tests.support.pairs import Pair, connected, until
 
@@ -129,7 +129,7 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
 
 
 async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> None:
-    nobody = RequestRecord(kind=Kind.INCOMING, wire_id=None, buffer=None, nbytes=0)
+    nobody = RequestRecord(kind=RequestKind.INCOMING, wire_id=None, buffer=None, nbytes=0)
     event = TransferAgreed(request=nobody, description=b"")
     async with connected() as pair:
         link = FakeRoom(pair, 0)

@@ -23,24 +23,24 @@ from kvwire.limits import HEADER_BYTES
 from kvwire.region import Grant
 from kvwire.store.server import messages as requests
 from kvwire.store.server.messages import (
-    Done,
+    StoreDone,
     Find,
     Found,
     Get,
-    Hello,
+    StoreHello,
     Names,
     Put,
-    SpaceText,
+    NamespaceText,
     Stats,
     Welcome,
 )
 from kvwire.transfers.description import TransferOffer
 from kvwire.types import Access, Role
-from kvwire_local.descriptor import Kind, encode, encode_piece
+from kvwire_local.descriptor import PlaceKind, encode, encode_piece
 from kvwire_local.host import Host
-from kvwire_nccl.bootstrap import Bootstrap as NcclBootstrap
+from kvwire_nccl.bootstrap import UcxBootstrap as NcclBootstrap
 from kvwire_tcp.preamble import make_preamble
-from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.library import Version
 from kvwire_ucx.pieces import ticket
 from tests.fuzz.guard import Run
@@ -180,16 +180,16 @@ def _backends() -> Iterator[bytes]:
     for lengths in ([8, 8, 8], [8, 4, 12]):
         array = np.array(lengths, np.uint64)
         pieces = Fragments(number, array, owner=None, writable=False)
-        said = encode(Kind.MEMORY, 0, pieces)
+        said = encode(PlaceKind.MEMORY, 0, pieces)
         assert said is not None
         yield bytes([1, 23]) + said
     yield bytes([0]) + Host(bytes(16), 1).encode()
-    yield bytes([1, 7]) + encode_piece(Kind.ARENA, 3, 4096, 8)
+    yield bytes([1, 7]) + encode_piece(PlaceKind.ARENA, 3, 4096, 8)
     yield bytes([2]) + bytes([2, 0, 0, 0, 1, 0, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0])
     yield bytes([3]) + make_preamble(bytes(32), 1, bytes(32))
     yield (
         bytes([4])
-        + Bootstrap(lane=5, version=Version(1, 18, 0), address=b"address").to_bytes()
+        + UcxBootstrap(lane=5, version=Version(1, 18, 0), address=b"address").to_bytes()
     )
     yield bytes([5, 23]) + ticket(2, [8, 16])
     yield bytes([6]) + NcclBootstrap("NCCL 2.27", b"there", b"back").encode()
@@ -197,15 +197,15 @@ def _backends() -> Iterator[bytes]:
 
 def _store() -> Iterator[bytes]:
     spec = KVSpec(layers=1, kv_heads=1, head_dim=1, block_tokens=1)
-    space = SpaceText("kv", spec.to_pairs())
+    space = NamespaceText("kv", spec.to_pairs())
     names = Names(32, bytes(64))
     fields = (7, 1, space, 0, names, 500)
-    for request in (Hello(1), Find(1, names), Put(*fields), Get(*fields), Stats(2)):
+    for request in (StoreHello(1), Find(1, names), Put(*fields), Get(*fields), Stats(2)):
         yield b"\0" + requests.encode(request)
     for reply in (
         Welcome(1, spaces=(space,)),
         Found(1, b"\x00\x01"),
-        Done(1, b"\x00\x01", "why"),
+        StoreDone(1, b"\x00\x01", "why"),
     ):
         yield b"\xff" + requests.encode(reply)
 

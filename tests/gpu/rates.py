@@ -26,7 +26,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.cuda.torch_ops import TorchOps
 from kvwire.memory.device.ops import register
-from kvwire.memory.staging.desk import Desk
+from kvwire.memory.staging.desk import CopyEngine
 
 ROUNDS = 15
 CHUNK_BYTES = 4 * MIB
@@ -54,7 +54,7 @@ def gather_ratio(ops: TorchOps, fragment_bytes: int) -> float:
     torch = ops.torch
     pool = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
     slot = ops.pinned(CHUNK_BYTES)
-    desk = Desk(ops, lambda call: None, CHUNK_BYTES)
+    desk = CopyEngine(ops, lambda call: None, CHUNK_BYTES)
     count = CHUNK_BYTES // fragment_bytes
     rows = np.random.default_rng(0).permutation(64 * MIB // fragment_bytes)[:count]
     scattered = _fragments(ops, pool, rows, fragment_bytes)

@@ -10,7 +10,7 @@ import pytest
 
 import kvwire
 from kvwire.integrations.vllm.caches import CacheShape
-from kvwire.integrations.vllm.config import Settings
+from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.gpu.devices import Gpu
 from tests.integrations.vllm.fakes import BLOCK_TOKENS, BLOCKS, DIM, FREE, HEADS, NAMES
@@ -39,7 +39,7 @@ def side(stack: ExitStack, caches: dict[str, Any], **settings: Any) -> WorkerSid
     shape = CacheShape(
         block_tokens=BLOCK_TOKENS, kv_heads=HEADS, total_kv_heads=HEADS, head_dim=DIM
     )
-    made = WorkerSide(Settings(**settings), kvwire.Config.load(), shape)
+    made = WorkerSide(VllmSettings(**settings), kvwire.Config.load(), shape)
     stack.callback(made.close)
     made.register(caches)
     return made

@@ -16,9 +16,9 @@ from kvwire.proto.state import (
     REQUEST_TRANSITIONS,
     TERMINAL,
     CloseState,
-    Input,
-    Kind,
-    State,
+    RequestInput,
+    RequestKind,
+    RequestState,
 )
 from kvwire.types import Role
 from tests.support.tree import ROOT
@@ -36,7 +36,7 @@ def diagrams() -> dict[str, str]:
         f"handshake {role.name.lower()}": _drawn(_handshake(role)) for role in Role
     }
     alike: dict[str, list[str]] = {}
-    for kind in Kind:
+    for kind in RequestKind:
         alike.setdefault(_drawn(_request(kind)), []).append(kind.value)
     drawn |= {", ".join(kinds): drawing for drawing, kinds in alike.items()}
     drawn["connection"] = _drawn(_connection())
@@ -76,15 +76,15 @@ def _handshake(role: Role) -> Iterator[Edge]:
     yield HandshakeState.FAILED.name, "", "[*]"
 
 
-def _request(kind: Kind) -> Iterator[Edge]:
+def _request(kind: RequestKind) -> Iterator[Edge]:
     steps = [step for step in REQUEST_TRANSITIONS.items() if step[0][0] is kind]
-    good = [step for step in steps if step[0][2] is not Input.FAIL]
+    good = [step for step in steps if step[0][2] is not RequestInput.FAIL]
     reached = {FIRST_STATE[kind], *(new for _, new in good)}
     failing = [step for step in steps if step not in good and step[0][1] in reached]
     yield "[*]", "", FIRST_STATE[kind].name
     for (_, old, what), new in good + failing:
         yield old.name, what.value, new.name
-    for state in State:
+    for state in RequestState:
         if state in TERMINAL:
             yield state.name, "", "[*]"
 

@@ -11,7 +11,7 @@ from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import Input, Kind
+from kvwire.proto.state import RequestInput, RequestKind
 from kvwire.types import Role
 from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
 
@@ -31,7 +31,7 @@ class Side:
         self.requests = RequestTable(Role.CLIENT, self.outbox, self.holds)
         self.flows = ChunkMover(self.requests, self.holds, CHUNK)
 
-    def request(self, kind: Kind, nbytes: int, base: int = 0) -> RequestRecord:
+    def request(self, kind: RequestKind, nbytes: int, base: int = 0) -> RequestRecord:
         request = RequestRecord(
             kind=kind,
             wire_id=None,
@@ -43,18 +43,18 @@ class Side:
         return request
 
     def put(self, nbytes: int, base: int = 0) -> RequestRecord:
-        request = self.request(Kind.PUT, nbytes, base)
+        request = self.request(RequestKind.PUT, nbytes, base)
         self.flows.begin_send(request)
         return request
 
-    def get(self, nbytes: int, base: int = 0, kind: Kind = Kind.GET) -> RequestRecord:
+    def get(self, nbytes: int, base: int = 0, kind: RequestKind = RequestKind.GET) -> RequestRecord:
         request = self.request(kind, nbytes, base)
         self.flows.begin_receive(request)
         return request
 
     def segment(self, nbytes: int, priority: int, number: int = 1) -> SegmentRecord:
-        request = self.request(Kind.OUTGOING, 0)
-        request.advance(Input.GO)
+        request = self.request(RequestKind.OUTGOING, 0)
+        request.advance(RequestInput.GO)
         return self.segment_of(request, nbytes, number, priority)
 
     def segment_of(

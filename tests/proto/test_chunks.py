@@ -19,7 +19,7 @@ from kvwire.errors import (
 from kvwire.limits import LINK_CHUNKS_MAX
 from kvwire.proto.chunks import ChunkArrival, ChunkPlace
 from kvwire.proto.records import SegmentRecord
-from kvwire.proto.state import Kind, State
+from kvwire.proto.state import RequestKind, RequestState
 from kvwire.wire.header import FrameType, decode_header
 from tests.proto.flowing import CHUNK, Side, data, pieces
 
@@ -40,9 +40,9 @@ def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
     assert [(c.position, c.length) for c in chunks] == pieces(nbytes)
     assert not side.flows.sending
     for chunk in chunks:
-        assert request.state is State.MOVING
+        assert request.state is RequestState.MOVING
         side.flows.chunk_sent(chunk)
-    assert request.state is State.WAITING
+    assert request.state is RequestState.WAITING
 
 
 def test_a_chunk_of_a_segment_names_it() -> None:
@@ -72,9 +72,9 @@ def test_completions_in_any_order(order: tuple[int, ...]) -> None:
     request = side.put(25)
     chunks = [side.chunk() for _ in range(3)]
     for number in order:
-        assert request.state is State.MOVING
+        assert request.state is RequestState.MOVING
         side.flows.chunk_sent(chunks[number])
-    assert request.state is State.WAITING
+    assert request.state is RequestState.WAITING
     assert side.holds.drained == []
 
 
@@ -149,7 +149,7 @@ def test_a_chunk_that_was_lost_goes_first() -> None:
     assert (again.mover, again.position, again.lane) == (request, lost.position, 0)
     assert side.chunk().mover is other
     side.flows.chunk_sent(again)
-    assert request.state is State.MOVING
+    assert request.state is RequestState.MOVING
 
 
 def test_a_lane_may_take_several_chunks_at_once() -> None:
@@ -179,7 +179,7 @@ def test_a_span_that_was_lost_goes_as_chunks() -> None:
     assert request.in_flight == 4
     for chunk in again:
         side.flows.chunk_sent(chunk)
-    assert request.state is State.WAITING
+    assert request.state is RequestState.WAITING
 
 
 def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
@@ -239,7 +239,7 @@ def test_the_last_chunk_may_be_the_lost_one() -> None:
     side.flows.chunk_sent(chunks[0])
     assert request.in_flight == 1
     side.flows.chunk_sent(side.chunk())
-    assert request.state is State.WAITING
+    assert request.state is RequestState.WAITING
 
 
 def test_a_lost_chunk_of_a_request_that_is_over_is_not_sent() -> None:
@@ -331,9 +331,9 @@ def test_the_end_of_the_link_lets_go_of_its_own_arrivals() -> None:
 @pytest.mark.rule("KVW-DT-02", "keeps")
 @pytest.mark.rule("KVW-DT-03", "keeps")
 @pytest.mark.rule("KVW-DT-04", "keeps")
-@pytest.mark.parametrize("kind", [Kind.GET, Kind.SERVE_PUT])
+@pytest.mark.parametrize("kind", [RequestKind.GET, RequestKind.SERVE_PUT])
 @pytest.mark.parametrize("nbytes", [1, 9, 10, 11, 20, 95])
-def test_chunks_in_any_order(kind: Kind, nbytes: int) -> None:
+def test_chunks_in_any_order(kind: RequestKind, nbytes: int) -> None:
     """Each lands at its own place, and the last one ends it."""
     side = Side()
     request = side.get(nbytes, base=100, kind=kind)
@@ -348,9 +348,9 @@ def test_chunks_in_any_order(kind: Kind, nbytes: int) -> None:
     (done,) = side.done()
     assert (done.error, done.nbytes) == (None, nbytes)
     said = [decode_header(header).type for header, _ in side.outbox.frames]
-    assert said == ([FrameType.FIN] if kind is Kind.SERVE_PUT else [])
+    assert said == ([FrameType.FIN] if kind is RequestKind.SERVE_PUT else [])
     # A region's memory is not the request's to give back.
-    drained = [] if kind is Kind.SERVE_PUT else [request.buffer]
+    drained = [] if kind is RequestKind.SERVE_PUT else [request.buffer]
     assert side.holds.drained == drained
 
 
@@ -358,7 +358,7 @@ def test_chunks_in_any_order(kind: Kind, nbytes: int) -> None:
 def test_payload_for_what_does_not_receive() -> None:
     """A put of ours, and a receive that has no memory yet."""
     side = Side()
-    put, receive = side.put(5), side.request(Kind.RECV, 5)
+    put, receive = side.put(5), side.request(RequestKind.RECV, 5)
     for request in (put, receive):
         with pytest.raises(UnexpectedFrame, match=request.state.value) as caught:
             side.flows.data_header(data(request.wire_id, 0, 5))
@@ -431,7 +431,7 @@ def test_damage_in_the_last_chunk() -> None:
     side.flows.data_landed(arrival, intact=False)
     (done,) = side.done()
     assert isinstance(done.error, IntegrityError)
-    assert request.state is State.FAILED
+    assert request.state is RequestState.FAILED
 
 
 @pytest.mark.parametrize("intact", [True, False])

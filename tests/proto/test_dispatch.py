@@ -16,12 +16,12 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX
-from kvwire.proto.dispatch import Dispatch, Parts, check_numbers
+from kvwire.proto.dispatch import Dispatch, FrameHandlers, check_numbers
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from kvwire.types import Role
 from kvwire.wire.control import (
     AccessBody,
@@ -116,7 +116,7 @@ class Scene:
         self.dispatch = Dispatch(
             self.outbox,
             self.requests,
-            Parts(**parts),
+            FrameHandlers(**parts),
             check_may_start=lambda _: self.calls.append("check_may_start"),
             peer_closed=lambda _: self.calls.append("peer_closed"),
         )
@@ -124,14 +124,14 @@ class Scene:
     def hear(self, frame_type: FrameType, body: Body, request: int = 1) -> None:
         self.dispatch.control(header(frame_type, request), body, 1000.0)
 
-    def begin(self, kind: Kind) -> RequestRecord:
+    def begin(self, kind: RequestKind) -> RequestRecord:
         request = RequestRecord(
             kind=kind, wire_id=None, buffer=self.holds.new(), nbytes=1, base=0
         )
         self.requests.start(request)
         return request
 
-    def failed(self, kind: Kind, code: int, reason: str = "") -> KVWireError | None:
+    def failed(self, kind: RequestKind, code: int, reason: str = "") -> KVWireError | None:
         """How a request ends when the peer says FAIL."""
         request = self.begin(kind)
         assert request.wire_id is not None
@@ -160,7 +160,7 @@ def test_a_frame_reaches_its_part(frame_type: FrameType) -> None:
     body, route, begins = ROUTES[frame_type]
     scene = Scene()
     # Request 1 was, and is over.
-    scene.requests.fail(scene.begin(Kind.SEND), ClosedOK(""), tell=None)
+    scene.requests.fail(scene.begin(RequestKind.SEND), ClosedOK(""), tell=None)
     scene.hear(frame_type, body)
     assert scene.calls == [*(["check_may_start"] if begins else []), route]
 
@@ -174,14 +174,14 @@ def test_a_ping_is_answered_with_its_number() -> None:
 
 def test_done_ends_the_consumer_s_part_of_a_transfer() -> None:
     scene = Scene()
-    request = scene.begin(Kind.INCOMING)
+    request = scene.begin(RequestKind.INCOMING)
     assert request.wire_id is not None
     scene.hear(FrameType.FIN, Fin(0), request.wire_id)
     assert scene.calls == ["transfers.confirmed"]
 
 
 def test_an_error_that_both_sides_know_keeps_its_class() -> None:
-    error = Scene().failed(Kind.GET, WireCode.ACCESS, "no grant")
+    error = Scene().failed(RequestKind.GET, WireCode.ACCESS, "no grant")
     assert isinstance(error, AccessDenied)
     assert "no grant" in str(error)
 
@@ -190,11 +190,11 @@ def test_an_error_that_both_sides_know_keeps_its_class() -> None:
     "code", [WireCode.INTERNAL, WireCode.GOING_AWAY, WireCode.VERSION, 9999]
 )
 def test_any_other_is_the_peer_s(code: int) -> None:
-    assert type(Scene().failed(Kind.GET, code)) is PeerError
+    assert type(Scene().failed(RequestKind.GET, code)) is PeerError
 
 
-@pytest.mark.parametrize("kind", [Kind.SEND, Kind.OUTGOING, Kind.INCOMING])
-def test_a_peer_that_goes_away_has_met_nothing(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING])
+def test_a_peer_that_goes_away_has_met_nothing(kind: RequestKind) -> None:
     """What waits for its application ends as an orderly close does."""
     assert type(Scene().failed(kind, WireCode.GOING_AWAY)) is ClosedOK
     assert type(Scene().failed(kind, WireCode.INTERNAL)) is PeerError
@@ -202,7 +202,7 @@ def test_a_peer_that_goes_away_has_met_nothing(kind: Kind) -> None:
 
 def test_the_words_of_a_peer_are_shown_and_steer_nothing() -> None:
     """All of them: they may name every field that differs."""
-    error = Scene().failed(Kind.GET, WireCode.OTHER, "\x1b[2J" + "x" * 100)
+    error = Scene().failed(RequestKind.GET, WireCode.OTHER, "\x1b[2J" + "x" * 100)
     assert "\x1b" not in str(error)
     assert "x" * 100 in str(error)
     assert len(str(error)) < REASON_CHARS_MAX + 100

@@ -11,12 +11,12 @@ from kvwire.errors import ClosedOK
 from kvwire.proto import events
 from kvwire.proto.events import Ended, Event, RequestDone
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 
 
 def test_events_do_not_change() -> None:
     """None of their fields can be set."""
-    request = RequestRecord(kind=Kind.SEND, wire_id=None, buffer=None, nbytes=5)
+    request = RequestRecord(kind=RequestKind.SEND, wire_id=None, buffer=None, nbytes=5)
     done = RequestDone(request=request, error=None, nbytes=5)
     assert done.held is None
     with pytest.raises(AttributeError):

@@ -418,7 +418,7 @@ def test_a_receive_that_was_withdrawn(place: int) -> None:
     assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
 
 
-class Compared(module.Waiting, eq=False, kw_only=True):
+class Compared(module.UnreceivedMessage, eq=False, kw_only=True):
     """Counts how often one is compared with another."""
 
     times: ClassVar[int] = 0

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Input, Kind, State
+from kvwire.proto.state import RequestInput, RequestKind, RequestState
 
 
 def test_a_segment_is_in_the_state_of_its_transfer() -> None:
     """It has none of its own."""
-    request = RequestRecord(kind=Kind.OUTGOING, wire_id=None, buffer=None, nbytes=0)
+    request = RequestRecord(kind=RequestKind.OUTGOING, wire_id=None, buffer=None, nbytes=0)
     segment = SegmentRecord(request=request, number=1, box=(0, 0, 1, 0, 1), nbytes=5)
     states = [segment.state]
-    for event in (Input.GO, Input.FAIL):
+    for event in (RequestInput.GO, RequestInput.FAIL):
         request.advance(event)
         states.append(segment.state)
-    assert states == [State.POSTED, State.MOVING, State.FAILED]
+    assert states == [RequestState.POSTED, RequestState.MOVING, RequestState.FAILED]
 
 
 def test_two_transfers_share_nothing() -> None:

@@ -22,7 +22,7 @@ from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import SENDING, SERVING, RequestRecord, RequestTable
-from kvwire.proto.state import FIRST_STATE, Input, Kind, State
+from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestState
 from kvwire.types import BufferId, RequestId, Role
 from kvwire.wire.control import Body, Fail, Fin, decode_body
 from kvwire.wire.header import FrameType, decode_header
@@ -51,7 +51,7 @@ class Table:
         return [event for event in events if isinstance(event, RequestDone)]
 
     def request(
-        self, kind: Kind, *, deadline: float | None = None, nbytes: int = 5
+        self, kind: RequestKind, *, deadline: float | None = None, nbytes: int = 5
     ) -> RequestRecord:
         return RequestRecord(
             kind=kind,
@@ -62,13 +62,13 @@ class Table:
         )
 
     def started(
-        self, kind: Kind = Kind.PUT, *, deadline: float | None = None
+        self, kind: RequestKind = RequestKind.PUT, *, deadline: float | None = None
     ) -> RequestRecord:
         request = self.request(kind, deadline=deadline)
         self.requests.start(request)
         return request
 
-    def served(self, wire_id: int, kind: Kind = Kind.SERVE_GET) -> RequestRecord:
+    def served(self, wire_id: int, kind: RequestKind = RequestKind.SERVE_GET) -> RequestRecord:
         request = self.request(kind)
         request.wire_id = self.requests.admit(wire_id)
         self.requests.serve(request)
@@ -162,7 +162,7 @@ def test_how_many_this_side_may_have_open() -> None:
     """Its own, numbered or waiting for a message; what it serves does not count."""
     side = table()
     side.served(2)
-    waiting = side.request(Kind.RECV)
+    waiting = side.request(RequestKind.RECV)
     side.requests.post(waiting)
     for _ in range(REQUESTS_MAX - 2):
         side.started()
@@ -188,7 +188,7 @@ def test_numbers_are_used_up_some_day() -> None:
 def test_a_receive_gets_its_number_when_it_is_matched() -> None:
     """It is the peer's, since the peer has begun."""
     side = table()
-    receive = side.request(Kind.RECV)
+    receive = side.request(RequestKind.RECV)
     side.requests.post(receive)
     assert list(side.requests) == [receive]
     side.requests.match(receive, side.requests.admit(2))
@@ -201,7 +201,7 @@ def test_a_receive_gets_its_number_when_it_is_matched() -> None:
 def test_all_open_requests_are_seen() -> None:
     """And the list may change under the one who looks."""
     side = table()
-    ours, theirs, waiting = side.started(), side.served(2), side.request(Kind.RECV)
+    ours, theirs, waiting = side.started(), side.served(2), side.request(RequestKind.RECV)
     side.requests.post(waiting)
     seen = []
     for request in side.requests:
@@ -215,8 +215,8 @@ def test_all_open_requests_are_seen() -> None:
 def test_one_completion_when_it_is_done() -> None:
     """With the bytes moved; its memory drains."""
     side = table()
-    request = side.started(Kind.GET)
-    request.advance(Input.MOVED)
+    request = side.started(RequestKind.GET)
+    request.advance(RequestInput.MOVED)
     side.requests.finish(request, held=BufferId(99))
     (done,) = side.done()
     assert (done.request, done.error, done.nbytes, done.held) == (request, None, 5, 99)
@@ -236,8 +236,8 @@ def test_one_completion_when_it_fails() -> None:
     assert side.said() == [(1, Fail(WireCode.CANCELLED, "first"))]
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_whose_memory_drains(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(RequestKind))
+def test_whose_memory_drains(kind: RequestKind) -> None:
     """A request's own; a region's belongs to the region."""
     side = table()
     request = side.started(kind)
@@ -248,7 +248,7 @@ def test_whose_memory_drains(kind: Kind) -> None:
 def test_a_request_without_memory_fails_too() -> None:
     """A receive that has met nothing."""
     side = table()
-    request = RequestRecord(kind=Kind.RECV, wire_id=None, buffer=None, nbytes=5)
+    request = RequestRecord(kind=RequestKind.RECV, wire_id=None, buffer=None, nbytes=5)
     side.requests.post(request)
     side.requests.fail(request, ConnectionLost("over"), tell=WireCode.CANCELLED)
     assert len(side.done()) == 1
@@ -265,26 +265,26 @@ def test_reasons_fit_their_field() -> None:
 def test_done_says_how_much() -> None:
     """All of it, since a put is all or nothing."""
     side = table()
-    side.requests.tell_done(side.served(2, Kind.SERVE_PUT))
+    side.requests.tell_done(side.served(2, RequestKind.SERVE_PUT))
     assert side.said() == [(2, Fin(5))]
 
 
 @pytest.mark.rule("KVW-RQ-01", "breaks")
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_step_that_does_not_exist(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(RequestKind))
+def test_a_step_that_does_not_exist(kind: RequestKind) -> None:
     """It names the request, its state and what came."""
     request = RequestRecord(kind=kind, wire_id=RequestId(7), buffer=None, nbytes=1)
     assert request.state is FIRST_STATE[kind]
     with pytest.raises(UnexpectedFrame, match=r"request 7: confirmed while") as caught:
-        request.advance(Input.CONFIRMED)
+        request.advance(RequestInput.CONFIRMED)
     assert caught.value.rule == "KVW-RQ-01"
     assert request.state is FIRST_STATE[kind]
 
 
 def test_kinds_are_sorted_by_direction() -> None:
     """Who sends payload, and whose memory is a region."""
-    assert {Kind.SEND, Kind.PUT, Kind.SERVE_GET} == SENDING
-    assert {Kind.SERVE_PUT, Kind.SERVE_GET} == SERVING
+    assert {RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE_GET} == SENDING
+    assert {RequestKind.SERVE_PUT, RequestKind.SERVE_GET} == SERVING
 
 
 # --- deadlines
@@ -331,7 +331,7 @@ def test_a_deadline_can_be_moved_and_lifted() -> None:
 def test_a_receive_that_waits_expires_too() -> None:
     """It has no number yet."""
     side = table()
-    receive = side.request(Kind.RECV, deadline=3.0)
+    receive = side.request(RequestKind.RECV, deadline=3.0)
     side.requests.post(receive)
     assert side.requests.expire(3.0) == [receive]
 
@@ -351,7 +351,7 @@ def test_deadlines_of_the_past_are_forgotten() -> None:
 
 def test_the_error_of_a_deadline_says_how_far_it_came() -> None:
     """Kind, state and bytes."""
-    request = table().started(Kind.GET)
+    request = table().started(RequestKind.GET)
     request.moved = 3
     error = RequestTable.expired(request)
     assert isinstance(error, DeadlineExceeded)
@@ -360,10 +360,10 @@ def test_the_error_of_a_deadline_says_how_far_it_came() -> None:
 
 def test_states_of_a_fresh_request() -> None:
     """Nothing is over before it began."""
-    for kind in Kind:
+    for kind in RequestKind:
         request = RequestRecord(kind=kind, wire_id=None, buffer=None, nbytes=0)
         assert not request.over
-        assert request.state in (State.POSTED, State.MOVING)
+        assert request.state in (RequestState.POSTED, RequestState.MOVING)
 
 
 def test_frames_of_failures_name_their_type() -> None:

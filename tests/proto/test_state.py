@@ -15,27 +15,27 @@ from kvwire.proto.state import (
     TERMINAL,
     CloseInput,
     CloseState,
-    Input,
-    Kind,
-    State,
+    RequestInput,
+    RequestKind,
+    RequestState,
 )
 from kvwire.types import RequestId
 from tests.proto.diagrams import PAGE, diagrams, named, updated
 
 # The table once more, as the document has it: the way each kind goes when all is well.
 WAYS = {
-    Kind.SEND: [Input.GO, Input.MOVED],
-    Kind.RECV: [Input.GO, Input.MOVED],
-    Kind.PUT: [Input.MOVED, Input.CONFIRMED],
-    Kind.GET: [Input.MOVED],
-    Kind.SERVE_PUT: [Input.MOVED],
-    Kind.SERVE_GET: [Input.MOVED],
-    Kind.OUTGOING: [Input.GO, Input.MOVED, Input.CONFIRMED],
-    Kind.INCOMING: [Input.GO, Input.MOVED, Input.CONFIRMED],
+    RequestKind.SEND: [RequestInput.GO, RequestInput.MOVED],
+    RequestKind.RECV: [RequestInput.GO, RequestInput.MOVED],
+    RequestKind.PUT: [RequestInput.MOVED, RequestInput.CONFIRMED],
+    RequestKind.GET: [RequestInput.MOVED],
+    RequestKind.SERVE_PUT: [RequestInput.MOVED],
+    RequestKind.SERVE_GET: [RequestInput.MOVED],
+    RequestKind.OUTGOING: [RequestInput.GO, RequestInput.MOVED, RequestInput.CONFIRMED],
+    RequestKind.INCOMING: [RequestInput.GO, RequestInput.MOVED, RequestInput.CONFIRMED],
 }
 
 
-def request(kind: Kind, state: State | None = None) -> RequestRecord:
+def request(kind: RequestKind, state: RequestState | None = None) -> RequestRecord:
     made = RequestRecord(kind=kind, wire_id=RequestId(1), buffer=None, nbytes=1)
     if state is not None:
         made.state = state
@@ -43,9 +43,9 @@ def request(kind: Kind, state: State | None = None) -> RequestRecord:
 
 
 @pytest.mark.parametrize(
-    ("kind", "state", "event"), list(itertools.product(Kind, State, Input))
+    ("kind", "state", "event"), list(itertools.product(RequestKind, RequestState, RequestInput))
 )
-def test_every_state_with_every_input(kind: Kind, state: State, event: Input) -> None:
+def test_every_state_with_every_input(kind: RequestKind, state: RequestState, event: RequestInput) -> None:
     """A step of the table, or an error that changes nothing; from an end, no step."""
     made = request(kind, state)
     target = REQUEST_TRANSITIONS.get((kind, state, event))
@@ -57,26 +57,26 @@ def test_every_state_with_every_input(kind: Kind, state: State, event: Input) ->
     assert state not in TERMINAL
     made.advance(event)
     assert made.state is target
-    assert (event is Input.FAIL) == (target is State.FAILED)
+    assert (event is RequestInput.FAIL) == (target is RequestState.FAILED)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_the_good_way_of_each_kind(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(RequestKind))
+def test_the_good_way_of_each_kind(kind: RequestKind) -> None:
     """And failing is possible before each of its steps."""
     made = request(kind)
     for event in WAYS[kind]:
         failing = request(kind, made.state)
-        failing.advance(Input.FAIL)
-        assert failing.state is State.FAILED
+        failing.advance(RequestInput.FAIL)
+        assert failing.state is RequestState.FAILED
         made.advance(event)
-    assert made.state is State.DONE
+    assert made.state is RequestState.DONE
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_no_other_step_leads_anywhere(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(RequestKind))
+def test_no_other_step_leads_anywhere(kind: RequestKind) -> None:
     """Each kind has the steps of its way and failures, and no detour."""
     steps = [key for key in REQUEST_TRANSITIONS if key[0] is kind]
-    good = [what for _, _, what in steps if what is not Input.FAIL]
+    good = [what for _, _, what in steps if what is not RequestInput.FAIL]
     assert sorted(good, key=str) == sorted(WAYS[kind], key=str)
     assert FIRST_STATE[kind] not in TERMINAL
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, ConnectionLost, UsageError
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind, State
+from kvwire.proto.state import RequestKind, RequestState
 from kvwire.types import BufferId
 from tests.sim.app_kv import KVApp
 from tests.sim.app_messages import MessageApp
@@ -86,7 +86,7 @@ class App:
         node, endpoint = self._node, ask.endpoint
         buffer = None
         if data is not None:
-            receives = ask.kind in (Kind.RECV, Kind.GET)
+            receives = ask.kind in (RequestKind.RECV, RequestKind.GET)
             buffer, ask.lease = node.lend(
                 ask.nbytes, readable=not receives, writable=receives
             )
@@ -101,7 +101,7 @@ class App:
                 node.collect()
             return False
         self._world.note(endpoint.name, ask.kind.value, ask.tag, ask.nbytes)
-        endpoint.keep(ask, numbered=ask.kind is not Kind.RECV)
+        endpoint.keep(ask, numbered=ask.kind is not RequestKind.RECV)
         demand(
             ask.over or endpoint.ended is None,
             "completion",
@@ -119,9 +119,9 @@ class App:
         endpoint.pump()
         endpoint.set_timer()
         for ask in endpoint.open:
-            unmet = ask.kind is Kind.RECV and ask.core.wire_id is None
+            unmet = ask.kind is RequestKind.RECV and ask.core.wire_id is None
             demand(
-                not unmet or ask.core.state is not State.POSTED,
+                not unmet or ask.core.state is not RequestState.POSTED,
                 "close",
                 "closing does not wake who waits for a message",
             )
@@ -163,7 +163,7 @@ class App:
         demand(ask.over, "completion", "a cancelled request goes on")
 
     def _withdraw(self, endpoint: Endpoint, dice: Dice) -> None:
-        ask = dice.pick([ask for ask in endpoint.open if ask.kind is Kind.RECV])
+        ask = dice.pick([ask for ask in endpoint.open if ask.kind is RequestKind.RECV])
         if ask is None:
             return
         self._world.note(endpoint.name, "withdraws", ask.tag)

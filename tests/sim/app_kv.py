@@ -26,7 +26,7 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind, State
+from kvwire.proto.state import RequestKind, RequestState
 from tests.sim.ask import Ask, Part
 from tests.sim.content import content
 from tests.sim.endpoint import Endpoint
@@ -56,7 +56,7 @@ class KVApp:
         transfer = TransferRecord(
             id=b"t%d" % self._world.next_serial(), priority=dice.below(_PRIORITIES)
         )
-        kind = Kind.INCOMING if pull else Kind.OUTGOING
+        kind = RequestKind.INCOMING if pull else RequestKind.OUTGOING
         ask = Ask(endpoint, kind, 0, deadline=deadline)
         try:
             ask.core = endpoint.core.open_transfer(
@@ -185,8 +185,8 @@ def _moving(endpoint: Endpoint, dice: Dice) -> Ask | None:
     asks = [
         ask
         for ask in endpoint.open
-        if ask.kind is Kind.OUTGOING
-        and ask.core.state is State.MOVING
+        if ask.kind is RequestKind.OUTGOING
+        and ask.core.state is RequestState.MOVING
         and not ask.committed
     ]
     return dice.pick(asks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from kvwire.errors import ConnectionClosed
 from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.proto.events import MemoryWanted
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from tests.sim.ask import Ask, Message
 from tests.sim.content import content
 from tests.sim.endpoint import Endpoint
@@ -53,7 +53,7 @@ class MessageApp:
         deadline = endpoint.deadline(dice)
         ask = Ask(
             endpoint,
-            Kind.SEND,
+            RequestKind.SEND,
             nbytes,
             serial=message.serial,
             tag=tag,
@@ -105,7 +105,7 @@ class MessageApp:
         core, box = endpoint.core, endpoint.end.into.mailbox(tag)
         ask = Ask(
             endpoint,
-            Kind.RECV,
+            RequestKind.RECV,
             nbytes,
             tag=tag,
             place=box.receives,

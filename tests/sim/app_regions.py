@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, UsageError
 from kvwire.proto.regions import RegionRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from kvwire.types import Access
 from kvwire.wire.control import AccessBody
 from tests.sim.ask import Aim, Ask, Known, SimRegion
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _REGIONS_MAX: Final = 4
 _ACCESSES: Final = (Access.READWRITE, Access.READWRITE, Access.READ, Access.WRITE)
-_DIRECTION: Final = {Kind.PUT: Access.WRITE, Kind.GET: Access.READ}
+_DIRECTION: Final = {RequestKind.PUT: Access.WRITE, RequestKind.GET: Access.READ}
 _WRONG_TOKEN: Final = b"\x5a" * 16
 
 
@@ -88,11 +88,11 @@ class RegionApp:
 
     def put(self, endpoint: Endpoint, dice: Dice) -> None:
         """Write into memory of the peer; not always where it may."""
-        self._reach(endpoint, Kind.PUT, dice)
+        self._reach(endpoint, RequestKind.PUT, dice)
 
     def get(self, endpoint: Endpoint, dice: Dice) -> None:
         """Read memory of the peer; not always where it may."""
-        self._reach(endpoint, Kind.GET, dice)
+        self._reach(endpoint, RequestKind.GET, dice)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -116,19 +116,19 @@ class RegionApp:
         self._regions.append(SimRegion(self._node, core, lease))
         return self._regions[-1]
 
-    def _reach(self, endpoint: Endpoint, kind: Kind, dice: Dice) -> None:
+    def _reach(self, endpoint: Endpoint, kind: RequestKind, dice: Dice) -> None:
         known = self._pick_grant(endpoint, dice)
         if known is None:
             return
         if not _DIRECTION[kind] & known.row.access and dice.below(6):
-            kind = Kind.GET if kind is Kind.PUT else Kind.PUT
+            kind = RequestKind.GET if kind is RequestKind.PUT else RequestKind.PUT
         body, wrong = _access_body(endpoint, known, kind, dice)
         nbytes, row, deadline = body.nbytes, known.row, endpoint.deadline(dice)
         serial = self._world.next_serial()
         ask = Ask(endpoint, kind, nbytes, serial=serial, deadline=deadline)
         ask.aim = Aim(known.region, row.generation, row.offset + body.offset, wrong)
         core, start = endpoint.core, self._node.app.start
-        if kind is Kind.PUT:
+        if kind is RequestKind.PUT:
             data = content(serial, nbytes)
             start(ask, lambda lent: core.put(lent, nbytes, body, deadline), data)
         else:
@@ -150,7 +150,7 @@ class RegionApp:
 
 
 def _access_body(
-    endpoint: Endpoint, known: Known, kind: Kind, dice: Dice
+    endpoint: Endpoint, known: Known, kind: RequestKind, dice: Dice
 ) -> tuple[AccessBody, str]:
     """What to ask for with a grant, and what is wrong with it, if anything."""
     row = known.row

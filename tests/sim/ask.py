@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import KVWireError
 from kvwire.proto.regions import GrantRow, RegionRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from kvwire.types import BufferId, Generation
 from tests.sim.memory import Lease
 
@@ -141,7 +141,7 @@ class Ask:
     def __init__(
         self,
         endpoint: Endpoint,
-        kind: Kind,
+        kind: RequestKind,
         nbytes: int,
         *,
         serial: int = 0,

@@ -13,7 +13,7 @@ from kvwire.errors import ClosedOK, MessageTooLarge
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.events import MemoryWanted, RequestDone
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from tests.sim import inside
 from tests.sim.ask import Ask, Mailbox, Message
 from tests.sim.content import content
@@ -53,7 +53,7 @@ class Judge:
     def leaves(self, endpoint: Endpoint, chunk: Chunk) -> None:
         """A chunk is handed to the wire: may its memory be read?"""
         request, number = chunk.request_and_segment
-        if request.kind is Kind.SERVE_GET:
+        if request.kind is RequestKind.SERVE_GET:
             ask = _asked(endpoint, request)
             _check_aim(ask, chunk.offset - chunk.position, "reads")
             return
@@ -69,7 +69,7 @@ class Judge:
             self.kv.lands(arrival)
             return
         assert request is not None
-        if request.kind is Kind.SERVE_PUT:
+        if request.kind is RequestKind.SERVE_PUT:
             _check_aim(
                 _asked(endpoint, request), arrival.offset - header.offset, "writes"
             )
@@ -107,7 +107,7 @@ class Judge:
         request, begin = arrival.request, arrival.header.offset
         if request is None:
             return
-        if request.kind is Kind.GET:
+        if request.kind is RequestKind.GET:
             ask = _own(request)
             ask.read[begin : begin + len(data)] = data
         else:
@@ -131,7 +131,7 @@ class Judge:
         """A request is over: for the first time, and truly?"""
         ask = event.request.context
         if not isinstance(ask, Ask):
-            serving = event.request.kind in (Kind.SERVE_PUT, Kind.SERVE_GET)
+            serving = event.request.kind in (RequestKind.SERVE_PUT, RequestKind.SERVE_GET)
             demand(serving, "completion", "a completion of nobody's request")
             return
         demand(not ask.over, "completion", "a request was completed twice")
@@ -142,7 +142,7 @@ class Judge:
         self._world.note(
             endpoint.name, ask.kind.value, type(event.error).__name__, event.nbytes
         )
-        moves = ask.kind in (Kind.OUTGOING, Kind.INCOMING)
+        moves = ask.kind in (RequestKind.OUTGOING, RequestKind.INCOMING)
         if event.error is None and ask.buffer is not None:
             held = endpoint.node.holds.held(ask.buffer)
             demand(not held, "memory-reuse", "a success, and the link uses its memory")
@@ -151,7 +151,7 @@ class Judge:
             self._failed(ask, event)
         elif moves:
             self.kv.succeeded(ask)
-        elif ask.kind is Kind.RECV:
+        elif ask.kind is RequestKind.RECV:
             self._check_received(ask, event)
         elif ask.aim is not None:
             _check_one_sided(ask)
@@ -162,7 +162,7 @@ class Judge:
         """A receive without a buffer that fails for its limit refuses the message."""
         if event.held is not None:
             ask.endpoint.node.memory.free(ask.endpoint.held.pop(event.held).lease)
-        if isinstance(event.error, MessageTooLarge) and ask.kind is Kind.RECV:
+        if isinstance(event.error, MessageTooLarge) and ask.kind is RequestKind.RECV:
             _mailbox(ask).refused += ask.buffer is None
 
     def _check_received(self, ask: Ask, event: RequestDone) -> None:
@@ -264,7 +264,7 @@ def _check_one_sided(ask: Ask) -> None:
         "completion",
         f"a {ask.kind.value} ends before all bytes are in place",
     )
-    if ask.kind is Kind.GET:
+    if ask.kind is RequestKind.GET:
         assert ask.lease is not None
         data = ask.endpoint.node.memory.load(ask.lease, 0, ask.nbytes)
         demand(data == ask.read, "content", "a get has other bytes than were read")

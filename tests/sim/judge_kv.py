@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvwire.proto.chunks import ChunkArrival
 from kvwire.proto.records import SegmentRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from tests.sim.ask import Ask, Part
 from tests.sim.content import content
 from tests.sim.violation import demand
@@ -86,7 +86,7 @@ class KVJudge:
     def succeeded(self, ask: Ask) -> None:
         """A transfer has ended well, on either side."""
         producer, consumer = ask, _other(ask)
-        if ask.kind is Kind.INCOMING:
+        if ask.kind is RequestKind.INCOMING:
             producer, consumer = consumer, producer
         demand(producer.committed, "kv", "a transfer ends well without a commit")
         demand(

@@ -22,7 +22,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import STALL_TOLERANCE_S
 from kvwire.proto.events import Ended
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from tests.sim.ask import Ask
 from tests.sim.endpoint import Endpoint
 from tests.sim.violation import Violation, demand
@@ -179,7 +179,7 @@ def _closed(endpoint: Endpoint) -> bool:
 
 def _is_delivered(ask: Ask) -> bool:
     """Whether it moves without the peer's application: a clean end awaits it."""
-    return ask.kind in (Kind.PUT, Kind.GET)
+    return ask.kind in (RequestKind.PUT, RequestKind.GET)
 
 
 def _has_no_right(ask: Ask) -> bool:
@@ -188,7 +188,7 @@ def _has_no_right(ask: Ask) -> bool:
 
 
 def _is_too_large(ask: Ask) -> bool:
-    if ask.kind is Kind.SEND:
+    if ask.kind is RequestKind.SEND:
         return ask.endpoint.end.out.mailbox(ask.tag).refused > 0
     box = ask.endpoint.end.into.mailbox(ask.tag)
     return any(message.nbytes > ask.nbytes for message in box.messages)

@@ -33,7 +33,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.disk import DiskTier
-from kvwire.store.tiers.disk_index import Rows
+from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.file import File
 
 ENTRIES = 1_000_000
@@ -350,7 +350,7 @@ async def _tier(path: Path) -> None:
     keys = as_keys(space.digest + n.to_bytes(32, "big") for n in numbers.tolist())
     blank = np.zeros(keys.size, np.uint8)
     nbytes, sums = np.full(keys.size, space.image_bytes), numbers.astype(np.uint64)
-    rows = Rows(numbers, keys, blank, nbytes, sums, numbers)
+    rows = DiskRows(numbers, keys, blank, nbytes, sums, numbers)
     made._rows.record(space, rows)
     await made.close()
     before, began = resident(), time.process_time()

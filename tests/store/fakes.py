@@ -11,7 +11,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.store.cleanup import finished
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 
 
 class FakeTier(Tier):
@@ -54,7 +54,7 @@ class FakeTier(Tier):
         found = [self.orders.get(key, ABSENT) for key in keys.tolist()]
         return np.array(found, np.uint8)
 
-    async def write(self, space: Namespace, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
         """See Tier."""
         self.moving.append(batch.images)
         try:
@@ -66,7 +66,7 @@ class FakeTier(Tier):
         self.orders |= zip(batch.keys.tolist(), batch.orders.tolist(), strict=True)
         return np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
 
-    async def read(self, space: Namespace, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
         """See Tier; it has no bytes to give."""
         return np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
 

@@ -17,7 +17,7 @@ from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
-from kvwire.store.tiers.base import Batch, BlockResult, Fates
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 from kvwire.store.tiers.slabs import Slabs
 from tests.store.caches import SPEC, chain
 from tests.store.fakes import FakeTier
@@ -86,7 +86,7 @@ async def test_a_block_is_found_where_it_is_first() -> None:
 
 async def test_what_memory_has_is_asked_of_nobody() -> None:
     class Silent(FakeTier):
-        async def find(self, keys: Keys) -> Fates:
+        async def find(self, keys: Keys) -> BlockResults:
             raise AssertionError(keys)
 
     async with hierarchy(Silent()) as tiers:

@@ -10,7 +10,7 @@ import pytest
 import kvwire
 from kvwire.kv.plan import Segment
 from kvwire.proto.records import SegmentRecord, TransferRecord
-from kvwire.proto.state import Kind
+from kvwire.proto.state import RequestKind
 from kvwire.transfers import receiver as receipt_module
 from kvwire.transfers.receiver import missing_chunks
 from kvwire.wire.control import Commit, CommitAck, Fin, SegmentAck, SegmentBody
@@ -250,8 +250,8 @@ def test_payload_for_a_segment_that_was_not_marked() -> None:
 
 
 @pytest.mark.parametrize("description", [b"", b"\xc1", bytes(48 * 1024), b"\x90" * 99])
-@pytest.mark.parametrize("kind", [Kind.OUTGOING, Kind.INCOMING])
-def test_a_description_that_is_none(kind: Kind, description: bytes) -> None:
+@pytest.mark.parametrize("kind", [RequestKind.OUTGOING, RequestKind.INCOMING])
+def test_a_description_that_is_none(kind: RequestKind, description: bytes) -> None:
     """It fails its own transfer, by name, and the connection goes on."""
 
     async def scenario(w: World) -> None:
@@ -260,7 +260,7 @@ def test_a_description_that_is_none(kind: Kind, description: bytes) -> None:
         request = w.pull_side.core.open_transfer(
             TransferRecord(id=waits._state.key),
             description,
-            pull=kind is Kind.INCOMING,
+            pull=kind is RequestKind.INCOMING,
             deadline=None,
         )
         w.pull_side.run()

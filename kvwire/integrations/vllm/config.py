@@ -26,7 +26,7 @@ _CHOICES: Final = {"mode": (PULL, PUSH), "stream": (LAYER, CHUNK, REQUEST)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class VllmSettings:
     """How one engine takes part.
 
     Attributes:
@@ -110,19 +110,19 @@ class Settings:
 
 def read_settings(
     extra: Mapping[str, Any], profile: Mapping[str, str]
-) -> tuple[Settings, Config]:
+) -> tuple[VllmSettings, Config]:
     """Read ``kv_connector_extra_config``.
 
     Args:
-        extra: The connector's own keys, see :class:`Settings`, and those of
+        extra: The connector's own keys, see :class:`VllmSettings`, and those of
             :class:`kvwire.Config`, which are passed on.
         profile: What both engines must agree on; a profile in ``extra`` adds to it.
 
     Raises:
         UsageError: A key is unknown or its value is not allowed; names it.
     """
-    own = {field.name for field in dataclasses.fields(Settings)}
-    settings = Settings(**{key: extra[key] for key in extra.keys() & own})
+    own = {field.name for field in dataclasses.fields(VllmSettings)}
+    settings = VllmSettings(**{key: extra[key] for key in extra.keys() & own})
     wire = {key: value for key, value in extra.items() if key not in own}
     said = wire.pop("profile", {})
     if not isinstance(said, Mapping):

@@ -17,8 +17,8 @@ from typing import Any
 from kvwire.config import Config
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shape
-from kvwire.integrations.vllm.config import CHUNK, LAYER, Settings, read_settings
-from kvwire.integrations.vllm.metadata import Step
+from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
+from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
@@ -34,9 +34,9 @@ logger = logging.getLogger("kvwire")
 
 @dataclasses.dataclass
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """A :class:`Step` as vLLM carries it from its scheduler to its workers."""
+    """A :class:`WorkerStep` as vLLM carries it from its scheduler to its workers."""
 
-    step: Step
+    step: WorkerStep
 
 
 @dataclasses.dataclass
@@ -206,7 +206,7 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 
-    def _worker_settings(self, parallel: Any) -> Settings:
+    def _worker_settings(self, parallel: Any) -> VllmSettings:
         """The settings, without hooks where one hook says too little."""
         halves = getattr(parallel, "use_ubatching", False)
         if self._settings.stream != LAYER or not halves:

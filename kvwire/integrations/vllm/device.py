@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from kvwire import Communicator, Engine
 from kvwire.memory.device.ops import device_ops
-from kvwire.memory.staging.desk import Desk
+from kvwire.memory.staging.desk import CopyEngine
 from kvwire.types import Device
 
 
@@ -34,10 +34,10 @@ class CacheDevice:
     def __init__(self, engine: Engine, device: Device | None) -> None:
         self._device = device
         self._ops = None if device is None else device_ops(device)
-        self._desk: Desk | None = None
+        self._desk: CopyEngine | None = None
         if device is not None:
 
-            async def desk(communicator: Communicator) -> Desk:
+            async def desk(communicator: Communicator) -> CopyEngine:
                 return communicator.devices.desk(device)
 
             # Before vLLM captures graphs: while it does, no thread may allocate.

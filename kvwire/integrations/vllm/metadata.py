@@ -17,7 +17,7 @@ _REMOTES_MAX: Final = 1024
 
 
 @dataclass(slots=True, kw_only=True)
-class Send:
+class SendPrompt:
     """A prompt whose KV goes to another engine begins to be computed.
 
     Attributes:
@@ -38,7 +38,7 @@ class Send:
 
 
 @dataclass(slots=True, kw_only=True)
-class Written:
+class ComputedTokens:
     """What this step computes of a prompt that is sent.
 
     Attributes:
@@ -53,7 +53,7 @@ class Written:
 
 
 @dataclass(slots=True, kw_only=True)
-class Load:
+class LoadPrompt:
     """A prompt whose KV comes from another engine.
 
     Attributes:
@@ -78,7 +78,7 @@ class Load:
 
 
 @dataclass(slots=True, kw_only=True)
-class Step:
+class WorkerStep:
     """Everything that the workers have to know for one step.
 
     Attributes:
@@ -90,15 +90,15 @@ class Step:
         idle: Nothing is computed; the step is there to see what has arrived.
     """
 
-    sends: list[Send] = field(default_factory=list)
-    written: list[Written] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    sends: list[SendPrompt] = field(default_factory=list)
+    written: list[ComputedTokens] = field(default_factory=list)
+    loads: list[LoadPrompt] = field(default_factory=list)
     fenced: set[str] = field(default_factory=set)
     idle: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TransferParams:
     """What ``kv_transfer_params`` of a request ask of this engine.
 
     Attributes:
@@ -114,7 +114,7 @@ class Wanted:
     remote: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, params: Mapping[str, Any] | None) -> Wanted:
+    def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
         """Read what a client, usually a proxy, has sent with a request.
 
         Raises:

@@ -15,16 +15,16 @@ import numpy as np
 
 from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
 from kvwire.errors import KVWireError
-from kvwire.integrations.vllm.metadata import Load
+from kvwire.integrations.vllm.metadata import LoadPrompt
 from kvwire.integrations.vllm.peers import Peers
-from kvwire.integrations.vllm.topology import Route
+from kvwire.integrations.vllm.topology import RankRoute
 from kvwire.kv.blocks import Ids
 
 logger = logging.getLogger("kvwire")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ReceiveResult:
     """How a prompt's KV came.
 
     Attributes:
@@ -36,7 +36,7 @@ class Arrived:
     outcomes: Sequence[Outcome] = ()
 
 
-class Arrival:
+class PromptReceive:
     """One prompt's KV, from one prefill engine.
 
     Args:
@@ -58,10 +58,10 @@ class Arrival:
     def __init__(
         self,
         engine: Engine,
-        load: Load,
+        load: LoadPrompt,
         cache: PagedCache,
         peers: Peers,
-        route: Route,
+        route: RankRoute,
         timeout_s: float,
         after: object | None,
     ) -> None:
@@ -76,7 +76,7 @@ class Arrival:
         self._lock = threading.Lock()
         self._begun = False
         self._reason = ""
-        self.done: concurrent.futures.Future[Arrived] = engine.start(self._run)
+        self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
 
     @property
     def stopped(self) -> bool:
@@ -129,7 +129,7 @@ class Arrival:
 
     # --- on the loop ------------------------------------------------------------------
 
-    async def _run(self, communicator: Communicator) -> Arrived:
+    async def _run(self, communicator: Communicator) -> ReceiveResult:
         load = self.load
         own = np.asarray(load.blocks[load.cached :], np.int64)
         try:
@@ -137,7 +137,7 @@ class Arrival:
         except (KVWireError, asyncio.CancelledError) as exc:
             said = self._reason or str(exc) or repr(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
-            return Arrived(own)
+            return ReceiveResult(own)
         with self._lock:
             self._parts, self._begun = parts, True
         if self._reason or load.declined:
@@ -155,7 +155,7 @@ class Arrival:
                 own.size,
                 "; ".join(outcomes[0].missing.reasons),
             )
-        return Arrived(lost, outcomes)
+        return ReceiveResult(lost, outcomes)
 
     async def _begin(self, communicator: Communicator) -> list[Incoming]:
         load = self.load

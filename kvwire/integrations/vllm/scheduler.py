@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvwire.errors import UsageError
-from kvwire.integrations.vllm.config import PUSH, REQUEST, Settings
+from kvwire.integrations.vllm.config import PUSH, REQUEST, VllmSettings
 from kvwire.integrations.vllm.metadata import (
-    Load,
-    Send,
-    Step,
-    Wanted,
-    Written,
+    LoadPrompt,
+    SendPrompt,
+    WorkerStep,
+    TransferParams,
+    ComputedTokens,
     answer,
 )
 from kvwire.kv.hashing import HashScheme
@@ -49,7 +49,7 @@ class _Prompt:
         lost: It was preempted after it had begun, so nothing more is sent.
     """
 
-    send: Send
+    send: SendPrompt
     blocks: list[int] = field(default_factory=list)
     named: int = 0
     written: int = 0
@@ -73,7 +73,7 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, settings: Settings, engine_id: str, block_tokens: int, salt: bytes = b""
+        self, settings: VllmSettings, engine_id: str, block_tokens: int, salt: bytes = b""
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
@@ -82,7 +82,7 @@ class SchedulerSide:
         self._salt = salt
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
-        self._loads: list[Load] = []
+        self._loads: list[LoadPrompt] = []
         # Only of use with gates, where decode goes on before the last layers are here.
         self._fetched: set[str] = set()
         self._gated_no_more: set[str] = set()
@@ -121,9 +121,9 @@ class SchedulerSide:
             if self._settings.gate_layers:
                 self._fetched.add(request.request_id)
 
-    def step(self, output: Any) -> Step:
+    def step(self, output: Any) -> WorkerStep:
         """What the workers are told for a step that was scheduled."""
-        step = Step(fenced=set(getattr(output, "preempted_req_ids", None) or ()))
+        step = WorkerStep(fenced=set(getattr(output, "preempted_req_ids", None) or ()))
         for request_id in step.fenced:
             self._preempted(request_id)
         step.idle = not output.num_scheduled_tokens
@@ -167,19 +167,19 @@ class SchedulerSide:
 
     # --- inside -----------------------------------------------------------------------
 
-    def _wanted(self, request: Any) -> Wanted:
+    def _wanted(self, request: Any) -> TransferParams:
         """What a request asks for, or nothing where it does not say enough."""
         try:
-            wanted = Wanted.read(request.kv_transfer_params)
+            wanted = TransferParams.read(request.kv_transfer_params)
             wanted.check(pushed=self._settings.mode == PUSH)
         except UsageError as exc:
             # A client's mistake costs that client a prefill here, and nobody else.
             logger.warning("request %s: %s", request.request_id, exc)
-            return Wanted()
+            return TransferParams()
         return wanted
 
-    def _new_send(self, request: Any, wanted: Wanted) -> Send:
-        return Send(
+    def _new_send(self, request: Any, wanted: TransferParams) -> SendPrompt:
+        return SendPrompt(
             request_id=request.request_id,
             transfer_id=wanted.transfer_id or f"{self._engine_id}/{request.request_id}",
             tokens=request.num_prompt_tokens,
@@ -189,13 +189,13 @@ class SchedulerSide:
         )
 
     def _new_load(
-        self, request: Any, wanted: Wanted, block_ids: list[int], external: int
-    ) -> Load:
+        self, request: Any, wanted: TransferParams, block_ids: list[int], external: int
+    ) -> LoadPrompt:
         if not external:
             return self._declined(request, wanted)
         tokens = len(request.prompt_token_ids)
         needed = -(-tokens // self._block_tokens)
-        return Load(
+        return LoadPrompt(
             request_id=request.request_id,
             transfer_id=wanted.transfer_id,
             tokens=tokens,
@@ -205,9 +205,9 @@ class SchedulerSide:
             remote=wanted.remote,
         )
 
-    def _declined(self, request: Any, wanted: Wanted) -> Load:
+    def _declined(self, request: Any, wanted: TransferParams) -> LoadPrompt:
         request.kv_transfer_params["do_remote_prefill"] = False
-        return Load(
+        return LoadPrompt(
             request_id=request.request_id,
             transfer_id=wanted.transfer_id,
             tokens=len(request.prompt_token_ids or ()),
@@ -232,7 +232,7 @@ class SchedulerSide:
         return hashes
 
     def _scheduled(
-        self, step: Step, output: Any, request_id: str, blocks: Any, computed: int
+        self, step: WorkerStep, output: Any, request_id: str, blocks: Any, computed: int
     ) -> None:
         """One request of a step: its new blocks, and what is computed of its prompt."""
         prompt = self._prompts.get(request_id)
@@ -253,7 +253,7 @@ class SchedulerSide:
             prompt.send.blocks, new = new, []
             step.sends.append(prompt.send)
         step.written.append(
-            Written(request_id=request_id, blocks=new, stop=prompt.written)
+            ComputedTokens(request_id=request_id, blocks=new, stop=prompt.written)
         )
 
     def _preempted(self, request_id: str) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 
 from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
 from kvwire.errors import KVWireError, UsageError
-from kvwire.integrations.vllm.metadata import Send
+from kvwire.integrations.vllm.metadata import SendPrompt
 from kvwire.integrations.vllm.peers import Peers
-from kvwire.integrations.vllm.topology import Route
+from kvwire.integrations.vllm.topology import RankRoute
 
 logger = logging.getLogger("kvwire")
 
 
-class Departure:
+class PromptSend:
     """One prompt's KV, to one decode engine.
 
     Args:
@@ -43,10 +43,10 @@ class Departure:
     def __init__(
         self,
         engine: Engine,
-        send: Send,
+        send: SendPrompt,
         cache: PagedCache,
         peers: Peers,
-        route: Route,
+        route: RankRoute,
     ) -> None:
         self.tokens = send.tokens
         self.written = 0

@@ -14,7 +14,7 @@ from kvwire.kv.spec import KVSpec, shard_sources
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerRank:
     """A rank of the other engine that a transfer goes to or comes from.
 
     Attributes:
@@ -27,7 +27,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RankRoute:
     """The ranks that one rank exchanges a prompt with.
 
     Attributes:
@@ -38,12 +38,12 @@ class Route:
 
     id: str
     pushed: bool
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerRank, ...]
 
 
 def incoming_route(
     id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
-) -> Route:
+) -> RankRoute:
     """Where a consuming rank gets a prompt from.
 
     Args:
@@ -57,11 +57,11 @@ def incoming_route(
     """
     mine, size = spec.shard
     addresses = remote or ("",) * size
-    return Route(
+    return RankRoute(
         id,
         pushed,
         tuple(
-            Peer(addresses[rank], f"{id}/{rank}/{mine}")
+            PeerRank(addresses[rank], f"{id}/{rank}/{mine}")
             for rank in sources(spec, len(addresses))
         ),
     )
@@ -69,7 +69,7 @@ def incoming_route(
 
 def outgoing_route(
     id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
-) -> Route:
+) -> RankRoute:
     """Where the prompt of a producing rank goes; no peer if others have the same heads.
 
     The arguments are those of :func:`incoming_route`, seen from the other end.
@@ -79,11 +79,11 @@ def outgoing_route(
     """
     mine, size = spec.shard
     addresses = remote or ("",) * size
-    return Route(
+    return RankRoute(
         id,
         pushed,
         tuple(
-            Peer(addresses[rank], f"{id}/{mine}/{rank}")
+            PeerRank(addresses[rank], f"{id}/{mine}/{rank}")
             for rank in targets(spec, len(addresses))
         ),
     )

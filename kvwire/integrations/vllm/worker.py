@@ -17,19 +17,19 @@ from kvwire import Communicator, Engine
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
-from kvwire.integrations.vllm.config import LAYER, PUSH, Settings
+from kvwire.integrations.vllm.config import LAYER, PUSH, VllmSettings
 from kvwire.integrations.vllm.device import CacheDevice
-from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
+from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt, WorkerStep, ComputedTokens
 from kvwire.integrations.vllm.metrics import (
     Observed,
     observe_received,
     observe_sent,
 )
 from kvwire.integrations.vllm.peers import Peers
-from kvwire.integrations.vllm.receiving import Arrival
-from kvwire.integrations.vllm.sending import Departure
+from kvwire.integrations.vllm.receiving import PromptReceive
+from kvwire.integrations.vllm.sending import PromptSend
 from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
-from kvwire.integrations.vllm.writing import Part, Writing
+from kvwire.integrations.vllm.writing import PromptBlocks, ForwardPass
 from kvwire.kv.spec import KVSpec
 
 logger = logging.getLogger("kvwire")
@@ -48,7 +48,7 @@ class WorkerSide:
         shape: What the caches hold.
     """
 
-    def __init__(self, settings: Settings, config: Config, shape: CacheShape) -> None:
+    def __init__(self, settings: VllmSettings, config: Config, shape: CacheShape) -> None:
         self._settings = settings
         self._shape = shape
         self._engine = Engine(config)
@@ -58,20 +58,20 @@ class WorkerSide:
         )
         self._caches: LayerCaches | None = None
         self._device = CacheDevice(self._engine, None)
-        self._departures: dict[str, Departure] = {}
-        self._arrivals: dict[str, Arrival] = {}
+        self._departures: dict[str, PromptSend] = {}
+        self._arrivals: dict[str, PromptReceive] = {}
         # Of requests that are over for the scheduler, and not drained yet.
         self._leaving: set[str] = set()
         # Of prompts that other ranks send.
         self._unsent: set[str] = set()
         # Reported as here while their last layers were on their way.
-        self._gated: dict[str, Arrival] = {}
+        self._gated: dict[str, PromptReceive] = {}
         self._errors: set[int] = set()
         # Of which it was said that their blocks never come back.
         self._quarantined: set[str] = set()
         self._observed: Observed = {}
-        self._step = Step()
-        self._writing = Writing()
+        self._step = WorkerStep()
+        self._writing = ForwardPass()
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Take the caches of this worker.
@@ -104,7 +104,7 @@ class WorkerSide:
                     self._drain(request_id, end)
                 table.pop(request_id, None)
 
-    def begin_step(self, step: Step) -> None:
+    def begin_step(self, step: WorkerStep) -> None:
         """What this step sends is known, and it is about to be computed."""
         self._step = step
         for send in step.sends:
@@ -114,10 +114,10 @@ class WorkerSide:
             for one in step.written
             if one.request_id in self._departures
         ]
-        self._writing = Writing()
+        self._writing = ForwardPass()
         if parts:
             spec = self._spec()
-            self._writing = Writing(
+            self._writing = ForwardPass(
                 parts,
                 spec.layer_indices,
                 spec.layer_block_bytes,
@@ -207,7 +207,7 @@ class WorkerSide:
 
     # --- sending ----------------------------------------------------------------------
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: SendPrompt) -> None:
         spec = self._spec()
         route = outgoing_route(
             send.transfer_id, spec, send.remote, pushed=self._settings.mode == PUSH
@@ -217,11 +217,11 @@ class WorkerSide:
             self._unsent.add(send.request_id)
             return
         assert self._caches is not None
-        self._departures[send.request_id] = Departure(
+        self._departures[send.request_id] = PromptSend(
             self._engine, send, self._caches.cache, self._peers, route
         )
 
-    def _extend(self, departure: Departure, written: Written) -> Part:
+    def _extend(self, departure: PromptSend, written: ComputedTokens) -> PromptBlocks:
         """Name a prompt's new blocks; what this step completes."""
         departure.extend(written.blocks)
         size = self._shape.block_tokens
@@ -230,16 +230,16 @@ class WorkerSide:
         start, departure.written = departure.written, stop
         if not last:
             departure.renew()
-        return Part(departure, slice(start, stop), last)
+        return PromptBlocks(departure, slice(start, stop), last)
 
     # --- fetching ---------------------------------------------------------------------
 
-    def _load(self, load: Load, after: object | None) -> None:
+    def _load(self, load: LoadPrompt, after: object | None) -> None:
         pushed = self._settings.mode == PUSH
         remote = load.remote
         route = incoming_route(load.transfer_id, self._spec(), remote, pushed=pushed)
         assert self._caches is not None
-        arrival = Arrival(
+        arrival = PromptReceive(
             self._engine,
             load,
             self._caches.cache,
@@ -263,12 +263,12 @@ class WorkerSide:
                 received.add(request_id)
         return received
 
-    def _note_missing(self, arrival: Arrival) -> None:
+    def _note_missing(self, arrival: PromptReceive) -> None:
         arrived = arrival.done.result()
         self._errors.update(arrived.missing.tolist())
         observe_received(self._observed, arrived.outcomes, arrived.missing.size)
 
-    def _opens(self, arrival: Arrival) -> bool:
+    def _opens(self, arrival: PromptReceive) -> bool:
         """Whether all but the last few layers are here, and decode still wants them."""
         if arrival.stopped:
             return False
@@ -295,7 +295,7 @@ class WorkerSide:
         if arrival is not None:
             arrival.abort("the request ended before its prompt was here")
 
-    def _drain(self, request_id: str, end: Departure | Arrival) -> None:
+    def _drain(self, request_id: str, end: PromptSend | PromptReceive) -> None:
         """Wait until nothing can touch the blocks of what was aborted any more."""
         dropped = False
         while not _over_within(end, self._settings.fence_s):
@@ -325,7 +325,7 @@ class WorkerSide:
                     request_id,
                 )
 
-    def _ends(self) -> dict[str, Departure | Arrival]:
+    def _ends(self) -> dict[str, PromptSend | PromptReceive]:
         """All transfers, by request; it is never both a sender's and a receiver's."""
         return {**self._departures, **self._arrivals, **self._gated}
 
@@ -336,7 +336,7 @@ class WorkerSide:
         return group.spec
 
 
-def _over_within(end: Departure | Arrival, timeout_s: float) -> bool:
+def _over_within(end: PromptSend | PromptReceive, timeout_s: float) -> bool:
     try:
         end.done.result(timeout_s)
     except TimeoutError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvwire.integrations.vllm.sending import Departure
+from kvwire.integrations.vllm.sending import PromptSend
 
 # Times `group_bytes`: so much of small layers goes in one mark. 300 tokens of 64 KiB in
 # 16 layers go in three marks.
@@ -23,7 +23,7 @@ Recorded = Callable[[], object | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptBlocks:
     """What a forward pass completes of one prompt.
 
     Attributes:
@@ -32,12 +32,12 @@ class Part:
         last: Whether the prompt is whole then.
     """
 
-    departure: Departure
+    departure: PromptSend
     blocks: slice
     last: bool
 
 
-class Writing:
+class ForwardPass:
     """One forward pass.
 
     Args:
@@ -50,7 +50,7 @@ class Writing:
 
     def __init__(
         self,
-        parts: Sequence[Part] = (),
+        parts: Sequence[PromptBlocks] = (),
         layers: range = range(0),
         layer_bytes: int = 0,
         group_bytes: int = 0,

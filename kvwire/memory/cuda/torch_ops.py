@@ -11,7 +11,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.cuda.external import DeviceArray, wait_on_pointer
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, contiguous
-from kvwire.memory.device.rows import Rows, as_rows
+from kvwire.memory.device.rows import FragmentRows, as_rows
 from kvwire.types import Device, MemoryKind
 
 # Rows are moved as the widest element that divides them: fewer threads for more bytes.
@@ -155,7 +155,7 @@ class TorchStream(Stream):
     def _where(self) -> str:
         return f"cuda:{self._index}"
 
-    def _tables(self, rows: Rows, packed: Fragments) -> tuple[Any, Any, Any]:
+    def _tables(self, rows: FragmentRows, packed: Fragments) -> tuple[Any, Any, Any]:
         """The table, the index on the GPU, and contiguous memory as rows alike."""
         typestr, width = next(w for w in _WIDTHS if _divides(w[1], rows, packed))
         items = rows.row_bytes // width
@@ -183,6 +183,6 @@ class TorchStream(Stream):
         )
 
 
-def _divides(width: int, rows: Rows, packed: Fragments) -> bool:
+def _divides(width: int, rows: FragmentRows, packed: Fragments) -> bool:
     together = rows.row_bytes | rows.base | int(packed.addresses[0])
     return together % width == 0

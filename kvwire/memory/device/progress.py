@@ -98,12 +98,12 @@ class LayerCounter:
         self._value[0] = 0
         self._generations = itertools.count(1)
         self._lock = threading.Condition()
-        self._waiting: list[Tick] = []
+        self._waiting: list[LayerDone] = []
         self._looking = False
 
-    def begin(self) -> Pass:
+    def begin(self) -> GraphReplay:
         """A new pass, to be replayed once and behind those begun before."""
-        return Pass(self, next(self._generations))
+        return GraphReplay(self, next(self._generations))
 
     @property
     def position(self) -> Position:
@@ -118,7 +118,7 @@ class LayerCounter:
         for tick in waiting:
             tick.settle(RequestCancelled("the layer counter was closed"))
 
-    def watch(self, tick: Tick) -> None:
+    def watch(self, tick: LayerDone) -> None:
         """Look for this one as well, until it is done."""
         with self._lock:
             # As many as there are layers in the passes under way.
@@ -143,7 +143,7 @@ class LayerCounter:
                 self._lock.wait(LOOK_S)
 
 
-class Pass(NamedTuple):
+class GraphReplay(NamedTuple):
     """One replay of the graph.
 
     Attributes:
@@ -159,7 +159,7 @@ class Pass(NamedTuple):
         """What the graph adds the number of its layers to."""
         return self.generation << _LAYER_BITS
 
-    def layer(self, layer: int) -> Tick:
+    def layer(self, layer: int) -> LayerDone:
         """Done when a layer of this pass is; pass it to ``ready(after=...)``.
 
         Raises:
@@ -167,10 +167,10 @@ class Pass(NamedTuple):
         """
         if not 0 <= layer < self.counter.layers:
             raise UsageError(f"layer {layer}: the counter has {self.counter.layers}")
-        return Tick(self.counter, self.generation, layer)
+        return LayerDone(self.counter, self.generation, layer)
 
 
-class Tick:
+class LayerDone:
     """That one layer of one pass is done; waited for as a future is."""
 
     def __init__(self, counter: LayerCounter, generation: int, layer: int) -> None:

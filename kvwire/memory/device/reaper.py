@@ -22,7 +22,7 @@ Done: TypeAlias = Callable[[Exception | None], None]
 """Told on the loop that an event has fired, or how the device failed."""
 
 
-class Reaper:
+class CompletionThread:
     """Waits for the events of one stream, in their order.
 
     Args:

@@ -22,7 +22,7 @@ RUNS_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class FragmentRows:
     """Fragments as rows of a table.
 
     Attributes:
@@ -43,7 +43,7 @@ def few_runs(fragments: Fragments) -> bool:
     return len(fragments) <= RUNS_MAX
 
 
-def as_rows(fragments: Fragments) -> Rows:
+def as_rows(fragments: Fragments) -> FragmentRows:
     """See fragments, at least one, as rows of one table."""
     addresses, lengths = fragments.addresses, fragments.lengths
     base = addresses.min()
@@ -57,4 +57,4 @@ def as_rows(fragments: Fragments) -> Rows:
         # Row k of the stream is the k-th row of its fragment, counted from its first.
         begins = np.cumsum(rows) - rows
         index = np.arange(rows.sum()) + np.repeat(first - begins, rows)
-    return Rows(int(base), int(step), int(index.max()) + 1, index)
+    return FragmentRows(int(base), int(step), int(index.max()) + 1, index)

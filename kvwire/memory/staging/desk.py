@@ -15,7 +15,7 @@ from typing import Final
 
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.ops import DeviceOps, Event, Stream
-from kvwire.memory.device.reaper import Done, Reaper
+from kvwire.memory.device.reaper import Done, CompletionThread
 from kvwire.memory.device.rows import few_runs
 
 CallSoon = Callable[[Callable[[], None]], object]
@@ -25,7 +25,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 _WAITERS: Final = 4
 
 
-class Desk:
+class CopyEngine:
     """The streams of one device, for one loop.
 
     Args:
@@ -44,8 +44,8 @@ class Desk:
         self.ops = ops
         self.slot_bytes = slot_bytes
         self.failed = ""
-        self.outbound = _Way(ops, call_soon, slot_bytes, "out of")
-        self.inbound = _Way(ops, call_soon, slot_bytes, "into")
+        self.outbound = _CopyDirection(ops, call_soon, slot_bytes, "out of")
+        self.inbound = _CopyDirection(ops, call_soon, slot_bytes, "into")
 
     @property
     def landed(self) -> Event:
@@ -83,7 +83,7 @@ class Desk:
         self.inbound.close()
 
 
-class Waiters:
+class StreamWaiters:
     """Waits for the events of a producer's own streams, without its help.
 
     Its events may have been made so that whoever waits for them spins. So a stream of
@@ -100,7 +100,7 @@ class Waiters:
         self._lock = threading.Lock()
         self._turn = itertools.cycle(range(_WAITERS))
         # Made with the first transfer that needs it.
-        self._waiters: dict[int, tuple[Stream, Reaper]] = {}
+        self._waiters: dict[int, tuple[Stream, CompletionThread]] = {}
 
     def assign(self) -> int:
         """Which waiter a transfer uses, from beginning to end. From any thread."""
@@ -114,7 +114,7 @@ class Waiters:
         """
         with self._lock:
             if waiter not in self._waiters:
-                reaper = Reaper(f"kvwire {self._ops.device} waiter", self._call_soon)
+                reaper = CompletionThread(f"kvwire {self._ops.device} waiter", self._call_soon)
                 self._waiters[waiter] = self._ops.stream(), reaper
             stream, reaper = self._waiters[waiter]
             stream.wait(event)
@@ -128,7 +128,7 @@ class Waiters:
                 reaper.close()
 
 
-class _Way:
+class _CopyDirection:
     """One direction: a stream, its reaper, and memory to gather in."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _Way:
     ) -> None:
         self.stream = ops.stream()
         self.scratch = self.stream.buffer(slot_bytes)
-        self.reaper = Reaper(f"kvwire {name} {ops.device}", call_soon)
+        self.reaper = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
         self.last: Event | None = None
 
     def watch(self, done: Done) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from typing import Final
 
 
-class Use(enum.Enum):
+class SlotState(enum.Enum):
     """What a slot is in use for."""
 
     FREE = "free"
@@ -39,7 +39,7 @@ class Ring:
     __slots__ = ("_free", "_uses")
 
     def __init__(self, slots: int) -> None:
-        self._uses: Final = [Use.FREE] * slots
+        self._uses: Final = [SlotState.FREE] * slots
         self._free = deque(range(slots), maxlen=slots)
 
     def __len__(self) -> int:
@@ -51,31 +51,31 @@ class Ring:
         """How many can be taken."""
         return len(self._free)
 
-    def use(self, slot: int) -> Use:
+    def use(self, slot: int) -> SlotState:
         """What a slot is in use for."""
         return self._uses[slot]
 
     def take(self) -> int:
         """A slot to fill; there must be one that is free."""
         slot = self._free.popleft()
-        self._uses[slot] = Use.FILLING
+        self._uses[slot] = SlotState.FILLING
         return slot
 
     def filled(self, slot: int) -> None:
         """It holds its bytes, which may be read from now on."""
-        self._leave(slot, Use.FILLING)
-        self._uses[slot] = Use.FULL
+        self._leave(slot, SlotState.FILLING)
+        self._uses[slot] = SlotState.FULL
 
     def emptied(self, slot: int) -> None:
         """Nobody reads it any more."""
-        self._leave(slot, Use.FULL)
+        self._leave(slot, SlotState.FULL)
         self._free.append(slot)
 
     def dropped(self, slot: int) -> None:
         """Nobody will fill it any more."""
-        self._leave(slot, Use.FILLING)
+        self._leave(slot, SlotState.FILLING)
         self._free.append(slot)
 
-    def _leave(self, slot: int, use: Use) -> None:
+    def _leave(self, slot: int, use: SlotState) -> None:
         assert self._uses[slot] is use, f"slot {slot} is {self._uses[slot].value}"
-        self._uses[slot] = Use.FREE
+        self._uses[slot] = SlotState.FREE

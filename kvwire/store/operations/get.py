@@ -13,7 +13,7 @@ from kvwire.store.index import Keys, as_keys, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.group_request import GroupRequest
-from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 
 NOT_THERE: Final = "it is not in the store"
 
@@ -106,7 +106,7 @@ class GetOperation(Operation):
         return done
 
     async def _read(
-        self, share: GroupRequest, positions: Ids, orders: Fates, tier: Tier
+        self, share: GroupRequest, positions: Ids, orders: BlockResults, tier: Tier
     ) -> tuple[Ids, Ids]:
         """Read blocks into memory and copy them to the cache.
 
@@ -155,7 +155,7 @@ class GetOperation(Operation):
         self.settled(positions.size)
 
     def _note(
-        self, share: GroupRequest, positions: Ids, fates: Fates, tier: Tier
+        self, share: GroupRequest, positions: Ids, fates: BlockResults, tier: Tier
     ) -> None:
         """Keep why a tier did not give some blocks, in case no other one does."""
         reasons = {

@@ -34,10 +34,10 @@ from kvwire.store.image_cache import ImageCache
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
-    Answer,
+    NumberedReply,
     AnswerT,
-    Hello,
-    StoreMessageRequest,
+    StoreHello,
+    ClientMessage,
     Welcome,
     decode_reply,
     encode,
@@ -65,12 +65,12 @@ class ActiveConnection:
         self._timeout_s = timeout_s
         self._requests = asyncio.Semaphore(welcome.requests)
         self._berths = asyncio.Semaphore(welcome.berths)
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
         self._transfers: set[Incoming | Outgoing] = set()
         # Called with each answer.
         self.works: Callable[[], None] = lambda: None
 
-    async def tell(self, request: StoreMessageRequest) -> None:
+    async def tell(self, request: ClientMessage) -> None:
         """Send what has no answer.
 
         Raises:
@@ -82,7 +82,7 @@ class ActiveConnection:
         await self.connection.send(TAG, encode(request), deadline=within)
 
     async def call(
-        self, number: int, request: StoreMessageRequest, kind: type[AnswerT]
+        self, number: int, request: ClientMessage, kind: type[AnswerT]
     ) -> AnswerT:
         """Ask, and wait for the answer.
 
@@ -158,7 +158,7 @@ class ActiveConnection:
         try:
             while True:
                 reply = decode_reply(await self.connection.recv(TAG))
-                if not isinstance(reply, Answer):
+                if not isinstance(reply, NumberedReply):
                     raise UsageError("it welcomes twice")
                 self.works()
                 waiting = self._answers.pop(reply.number, None)
@@ -281,7 +281,7 @@ class StoreClient:
 
     async def _welcomed(self, connection: Connection) -> ActiveConnection:
         within = timedelta(seconds=self._timeout_s)
-        await connection.send(TAG, encode(Hello(VERSION)), deadline=within)
+        await connection.send(TAG, encode(StoreHello(VERSION)), deadline=within)
         welcome = decode_reply(await connection.recv(TAG, deadline=within))
         if not isinstance(welcome, Welcome):
             raise UsageError(f"it begins with {type(welcome).__name__}")

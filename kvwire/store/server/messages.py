@@ -47,7 +47,7 @@ from kvwire.limits import (
 )
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace
-from kvwire.store.tiers.base import BlockResult, Fates, TierStats
+from kvwire.store.tiers.base import BlockResult, BlockResults, TierStats
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
@@ -67,11 +67,11 @@ _FIELDS_MAX: Final = 64
 _TIERS_MAX: Final = 64
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class StoreMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One message, or a part of one."""
 
 
-class Names(Message, array_like=True, frozen=True, gc=False):
+class Names(StoreMessage, array_like=True, frozen=True, gc=False):
     """Keys of one length, one behind the other."""
 
     width: _Width
@@ -104,7 +104,7 @@ class Names(Message, array_like=True, frozen=True, gc=False):
         return bool((table[:, :DIGEST_BYTES] == digest).all())
 
 
-class SpaceText(Message, array_like=True, frozen=True, gc=False):
+class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
     """A space in words; see :mod:`kvwire.store.namespace`."""
 
     group: _Name
@@ -127,30 +127,30 @@ class SpaceText(Message, array_like=True, frozen=True, gc=False):
 # --- from the client ------------------------------------------------------------------
 
 
-class StoreMessageRequest(Message, array_like=True, frozen=True, gc=False):
+class ClientMessage(StoreMessage, array_like=True, frozen=True, gc=False):
     """What a client asks."""
 
 
-class Hello(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=1):
+class StoreHello(ClientMessage, array_like=True, frozen=True, gc=False, tag=1):
     """The first message: which version the client speaks."""
 
     version: _Number
 
 
-class Find(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=2):
+class Find(ClientMessage, array_like=True, frozen=True, gc=False, tag=2):
     """Which of these blocks are there."""
 
     number: _Number
     names: Names
 
 
-class Touch(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=3):
+class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
     """These blocks were used elsewhere."""
 
     names: Names
 
 
-class Moving(StoreMessageRequest, array_like=True, frozen=True, gc=False):
+class TransferMessage(ClientMessage, array_like=True, frozen=True, gc=False):
     """Blocks that are to move.
 
     Attributes:
@@ -164,27 +164,27 @@ class Moving(StoreMessageRequest, array_like=True, frozen=True, gc=False):
 
     number: _Number
     transfer: _Number
-    space: SpaceText
+    space: NamespaceText
     order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
     names: Names
     timeout_ms: _Milliseconds
 
 
-class Put(Moving, array_like=True, frozen=True, gc=False, tag=4):
+class Put(TransferMessage, array_like=True, frozen=True, gc=False, tag=4):
     """Pull these blocks from me, and keep them."""
 
 
-class Get(Moving, array_like=True, frozen=True, gc=False, tag=5):
+class Get(TransferMessage, array_like=True, frozen=True, gc=False, tag=5):
     """Push these blocks to me."""
 
 
-class Flush(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=6):
+class Flush(ClientMessage, array_like=True, frozen=True, gc=False, tag=6):
     """Answer when what was put survives a power cut."""
 
     number: _Number
 
 
-class Stats(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=7):
+class Stats(ClientMessage, array_like=True, frozen=True, gc=False, tag=7):
     """What is there, and what has happened."""
 
     number: _Number
@@ -193,11 +193,11 @@ class Stats(StoreMessageRequest, array_like=True, frozen=True, gc=False, tag=7):
 # --- from the server ------------------------------------------------------------------
 
 
-class Reply(Message, array_like=True, frozen=True, gc=False):
+class ServerMessage(StoreMessage, array_like=True, frozen=True, gc=False):
     """What a server answers."""
 
 
-class Welcome(Reply, array_like=True, frozen=True, gc=False, tag=1):
+class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     """The answer to Hello.
 
     Attributes:
@@ -216,16 +216,16 @@ class Welcome(Reply, array_like=True, frozen=True, gc=False, tag=1):
     requests: Annotated[int, Meta(ge=1, le=STORE_REQUESTS_MAX)] = 1
     berths: Annotated[int, Meta(ge=1, le=STORE_BERTHS_MAX)] = 1
     berth_bytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)] = 1
-    spaces: Annotated[tuple[SpaceText, ...], Meta(max_length=STORE_SPACES_TOLD)] = ()
+    spaces: Annotated[tuple[NamespaceText, ...], Meta(max_length=STORE_SPACES_TOLD)] = ()
 
 
-class Answer(Reply, array_like=True, frozen=True, gc=False):
+class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):
     """The answer to the request of a number."""
 
     number: _Number
 
 
-class Found(Answer, array_like=True, frozen=True, gc=False, tag=2):
+class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
     """The order of each block's image, a byte each, or ``ABSENT``."""
 
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]
@@ -241,7 +241,7 @@ class Found(Answer, array_like=True, frozen=True, gc=False, tag=2):
         return np.frombuffer(self.orders, np.uint8)
 
 
-class Done(Answer, array_like=True, frozen=True, gc=False, tag=3):
+class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     """What became of each block, a byte each, and why where it did not land."""
 
     fates: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
@@ -252,17 +252,17 @@ class Done(Answer, array_like=True, frozen=True, gc=False, tag=3):
             raise ValueError("a fate that there is not")
 
     @classmethod
-    def of(cls, number: int, fates: Fates, reason: str = "") -> Self:
+    def of(cls, number: int, fates: BlockResults, reason: str = "") -> Self:
         """The answer, with as much of the reason as it may have."""
         return cls(number, fates.tobytes(), reason[:REASON_CHARS_MAX])
 
     @property
-    def table(self) -> Fates:
+    def table(self) -> BlockResults:
         """The fates."""
         return np.frombuffer(self.fates, np.uint8)
 
 
-class TierRow(Message, array_like=True, frozen=True, gc=False):
+class TierRow(StoreMessage, array_like=True, frozen=True, gc=False):
     """One tier of a server."""
 
     name: _Text
@@ -270,7 +270,7 @@ class TierRow(Message, array_like=True, frozen=True, gc=False):
     stats: TierStats
 
 
-class ClientRow(Message, array_like=True, frozen=True, gc=False):
+class ClientRow(StoreMessage, array_like=True, frozen=True, gc=False):
     """One client of a server.
 
     Attributes:
@@ -290,7 +290,7 @@ class ClientRow(Message, array_like=True, frozen=True, gc=False):
     written_bytes: _Number
 
 
-class Report(Answer, array_like=True, frozen=True, gc=False, tag=4):
+class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
     """What a server has, and who is there."""
 
     name: _Text
@@ -301,9 +301,9 @@ class Report(Answer, array_like=True, frozen=True, gc=False, tag=4):
     """Clients that broke a rule and were let go of."""
 
 
-AnyRequest = Hello | Find | Touch | Put | Get | Flush | Stats
-AnyReply = Welcome | Found | Done | Report
-AnswerT = TypeVar("AnswerT", bound=Answer)
+AnyRequest = StoreHello | Find | Touch | Put | Get | Flush | Stats
+AnyReply = Welcome | Found | StoreDone | StatsReport
+AnswerT = TypeVar("AnswerT", bound=NumberedReply)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
@@ -312,7 +312,7 @@ _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
 
 
-def encode(message: StoreMessageRequest | Reply) -> bytes:
+def encode(message: ClientMessage | ServerMessage) -> bytes:
     """A message as bytes."""
     return _encoder.encode(message)
 

@@ -35,7 +35,7 @@ from kvwire.limits import (
     STORE_SPACES_TOLD,
     STORE_TIER_BYTES_MAX,
 )
-from kvwire.store.server.messages import ClientRow, Report, SpaceText, TierRow, Welcome
+from kvwire.store.server.messages import ClientRow, StatsReport, NamespaceText, TierRow, Welcome
 from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore
 from kvwire.types import Address
@@ -161,10 +161,10 @@ class StoreServer:
             requests=requests,
             berths=self.berths,
             berth_bytes=self.berth_bytes,
-            spaces=tuple(map(SpaceText.of, spaces)),
+            spaces=tuple(map(NamespaceText.of, spaces)),
         )
 
-    def report(self, number: int) -> Report:
+    def report(self, number: int) -> StatsReport:
         """What is there and what has happened, for whoever asks."""
         troubles = self.store.report
         rows = [
@@ -172,7 +172,7 @@ class StoreServer:
             for name, stats in self.store.stats().items()
         ]
         clients = list(self._clients)[:STORE_CLIENTS_MAX]
-        return Report(
+        return StatsReport(
             number=number,
             name=self._communicator.name,
             read_only=self.read_only,

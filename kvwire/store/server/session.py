@@ -36,21 +36,21 @@ from kvwire.store.server.messages import (
     VERSION,
     AnyRequest,
     ClientRow,
-    Done,
+    StoreDone,
     Find,
     Flush,
     Found,
     Get,
-    Hello,
-    Moving,
+    StoreHello,
+    TransferMessage,
     Put,
-    Reply,
+    ServerMessage,
     Stats,
     Touch,
     decode_request,
     encode,
 )
-from kvwire.store.tiers.base import BlockResult, Fates
+from kvwire.store.tiers.base import BlockResult, BlockResults
 
 if TYPE_CHECKING:
     from kvwire import Connection
@@ -97,7 +97,7 @@ class ClientSession:
         """
         try:
             hello = await self._received(_PATIENCE)
-            if not isinstance(hello, Hello):
+            if not isinstance(hello, StoreHello):
                 raise UsageError(f"it began with {type(hello).__name__}")
             version = min(VERSION, hello.version)
             await self._send(self._server.welcome(version, STORE_REQUESTS_MAX))
@@ -123,7 +123,7 @@ class ClientSession:
 
     def _begin(self, request: AnyRequest) -> None:
         self._asked += 1
-        if isinstance(request, Hello):
+        if isinstance(request, StoreHello):
             raise UsageError("it says hello twice")
         if isinstance(request, Touch):
             self._store.hierarchy.touch(request.names.keys)
@@ -158,7 +158,7 @@ class ClientSession:
             )
             self._drop("its request failed here")
 
-    async def _send(self, reply: Reply) -> None:
+    async def _send(self, reply: ServerMessage) -> None:
         """Answer; a client that takes no answers is ended by the deadline."""
         await self._connection.send(TAG, encode(reply), deadline=_PATIENCE)
 
@@ -169,7 +169,7 @@ class ClientSession:
 
     # --- blocks -----------------------------------------------------------------------
 
-    async def _put(self, request: Put) -> Done:
+    async def _put(self, request: Put) -> StoreDone:
         """Pull blocks into a berth, and put those that landed into the store."""
         space = request.space.space()
         refusal = self._refusal(request, space) or self._write_refusal(space)
@@ -197,7 +197,7 @@ class ClientSession:
                 reasons += stored.missing.reasons
         self._written_bytes += outcome.nbytes
         fates = np.where(kept, BlockResult.LANDED, BlockResult.FAILED).astype(np.uint8)
-        return Done.of(request.number, fates, "; ".join(reasons))
+        return StoreDone.of(request.number, fates, "; ".join(reasons))
 
     async def _get(self, request: Get) -> None:
         """Get blocks into a berth, say which there are, and push those."""
@@ -215,7 +215,7 @@ class ClientSession:
             fates = np.full(ids.size, BlockResult.LANDED, np.uint8)
             fates[~here] = _lost(got, space)
             reason = "; ".join(got.missing.reasons)
-            await self._send(Done.of(request.number, fates, reason))
+            await self._send(StoreDone.of(request.number, fates, reason))
             if not here.any():
                 return
             pushed = self._connection.push(
@@ -230,16 +230,16 @@ class ClientSession:
             await quiet(pushed, self._connection)
         self._read_bytes += outcome.nbytes
 
-    async def _flush(self, request: Flush) -> Done:
+    async def _flush(self, request: Flush) -> StoreDone:
         said = ""
         if not self._server.read_only:
             try:
                 await self._store.flush()
             except OSError as exc:
                 said = str(exc) or type(exc).__name__
-        return Done(request.number, reason=said[:REASON_CHARS_MAX])
+        return StoreDone(request.number, reason=said[:REASON_CHARS_MAX])
 
-    def _refusal(self, request: Moving, space: Namespace) -> str:
+    def _refusal(self, request: TransferMessage, space: Namespace) -> str:
         """Why blocks cannot move for a request; empty if they can."""
         if not request.names.all_in(space):
             return "a key is of another space than the request"
@@ -266,17 +266,17 @@ class ClientSession:
         return ""
 
 
-def _images(berth: Bytes, request: Moving, space: Namespace) -> ImageCache:
+def _images(berth: Bytes, request: TransferMessage, space: Namespace) -> ImageCache:
     """Room in a berth for the images of a request."""
     room = images_in(berth, space.image_bytes, len(request.names))
     return ImageCache(space, request.order, room)
 
 
-def _deadline(request: Moving) -> timedelta:
+def _deadline(request: TransferMessage) -> timedelta:
     return timedelta(milliseconds=request.timeout_ms)
 
 
-def _hashes(request: Moving) -> Keys:
+def _hashes(request: TransferMessage) -> Keys:
     """The hashes of a request's blocks."""
     return as_keys(key[DIGEST_BYTES:] for key in request.names.keys.tolist())
 
@@ -286,7 +286,7 @@ def _landed(outcome: Outcome, space: Namespace, ids: Ids) -> Bits:
     return among(ids, outcome.landed.ids(space.group))
 
 
-def _lost(got: Outcome, space: Namespace) -> Fates:
+def _lost(got: Outcome, space: Namespace) -> BlockResults:
     """What became of each block of a get that did not land."""
     absent = np.array([why.startswith(NOT_THERE) for why in got.missing.meanings])
     codes = got.missing.groups[space.group].codes
@@ -295,5 +295,5 @@ def _lost(got: Outcome, space: Namespace) -> Fates:
     )
 
 
-def _all(request: Moving, fate: BlockResult, reason: str) -> Done:
-    return Done.of(request.number, np.full(len(request.names), fate, np.uint8), reason)
+def _all(request: TransferMessage, fate: BlockResult, reason: str) -> StoreDone:
+    return StoreDone.of(request.number, np.full(len(request.names), fate, np.uint8), reason)

@@ -6,10 +6,10 @@ import kvwire
 from kvwire.config import Config
 from kvwire.limits import STORE_REQUEST_BYTES_MAX, STORE_TIMEOUT_S
 from kvwire.store.server.client import StoreClient
-from kvwire.store.server.messages import Report, Stats
+from kvwire.store.server.messages import StatsReport, Stats
 
 
-async def ask_report(address: str, config: Config) -> Report:
+async def ask_report(address: str, config: Config) -> StatsReport:
     """What a server has in its tiers, and who uses it.
 
     Args:
@@ -27,6 +27,6 @@ async def ask_report(address: str, config: Config) -> Report:
         try:
             await line.open()
             number = line.number()
-            return await line.now().call(number, Stats(number), Report)
+            return await line.now().call(number, Stats(number), StatsReport)
         finally:
             await line.close()

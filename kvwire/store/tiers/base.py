@@ -55,7 +55,7 @@ class BlockResult(enum.IntEnum):
     """It does not fit, or nothing is taken at the moment; see ``trouble``."""
 
 
-Fates: TypeAlias = npt.NDArray[np.uint8]
+BlockResults: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Batch(NamedTuple):
@@ -99,7 +99,7 @@ class TierStats(msgspec.Struct, kw_only=True):
     damaged_blocks: int = 0
     failed_blocks: int = 0
 
-    def count(self, fates: Fates, *, written: bool) -> None:
+    def count(self, fates: BlockResults, *, written: bool) -> None:
         """Count what became of the blocks of one call."""
         landed = int(np.count_nonzero(fates == BlockResult.LANDED))
         if written:
@@ -146,14 +146,14 @@ class Tier(ABC):
         return held
 
     @abstractmethod
-    async def write(self, space: Namespace, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
         """Take blocks; those that are there already are touched.
 
         Cancel safety: the write is finished first.
         """
 
     @abstractmethod
-    async def read(self, space: Namespace, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks that ``find`` has found, and touch them.
 
         Cancel safety: the read is finished first.

@@ -34,9 +34,9 @@ from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.sums import Sums, image_sums, named_sums, views_of
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 from kvwire.store.tiers.directory import Directory
-from kvwire.store.tiers.disk_index import Rows
+from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.file import File
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
@@ -145,7 +145,7 @@ class DiskTier(Tier):
         slots = self._index.find(keys)
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
-    async def write(self, space: Namespace, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
         """Take blocks; those that are held already are touched.
 
         Cancel safety: the write is finished first.
@@ -174,7 +174,7 @@ class DiskTier(Tier):
         self._counts.count(fates[mine], written=True)
         return fates
 
-    async def read(self, space: Namespace, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, and compare them with their checksums.
 
         Cancel safety: the read is finished first.
@@ -293,7 +293,7 @@ class DiskTier(Tier):
             slots = np.concatenate((slots, more))
         return np.sort(slots)
 
-    async def _write(self, space: Namespace, batch: Batch, slots: Ids) -> Fates:
+    async def _write(self, space: Namespace, batch: Batch, slots: Ids) -> BlockResults:
         """Write images into slots that were taken for them, and name these."""
         self._filling.begin(batch.keys)
         written = False
@@ -351,7 +351,7 @@ class DiskTier(Tier):
         found = list(self._rows.rows())
         if not found:
             return
-        rows = Rows(*map(np.concatenate, zip(*found, strict=True)))
+        rows = DiskRows(*map(np.concatenate, zip(*found, strict=True)))
         self._serial = int(rows.serials.max())
         newest = np.argsort(rows.serials, kind="stable")[::-1]
         rows = rows.selected(newest)
@@ -366,7 +366,7 @@ class DiskTier(Tier):
         self._stale.update(rows.slots[~inside].tolist())
         self._adopt(rows.selected(inside), sizes[inside])
 
-    def _adopt(self, rows: Rows, sizes: Ids) -> None:
+    def _adopt(self, rows: DiskRows, sizes: Ids) -> None:
         """Take up rows that fit each other, the newest first."""
         self._sums[rows.slots] = rows.sums
         self._trusted[rows.slots] = self._directory.whole
@@ -401,7 +401,7 @@ class DiskTier(Tier):
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
         nbytes = np.full(slots.size, space.image_bytes)
-        rows = Rows(slots, batch.keys, batch.orders, nbytes, sums, serials)
+        rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)
         self._rows.record(space, rows)
         self._sums[slots] = sums
 
@@ -409,7 +409,7 @@ class DiskTier(Tier):
         self._file.sync()
         self._rows.sync()
 
-    def _read_slots(self, batch: Batch, slots: Ids) -> Fates:
+    def _read_slots(self, batch: Batch, slots: Ids) -> BlockResults:
         """Read images, and say of each whether it is what was written."""
         order = np.argsort(slots)
         fates = np.full(slots.size, BlockResult.LANDED, np.uint8)

@@ -71,7 +71,7 @@ _SLABS: Final = range(GRAIN_BYTES, STORE_SLAB_BYTES_MAX + 1, GRAIN_BYTES)
 _AT_ONCE: Final = 64 * 1024
 
 
-class Rows(NamedTuple):
+class DiskRows(NamedTuple):
     """Rows of ``blocks``, each column as an array.
 
     Attributes:
@@ -87,9 +87,9 @@ class Rows(NamedTuple):
     sums: Sums
     serials: Ids
 
-    def selected(self, which: Ids | Bits) -> Rows:
+    def selected(self, which: Ids | Bits) -> DiskRows:
         """Some of the rows, by position or by a mask."""
-        return Rows._make(column[which] for column in self)
+        return DiskRows._make(column[which] for column in self)
 
 
 class DiskIndex:
@@ -133,13 +133,13 @@ class DiskIndex:
             self._db.close()
             raise
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[DiskRows]:
         """What it has, as far as it makes sense; some at a time, in no order."""
         asked = self._db.execute(_ROWS, _LIMITS)
         while some := asked.fetchmany(_AT_ONCE):
             slots, keys, orders, nbytes, sums, serials = zip(*some, strict=True)
             numbers = np.array((slots, nbytes, sums, serials), np.int64)
-            yield Rows(
+            yield DiskRows(
                 numbers[0],
                 as_keys(keys),
                 np.array(orders, np.uint8),
@@ -155,7 +155,7 @@ class DiskIndex:
                 self._db.execute("UPDATE tier SET closed = 0")
             self.closed = False
 
-    def record(self, space: Namespace, rows: Rows) -> None:
+    def record(self, space: Namespace, rows: DiskRows) -> None:
         """Say what slots hold, of which the images are written.
 
         Args:

@@ -32,14 +32,14 @@ from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
-from kvwire.store.index import Index, Keys, Named
+from kvwire.store.index import Index, Keys, IndexedSlots
 from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import Slabs
 
 logger = logging.getLogger("kvwire")
 
-Demote = Callable[[Named], Awaitable[str]]
+Demote = Callable[[IndexedSlots], Awaitable[str]]
 """Gives blocks to the tiers below that lack them; why some of them were not taken."""
 
 
@@ -147,7 +147,7 @@ class MemoryTier:
         for first in range(0, every.size if self._demote else 0, step):
             keys = every[first : first + step]
             slots = self.index.find(keys)
-            named = Named(keys[slots >= 0], slots[slots >= 0])
+            named = IndexedSlots(keys[slots >= 0], slots[slots >= 0])
             self.index.pin(*named)
             try:
                 assert self._demote is not None

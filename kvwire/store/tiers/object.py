@@ -41,9 +41,9 @@ from kvwire.store.cleanup import finished, together
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 from kvwire.store.tiers.object_bucket import bucket_of
-from kvwire.store.tiers.object_format import HEAD_BYTES, Head, packed, path_of, unpacked
+from kvwire.store.tiers.object_format import HEAD_BYTES, ObjectHead, packed, path_of, unpacked
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class ObjectTier(Tier):
         await self._each(look, asked)
         return orders
 
-    async def write(self, space: Namespace, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
         """Put an object for each block, in place of what may be there.
 
         Cancel safety: the write is finished first.
@@ -150,7 +150,7 @@ class ObjectTier(Tier):
         self._counts.count(fates, written=True)
         return fates
 
-    async def read(self, space: Namespace, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
         """Fetch the objects of blocks, and compare them with their checksums.
 
         Cancel safety: the read is finished first.
@@ -188,14 +188,14 @@ class ObjectTier(Tier):
             if raw is BlockResult.MISSING:
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
             return ABSENT
-        head = Head.read(raw)
+        head = ObjectHead.read(raw)
         if head is None or head.key != key:
             self._lacks(key, STORE_OBJECT_ABSENT_S)
             return ABSENT
         self._has(key, head.order)
         return head.order
 
-    async def _write(self, space: Namespace, batch: Batch) -> Fates:
+    async def _write(self, space: Namespace, batch: Batch) -> BlockResults:
         fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         objects = await self._threads.run(partial(packed, batch))
 
@@ -217,7 +217,7 @@ class ObjectTier(Tier):
         await self._each(put, range(batch.keys.size))
         return fates
 
-    async def _read(self, space: Namespace, batch: Batch) -> Fates:
+    async def _read(self, space: Namespace, batch: Batch) -> BlockResults:
         fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
 

@@ -21,7 +21,7 @@ from kvwire.store.index import Key
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS
 from kvwire.store.sums import image_sums
 from kvwire.store.threads import copy_in_turns
-from kvwire.store.tiers.base import Batch, BlockResult, Fates
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 
 HEAD_BYTES: Final = 128
 
@@ -33,7 +33,7 @@ _SUM: Final = struct.Struct("<Q")
 assert _HEAD.size + _SUM.size == HEAD_BYTES
 
 
-class Head(NamedTuple):
+class ObjectHead(NamedTuple):
     """The head of one object.
 
     Attributes:
@@ -56,7 +56,7 @@ class Head(NamedTuple):
         return head + _SUM.pack(xxhash.xxh3_64_intdigest(head))
 
     @classmethod
-    def read(cls, raw: memoryview) -> Head | None:
+    def read(cls, raw: memoryview) -> ObjectHead | None:
         """The head that some bytes begin with, or None if that is no whole one."""
         if raw.nbytes < HEAD_BYTES:
             return None
@@ -83,12 +83,12 @@ def packed(batch: Batch) -> npt.NDArray[np.uint8]:
     for row, key, order, total in zip(
         rows, batch.keys.tolist(), batch.orders.tolist(), sums.tolist(), strict=True
     ):
-        head = Head(key, order, nbytes, total).to_bytes()
+        head = ObjectHead(key, order, nbytes, total).to_bytes()
         row[:HEAD_BYTES] = np.frombuffer(head, np.uint8)
     return rows
 
 
-def unpacked(batch: Batch, raws: list[memoryview]) -> Fates:
+def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
     """Copy images out of objects, and say of each whether it is the one asked for.
 
     On a thread. An image that is not LANDED may hold anything.
@@ -97,7 +97,7 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> Fates:
     fates = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
     sums = np.zeros(batch.keys.size, np.uint64)
     for at, raw in enumerate(raws):
-        head = Head.read(raw)
+        head = ObjectHead.read(raw)
         if head is None or raw.nbytes != HEAD_BYTES + nbytes or head.nbytes != nbytes:
             continue
         ours = head.key == batch.keys[at] and head.order == batch.orders[at]

@@ -33,17 +33,17 @@ from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (
-    Done,
+    StoreDone,
     Find,
     Flush,
     Found,
     Get,
     Names,
     Put,
-    SpaceText,
+    NamespaceText,
     Touch,
 )
-from kvwire.store.tiers.base import Batch, BlockResult, Fates, Tier, TierStats
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 
 _READ_ONLY: Final = "this server is read-only"
 
@@ -132,7 +132,7 @@ class RemoteTier(Tier):
         while len(self._touched) > STORE_TOUCHES_MAX:
             del self._touched[next(iter(self._touched))]
 
-    async def write(self, space: Namespace, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
         """Let the server pull blocks.
 
         Cancel safety: the write is finished first.
@@ -141,7 +141,7 @@ class RemoteTier(Tier):
         self._counts.count(fates, written=True)
         return fates
 
-    async def read(self, space: Namespace, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
         """Let the server push blocks.
 
         Cancel safety: the read is finished first.
@@ -171,7 +171,7 @@ class RemoteTier(Tier):
             up = self._line.now()
             await self._tell_touches(up)
             number = self._line.number()
-            self.trouble = (await up.call(number, Flush(number), Done)).reason
+            self.trouble = (await up.call(number, Flush(number), StoreDone)).reason
         except KVWireError as exc:
             self.trouble = said(exc)
         if self.trouble:
@@ -202,7 +202,7 @@ class RemoteTier(Tier):
         for which in _by_width(touched):
             await up.tell(Touch(Names.of(touched[which])))
 
-    async def _move(self, space: Namespace, batch: Batch, step: _Step) -> Fates:
+    async def _move(self, space: Namespace, batch: Batch, step: _Step) -> BlockResults:
         """Move a batch in parts, as large as the server's berths."""
         fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         try:
@@ -223,7 +223,7 @@ class RemoteTier(Tier):
             self.trouble = said(exc)
         return fates
 
-    async def _put(self, up: ActiveConnection, space: Namespace, batch: Batch) -> Fates:
+    async def _put(self, up: ActiveConnection, space: Namespace, batch: Batch) -> BlockResults:
         """One request: publish the images, and let the server pull them."""
         number = self._line.number()
         images = ImageCache(space, int(batch.orders[0]), batch.images)
@@ -237,13 +237,13 @@ class RemoteTier(Tier):
             out.ready()
             out.finish()
             put = Put(*self._asked(number, space, batch))
-            return self._checked(up, batch, await up.call(number, put, Done))
+            return self._checked(up, batch, await up.call(number, put, StoreDone))
 
-    async def _get(self, up: ActiveConnection, space: Namespace, batch: Batch) -> Fates:
+    async def _get(self, up: ActiveConnection, space: Namespace, batch: Batch) -> BlockResults:
         """One request: hear which blocks there are, and expect the server's push."""
         number = self._line.number()
         get = Get(*self._asked(number, space, batch))
-        fates = self._checked(up, batch, await up.call(number, get, Done))
+        fates = self._checked(up, batch, await up.call(number, get, StoreDone))
         coming = np.flatnonzero(fates == BlockResult.LANDED)
         if not coming.size:
             return fates
@@ -267,9 +267,9 @@ class RemoteTier(Tier):
         """The fields of a request to move a batch."""
         order, names = int(batch.orders[0]), Names.of(batch.keys)
         timeout_ms = max(1, int(self._timeout_s * 1000))
-        return number, number, SpaceText.of(space), order, names, timeout_ms
+        return number, number, NamespaceText.of(space), order, names, timeout_ms
 
-    def _checked(self, up: ActiveConnection, batch: Batch, done: Done) -> Fates:
+    def _checked(self, up: ActiveConnection, batch: Batch, done: StoreDone) -> BlockResults:
         """What the server says of each block."""
         fates = done.table.copy()
         if fates.size != batch.keys.size:
@@ -282,8 +282,8 @@ class RemoteTier(Tier):
         return fates
 
 
-_Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[Fates]]
-_Asked = tuple[int, int, SpaceText, int, Names, int]
+_Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[BlockResults]]
+_Asked = tuple[int, int, NamespaceText, int, Names, int]
 
 
 def _config(address: TierAddress) -> Config:
@@ -315,7 +315,7 @@ def _parts(batch: Batch, most: int) -> Iterator[Ids]:
                 yield alike[first : first + most]
 
 
-def _spaces(told: Iterable[SpaceText]) -> Iterator[Namespace]:
+def _spaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
     for text in told:
         # What a newer server knows of, and this side does not, has no blocks for it.
         with suppress(UsageError):

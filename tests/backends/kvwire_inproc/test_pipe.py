@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
 from kvwire.memory.copy import as_fragments
-from kvwire_inproc.pipe import Pipe, PipeEnd, PipeFrame
+from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
 
 HEADER = bytes(HEADER_BYTES)
 PAYLOAD = bytes(range(200))
@@ -22,12 +22,12 @@ def frame(length: int = 0, token: object = None) -> PipeFrame:
 
 
 @pytest.fixture
-def way() -> Pipe:
-    return Pipe(RLock())
+def way() -> InprocPipe:
+    return InprocPipe(RLock())
 
 
 def take(
-    way: Pipe, into: memoryview | None = None, piece_bytes: int = 1 << 20
+    way: InprocPipe, into: memoryview | None = None, piece_bytes: int = 1 << 20
 ) -> PipeFrame:
     """Deliver the head whole."""
     head = way.head()
@@ -38,7 +38,7 @@ def take(
     return head
 
 
-def test_frames_come_in_order_and_each_stays_first_until_it_is_done(way: Pipe) -> None:
+def test_frames_come_in_order_and_each_stays_first_until_it_is_done(way: InprocPipe) -> None:
     frames = [frame(10), frame(), frame(200)]
     way.put(frames[:2])
     way.put(frames[2:])
@@ -63,7 +63,7 @@ def test_every_byte_arrives_once_and_is_queued_until_then(
     lengths: list[int], piece_bytes: int, cut: bool
 ) -> None:
     """However it is cut; ``queued_bytes`` falls with each piece, and ends at 0."""
-    way = Pipe(RLock())
+    way = InprocPipe(RLock())
     way.put([frame(length) for length in lengths])
     queued_bytes = sum(lengths) + HEADER_BYTES * len(lengths)
     for length in lengths:
@@ -83,14 +83,14 @@ def test_every_byte_arrives_once_and_is_queued_until_then(
     assert way.queued_bytes == 0
 
 
-def test_what_is_dropped_counts_as_delivered(way: Pipe) -> None:
+def test_what_is_dropped_counts_as_delivered(way: InprocPipe) -> None:
     way.put([frame(200, "token")])
     take(way, into=None)
     assert way.queued_bytes == 0
     assert way.take_sent() == ["token"]
 
 
-def test_a_token_comes_back_once_and_only_when_its_frame_is_done(way: Pipe) -> None:
+def test_a_token_comes_back_once_and_only_when_its_frame_is_done(way: InprocPipe) -> None:
     way.put([frame(100, "first"), frame(0), frame(100, "second")])
     head = way.head()
     assert head is not None
@@ -104,7 +104,7 @@ def test_a_token_comes_back_once_and_only_when_its_frame_is_done(way: Pipe) -> N
     assert way.take_sent() == []
 
 
-def test_a_clean_end_waits_for_what_was_sent_before(way: Pipe) -> None:
+def test_a_clean_end_waits_for_what_was_sent_before(way: InprocPipe) -> None:
     way.put([frame(100)])
     way.finish()
     assert way.outcome() is None
@@ -112,7 +112,7 @@ def test_a_clean_end_waits_for_what_was_sent_before(way: Pipe) -> None:
     assert way.outcome() == PipeEnd(None)
 
 
-def test_after_an_end_the_sender_s_memory_is_not_read(way: Pipe) -> None:
+def test_after_an_end_the_sender_s_memory_is_not_read(way: InprocPipe) -> None:
     """Even by a receiver that is in the middle of a payload, and has it in hand."""
     way.put([frame(200, "token"), frame(10)])
     head = way.head()
@@ -130,7 +130,7 @@ def test_after_an_end_the_sender_s_memory_is_not_read(way: Pipe) -> None:
     assert way.outcome() == PipeEnd(error)
 
 
-def test_the_first_end_counts_and_nothing_follows_it(way: Pipe) -> None:
+def test_the_first_end_counts_and_nothing_follows_it(way: InprocPipe) -> None:
     error = ConnectionLost("aborted")
     way.end(error)
     way.end(None)
@@ -140,7 +140,7 @@ def test_the_first_end_counts_and_nothing_follows_it(way: Pipe) -> None:
     assert way.drained
 
 
-def test_a_receiver_that_is_gone_takes_nothing_more(way: Pipe) -> None:
+def test_a_receiver_that_is_gone_takes_nothing_more(way: InprocPipe) -> None:
     way.put([frame(10, "token")])
     way.retire()
     way.put([frame(20)])

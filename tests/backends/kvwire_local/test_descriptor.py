@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB, TICKET_BYTES_MAX
-from kvwire_local.descriptor import LATER, Kind, decode, encode, encode_piece
+from kvwire_local.descriptor import LATER, PlaceKind, decode, encode, encode_piece
 
 
 def fragments(addresses: list[int], lengths: list[int]) -> Fragments:
@@ -36,7 +36,7 @@ regular = st.tuples(
 )
 
 
-def assert_is_read_back(kind: Kind, arena: int, said: Fragments) -> bytes | None:
+def assert_is_read_back(kind: PlaceKind, arena: int, said: Fragments) -> bytes | None:
     ticket = encode(kind, arena, said)
     if ticket is not None:
         place = decode(ticket, said.nbytes)
@@ -50,7 +50,7 @@ def assert_is_read_back(kind: Kind, arena: int, said: Fragments) -> bytes | None
 @given(lists)
 def test_any_list_that_fits_is_read_back(pieces: list[tuple[int, int]]) -> None:
     said = fragments(*map(list, zip(*pieces, strict=True)))
-    ticket = assert_is_read_back(Kind.MEMORY, 0, said)
+    ticket = assert_is_read_back(PlaceKind.MEMORY, 0, said)
     span = max(a for a, _ in pieces) - min(a for a, _ in pieces)
     assert ticket is not None or span >= 2**32
 
@@ -63,7 +63,7 @@ def test_lists_of_a_cache_take_4_bytes_a_fragment(
     lengths = [middle] * len(places)
     lengths[0], lengths[-1] = first, last
     said = fragments([base + (place << shift) for place in places], lengths)
-    ticket = assert_is_read_back(Kind.ARENA, 3, said)
+    ticket = assert_is_read_back(PlaceKind.ARENA, 3, said)
     assert ticket is not None
     assert len(ticket) == 32 + 4 * len(places)
 
@@ -72,7 +72,7 @@ def test_a_chunk_in_fragments_of_512_bytes_fits() -> None:
     count = MIB // 512
     order = np.random.default_rng(1).permutation(count)
     said = fragments([(1 << 44) + int(i) * 1024 for i in order], [512] * count)
-    ticket = assert_is_read_back(Kind.MEMORY, 0, said)
+    ticket = assert_is_read_back(PlaceKind.MEMORY, 0, said)
     assert ticket is not None
     assert len(ticket) < 9 * KIB
 
@@ -80,18 +80,18 @@ def test_a_chunk_in_fragments_of_512_bytes_fits() -> None:
 def test_what_does_not_fit_has_no_ticket() -> None:
     many = TICKET_BYTES_MAX // 4
     assert (
-        encode(Kind.MEMORY, 0, fragments([2 * i for i in range(many)], [1] * many))
+        encode(PlaceKind.MEMORY, 0, fragments([2 * i for i in range(many)], [1] * many))
         is None
     )
     half = TICKET_BYTES_MAX // 8
     mixed = fragments([4 * i for i in range(half)], [1 + i % 2 for i in range(half)])
-    assert encode(Kind.MEMORY, 0, mixed) is None
-    assert encode(Kind.MEMORY, 0, fragments([1, 1 << 45], [1, 1])) is None
-    assert encode(Kind.MEMORY, 0, fragments([1], [1 << 32])) is None
+    assert encode(PlaceKind.MEMORY, 0, mixed) is None
+    assert encode(PlaceKind.MEMORY, 0, fragments([1, 1 << 45], [1, 1])) is None
+    assert encode(PlaceKind.MEMORY, 0, fragments([1], [1 << 32])) is None
 
 
 def test_later_is_a_ticket_of_one_byte() -> None:
-    assert decode(LATER, 5).kind is Kind.LATER
+    assert decode(LATER, 5).kind is PlaceKind.LATER
 
 
 @given(lists, st.data())
@@ -99,7 +99,7 @@ def test_a_wrong_ticket_is_refused_or_stays_within_bounds(
     pieces: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     said = fragments(*map(list, zip(*pieces, strict=True)))
-    ticket = encode(Kind.MEMORY, 0, said)
+    ticket = encode(PlaceKind.MEMORY, 0, said)
     if ticket is None:
         return
     wrong = bytearray(ticket)
@@ -151,7 +151,7 @@ def assert_is_sound(ticket: bytes, nbytes: int) -> None:
     ],
 )
 def test_each_field_is_checked(place: int, value: int, said: str) -> None:
-    ticket = bytearray(encode(Kind.MEMORY, 0, fragments([4096], [100])) or b"")
+    ticket = bytearray(encode(PlaceKind.MEMORY, 0, fragments([4096], [100])) or b"")
     ticket[place] = value
     with pytest.raises(ProtocolError, match=said) as caught:
         decode(bytes(ticket), 100)
@@ -159,11 +159,11 @@ def test_each_field_is_checked(place: int, value: int, said: str) -> None:
 
 
 def test_what_adds_up_to_something_else_is_refused() -> None:
-    ticket = bytearray(encode(Kind.MEMORY, 0, fragments([0, 100], [5, 5])) or b"")
+    ticket = bytearray(encode(PlaceKind.MEMORY, 0, fragments([0, 100], [5, 5])) or b"")
     with pytest.raises(ProtocolError, match="fragments of 10 bytes, not of 11"):
         decode(bytes(ticket), 11)
     with pytest.raises(ProtocolError, match="fragments of 50 bytes, not of 51"):
-        decode(encode_piece(Kind.MEMORY, 0, 4096, 50), 51)
+        decode(encode_piece(PlaceKind.MEMORY, 0, 4096, 50), 51)
     ticket[20], ticket[28] = 0, 10
     with pytest.raises(ProtocolError, match="or an empty one"):
         decode(bytes(ticket), 10)
@@ -171,14 +171,14 @@ def test_what_adds_up_to_something_else_is_refused() -> None:
 
 def test_a_piece_is_told_as_a_list_of_one() -> None:
     said = fragments([1 << 45], [1 << 20])
-    ticket = encode(Kind.ARENA, 5, said)
-    assert ticket == encode_piece(Kind.ARENA, 5, 1 << 45, 1 << 20)
-    assert assert_is_read_back(Kind.ARENA, 5, said) == ticket
+    ticket = encode(PlaceKind.ARENA, 5, said)
+    assert ticket == encode_piece(PlaceKind.ARENA, 5, 1 << 45, 1 << 20)
+    assert assert_is_read_back(PlaceKind.ARENA, 5, said) == ticket
 
 
 def test_form_1_has_no_lengths_in_its_head() -> None:
     said = fragments([0, 100, 200, 300], [1, 2, 3, 4])
-    ticket = bytearray(encode(Kind.MEMORY, 0, said) or b"")
+    ticket = bytearray(encode(PlaceKind.MEMORY, 0, said) or b"")
     assert ticket[1] == 1
     ticket[20] = 1
     with pytest.raises(ProtocolError, match="must be 0"):

@@ -10,7 +10,7 @@ import pytest
 
 from kvwire.memory import cma
 from kvwire_local import LocalBackend, diagnosis
-from kvwire_local.tracer import Tracers
+from kvwire_local.tracer import TracerSlot
 
 
 def found() -> dict[str, str]:
@@ -42,7 +42,7 @@ def test_each_scope_is_explained(
 ) -> None:
     file = tmp_path / "ptrace_scope"
     file.write_text(scope)
-    place = Tracers(lambda pid: True, file)
+    place = TracerSlot(lambda pid: True, file)
     monkeypatch.setattr(diagnosis, "tracers", lambda: place)
     finding = diagnosis.findings()[0]
     assert finding.state == state

@@ -23,7 +23,7 @@ from kvwire.types import Role
 from kvwire_local.host import Host
 from kvwire_local.lane import LocalLane
 from kvwire_local.received_payloads import ReceivedPayloads
-from kvwire_local.wire import Wire
+from kvwire_local.wire import LocalWire
 from tests.backends.kvwire_local.child import (
     Child,
     Recorder,
@@ -294,8 +294,8 @@ async def test_without_the_guard_the_same_payload_arrives_torn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the test before tests can fail."""
-    hear = Wire.hear
-    monkeypatch.setattr(Wire, "hear", lambda self: (hear(self)[0], True))
+    hear = LocalWire.hear
+    monkeypatch.setattr(LocalWire, "hear", lambda self: (hear(self)[0], True))
     async with child() as there:
         torn, landed = await _torn(there, "cma", monkeypatch)
         assert torn

@@ -16,14 +16,14 @@ from kvwire.memory.copy import as_fragments
 from kvwire.memory.iovec import address_of
 from kvwire.testing.conformance.bench import open_descriptors
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
-from kvwire_local.descriptor import DescribedPlace, Kind
-from kvwire_local.peer import ARENA_BODY, MappedReading, MemoryReading, Peer
+from kvwire_local.descriptor import DescribedPlace, PlaceKind
+from kvwire_local.peer import ARENA_BODY, MappedReading, MemoryReading, PeerMemory
 
 COOKIE = b"0123456789abcdef"
 
 
-def ourselves() -> Peer:
-    return Peer(os.getpid(), address_of(COOKIE), COOKIE)
+def ourselves() -> PeerMemory:
+    return PeerMemory(os.getpid(), address_of(COOKIE), COOKIE)
 
 
 def pieces(*places: tuple[int, int]) -> Fragments:
@@ -40,9 +40,9 @@ def pieces(*places: tuple[int, int]) -> Fragments:
 
 def test_whose_cookie_is_read_is_the_peer() -> None:
     assert ourselves().refusal() == ""
-    assert Peer(0, 4096, COOKIE).refusal() == "the peer is in another pid namespace"
-    assert "EFAULT" in Peer(os.getpid(), 4096, COOKIE).refusal()
-    other = Peer(os.getpid(), address_of(COOKIE), COOKIE[::-1])
+    assert PeerMemory(0, 4096, COOKIE).refusal() == "the peer is in another pid namespace"
+    assert "EFAULT" in PeerMemory(os.getpid(), 4096, COOKIE).refusal()
+    other = PeerMemory(os.getpid(), address_of(COOKIE), COOKIE[::-1])
     assert other.refusal() == f"pid {os.getpid()} is another process here"
 
 
@@ -64,7 +64,7 @@ def test_memory_is_read_in_steps(cuts: tuple[str, str]) -> None:
 
 def test_another_process_under_the_pid_is_noticed() -> None:
     cookie = bytearray(COOKIE)
-    peer = Peer(os.getpid(), address_of(cookie), COOKIE)
+    peer = PeerMemory(os.getpid(), address_of(cookie), COOKIE)
     source, target = Memory(100), Memory(100)
     reading = MemoryReading(
         peer, as_fragments(source.payload), as_fragments(target.payload)
@@ -85,7 +85,7 @@ def test_memory_that_is_not_there_is_lost() -> None:
 # --- its arenas -----------------------------------------------------------------------
 
 
-def adopted(arena: Arena) -> Peer:
+def adopted(arena: Arena) -> PeerMemory:
     peer = ourselves()
     peer.adopt(ARENA_BODY.pack(0), os.dup(arena.fileno()))
     return peer
@@ -98,7 +98,7 @@ def test_an_arena_is_read_in_steps() -> None:
     target = Memory(MIB, CUTS["pages"])
     said = pieces((MIB, 512 * 1024), (0, 512 * 1024))
     reading = peer.reading(
-        DescribedPlace(Kind.ARENA, 0, said), as_fragments(target.payload)
+        DescribedPlace(PlaceKind.ARENA, 0, said), as_fragments(target.payload)
     )
     assert isinstance(reading, MappedReading)
     assert reading.step(300_000) == 300_000
@@ -117,13 +117,13 @@ def test_what_lies_beyond_an_arena_is_refused() -> None:
         target = as_fragments(memoryview(bytearray(200)))
         for said in (pieces((8192 - 99, 100)), pieces((0, 100), (8192, 100))):
             with pytest.raises(ProtocolError, match="beyond an arena of 8192 bytes"):
-                peer.reading(DescribedPlace(Kind.ARENA, 0, said), target)
+                peer.reading(DescribedPlace(PlaceKind.ARENA, 0, said), target)
         peer.close()
 
 
 def test_an_arena_that_was_not_announced_is_waited_for() -> None:
     target = as_fragments(memoryview(bytearray(100)))
-    place = DescribedPlace(Kind.ARENA, 0, pieces((0, 100)))
+    place = DescribedPlace(PlaceKind.ARENA, 0, pieces((0, 100)))
     assert ourselves().reading(place, target) is None
 
 

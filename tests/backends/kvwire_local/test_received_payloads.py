@@ -12,8 +12,8 @@ from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
 from kvwire.memory.iovec import address_of
-from kvwire_local.descriptor import LATER, Kind, encode, encode_piece
-from kvwire_local.peer import MemoryReading, Peer
+from kvwire_local.descriptor import LATER, PlaceKind, encode, encode_piece
+from kvwire_local.peer import MemoryReading, PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads
 
 COOKIE = b"fedcba9876543210"
@@ -22,7 +22,7 @@ COOKIE = b"fedcba9876543210"
 def incoming() -> ReceivedPayloads:
     """One that reads this process."""
     found = ReceivedPayloads()
-    found.peer = Peer(os.getpid(), address_of(COOKIE), COOKIE)
+    found.peer = PeerMemory(os.getpid(), address_of(COOKIE), COOKIE)
     return found
 
 
@@ -31,7 +31,7 @@ def landing(nbytes: int) -> Landing:
 
 
 def ticket_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
-    return encode_piece(Kind.MEMORY, 0, memory.ctypes.data, memory.size)
+    return encode_piece(PlaceKind.MEMORY, 0, memory.ctypes.data, memory.size)
 
 
 def drain(inc: ReceivedPayloads) -> list[list[Landing]]:
@@ -86,7 +86,7 @@ def test_long_fragments_are_read_in_one_step(
     lengths = np.full(firsts.size, fragment_bytes, np.uint64)
     addresses = firsts.astype(np.uint64) + np.uint64(memory.ctypes.data)
     scattered = Fragments(addresses, lengths, owner=memory, writable=False)
-    ticket = encode(Kind.MEMORY, 0, scattered)
+    ticket = encode(PlaceKind.MEMORY, 0, scattered)
     assert ticket is not None
     taken: list[int] = []
     step = MemoryReading.step

@@ -12,20 +12,20 @@ from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena
-from kvwire_local.descriptor import LATER, Kind, decode
+from kvwire_local.descriptor import LATER, PlaceKind, decode
 from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.staging import STAGING_BYTES
-from kvwire_local.wire import ARENAS_MAX, Say, Wire
+from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
 
 BOTH = ReadMethod.MEMORY | ReadMethod.ARENA
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Wire, Wire]]:
+def ends() -> Iterator[tuple[LocalWire, LocalWire]]:
     socks = socket.socketpair()
     for sock in socks:
         sock.setblocking(False)
-    wires = Wire(socks[0]), Wire(socks[1])
+    wires = LocalWire(socks[0]), LocalWire(socks[1])
     yield wires
     for wire in wires:
         wire.close()
@@ -54,26 +54,26 @@ def every_other(
 @pytest.mark.parametrize(
     ("ways", "size", "in_arena", "kind", "count"),
     [
-        (BOTH, 64 * KIB, False, Kind.MEMORY, 16),
-        (BOTH, 8 * KIB, False, Kind.MEMORY, 128),
-        (BOTH, 4 * KIB, False, Kind.ARENA, 1),
-        (BOTH, 64 * KIB, True, Kind.ARENA, 16),
-        (BOTH, 4 * KIB, True, Kind.ARENA, 256),
-        (BOTH, 1 * MIB, True, Kind.ARENA, 1),
-        (BOTH, 64, True, Kind.ARENA, 1),
-        (ReadMethod.ARENA, 64 * KIB, True, Kind.ARENA, 16),
-        (ReadMethod.ARENA, 64 * KIB, False, Kind.ARENA, 1),
-        (ReadMethod.MEMORY, 1 * MIB, True, Kind.MEMORY, 1),
-        (ReadMethod.MEMORY, 4 * KIB, True, Kind.MEMORY, 1),
+        (BOTH, 64 * KIB, False, PlaceKind.MEMORY, 16),
+        (BOTH, 8 * KIB, False, PlaceKind.MEMORY, 128),
+        (BOTH, 4 * KIB, False, PlaceKind.ARENA, 1),
+        (BOTH, 64 * KIB, True, PlaceKind.ARENA, 16),
+        (BOTH, 4 * KIB, True, PlaceKind.ARENA, 256),
+        (BOTH, 1 * MIB, True, PlaceKind.ARENA, 1),
+        (BOTH, 64, True, PlaceKind.ARENA, 1),
+        (ReadMethod.ARENA, 64 * KIB, True, PlaceKind.ARENA, 16),
+        (ReadMethod.ARENA, 64 * KIB, False, PlaceKind.ARENA, 1),
+        (ReadMethod.MEMORY, 1 * MIB, True, PlaceKind.MEMORY, 1),
+        (ReadMethod.MEMORY, 4 * KIB, True, PlaceKind.MEMORY, 1),
     ],
 )
 def test_each_payload_gets_the_ticket_that_suits_it(
-    ends: tuple[Wire, Wire],
+    ends: tuple[LocalWire, LocalWire],
     outgoing: SentPayloads,
     ways: ReadMethod,
     size: int,
     in_arena: bool,
-    kind: Kind,
+    kind: PlaceKind,
     count: int,
 ) -> None:
     arena = Arena(2 * MIB)
@@ -84,7 +84,7 @@ def test_each_payload_gets_the_ticket_that_suits_it(
     assert place.fragments is not None
     assert (place.kind, len(place.fragments)) == (kind, count)
     records, _ = ends[1].hear()
-    assert [record.kind for record in records] == [Say.ARENA] * (kind is Kind.ARENA)
+    assert [record.kind for record in records] == [LocalMessageType.ARENA] * (kind is PlaceKind.ARENA)
     assert outgoing.read(read_so_far(1)) == ["token"]
     assert len(outgoing) == 0
     outgoing.close()
@@ -93,7 +93,7 @@ def test_each_payload_gets_the_ticket_that_suits_it(
 
 
 def test_an_arena_is_announced_once(
-    ends: tuple[Wire, Wire], outgoing: SentPayloads
+    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     with Arena(4 * MIB) as arena:
@@ -104,20 +104,20 @@ def test_an_arena_is_announced_once(
 
 
 def test_beyond_so_many_arenas_memory_is_ordinary(
-    ends: tuple[Wire, Wire], outgoing: SentPayloads
+    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     arenas = [Arena(4096) for _ in range(ARENAS_MAX + 1)]
     tickets = [outgoing.send(arena.buffer(4096).data, None) for arena in arenas]
     kinds = [decode(ticket, 4096).kind for ticket in tickets]
-    assert kinds == [Kind.ARENA] * ARENAS_MAX + [Kind.MEMORY]
+    assert kinds == [PlaceKind.ARENA] * ARENAS_MAX + [PlaceKind.MEMORY]
     outgoing.close()
     for arena in arenas:
         arena.close()
 
 
 def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
-    ends: tuple[Wire, Wire], outgoing: SentPayloads
+    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads
 ) -> None:
     payload = every_other(np.zeros(2 * MIB, np.uint8), 1 * KIB)
     room = STAGING_BYTES // MIB
@@ -137,13 +137,13 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
     assert outgoing.read(read_so_far(3)) == [1, 2]
     outgoing.place_later()
     assert outgoing.queued_bytes == 0
-    placed = [r for r in ends[1].hear()[0] if r.kind is Say.PLACED]
+    placed = [r for r in ends[1].hear()[0] if r.kind is LocalMessageType.PLACED]
     assert len(placed) == 4
 
 
 @pytest.mark.parametrize("count", [0, 3, 2**64 - 1])
 def test_what_cannot_have_been_read_is_refused(
-    ends: tuple[Wire, Wire], outgoing: SentPayloads, count: int
+    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads, count: int
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     for number in range(2):

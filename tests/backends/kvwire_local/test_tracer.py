@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvwire_local.tracer import Tracers, tracers
+from kvwire_local.tracer import TracerSlot, tracers
 
 _ANY = 2**64 - 1
 
@@ -32,7 +32,7 @@ def scope(tmp_path: Path) -> Path:
 
 def test_one_peer_has_the_place_until_its_last_lane_ends(scope: Path) -> None:
     prctl = Prctl()
-    place = Tracers(prctl, scope)
+    place = TracerSlot(prctl, scope)
     assert place.permit(100, "one")
     assert place.permit(100, "one")
     assert not place.permit(200, "one")
@@ -47,7 +47,7 @@ def test_one_peer_has_the_place_until_its_last_lane_ends(scope: Path) -> None:
 
 def test_any_is_for_all(scope: Path) -> None:
     prctl = Prctl()
-    place = Tracers(prctl, scope)
+    place = TracerSlot(prctl, scope)
     assert place.permit(100, "any")
     assert place.permit(200, "any")
     place.withdraw(100, "any")
@@ -58,7 +58,7 @@ def test_any_is_for_all(scope: Path) -> None:
 
 def test_none_and_pids_that_are_not_visible_get_nothing(scope: Path) -> None:
     prctl = Prctl()
-    place = Tracers(prctl, scope)
+    place = TracerSlot(prctl, scope)
     assert not place.permit(100, "none")
     assert not place.permit(0, "one")
     assert prctl.calls == []
@@ -68,19 +68,19 @@ def test_none_and_pids_that_are_not_visible_get_nothing(scope: Path) -> None:
 def test_under_other_scopes_nothing_is_named(scope: Path, found: str) -> None:
     scope.write_text(found)
     prctl = Prctl()
-    assert not Tracers(prctl, scope).permit(100, "one")
+    assert not TracerSlot(prctl, scope).permit(100, "one")
     assert prctl.calls == []
 
 
 def test_without_yama_nothing_is_named(tmp_path: Path) -> None:
-    place = Tracers(Prctl(), tmp_path / "no such file")
+    place = TracerSlot(Prctl(), tmp_path / "no such file")
     assert place.scope is None
     assert not place.permit(100, "one")
 
 
 def test_a_refusal_leaves_the_place_free(scope: Path) -> None:
-    assert not Tracers(Prctl(refuses=True), scope).permit(100, "one")
-    place = Tracers(Prctl(), scope)
+    assert not TracerSlot(Prctl(refuses=True), scope).permit(100, "one")
+    place = TracerSlot(Prctl(), scope)
     assert place.permit(200, "one")
 
 

@@ -11,41 +11,41 @@ import pytest
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.limits import TICKET_BYTES_MAX
 from kvwire.testing.conformance.bench import open_descriptors
-from kvwire_local.wire import ARENAS_MAX, Say, Wire, peer_pid
+from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire, peer_pid
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Wire, Wire, socket.socket]]:
+def ends() -> Iterator[tuple[LocalWire, LocalWire, socket.socket]]:
     """Two ends, and the socket of the first one for what no lane says."""
     left, right = socket.socketpair()
     for sock in (left, right):
         sock.setblocking(False)
-    wires = Wire(left), Wire(right)
+    wires = LocalWire(left), LocalWire(right)
     yield *wires, left
     for wire in wires:
         wire.close()
 
 
 def test_records_come_whole_and_in_order(
-    ends: tuple[Wire, Wire, socket.socket],
+    ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:
     left, right, _ = ends
     assert right.hear() == ([], True)
     bodies = [b"", b"x", bytes(TICKET_BYTES_MAX)]
     for body in bodies:
-        left.say(Say.PLACED, body)
-    left.say(Say.READ, b"12345678")
+        left.say(LocalMessageType.PLACED, body)
+    left.say(LocalMessageType.READ, b"12345678")
     records, there = right.hear()
     assert there
     assert [record.body for record in records] == [*bodies, b"12345678"]
-    assert [record.kind for record in records] == [Say.PLACED] * 3 + [Say.READ]
+    assert [record.kind for record in records] == [LocalMessageType.PLACED] * 3 + [LocalMessageType.READ]
 
 
-def test_a_full_socket_keeps_the_rest(ends: tuple[Wire, Wire, socket.socket]) -> None:
+def test_a_full_socket_keeps_the_rest(ends: tuple[LocalWire, LocalWire, socket.socket]) -> None:
     left, right, _ = ends
     count = 100
     for number in range(count):
-        left.say(Say.PLACED, number.to_bytes(2, "little") * 5000)
+        left.say(LocalMessageType.PLACED, number.to_bytes(2, "little") * 5000)
     full = left.has_unsaid
     heard: list[bytes] = []
     while len(heard) < count:
@@ -58,18 +58,18 @@ def test_a_full_socket_keeps_the_rest(ends: tuple[Wire, Wire, socket.socket]) ->
 
 
 def test_descriptors_come_with_their_records(
-    ends: tuple[Wire, Wire, socket.socket],
+    ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:
     left, right, _ = ends
     files = [os.memfd_create(f"arena {number}") for number in range(3)]
     for number, file in enumerate(files):
         os.write(file, b"%d" % number)
-        left.say(Say.READ, b"between")
-        left.say(Say.ARENA, b"%d" % number, file)
+        left.say(LocalMessageType.READ, b"between")
+        left.say(LocalMessageType.ARENA, b"%d" % number, file)
         os.close(file)
     records, _there = right.hear()
     for record in records:
-        if record.kind is Say.ARENA:
+        if record.kind is LocalMessageType.ARENA:
             file = right.take_descriptor()
             assert os.pread(file, 10, 0) == record.body
             os.close(file)
@@ -78,12 +78,12 @@ def test_descriptors_come_with_their_records(
 
 
 def test_descriptors_that_nobody_takes_are_closed(
-    ends: tuple[Wire, Wire, socket.socket],
+    ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:
     left, right, _ = ends
     before = len(open_descriptors())
     file = os.memfd_create("arena")
-    left.say(Say.ARENA, b"", file)
+    left.say(LocalMessageType.ARENA, b"", file)
     os.close(file)
     right.hear()
     assert len(open_descriptors()) == before + 1
@@ -92,24 +92,24 @@ def test_descriptors_that_nobody_takes_are_closed(
 
 
 def test_the_end_is_seen_after_what_was_said(
-    ends: tuple[Wire, Wire, socket.socket],
+    ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:
     left, right, _ = ends
-    left.say(Say.READ, b"last")
+    left.say(LocalMessageType.READ, b"last")
     left.close()
     records, there = right.hear()
     assert [record.body for record in records] == [b"last"]
     assert not there
     assert right.hear() == ([], False)
-    right.say(Say.READ, b"to nobody")
+    right.say(LocalMessageType.READ, b"to nobody")
     assert not right.has_unsaid
 
 
 def test_an_end_with_unread_records_is_an_end(
-    ends: tuple[Wire, Wire, socket.socket],
+    ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:
     left, right, _ = ends
-    right.say(Say.READ, b"never read")
+    right.say(LocalMessageType.READ, b"never read")
     left.close()
     assert right.hear() == ([], False)
 
@@ -123,7 +123,7 @@ def test_an_end_with_unread_records_is_an_end(
     ],
 )
 def test_what_no_lane_says_is_refused(
-    ends: tuple[Wire, Wire, socket.socket], said: bytes
+    ends: tuple[LocalWire, LocalWire, socket.socket], said: bytes
 ) -> None:
     _, right, raw = ends
     raw.send(said)
@@ -132,12 +132,12 @@ def test_what_no_lane_says_is_refused(
 
 
 def test_more_descriptors_than_arenas_are_refused(
-    ends: tuple[Wire, Wire, socket.socket],
+    ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:
     left, right, _ = ends
     file = os.memfd_create("arena")
     for _ in range(ARENAS_MAX + 1):
-        left.say(Say.ARENA, b"", file)
+        left.say(LocalMessageType.ARENA, b"", file)
     os.close(file)
     with pytest.raises(ProtocolError, match="more records than a lane has to say"):
         right.hear()

@@ -12,7 +12,7 @@ from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import Library
+from kvwire_nccl.library import CollectiveLibrary
 from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 
 _names = itertools.count()
@@ -45,7 +45,7 @@ class Faults:
             gate.set()
 
 
-class FakeLibrary(Library):
+class FakeLibrary(CollectiveLibrary):
     """Moves host memory within the process."""
 
     kinds = frozenset({MemoryKind.HOST})

@@ -17,13 +17,13 @@ from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
-from kvwire_nccl.library import Library
+from kvwire_nccl.library import CollectiveLibrary
 from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 
 _HOST = "127.0.0.1"
 
 
-class Gloo(Library):
+class Gloo(CollectiveLibrary):
     """See Library.
 
     Raises:

@@ -15,7 +15,7 @@ from kvwire_nccl.direction_state import (
     DirectionStage,
     DirectionState,
     DirectionStep,
-    Job,
+    PayloadMove,
     refusal,
 )
 
@@ -31,8 +31,8 @@ def up() -> DirectionState:
     return made
 
 
-def job(token: object = None) -> Job:
-    return Job(memoryview(b"abc"), 3, token)
+def job(token: object = None) -> PayloadMove:
+    return PayloadMove(memoryview(b"abc"), 3, token)
 
 
 def test_from_the_beginning_to_rest() -> None:
@@ -183,8 +183,8 @@ class Anything(RuleBasedStateMachine):
         super().__init__()
         self.course = course()
         self.now = 0.0
-        self.submitted: list[Job] = []
-        self.done: list[Job] = []
+        self.submitted: list[PayloadMove] = []
+        self.done: list[PayloadMove] = []
         self.ending = False
 
     @rule(seconds=st.floats(0, 4))

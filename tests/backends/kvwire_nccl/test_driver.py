@@ -15,7 +15,7 @@ import pytest
 
 from kvwire.backend import Payload
 from kvwire.limits import WAKEUP_BYTES
-from kvwire_nccl.direction_state import MOVES_MAX, DirectionState, Job
+from kvwire_nccl.direction_state import MOVES_MAX, DirectionState, PayloadMove
 from kvwire_nccl.driver import Driver
 from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 from tests.support.logs import logged
@@ -58,7 +58,7 @@ class Loop:
         """Whether nothing more was said."""
         return self._calls.empty()
 
-    def moved(self, jobs: list[Job]) -> None:
+    def moved(self, jobs: list[PayloadMove]) -> None:
         self.batches.append(len(jobs))
         self.heard += [job.token for job in jobs]
 
@@ -157,15 +157,15 @@ def driven() -> Iterator[Driven]:
         made.ended()
 
 
-def jobs(count: int, nbytes: int = 100) -> list[Job]:
-    return [Job(None, nbytes, number) for number in range(count)]
+def jobs(count: int, nbytes: int = 100) -> list[PayloadMove]:
+    return [PayloadMove(None, nbytes, number) for number in range(count)]
 
 
 def test_what_is_moved_is_told_in_order_and_the_end_last_of_all(driven: Driven) -> None:
     driven.wire.done = 3
     driven.driver.start()
     driven.driver.submit(jobs(2))
-    driven.driver.submit([Job(None, 100, "last")])
+    driven.driver.submit([PayloadMove(None, 100, "last")])
     driven.driver.close()
     driven.loop.until(4)
     assert driven.loop.heard == [0, 1, "last", GONE]
@@ -203,7 +203,7 @@ def test_a_thread_at_rest_wakes_for_the_next_job(driven: Driven) -> None:
     driven.wire.done = 2
     driven.driver.start()
     for number in range(2):
-        driven.driver.submit([Job(None, 100, number)])
+        driven.driver.submit([PayloadMove(None, 100, number)])
         driven.loop.until(number + 1)
     assert driven.loop.heard == [0, 1]
 

@@ -15,7 +15,7 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
 from kvwire.testing.conformance.lanes.rig import LaneCheck
 from kvwire.types import MemoryKind, Role
-from kvwire_nccl.bootstrap import Bootstrap
+from kvwire_nccl.bootstrap import NcclBootstrap
 from kvwire_nccl.lane import NcclLane
 from tests.backends.kvwire_nccl.fake import FakeBackend, FakeLibrary, Faults, Notes
 from tests.support.depth import parameters
@@ -212,7 +212,7 @@ async def test_a_server_cannot_name_the_directions() -> None:
     client = NcclLane(context(Role.CLIENT), FakeLibrary())
     server = NcclLane(context(Role.SERVER), FakeLibrary())
     with pytest.raises(BackendUnavailable, match="names no directions"):
-        await server.join(Bootstrap("fake 1").encode(), Notes())
+        await server.join(NcclBootstrap("fake 1").encode(), Notes())
     with pytest.raises(BackendUnavailable, match="the lane was aborted"):
         await server.join(client.bootstrap, Notes())
 

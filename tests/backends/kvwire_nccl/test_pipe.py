@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvwire_nccl.library import Library
+from kvwire_nccl.library import CollectiveLibrary
 from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
 from tests.backends.kvwire_nccl.fake import FakeLibrary
 from tests.backends.kvwire_nccl.gloo import Gloo
@@ -37,14 +37,14 @@ PAYLOADS = [bytes([number]) * 1000 * number for number in range(1, 9)]
         ),
     ]
 )
-def library(request: pytest.FixtureRequest) -> Library:
-    made: Library = request.param()
+def library(request: pytest.FixtureRequest) -> CollectiveLibrary:
+    made: CollectiveLibrary = request.param()
     made.move_timeout_s = 1.0
     return made
 
 
 @pytest.fixture
-def ends(library: Library) -> Iterator[tuple[Pipe, Pipe]]:
+def ends(library: CollectiveLibrary) -> Iterator[tuple[Pipe, Pipe]]:
     """The sending end of a direction and the receiving one, both up."""
     name = library.name()
     sending, receiving = library.open(name, True), library.open(name, False)

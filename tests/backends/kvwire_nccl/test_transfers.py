@@ -19,7 +19,7 @@ from kvwire.memory.copy import copy
 from kvwire.memory.device.ops import device_ops
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
-from kvwire_nccl.library import Library
+from kvwire_nccl.library import CollectiveLibrary
 from tests.backends.kvwire_nccl import fake
 from tests.support.pairs import Pair, communicators
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
@@ -55,7 +55,7 @@ def _over_device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def availability(_: type[NcclBackend]) -> Availability:
         return Availability(available=True, reason="a fake for tests")
 
-    def library(_: NcclBackend, context: LaneContext) -> Library:
+    def library(_: NcclBackend, context: LaneContext) -> CollectiveLibrary:
         return DeviceLibrary()
 
     monkeypatch.setattr(NcclBackend, "availability", classmethod(availability))

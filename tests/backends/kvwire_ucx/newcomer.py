@@ -10,7 +10,7 @@ import asyncio
 import sys
 from typing import Final
 
-from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.memory import MemoryHandles
@@ -32,7 +32,7 @@ async def close_after(steps: int, transports: str) -> None:
     loop_of_peer = asyncio.new_event_loop()
     peer = Worker(context, loop_of_peer)
     version = context.library.version
-    there = Bootstrap(lane=1, version=version, address=worker.address)
+    there = UcxBootstrap(lane=1, version=version, address=worker.address)
     way = UcxEndpoint(peer, there, lambda status: None)
     # One that wants an answer: UCX then makes the worker an endpoint of its own.
     peer.send(

@@ -171,5 +171,5 @@ def test_it_goes_before_tcp_only_with_rdma(
 ) -> None:
     devices = ("mlx5_0",) if has_rdma else ()
     monkeypatch.setattr(diagnosis, "rdma_devices", lambda: devices)
-    monkeypatch.setattr("kvwire_ucx.library.Library.has_rdma", True)
+    monkeypatch.setattr("kvwire_ucx.library.UcxLibrary.has_rdma", True)
     assert (UcxBackend.rank() < registry.load("tcp").rank()) is has_rdma

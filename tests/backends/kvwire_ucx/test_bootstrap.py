@@ -13,17 +13,17 @@ from kvwire_ucx.bootstrap import (
     FIRST_PAYLOAD,
     HELLO,
     MESSAGES,
-    Bootstrap,
+    UcxBootstrap,
     new_lane,
     next_message,
     parse,
 )
 from kvwire_ucx.library import Version
 
-SAMPLE = Bootstrap(lane=7, version=Version(1, 22, 0), address=b"an address")
+SAMPLE = UcxBootstrap(lane=7, version=Version(1, 22, 0), address=b"an address")
 
 bootstraps = st.builds(
-    Bootstrap,
+    UcxBootstrap,
     lane=st.integers(0, 2**40 - 1),
     version=st.builds(Version, *(st.integers(0, 255),) * 3),
     address=st.binary(min_size=1, max_size=1000),
@@ -31,13 +31,13 @@ bootstraps = st.builds(
 
 
 @given(bootstraps)
-def test_it_is_read_as_it_was_written(bootstrap: Bootstrap) -> None:
+def test_it_is_read_as_it_was_written(bootstrap: UcxBootstrap) -> None:
     assert parse(bootstrap.to_bytes()) == bootstrap
 
 
 @given(bootstraps, st.data())
 def test_no_part_of_it_is_taken_for_it(
-    bootstrap: Bootstrap, data: st.DataObject
+    bootstrap: UcxBootstrap, data: st.DataObject
 ) -> None:
     whole = bootstrap.to_bytes()
     length = data.draw(st.integers(0, len(whole) - 1))
@@ -61,7 +61,7 @@ def test_another_format_names_the_difference() -> None:
 
 
 def test_too_many_devices_are_an_error_that_says_so() -> None:
-    wide = Bootstrap(lane=1, version=SAMPLE.version, address=bytes(BOOTSTRAP_BYTES_MAX))
+    wide = UcxBootstrap(lane=1, version=SAMPLE.version, address=bytes(BOOTSTRAP_BYTES_MAX))
     with pytest.raises(BackendUnavailable, match="UCX_NET_DEVICES"):
         wide.to_bytes()
 
@@ -76,7 +76,7 @@ def test_an_address_without_end_leads_into_zeros() -> None:
     bootstraps, bootstraps, st.integers(0, MESSAGES - 1), st.integers(0, MESSAGES - 1)
 )
 def test_tags_of_two_lanes_never_meet(
-    one: Bootstrap, other: Bootstrap, first: int, second: int
+    one: UcxBootstrap, other: UcxBootstrap, first: int, second: int
 ) -> None:
     same = (one.lane, first) == (other.lane, second)
     assert (one.tag(first) == other.tag(second)) is same

@@ -10,12 +10,12 @@ import pytest
 
 from kvwire_ucx import endpoint as module
 from kvwire_ucx.binding import OK
-from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
 from kvwire_ucx.worker import Worker
 
-PEER = Bootstrap(lane=1, version=Version(1, 15, 0), address=b"there")
+PEER = UcxBootstrap(lane=1, version=Version(1, 15, 0), address=b"there")
 # What ucp_ep_print_info says first; it goes on with thresholds and protocols.
 OF_1_22 = """\
 #                 lane[0]:  3:sysv/memory.0 md[2]   -> md[2]/sysv/sysdev[255] seg 42 am

@@ -12,7 +12,7 @@ import pytest
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import worker as module
 from kvwire_ucx.binding import ERR_CANCELED, OK
-from kvwire_ucx.bootstrap import Bootstrap
+from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.memory import MemoryHandles
@@ -40,7 +40,7 @@ def workers(count: int) -> Iterator[list[Worker]]:
 
 def endpoint(worker: Worker, peer: Worker) -> UcxEndpoint:
     version = worker.context.library.version
-    there = Bootstrap(lane=1, version=version, address=peer.address)
+    there = UcxBootstrap(lane=1, version=version, address=peer.address)
     return UcxEndpoint(worker, there, lambda status: None)
 
 
@@ -129,7 +129,7 @@ async def test_a_worker_to_which_a_peer_has_just_connected_can_be_closed() -> No
 async def test_an_address_that_leads_nowhere_is_refused() -> None:
     with workers(1) as (worker,):
         version = worker.context.library.version
-        nowhere = Bootstrap(lane=1, version=version, address=bytes(40))
+        nowhere = UcxBootstrap(lane=1, version=version, address=bytes(40))
         with pytest.raises(BackendUnavailable, match="UCX cannot reach the peer"):
             UcxEndpoint(worker, nowhere, lambda status: None)
 

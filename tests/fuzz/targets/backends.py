@@ -14,11 +14,11 @@ import numpy as np
 
 from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import KIB
-from kvwire_local.descriptor import Kind, decode, encode
+from kvwire_local.descriptor import PlaceKind, decode, encode
 from kvwire_local.host import Host
 from kvwire_local.sent_payloads import SentPayloads
-from kvwire_local.wire import Say, Wire
-from kvwire_nccl.bootstrap import Bootstrap as NcclBootstrap
+from kvwire_local.wire import LocalMessageType, LocalWire
+from kvwire_nccl.bootstrap import NcclBootstrap as NcclBootstrap
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble, is_proof, token_in
 from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.pieces import PIECES_MAX, read_ticket, ticket
@@ -44,7 +44,7 @@ def _local_ticket(reader: Reader, _: bytes) -> None:
     said = reader.take(1024)
     place = decode(said, nbytes)
     if place.fragments is None:
-        assert place.kind is Kind.LATER
+        assert place.kind is PlaceKind.LATER
         return
     fragments = place.fragments
     assert fragments.nbytes == nbytes
@@ -61,16 +61,16 @@ def _local_ticket(reader: Reader, _: bytes) -> None:
 def _local_records(_: Reader, said: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
-    wire, outgoing = Wire(ours), SentPayloads()
+    wire, outgoing = LocalWire(ours), SentPayloads()
     try:
         theirs.sendall(said)
         records, there = wire.hear()
         assert there
         for record in records:
-            assert record.kind in Say
-            if record.kind is Say.READ:
+            assert record.kind in LocalMessageType
+            if record.kind is LocalMessageType.READ:
                 outgoing.read(record.body)
-            elif record.kind is Say.ARENA:
+            elif record.kind is LocalMessageType.ARENA:
                 wire.take_descriptor()
     finally:
         theirs.close()

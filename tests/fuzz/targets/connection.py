@@ -23,7 +23,7 @@ from kvwire.proto.lanes import LaneStage
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Kind, State
+from kvwire.proto.state import RequestKind, RequestState
 from kvwire.types import Access, Role, TrustMode
 from kvwire.wire.control import _BODIES, AccessBody
 from kvwire.wire.header import FrameType
@@ -200,8 +200,8 @@ class _World:
             moving = [
                 request
                 for request in end.core._requests
-                if request.kind is Kind.OUTGOING
-                and request.state is State.MOVING
+                if request.kind is RequestKind.OUTGOING
+                and request.state is RequestState.MOVING
                 and not transfers.transfer(request).committed
             ]
             if moving and reader.byte() & 3:

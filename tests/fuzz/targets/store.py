@@ -8,10 +8,10 @@ from __future__ import annotations
 from kvwire.errors import UsageError
 from kvwire.limits import STORE_KEYS_MAX
 from kvwire.store.server.messages import (
-    Done,
+    StoreDone,
     Find,
     Found,
-    Moving,
+    TransferMessage,
     Touch,
     Welcome,
     decode_reply,
@@ -36,16 +36,16 @@ def run(data: bytes) -> int:
 def _request(said: bytes) -> None:
     request = decode_request(said)
     assert decode_request(encode(request)) == request
-    if isinstance(request, Find | Touch | Moving):
+    if isinstance(request, Find | Touch | TransferMessage):
         assert len(request.names.keys) == len(request.names)
-    if isinstance(request, Moving):
+    if isinstance(request, TransferMessage):
         request.names.all_in(request.space.space())
 
 
 def _reply(said: bytes) -> None:
     reply = decode_reply(said)
     assert decode_reply(encode(reply)) == reply
-    if isinstance(reply, Found | Done):
+    if isinstance(reply, Found | StoreDone):
         assert len(reply.table) <= STORE_KEYS_MAX
     if isinstance(reply, Welcome):
         for text in reply.spaces:

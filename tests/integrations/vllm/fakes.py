@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 import kvwire
 from kvwire.integrations.vllm.caches import CacheShape
-from kvwire.integrations.vllm.config import Settings
+from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.support.simulated_device import (
     SimulatedArray,
@@ -109,7 +109,7 @@ class Worker:
         ranks: Its size.
         device: Where its caches lie; None for host memory.
         order: Of ``ORDERS``; how its memory lies. On a device it is the first.
-        **settings: Of :class:`Settings`.
+        **settings: Of :class:`VllmSettings`.
 
     Attributes:
         compute: The stream of its kernels, on a device.
@@ -126,7 +126,7 @@ class Worker:
         config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0))
         self.heads = max(1, HEADS // ranks)
         self.side = WorkerSide(
-            Settings(**{"group_bytes": 0, **settings}),
+            VllmSettings(**{"group_bytes": 0, **settings}),
             config,
             CacheShape(
                 block_tokens=BLOCK_TOKENS,

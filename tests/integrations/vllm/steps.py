@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvwire.integrations.vllm.metadata import Load, Send, Step, Written
+from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt, WorkerStep, ComputedTokens
 from kvwire.kv.hashing import HashScheme
 from tests.integrations.vllm.fakes import BLOCK_TOKENS, Worker
 
@@ -19,9 +19,9 @@ def addresses(group: list[Worker]) -> tuple[str, ...]:
     return tuple(worker.side.address for worker in group)
 
 
-def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Step:
+def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> WorkerStep:
     """A step that prefills the prompt up to a token, and sends it."""
-    send = Send(
+    send = SendPrompt(
         request_id="p",
         transfer_id="t",
         tokens=len(TOKENS),
@@ -29,17 +29,17 @@ def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Step:
         hashes=HASHES,
         remote=remote,
     )
-    return Step(sends=[send], written=[written([], stop)])
+    return WorkerStep(sends=[send], written=[written([], stop)])
 
 
-def written(blocks: list[int], stop: int) -> Written:
+def written(blocks: list[int], stop: int) -> ComputedTokens:
     """A step's part of the prompt: more blocks, and tokens up to one."""
-    return Written(request_id="p", blocks=blocks, stop=stop)
+    return ComputedTokens(request_id="p", blocks=blocks, stop=stop)
 
 
-def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> Step:
+def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerStep:
     """A step that fetches the prompt for decode."""
-    load = Load(
+    load = LoadPrompt(
         request_id="d",
         transfer_id="t",
         tokens=len(TOKENS),
@@ -49,10 +49,10 @@ def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> Step:
         remote=remote,
         **more,
     )
-    return Step(loads=[load])
+    return WorkerStep(loads=[load])
 
 
-def fetch(worker: Worker, step: Step) -> None:
+def fetch(worker: Worker, step: WorkerStep) -> None:
     """Begin a step that fetches."""
     worker.side.begin_step(step)
     worker.side.start_loads()

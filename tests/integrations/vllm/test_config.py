@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvwire import UsageError
-from kvwire.integrations.vllm.config import Settings, read_settings
+from kvwire.integrations.vllm.config import VllmSettings, read_settings
 from kvwire.types import Address
 
 
@@ -41,15 +41,15 @@ def test_what_cannot_be(extra: dict[str, Any], said: str) -> None:
 
 
 def test_ranks_listen_beside_each_other() -> None:
-    settings = Settings(listen="127.0.0.1:7400")
+    settings = VllmSettings(listen="127.0.0.1:7400")
     assert str(settings.address(3)) == "tcp://127.0.0.1:7403"
-    assert str(Settings().address(3)) == "tcp://127.0.0.1:0"
+    assert str(VllmSettings().address(3)) == "tcp://127.0.0.1:0"
 
 
 def test_what_peers_are_told() -> None:
     bound = Address("tcp", "0.0.0.0", 7400)
-    assert Settings(advertise="node-7").advertised(bound) == "tcp://node-7:7400"
-    assert Settings().advertised(bound) == "tcp://0.0.0.0:7400"
+    assert VllmSettings(advertise="node-7").advertised(bound) == "tcp://node-7:7400"
+    assert VllmSettings().advertised(bound) == "tcp://0.0.0.0:7400"
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_what_peers_are_told() -> None:
     ],
 )
 def test_when_layer_hooks_are_needed(keys: dict[str, Any], needs: bool) -> None:
-    assert Settings(**keys).needs_layer_hooks is needs
+    assert VllmSettings(**keys).needs_layer_hooks is needs

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvwire import BackendUnavailable, Communicator, UsageError
-from kvwire.integrations.vllm.metadata import Step
+from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.limits import MIB
 from tests.integrations.vllm.fakes import FREE, NAMES, Worker
 from tests.integrations.vllm.steps import (
@@ -137,7 +137,7 @@ def test_a_layer_is_read_once_the_gpu_has_written_it(
     assert eventually(lambda: d.holds(INTO[:1]))
     # There is a link now, and the plan is made: nothing else is left to wait for.
     gate = gpus.blocked(p)
-    p.side.begin_step(Step(written=[written(FROM[1:], 10)]))
+    p.side.begin_step(WorkerStep(written=[written(FROM[1:], 10)]))
     p.forward(FROM)
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
@@ -210,7 +210,7 @@ def test_a_step_that_sends_nothing_records_nothing(
 ) -> None:
     p = gpus.worker()
     recorded = counted(gpus.of(p), monkeypatch)
-    p.side.begin_step(Step())
+    p.side.begin_step(WorkerStep())
     p.side.start_loads()
     p.forward(FROM)
     assert recorded == []

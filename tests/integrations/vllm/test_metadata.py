@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 from kvwire import UsageError
-from kvwire.integrations.vllm.metadata import Wanted, answer
+from kvwire.integrations.vllm.metadata import TransferParams, answer
 
 
 def test_an_answer_is_what_decode_reads() -> None:
-    wanted = Wanted.read(answer("id", ("a:1", "b:2")))
-    assert wanted == Wanted(loads=True, transfer_id="id", remote=("a:1", "b:2"))
+    wanted = TransferParams.read(answer("id", ("a:1", "b:2")))
+    assert wanted == TransferParams(loads=True, transfer_id="id", remote=("a:1", "b:2"))
     wanted.check(pushed=False)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}])
 def test_a_request_for_this_engine_alone(params: dict[str, Any] | None) -> None:
-    assert Wanted.read(params) == Wanted()
+    assert TransferParams.read(params) == TransferParams()
 
 
 def test_addresses_as_one_text() -> None:
-    assert Wanted.read({"remote": "a:1,b:2"}).remote == ("a:1", "b:2")
+    assert TransferParams.read({"remote": "a:1,b:2"}).remote == ("a:1", "b:2")
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,18 @@ def test_addresses_as_one_text() -> None:
 )
 def test_what_cannot_be(params: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        Wanted.read(params)
+        TransferParams.read(params)
 
 
 @pytest.mark.parametrize(
     ("wanted", "pushed", "said"),
     [
-        (Wanted(loads=True, remote=("a:1",)), False, "needs transfer_id"),
-        (Wanted(loads=True, transfer_id="x"), False, "remote is missing"),
-        (Wanted(sends=True, transfer_id="x"), True, "remote is missing"),
+        (TransferParams(loads=True, remote=("a:1",)), False, "needs transfer_id"),
+        (TransferParams(loads=True, transfer_id="x"), False, "remote is missing"),
+        (TransferParams(sends=True, transfer_id="x"), True, "remote is missing"),
     ],
 )
-def test_what_is_missing(wanted: Wanted, pushed: bool, said: str) -> None:
+def test_what_is_missing(wanted: TransferParams, pushed: bool, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         wanted.check(pushed=pushed)
 
@@ -55,8 +55,8 @@ def test_what_is_missing(wanted: Wanted, pushed: bool, said: str) -> None:
 def test_who_waits_needs_no_address() -> None:
     """Of a pull, whoever publishes; of a push, whoever expects."""
     for wanted, pushed in (
-        (Wanted(sends=True), False),
-        (Wanted(loads=True, transfer_id="x"), True),
+        (TransferParams(sends=True), False),
+        (TransferParams(loads=True, transfer_id="x"), True),
     ):
         wanted.check(pushed=pushed)
         assert not wanted.remote

@@ -15,13 +15,13 @@ from starlette.applications import Starlette
 from kvwire import UsageError
 from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.dispatch import GET_S, Asked, Dispatcher
+from kvwire.integrations.vllm.proxy.dispatch import GET_S, ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import (
     BY_PREFIX,
     DOWN_S,
     ROUND_ROBIN,
-    Engine,
-    Pool,
+    VllmServer,
+    VllmServerPool,
     parse_engine,
 )
 from kvwire.integrations.vllm.proxy.requests import (
@@ -32,10 +32,10 @@ from kvwire.integrations.vllm.proxy.requests import (
 )
 from tests.support import virtual_time
 
-P1 = Engine("http://p1", ("p1:1",))
-P2 = Engine("http://p2", ("p2:1",))
-D1 = Engine("http://d1", ("d1:1", "d1:2"))
-D2 = Engine("http://d2", ("d2:1",))
+P1 = VllmServer("http://p1", ("p1:1",))
+P2 = VllmServer("http://p2", ("p2:1",))
+D1 = VllmServer("http://d1", ("d1:1", "d1:2"))
+D2 = VllmServer("http://d2", ("d2:1",))
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
 
@@ -373,7 +373,7 @@ async def test_a_client_that_goes_away_stops_both() -> None:
         AsyncExitStack() as stack,
     ):
         dispatcher = Dispatcher(client, [P1], [D1], order=AT_ONCE, route=ROUND_ROBIN)
-        asked = Asked("/v1/completions", ASK)
+        asked = ClientRequest("/v1/completions", ASK)
         asking = asyncio.ensure_future(dispatcher.ask(asked, stack))
         await turns_until(lambda: len(engines.asked) == 2)
         asking.cancel()
@@ -531,7 +531,7 @@ def test_prefill_is_not_asked_for_what_decoding_does() -> None:
 
 def test_engines_that_are_down_come_last() -> None:
     now = 0.0
-    pool = Pool([P1, P2], lambda: now)
+    pool = VllmServerPool([P1, P2], lambda: now)
     pool.down(P1)
     assert {pool.pick(ASK, ()) for _ in range(4)} == {P2}
     assert pool.pick(ASK, [P2]) is P1
@@ -541,7 +541,7 @@ def test_engines_that_are_down_come_last() -> None:
 
 
 def test_equal_beginnings_go_to_one_engine() -> None:
-    pool = Pool([P1, P2], lambda: 0.0, BY_PREFIX)
+    pool = VllmServerPool([P1, P2], lambda: 0.0, BY_PREFIX)
     system = list(range(300))
     assert len({pool.pick({"prompt": [*system, i]}, ()) for i in range(9)}) == 1
     assert len({pool.pick({"prompt": f"{i}"}, ()) for i in range(50)}) == 2
@@ -551,7 +551,7 @@ def test_equal_beginnings_go_to_one_engine() -> None:
 @pytest.mark.parametrize("prompt", [None, 7, {"a": 1}, True])
 def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
     """Which says what is wrong with it, as it does to everybody."""
-    assert Pool([P1, P2], lambda: 0.0, BY_PREFIX).pick({"prompt": prompt}, ())
+    assert VllmServerPool([P1, P2], lambda: 0.0, BY_PREFIX).pick({"prompt": prompt}, ())
 
 
 @pytest.mark.parametrize("text", ["http://a", "a=b:1", "http://a=", "http://a=b"])
@@ -561,7 +561,7 @@ def test_an_engine_that_is_none(text: str) -> None:
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_engine("http://a:1/=b:2,c:3") == Engine("http://a:1", ("b:2", "c:3"))
+    assert parse_engine("http://a:1/=b:2,c:3") == VllmServer("http://a:1", ("b:2", "c:3"))
     with pytest.raises(SystemExit):
         main(["--prefill", "nonsense", "--decode", "http://a=b:1"])
     assert "engine 'nonsense'" in capsys.readouterr().err

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvwire.integrations.vllm.config import Settings
-from kvwire.integrations.vllm.metadata import Load, Send, Written
+from kvwire.integrations.vllm.config import VllmSettings
+from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt, ComputedTokens
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.vllm.fakes import (
     BLOCK_TOKENS,
@@ -30,7 +30,7 @@ def loads(**more: Any) -> dict[str, Any]:
 
 
 def side(**settings: Any) -> SchedulerSide:
-    made = SchedulerSide(Settings(**settings), "engine", BLOCK_TOKENS)
+    made = SchedulerSide(VllmSettings(**settings), "engine", BLOCK_TOKENS)
     made.hear_addresses({1: "b:2", 0: "a:1"})
     return made
 
@@ -45,7 +45,7 @@ def test_a_prompt_in_one_step() -> None:
     step = scheduler.step(first_step([7, 8, 9], 10))
     (send,) = step.sends
     assert (send.blocks, send.tokens, len(send.hashes)) == ([7, 8, 9], 10, 3)
-    assert step.written == [Written(request_id="r", blocks=[], stop=10)]
+    assert step.written == [ComputedTokens(request_id="r", blocks=[], stop=10)]
     assert scheduler.finished(request) == (
         True,
         {
@@ -62,9 +62,9 @@ def test_a_prompt_in_chunks() -> None:
     scheduler.allocated(request, [7], 0)
     assert scheduler.step(first_step([7], 3)).written[0].stop == 3
     step = scheduler.step(chunk("r", [8], 3, 5))
-    assert step.written == [Written(request_id="r", blocks=[8], stop=8)]
+    assert step.written == [ComputedTokens(request_id="r", blocks=[8], stop=8)]
     step = scheduler.step(chunk("r", [9], 8, 2))
-    assert step.written == [Written(request_id="r", blocks=[9], stop=10)]
+    assert step.written == [ComputedTokens(request_id="r", blocks=[9], stop=10)]
     # What is generated afterwards is not the prompt's.
     assert scheduler.step(chunk("r", [10], 10, 1)).written == []
 
@@ -141,8 +141,8 @@ def test_both_engines_name_blocks_alike() -> None:
     sent, fetched = Request("r", TOKENS, dict(SENDS)), Request("q", TOKENS, loads())
     producer.allocated(sent, [1, 2, 3], 0)
     consumer.allocated(fetched, [1, 2, 3], 10)
-    send: Send = producer.step(first_step([1, 2, 3], 10)).sends[0]
-    load: Load = consumer.step(Output({})).loads[0]
+    send: SendPrompt = producer.step(first_step([1, 2, 3], 10)).sends[0]
+    load: LoadPrompt = consumer.step(Output({})).loads[0]
     assert send.hashes == load.hashes
     salted = Request("s", TOKENS, loads(), cache_salt="tenant")
     consumer.allocated(salted, [1, 2, 3], 10)

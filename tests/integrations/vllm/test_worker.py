@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvwire import UsageError
-from kvwire.integrations.vllm.metadata import Step
+from kvwire.integrations.vllm.metadata import WorkerStep
 from tests.integrations.vllm.fakes import (
     BLOCKS,
     FREE,
@@ -72,7 +72,7 @@ def test_chunks_leave_before_the_prompt_is_whole(mode: str) -> None:
         p.forward(FROM[:1])
         assert eventually(lambda: d.holds(INTO[:1]))
         assert d.side.finished(()) == (set(), set())
-        p.side.begin_step(Step(written=[written(FROM[1:], 10)]))
+        p.side.begin_step(WorkerStep(written=[written(FROM[1:], 10)]))
         p.forward(FROM)
         assert eventually(lambda: received(d))
         assert d.holds(INTO[:2])
@@ -306,10 +306,10 @@ def test_a_step_that_only_waits_ends_with_what_it_waits_for() -> None:
         p.side.begin_step(sending(FROM, 10))
         p.forward(FROM)
         for _ in range(1000):
-            d.side.begin_step(Step(idle=True))
+            d.side.begin_step(WorkerStep(idle=True))
             if received(d):
                 break
         assert d.holds(INTO[:2])
-        p.side.begin_step(Step(idle=True))
+        p.side.begin_step(WorkerStep(idle=True))
         p.side.finished(("p",))
         assert eventually(lambda: freed(p))

@@ -8,8 +8,8 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.integrations.vllm.sending import Departure
-from kvwire.integrations.vllm.writing import Part, Writing
+from kvwire.integrations.vllm.sending import PromptSend
+from kvwire.integrations.vllm.writing import PromptBlocks, ForwardPass
 
 
 class Heard:
@@ -35,11 +35,11 @@ class Heard:
 
 def passing(
     *heard: Heard, layers: range, group_bytes: int, last: bool = True
-) -> Writing:
+) -> ForwardPass:
     """A pass that writes two blocks of each, whose layers have 100 bytes in each."""
     counter = itertools.count()
-    parts = [Part(cast(Departure, one), slice(4, 6), last) for one in heard]
-    return Writing(parts, layers, 100, group_bytes, lambda: next(counter))
+    parts = [PromptBlocks(cast(PromptSend, one), slice(4, 6), last) for one in heard]
+    return ForwardPass(parts, layers, 100, group_bytes, lambda: next(counter))
 
 
 def test_small_layers_go_together_and_the_last_one_alone() -> None:
@@ -79,8 +79,8 @@ def test_all_prompts_of_a_pass_count() -> None:
 
 def test_a_pass_that_completes_no_block_says_nothing() -> None:
     heard = Heard()
-    part = Part(cast(Departure, heard), slice(3, 3), False)
-    writing = Writing([part], range(4), 100, 0)
+    part = PromptBlocks(cast(PromptSend, heard), slice(3, 3), False)
+    writing = ForwardPass([part], range(4), 100, 0)
     for layer in range(4):
         writing.layer(layer)
     writing.rest()

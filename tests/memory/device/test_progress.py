@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import RequestCancelled, UsageError
-from kvwire.memory.device.progress import LayerCounter, Pass, Position
+from kvwire.memory.device.progress import LayerCounter, GraphReplay, Position
 from tests.support.simulated_device import SimulatedDevice, SimulatedStream
 
 LAYERS = 5
@@ -30,7 +30,7 @@ class Graph:
         self._stream = stream
         self._word = np.frombuffer(counter.word, np.uint64)
 
-    def replay(self, run: Pass, layers: int = LAYERS) -> None:
+    def replay(self, run: GraphReplay, layers: int = LAYERS) -> None:
         for layer in range(layers):
             self._stream.call(lambda n=layer: self._write(run.base + n + 1))  # type: ignore[misc]
 
@@ -61,7 +61,7 @@ def stream(device: SimulatedDevice) -> Iterator[SimulatedStream]:
 def test_a_word_says_which_layers_of_which_pass_are_done(
     generation: int, layers: int, other: int, layer: int
 ) -> None:
-    word = Pass(LayerCounter(LAYERS, pinned_word()), generation).base + layers
+    word = GraphReplay(LayerCounter(LAYERS, pinned_word()), generation).base + layers
     position = Position.decode(word)
     assert position == (generation, layers)
     if generation == other:

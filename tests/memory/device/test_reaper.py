@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvwire.memory.device.ops import Event
-from kvwire.memory.device.reaper import Reaper
+from kvwire.memory.device.reaper import CompletionThread
 
 
 class Gate(Event):
@@ -62,13 +62,13 @@ def loop() -> Loop:
 
 
 @pytest.fixture
-def reaper(loop: Loop) -> Iterator[Reaper]:
-    made = Reaper("reaper", loop.call_soon)
+def reaper(loop: Loop) -> Iterator[CompletionThread]:
+    made = CompletionThread("reaper", loop.call_soon)
     yield made
     made.close()
 
 
-def test_one_wake_up_for_a_batch(loop: Loop, reaper: Reaper) -> None:
+def test_one_wake_up_for_a_batch(loop: Loop, reaper: CompletionThread) -> None:
     told: list[int] = []
     gates = [Gate() for _ in range(50)]
     for number, gate in enumerate(gates):
@@ -85,7 +85,7 @@ def test_one_wake_up_for_a_batch(loop: Loop, reaper: Reaper) -> None:
 
 
 def test_what_has_fired_does_not_wait_for_what_has_not(
-    loop: Loop, reaper: Reaper
+    loop: Loop, reaper: CompletionThread
 ) -> None:
     told: list[str] = []
     early, late = Gate(), Gate()
@@ -99,7 +99,7 @@ def test_what_has_fired_does_not_wait_for_what_has_not(
     assert told == ["early", "late"]
 
 
-def test_a_failure_is_reported_and_not_the_end(loop: Loop, reaper: Reaper) -> None:
+def test_a_failure_is_reported_and_not_the_end(loop: Loop, reaper: CompletionThread) -> None:
     told: list[Exception | None] = []
     broken, fine = Gate(), Gate()
     error = RuntimeError("an illegal memory access")
@@ -113,7 +113,7 @@ def test_a_failure_is_reported_and_not_the_end(loop: Loop, reaper: Reaper) -> No
 
 
 def test_who_raises_takes_nothing_from_the_others(
-    loop: Loop, reaper: Reaper, caplog: pytest.LogCaptureFixture
+    loop: Loop, reaper: CompletionThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They may be of other connections, whose memory would be held for ever."""
     told: list[Exception | None] = []
@@ -135,7 +135,7 @@ def test_who_raises_takes_nothing_from_the_others(
 
 
 def test_events_that_failed_while_others_were_reported(
-    loop: Loop, reaper: Reaper
+    loop: Loop, reaper: CompletionThread
 ) -> None:
     """One that says of itself, when asked, that it failed."""
     told: list[Exception | None] = []
@@ -152,7 +152,7 @@ def test_events_that_failed_while_others_were_reported(
 
 
 def test_close_waits_for_what_is_watched(loop: Loop) -> None:
-    reaper = Reaper("reaper", loop.call_soon)
+    reaper = CompletionThread("reaper", loop.call_soon)
     gate = Gate()
     told: list[Exception | None] = []
     reaper.watch(gate, told.append)
@@ -169,7 +169,7 @@ def test_a_closed_loop_is_no_error() -> None:
         closed.set()
         raise RuntimeError("Event loop is closed")
 
-    reaper = Reaper("reaper", call_soon)
+    reaper = CompletionThread("reaper", call_soon)
     gate = Gate()
     gate.fire()
     told: list[Exception | None] = []
@@ -181,6 +181,6 @@ def test_a_closed_loop_is_no_error() -> None:
 
 def test_no_thread_before_the_first_event() -> None:
     before = threading.active_count()
-    reaper = Reaper("reaper", lambda call: None)
+    reaper = CompletionThread("reaper", lambda call: None)
     assert threading.active_count() == before
     reaper.close()

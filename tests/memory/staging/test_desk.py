@@ -10,7 +10,7 @@ import pytest
 
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.rows import RUNS_MAX
-from kvwire.memory.staging.desk import Desk, Waiters
+from kvwire.memory.staging.desk import CopyEngine, StreamWaiters
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 PIECE_BYTES = 64
@@ -39,8 +39,8 @@ def device() -> Iterator[SimulatedDevice]:
 
 
 @pytest.fixture
-def desk(device: SimulatedDevice, loop: Loop) -> Iterator[Desk]:
-    made = Desk(device, loop.calls.put, 100 * PIECE_BYTES)
+def desk(device: SimulatedDevice, loop: Loop) -> Iterator[CopyEngine]:
+    made = CopyEngine(device, loop.calls.put, 100 * PIECE_BYTES)
     yield made
     # Its streams are done before their memory ends.
     for way in (made.outbound, made.inbound):
@@ -62,7 +62,7 @@ def pieces(array: SimulatedArray, device: SimulatedDevice, count: int) -> Fragme
 
 @pytest.mark.parametrize("count", [1, RUNS_MAX, RUNS_MAX + 1, 100])
 def test_out_of_the_device_and_into_it(
-    device: SimulatedDevice, loop: Loop, desk: Desk, count: int
+    device: SimulatedDevice, loop: Loop, desk: CopyEngine, count: int
 ) -> None:
     """Copied piece by piece or by way of a gather: the same bytes."""
     values = np.random.default_rng(count).integers(0, 256, (200, PIECE_BYTES), np.uint8)
@@ -82,7 +82,7 @@ def test_out_of_the_device_and_into_it(
 
 
 def test_one_buffer_serves_all_that_is_queued(
-    device: SimulatedDevice, loop: Loop, desk: Desk
+    device: SimulatedDevice, loop: Loop, desk: CopyEngine
 ) -> None:
     """The stream's order keeps one gather from overwriting the one before."""
     values = np.random.default_rng(0).integers(0, 256, (200, PIECE_BYTES), np.uint8)
@@ -99,7 +99,7 @@ def test_one_buffer_serves_all_that_is_queued(
 
 
 def test_what_has_landed_has_an_event(
-    device: SimulatedDevice, loop: Loop, desk: Desk
+    device: SimulatedDevice, loop: Loop, desk: CopyEngine
 ) -> None:
     desk.landed.synchronize()  # of nothing, before anything has
     array, told = device.array(np.zeros(64, np.uint8)), list[Exception | None]()
@@ -112,7 +112,7 @@ def test_what_has_landed_has_an_event(
 def test_the_events_of_one_producer_hold_up_no_other(
     device: SimulatedDevice, loop: Loop
 ) -> None:
-    waiters = Waiters(device, loop.calls.put)
+    waiters = StreamWaiters(device, loop.calls.put)
     slow, fast, told = device.stream(), device.stream(), list[str]()
     gate = device.stream()
     device.hold()

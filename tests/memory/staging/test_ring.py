@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvwire.memory.staging.ring import Ring, Use
+from kvwire.memory.staging.ring import Ring, SlotState
 
 SLOTS = 3
 
@@ -66,9 +66,9 @@ class Slots(RuleBasedStateMachine):
         for slot in range(SLOTS):
             in_use = slot in self.filling, slot in self.full
             expected = {
-                (True, False): Use.FILLING,
-                (False, True): Use.FULL,
-                (False, False): Use.FREE,
+                (True, False): SlotState.FILLING,
+                (False, True): SlotState.FULL,
+                (False, False): SlotState.FREE,
             }
             assert self.ring.use(slot) is expected[in_use]
 

@@ -10,7 +10,7 @@ import pytest
 from kvwire.store.namespace import Namespace
 from kvwire.store.request import StoreRequest
 from kvwire.store.store import BlockStore
-from kvwire.store.tiers.base import Batch, Fates
+from kvwire.store.tiers.base import Batch, BlockResults
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
@@ -29,13 +29,13 @@ class Broken(FakeTier):
         self.asked = 0
         self.orders = {SPACE.digest + one: 0 for one in chain(COUNT, "there")}
 
-    async def read(self, space: Namespace, batch: Batch) -> Fates:
+    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
         """See Tier."""
         self.asked += 1
         await self.go.wait()
         raise ValueError("a bug")
 
-    async def write(self, space: Namespace, batch: Batch) -> Fates:
+    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
         """See Tier."""
         return await self.read(space, batch)
 

@@ -20,15 +20,15 @@ from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.server.messages import (
     AnyRequest,
-    Done,
+    StoreDone,
     Find,
     Flush,
     Found,
     Get,
-    Hello,
+    StoreHello,
     Names,
     Put,
-    SpaceText,
+    NamespaceText,
     Stats,
     Touch,
     decode_reply,
@@ -46,7 +46,7 @@ def moving(kind: type[Put | Get], **changes: Any) -> Put | Get:
     fields: dict[str, Any] = {
         "number": 7,
         "transfer": 7,
-        "space": SpaceText.of(SPACE),
+        "space": NamespaceText.of(SPACE),
         "order": 3,
         "names": NAMES,
         "timeout_ms": 1000,
@@ -55,7 +55,7 @@ def moving(kind: type[Put | Get], **changes: Any) -> Put | Get:
 
 
 REQUESTS: list[AnyRequest] = [
-    Hello(1),
+    StoreHello(1),
     Find(1, NAMES),
     Touch(NAMES),
     moving(Put),
@@ -149,14 +149,14 @@ def test_the_largest_request_fits_its_limit() -> None:
     put = moving(
         Put,
         names=Names(len(longest), longest * STORE_KEYS_MAX),
-        space=SpaceText("x" * 128, text),
+        space=NamespaceText("x" * 128, text),
         number=2**63 - 1,
     )
     assert len(encode(put)) <= STORE_REQUEST_BYTES_MAX
 
 
 def test_a_long_reason_is_cut() -> None:
-    assert len(Done.of(1, np.zeros(1, np.uint8), "x" * 1000).reason) == 200
+    assert len(StoreDone.of(1, np.zeros(1, np.uint8), "x" * 1000).reason) == 200
 
 
 @given(st.binary(max_size=400))
@@ -192,7 +192,7 @@ def test_a_text_that_is_no_text_is_refused() -> None:
     with pytest.raises(UsageError, match="not a request"):
         decode_request(body)
     with pytest.raises(UsageError, match="not a reply"):
-        decode_reply(encode(Done(1, b"\1", "why")).replace(b"why", b"\xffhy"))
+        decode_reply(encode(StoreDone(1, b"\1", "why")).replace(b"why", b"\xffhy"))
 
 
 def test_what_a_newer_version_has_more_is_skipped_unless_it_is_too_deep() -> None:

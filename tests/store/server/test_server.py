@@ -22,17 +22,17 @@ from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.server.messages import (
     TAG,
-    Answer,
-    Done,
+    NumberedReply,
+    StoreDone,
     Find,
     Flush,
     Found,
     Get,
-    Hello,
+    StoreHello,
     Names,
     Put,
-    SpaceText,
-    StoreMessageRequest,
+    NamespaceText,
+    ClientMessage,
     Touch,
     Welcome,
     decode_reply,
@@ -52,11 +52,11 @@ class Client:
         self.communicator = communicator
         self.connection = connection
 
-    async def say(self, message: StoreMessageRequest | bytes) -> None:
+    async def say(self, message: ClientMessage | bytes) -> None:
         body = message if isinstance(message, bytes) else encode(message)
         await self.connection.send(TAG, body)
 
-    async def ask(self, request: StoreMessageRequest) -> Any:
+    async def ask(self, request: ClientMessage) -> Any:
         await self.say(request)
         return decode_reply(await self.connection.recv(TAG))
 
@@ -75,7 +75,7 @@ async def client(server: StoreServer, *, hello: bool = True) -> AsyncIterator[Cl
     async with kvwire.open(resume=False) as communicator:
         one = Client(communicator, await communicator.connect(server.address))
         if hello:
-            assert isinstance(await one.ask(Hello(1)), Welcome)
+            assert isinstance(await one.ask(StoreHello(1)), Welcome)
         yield one
 
 
@@ -107,7 +107,7 @@ def moving(
     fields: dict[str, Any] = {
         "number": 1,
         "transfer": 1,
-        "space": SpaceText.of(of),
+        "space": NamespaceText.of(of),
         "order": 0,
         "names": names(hashes, of),
         "timeout_ms": 10_000,
@@ -135,7 +135,7 @@ async def works(server: StoreServer, seed: int = 9) -> bool:
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         bytes(1000),
-        encode(Done(1)),
+        encode(StoreDone(1)),
         encode(Find(1, names(chain(1)))),
     ],
     ids=["nothing", "another protocol", "zeros", "a reply", "no hello"],
@@ -180,9 +180,9 @@ async def test_a_bug_of_ours_costs_one_client(
     "message",
     [
         b"\x95",
-        encode(Hello(1)),
+        encode(StoreHello(1)),
         encode(moving(Put, chain(1)))[:-1],
-        encode(moving(Put, chain(1), space=SpaceText("kv", (("layers", "0"),)))),
+        encode(moving(Put, chain(1), space=NamespaceText("kv", (("layers", "0"),)))),
         bytes(STORE_REQUEST_BYTES_MAX + 1),
     ],
     ids=["cut", "hello again", "no end", "no spec", "too long"],
@@ -455,7 +455,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert await works(server)
         await until(lambda: len(server.clients()) == 1)
         report = server.report(5)
-        assert isinstance(decode_reply(encode(report)), Answer)
+        assert isinstance(decode_reply(encode(report)), NumberedReply)
         assert [row.name for row in report.tiers] == list(tiers)
         assert [row.stats.blocks for row in report.tiers] == [4, 4]
         (row,) = report.clients

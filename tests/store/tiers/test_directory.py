@@ -16,7 +16,7 @@ from kvwire.limits import KIB
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.directory import Directory
-from kvwire.store.tiers.disk_index import Rows
+from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.file import File
 from tests.store.caches import SPEC
 from tests.store.files import Faults, scripted
@@ -40,10 +40,10 @@ def opened(
         directory.close(in_order=True)
 
 
-def rows(*slots: int) -> Rows:
+def rows(*slots: int) -> DiskRows:
     """Rows of some slots, each of a block of its own."""
     count = len(slots)
-    return Rows(
+    return DiskRows(
         np.array(slots),
         as_keys(SPACE.digest + bytes([slot % 256]) for slot in slots),
         np.zeros(count, np.uint8),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvwire import UsageError
 from kvwire.limits import KIB, NAME_CHARS_MAX, STORE_SPACES_MAX
 from kvwire.store.namespace import ORDERS, Namespace
-from kvwire.store.tiers.disk_index import FORMAT, DiskIndex, Rows
+from kvwire.store.tiers.disk_index import FORMAT, DiskIndex, DiskRows
 from tests.store.caches import SPEC
 from tests.store.tiers.test_directory import rows
 from tests.support.depth import examples
@@ -56,7 +56,7 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
     with opened(tmp_path) as index:
         (found,) = index.rows()
     expected = told.selected(np.array([1, 0, 2]))
-    for name in Rows._fields:
+    for name in DiskRows._fields:
         assert getattr(found, name).tolist() == getattr(expected, name).tolist()
 
 
@@ -83,7 +83,7 @@ def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert set(index.spaces) == {SPACE.digest, other.digest}
 
 
-def _expect_failure(index: DiskIndex, space: Namespace, told: Rows) -> None:
+def _expect_failure(index: DiskIndex, space: Namespace, told: DiskRows) -> None:
     with pytest.raises(sqlite3.IntegrityError):
         index.record(space, told)
 

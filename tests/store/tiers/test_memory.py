@@ -11,7 +11,7 @@ import pytest
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
-from kvwire.store.index import Keys, Named, as_keys
+from kvwire.store.index import Keys, IndexedSlots, as_keys
 from kvwire.store.tiers.memory import MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.store.caches import chain
@@ -30,7 +30,7 @@ class Below:
         self.before: Callable[[], Awaitable[object]] | None = None
         self.trouble = ""
 
-    async def demote(self, named: Named) -> str:
+    async def demote(self, named: IndexedSlots) -> str:
         if self.before is not None:
             await self.before()
         self.given += named.keys.tolist()

@@ -18,11 +18,11 @@ import kvwire
 from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.store.server.messages import (
     TAG,
-    Done,
+    StoreDone,
     Find,
     Found,
     Get,
-    Hello,
+    StoreHello,
     Welcome,
     decode_request,
     encode,
@@ -228,7 +228,7 @@ async def _child(where: str, verb: str) -> AsyncIterator[asyncio.subprocess.Proc
     ("answer", "said"),
     [
         (lambda find: Found(find.number, b""), "0 orders of 2"),
-        (lambda find: Done(find.number, b"\0\0"), "something else"),
+        (lambda find: StoreDone(find.number, b"\0\0"), "something else"),
         (lambda _: Welcome(1), "welcomes twice"),
         (lambda find: [2, find.number, b"\xfe\xfe"], "not a reply"),
         (lambda _: b"\xc1", "not a reply"),
@@ -249,7 +249,7 @@ async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
 
 async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
     connection = await liar.accept()
-    assert isinstance(decode_request(await connection.recv(TAG)), Hello)
+    assert isinstance(decode_request(await connection.recv(TAG)), StoreHello)
     await connection.send(TAG, encode(Welcome(1, requests=4, berth_bytes=4096)))
     find = decode_request(await connection.recv(TAG))
     assert isinstance(find, Find)
@@ -276,7 +276,7 @@ async def test_a_server_that_pushes_less_than_it_has_said() -> None:
                     await connection.send(TAG, encode(Found(asked.number, orders)))
                 if not isinstance(asked, Get):
                     continue
-                await connection.send(TAG, encode(Done(asked.number, bytes(3))))
+                await connection.send(TAG, encode(StoreDone(asked.number, bytes(3))))
                 out = connection.push(asked.transfer, source.cache, [0, 1, 2])
                 out.ready(blocks=slice(0, 2))
                 out.ready(layers=0, blocks=2)

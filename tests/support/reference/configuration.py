@@ -9,7 +9,7 @@ import msgspec
 
 from kvwire import Config, limits
 from kvwire.config import ENVIRONMENT_PREFIX
-from kvwire.integrations.vllm.config import Settings
+from kvwire.integrations.vllm.config import VllmSettings
 from tests.support.reference.words import attributes, table
 
 _INTRODUCTION: Final = f"""\
@@ -75,10 +75,10 @@ def _keys_of_config() -> str:
 
 
 def _keys_of_the_connector() -> str:
-    texts = attributes(Settings)
+    texts = attributes(VllmSettings)
     rows = [
         (f"`{key.name}`", _shown(key.name, key.default), texts[key.name])
-        for key in dataclasses.fields(Settings)
+        for key in dataclasses.fields(VllmSettings)
     ]
     return table(("key", "default", ""), rows)
 

@@ -14,12 +14,12 @@ import msgspec
 
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.dispatch import (
-    Answer,
-    Asked,
+    EngineResponse,
+    ClientRequest,
     Dispatcher,
     EngineFailed,
 )
-from kvwire.integrations.vllm.proxy.engines import Engine
+from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):
@@ -41,8 +41,8 @@ _CLIENT_CLOSED: Final = 499
 
 
 def make_app(
-    prefill: Sequence[Engine],
-    decode: Sequence[Engine],
+    prefill: Sequence[VllmServer],
+    decode: Sequence[VllmServer],
     *,
     order: str,
     route: str,
@@ -98,7 +98,7 @@ class _Front:
             return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {exc}")
         if not isinstance(body, dict):
             return _error(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
-        asked = Asked(request.url.path, body, _passed_on(request))
+        asked = ClientRequest(request.url.path, body, _passed_on(request))
         async with AsyncExitStack() as stack:
             asking = asyncio.ensure_future(self._dispatcher.ask(asked, stack))
             try:
@@ -131,7 +131,7 @@ def _passed_on(request: Request) -> dict[str, str]:
     return {h: request.headers[h] for h in _PASSED_HEADERS if h in request.headers}
 
 
-async def _unless_gone(request: Request, asking: asyncio.Task[Answer]) -> Answer | None:
+async def _unless_gone(request: Request, asking: asyncio.Task[EngineResponse]) -> EngineResponse | None:
     """The answer, or None if the client goes away before it begins.
 
     Starlette looks for that only once the answer is on its way.
@@ -152,7 +152,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _relay(answer: Answer, rest: AsyncExitStack) -> AsyncIterator[bytes]:
+async def _relay(answer: EngineResponse, rest: AsyncExitStack) -> AsyncIterator[bytes]:
     async with rest:
         try:
             async for part in answer.parts:

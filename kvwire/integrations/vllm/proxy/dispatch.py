@@ -26,7 +26,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.proxy.engines import Engine, Pool
+from kvwire.integrations.vllm.proxy.engines import VllmServer, VllmServerPool
 from kvwire.integrations.vllm.proxy.requests import (
     IN_SEQUENCE,
     for_decode,
@@ -57,7 +57,7 @@ class EngineFailed(Exception):
         down: Others are better off with another engine for a while.
     """
 
-    def __init__(self, engine: Engine, why: str, status: int | None = None) -> None:
+    def __init__(self, engine: VllmServer, why: str, status: int | None = None) -> None:
         super().__init__(f"{engine.url}: {why}")
         self.engine = engine
         self.why = why
@@ -66,7 +66,7 @@ class EngineFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ClientRequest:
     """A client's request.
 
     Attributes:
@@ -81,7 +81,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Answer:
+class EngineResponse:
     """What a decode engine says, from its first part on.
 
     Attributes:
@@ -108,18 +108,18 @@ class Dispatcher:
     def __init__(
         self,
         client: httpx.AsyncClient,
-        prefill: Sequence[Engine],
-        decode: Sequence[Engine],
+        prefill: Sequence[VllmServer],
+        decode: Sequence[VllmServer],
         *,
         order: str,
         route: str,
     ) -> None:
         self._client = client
-        self._prefill = Pool(prefill, time.monotonic, route)
-        self._decode = Pool(decode, time.monotonic)
+        self._prefill = VllmServerPool(prefill, time.monotonic, route)
+        self._decode = VllmServerPool(decode, time.monotonic)
         self._order = order
 
-    async def ask(self, asked: Asked, stack: AsyncExitStack) -> Answer:
+    async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Have a request answered.
 
         Args:
@@ -135,8 +135,8 @@ class Dispatcher:
         Cancel safety: safe; both engines are told that nobody waits.
         """
         body = asked.body
-        failed: set[Engine] = set()
-        dead: set[Engine] = set()
+        failed: set[VllmServer] = set()
+        dead: set[VllmServer] = set()
         decode = self._decode.pick(body, dead)
         while decode is not None:
             prefill = self._prefill.pick(body, failed) if is_for_two(body) else None
@@ -168,7 +168,7 @@ class Dispatcher:
 
         Cancel safety: safe.
         """
-        dead: set[Engine] = set()
+        dead: set[VllmServer] = set()
         engine = self._decode.pick({}, dead)
         while engine is not None:
             try:
@@ -187,11 +187,11 @@ class Dispatcher:
 
     async def _both(
         self,
-        prefill: Engine,
-        decode: Engine,
-        asked: Asked,
+        prefill: VllmServer,
+        decode: VllmServer,
+        asked: ClientRequest,
         attempt: AsyncExitStack,
-    ) -> Answer:
+    ) -> EngineResponse:
         transfer_id = new_transfer_id()
         computed = asyncio.ensure_future(
             self._compute(prefill, asked, for_prefill(asked.body, transfer_id, decode))
@@ -209,7 +209,7 @@ class Dispatcher:
                 await _ended(answer)
 
     async def _compute(
-        self, engine: Engine, asked: Asked, body: dict[str, Any]
+        self, engine: VllmServer, asked: ClientRequest, body: dict[str, Any]
     ) -> None:
         try:
             said = await self._client.post(
@@ -222,11 +222,11 @@ class Dispatcher:
 
     async def _answer(
         self,
-        engine: Engine,
-        asked: Asked,
+        engine: VllmServer,
+        asked: ClientRequest,
         body: dict[str, Any],
         attempt: AsyncExitStack,
-    ) -> Answer:
+    ) -> EngineResponse:
         try:
             said = await attempt.enter_async_context(
                 self._client.stream(
@@ -241,7 +241,7 @@ class Dispatcher:
                 raise EngineFailed(engine, _quoted(why), said.status_code)
         except httpx.HTTPError as exc:
             raise EngineFailed(engine, _said(exc)) from None
-        return Answer(said.status_code, said.headers, _chained(first, parts))
+        return EngineResponse(said.status_code, said.headers, _chained(first, parts))
 
 
 async def _chained(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -251,8 +251,8 @@ async def _chained(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[b
 
 
 async def _first_of(
-    answer: asyncio.Future[Answer], computed: asyncio.Future[None]
-) -> Answer:
+    answer: asyncio.Future[EngineResponse], computed: asyncio.Future[None]
+) -> EngineResponse:
     """The answer, unless prefill fails before it begins."""
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
     if not answer.done():

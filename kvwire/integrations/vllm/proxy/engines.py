@@ -24,7 +24,7 @@ _PREFIX_CHARS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class VllmServer:
     """One vLLM server.
 
     Attributes:
@@ -36,7 +36,7 @@ class Engine:
     remote: tuple[str, ...]
 
 
-def parse_engine(text: str) -> Engine:
+def parse_engine(text: str) -> VllmServer:
     """Read ``http://host:8100=host:7400,host:7401``.
 
     Raises:
@@ -51,10 +51,10 @@ def parse_engine(text: str) -> Engine:
         )
     for address in remote:
         Address.parse(address)
-    return Engine(url.rstrip("/"), remote)
+    return VllmServer(url.rstrip("/"), remote)
 
 
-class Pool:
+class VllmServerPool:
     """Engines of one kind.
 
     Args:
@@ -65,7 +65,7 @@ class Pool:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[VllmServer],
         clock: Callable[[], float],
         route: str = ROUND_ROBIN,
     ) -> None:
@@ -73,9 +73,9 @@ class Pool:
         self._clock = clock
         self._route = route
         self._turns = itertools.count()
-        self._down_until: dict[Engine, float] = {}
+        self._down_until: dict[VllmServer, float] = {}
 
-    def pick(self, body: dict[str, Any], tried: Collection[Engine]) -> Engine | None:
+    def pick(self, body: dict[str, Any], tried: Collection[VllmServer]) -> VllmServer | None:
         """The engine for a request.
 
         Args:
@@ -95,11 +95,11 @@ class Pool:
             return max(choice, key=lambda engine: _weight(engine, prefix))
         return choice[next(self._turns) % len(choice)]
 
-    def down(self, engine: Engine) -> None:
+    def down(self, engine: VllmServer) -> None:
         """It could not be reached."""
         self._down_until[engine] = self._clock() + DOWN_S  # one entry an engine
 
-    def _is_down(self, engine: Engine) -> bool:
+    def _is_down(self, engine: VllmServer) -> bool:
         return self._down_until.get(engine, 0.0) > self._clock()
 
 
@@ -112,6 +112,6 @@ def _prefix(body: dict[str, Any]) -> str:
     return repr(prompt)[:_PREFIX_CHARS]  # what is no prompt an engine will refuse
 
 
-def _weight(engine: Engine, prefix: str) -> bytes:
+def _weight(engine: VllmServer, prefix: str) -> bytes:
     """Highest-random-weight hashing: one engine less moves only what it had."""
     return hashlib.sha256(f"{engine.url}\0{prefix}".encode()).digest()

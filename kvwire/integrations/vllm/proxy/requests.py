@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any, Final
 
-from kvwire.integrations.vllm.proxy.engines import Engine
+from kvwire.integrations.vllm.proxy.engines import VllmServer
 
 AT_ONCE: Final = "at-once"
 IN_SEQUENCE: Final = "in-sequence"
@@ -38,7 +38,7 @@ def new_transfer_id() -> str:
 
 
 def for_prefill(
-    body: dict[str, Any], transfer_id: str, decode: Engine
+    body: dict[str, Any], transfer_id: str, decode: VllmServer
 ) -> dict[str, Any]:
     """What the prefill engine is asked: the prompt, and one token."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
@@ -55,7 +55,7 @@ def for_prefill(
 
 
 def for_decode(
-    body: dict[str, Any], transfer_id: str, prefill: Engine
+    body: dict[str, Any], transfer_id: str, prefill: VllmServer
 ) -> dict[str, Any]:
     """What the decode engine is asked: everything, with the KV from elsewhere."""
     params = {
