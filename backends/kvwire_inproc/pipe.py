@@ -2,8 +2,8 @@
 
 A way is shared by two links that may live on loops in two threads. Whatever it holds is
 read and written under one lock for both ways of a pair, and payload is copied under it
-too. That is what makes the end of a link prompt: once :meth:`InprocPipe.end` has returned,
-nobody reads the sender's memory any more.
+too. That is what makes the end of a link prompt: once :meth:`InprocPipe.end` has
+returned, nobody reads the sender's memory any more.
 """
 
 from __future__ import annotations

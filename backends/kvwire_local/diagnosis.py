@@ -8,7 +8,7 @@ from kvwire.backend import Finding
 from kvwire.memory import cma
 from kvwire.memory.arena import Arena
 from kvwire.memory.iovec import address_of
-from kvwire_local.tracer import tracers
+from kvwire_local.tracer_slot import tracers
 
 _REMEDY = "use arenas: docs/howto/same-host.md"
 # What `kernel.yama.ptrace_scope` means for a peer of the same user.

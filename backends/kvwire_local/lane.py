@@ -47,7 +47,7 @@ from kvwire_local.host import Host
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.rendezvous import Rendezvous, RendezvousResult
 from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
-from kvwire_local.tracer import CHOICES, tracers
+from kvwire_local.tracer_slot import CHOICES, tracers
 from kvwire_local.wire import LocalMessage, LocalMessageType, LocalWire
 
 _WAYS = {
@@ -63,7 +63,7 @@ class LocalLane(Lane):
     Args:
         context: What the core knows about it. Settings: ``way`` is how this side reads
             the other one (auto, cma, arena); ``tracer`` is one, none or any, see
-            :mod:`kvwire_local.tracer`.
+            :mod:`kvwire_local.tracer_slot`.
 
     Raises:
         UsageError: A setting has no such value.

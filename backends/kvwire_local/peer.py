@@ -127,7 +127,9 @@ class MemoryReading(PeerRead):
     The last call reads the cookie as well, after the payload.
     """
 
-    def __init__(self, peer: PeerMemory, source: Fragments, destination: Fragments) -> None:
+    def __init__(
+        self, peer: PeerMemory, source: Fragments, destination: Fragments
+    ) -> None:
         self._peer = peer
         self._remote = Iovecs(source)
         self._local = Iovecs(destination)

@@ -35,7 +35,7 @@ from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.types import Role
 from kvwire_local.peer import PeerMemory
 from kvwire_local.sent_payloads import ReadMethod
-from kvwire_local.tracer import TracerSlot
+from kvwire_local.tracer_slot import TracerSlot
 from kvwire_local.wire import peer_pid
 
 # Address of the cookie, and how this side reads the other one.

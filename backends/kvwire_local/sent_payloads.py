@@ -181,7 +181,9 @@ class SentPayloads:
         """Give an arena to the peer, unless it has it."""
         if arena.serial not in self._shared:
             assert self._wire is not None
-            self._wire.say(LocalMessageType.ARENA, ARENA_BODY.pack(number), arena.fileno())
+            self._wire.say(
+                LocalMessageType.ARENA, ARENA_BODY.pack(number), arena.fileno()
+            )
             self._shared[arena.serial] = number  # bounded: ARENAS_MAX
 
 

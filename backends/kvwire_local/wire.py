@@ -6,7 +6,8 @@ No payload passes through it. It exists because only the kernel can say these th
   namespace, so that no pid is ever taken from a peer's word;
 * that the peer is still there. Its end of the socket is shut down before its lane lets
   go of any memory, and closed by the kernel when it dies. Whether that has happened is
-  read under the same lock of the kernel under which it is done: see :meth:`LocalWire.hear`;
+  read under the same lock of the kernel under which it is done: see
+  :meth:`LocalWire.hear`;
 * what a descriptor of the peer's is here (``SCM_RIGHTS``).
 
 Records are a head of 8 bytes and a body::

@@ -3,7 +3,7 @@
 Outbound, a chunk whose bytes lie on a device is first copied into a slot of pinned host
 memory, and then sent from there like any other::
 
-    core        a slot is free     copied (reaper)        sent
+    core        a slot is free     copied                 sent
     next_chunk ----> stage ----------> ready ----> link or lane ----> slot is free again
                       | no slot
                       +--> waits; no further chunk is taken meanwhile
@@ -31,8 +31,8 @@ from kvwire.driver.buffers import BufferTable
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import SPAN_BYTES_MAX, STAGING_SLOTS
-from kvwire.memory.device.reaper import Done
-from kvwire.memory.staging.desk import CopyEngine
+from kvwire.memory.device.completion_thread import Done
+from kvwire.memory.staging.copy_engine import CopyEngine
 from kvwire.memory.staging.ring import Ring
 from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.connection import ConnectionCore
@@ -90,9 +90,9 @@ class DeviceStaging:
         """
         if device is None:
             return
-        desk = self._devices.desk(device)
-        if desk.failed:
-            raise BackendUnavailable(f"{device} has failed: {desk.failed}")
+        copy_engine = self._devices.copy_engine(device)
+        if copy_engine.failed:
+            raise BackendUnavailable(f"{device} has failed: {copy_engine.failed}")
         if device in self._slots:
             return
         if not self._link.pausable:
@@ -103,7 +103,10 @@ class DeviceStaging:
         nbytes = self._core.agreement.terms.chunk_bytes
         span_bytes = max(nbytes, SPAN_BYTES_MAX)
         # bounded by the devices of this host
-        self._slots[device] = _Slots(desk, nbytes), _Slots(desk, span_bytes)
+        self._slots[device] = (
+            _Slots(copy_engine, nbytes),
+            _Slots(copy_engine, span_bytes),
+        )
 
     @property
     def quiet(self) -> bool:
@@ -144,9 +147,9 @@ class DeviceStaging:
         slot = self._leaving[chunk] = slots.take(chunk.length)
         self._copy(
             chunk.buffer,
-            lambda done: slots.desk.to_host(source, slot.view, done),
+            lambda done: slots.copy_engine.to_host(source, slot.view, done),
             partial(self._gathered, chunk, slot),
-            slots.desk,
+            slots.copy_engine,
         )
 
     def sent(self, chunk: Chunk) -> None:
@@ -193,9 +196,9 @@ class DeviceStaging:
         assert isinstance(into, Fragments)
         self._copy(
             arrival.buffer,
-            lambda done: slot.slots.desk.to_device(slot.view, into, done),
+            lambda done: slot.slots.copy_engine.to_device(slot.view, into, done),
             partial(self._scattered, slot, arrival, then),
-            slot.slots.desk,
+            slot.slots.copy_engine,
         )
         return True
 
@@ -223,7 +226,7 @@ class DeviceStaging:
         buffer: BufferId,
         begin: Callable[[Done], None],
         then: Callable[[], None],
-        desk: CopyEngine,
+        copy_engine: CopyEngine,
     ) -> None:
         """Begin a copy under a hold of its own, and go on when it is done."""
         holds = self._buffers.holds
@@ -237,10 +240,10 @@ class DeviceStaging:
                     holds.drop(buffer)
                     then()
                 else:
-                    self._failed(desk, error)
+                    self._failed(copy_engine, error)
                 self._run()
             except Exception:
-                # Nobody called: the reaper has others to tell.
+                # Nobody called: the completion thread has others to tell.
                 logger.exception("a bug of kvwire; its connection is aborted")
                 self._link.abort()
             self._check_ended()
@@ -249,7 +252,7 @@ class DeviceStaging:
             begin(done)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             self._copying -= 1
-            self._failed(desk, exc)
+            self._failed(copy_engine, exc)
 
     def _gathered(self, chunk: Chunk, slot: _Slot) -> None:
         slot.slots.ring.filled(slot.number)
@@ -288,25 +291,25 @@ class DeviceStaging:
             self._paused = False
             self._link.resume()
 
-    def _failed(self, desk: CopyEngine, error: Exception) -> None:
-        if not desk.failed:
+    def _failed(self, copy_engine: CopyEngine, error: Exception) -> None:
+        if not copy_engine.failed:
             logger.error(
                 "%s failed; what it was copying stays held",
-                desk.ops.device,
+                copy_engine.ops.device,
                 exc_info=error,
             )
-            desk.failed = str(error)
+            copy_engine.failed = str(error)
         # Transfers of other memory go on with the next link.
-        self._core.fail(ConnectionLost(f"{desk.ops.device} failed: {error}"))
+        self._core.fail(ConnectionLost(f"{copy_engine.ops.device} failed: {error}"))
 
 
 class _Slots:
     """A ring of pinned memory for one device and direction."""
 
-    def __init__(self, desk: CopyEngine, slot_bytes: int) -> None:
-        self.desk = desk
+    def __init__(self, copy_engine: CopyEngine, slot_bytes: int) -> None:
+        self.copy_engine = copy_engine
         self.ring = Ring(STAGING_SLOTS)
-        memory = desk.ops.pinned(STAGING_SLOTS * slot_bytes)
+        memory = copy_engine.ops.pinned(STAGING_SLOTS * slot_bytes)
         self._views = [
             memory[begin : begin + slot_bytes]
             for begin in range(0, len(memory), slot_bytes)

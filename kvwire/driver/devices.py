@@ -8,7 +8,7 @@ from typing import Any
 
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.memory.device.ops import DeviceOps, device_ops
-from kvwire.memory.staging.desk import CopyEngine, StreamWaiters
+from kvwire.memory.staging.copy_engine import CopyEngine, StreamWaiters
 from kvwire.types import Device
 
 
@@ -25,18 +25,18 @@ class Devices:
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         # As many as there are devices in this host.
-        self._desks: dict[Device, CopyEngine] = {}
+        self._copy_engines: dict[Device, CopyEngine] = {}
         self._waiters: dict[Device, StreamWaiters] = {}
 
-    def desk(self, device: Device) -> CopyEngine:
+    def copy_engine(self, device: Device) -> CopyEngine:
         """Where the memory of a device is copied from and to. On the loop.
 
         Raises:
             BackendUnavailable: The device does not work, and why.
         """
-        if device not in self._desks:
+        if device not in self._copy_engines:
             # bounded by the devices of this host
-            self._desks[device] = _tried(
+            self._copy_engines[device] = _tried(
                 device,
                 lambda: CopyEngine(
                     device_ops(device),
@@ -44,7 +44,7 @@ class Devices:
                     self._chunk_bytes,
                 ),
             )
-        return self._desks[device]
+        return self._copy_engines[device]
 
     def waiters(self, ops: DeviceOps) -> StreamWaiters:
         """Who waits for events of a device. From any thread."""
@@ -62,9 +62,9 @@ class Devices:
             for waiters in self._waiters.values():
                 waiters.close()
             self._waiters.clear()
-        for desk in self._desks.values():
-            desk.close()
-        self._desks.clear()
+        for copy_engine in self._copy_engines.values():
+            copy_engine.close()
+        self._copy_engines.clear()
 
 
 def _tried(device: Device, make: Any) -> Any:

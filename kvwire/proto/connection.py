@@ -44,7 +44,13 @@ from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import GrantRow, Grants, RegionRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import CLOSE_TRANSITIONS, CloseInput, CloseState, RequestKind, RequestState
+from kvwire.proto.state import (
+    CLOSE_TRANSITIONS,
+    CloseInput,
+    CloseState,
+    RequestKind,
+    RequestState,
+)
 from kvwire.proto.transfers import Transfers
 from kvwire.types import Access, BufferId, RegionId
 from kvwire.wire.control import (

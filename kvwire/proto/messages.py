@@ -138,7 +138,11 @@ class Messages:
     def withdraw(self, request: RequestRecord) -> bool:
         """Take back a receive that has not met its message; False if it has."""
         queue = self._posted.get(request.tag)
-        if request.state is not RequestState.POSTED or not queue or request not in queue:
+        if (
+            request.state is not RequestState.POSTED
+            or not queue
+            or request not in queue
+        ):
             return False
         queue.remove(request)
         if not queue:
@@ -368,7 +372,9 @@ class Messages:
             del self._waiting[tag]
 
 
-def _too_large(waiting: UnreceivedMessage, request: RequestRecord, end: str) -> MessageTooLarge:
+def _too_large(
+    waiting: UnreceivedMessage, request: RequestRecord, end: str
+) -> MessageTooLarge:
     return MessageTooLarge(
         f"the next message of tag {request.tag} has {waiting.nbytes} bytes, the "
         f"receive takes {request.nbytes}; {end}"

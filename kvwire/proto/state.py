@@ -100,7 +100,9 @@ FIRST_STATE: Final[dict[RequestKind, RequestState]] = {
 
 TERMINAL: Final = frozenset({RequestState.DONE, RequestState.FAILED})
 
-REQUEST_TRANSITIONS: Final[dict[tuple[RequestKind, RequestState, RequestInput], RequestState]] = {
+REQUEST_TRANSITIONS: Final[
+    dict[tuple[RequestKind, RequestState, RequestInput], RequestState]
+] = {
     (RequestKind.SEND, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
     (RequestKind.SEND, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
     (RequestKind.RECV, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
@@ -111,11 +113,27 @@ REQUEST_TRANSITIONS: Final[dict[tuple[RequestKind, RequestState, RequestInput], 
     (RequestKind.SERVE_PUT, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
     (RequestKind.SERVE_GET, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
     (RequestKind.OUTGOING, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
-    (RequestKind.OUTGOING, RequestState.MOVING, RequestInput.MOVED): RequestState.WAITING,
-    (RequestKind.OUTGOING, RequestState.WAITING, RequestInput.CONFIRMED): RequestState.DONE,
+    (
+        RequestKind.OUTGOING,
+        RequestState.MOVING,
+        RequestInput.MOVED,
+    ): RequestState.WAITING,
+    (
+        RequestKind.OUTGOING,
+        RequestState.WAITING,
+        RequestInput.CONFIRMED,
+    ): RequestState.DONE,
     (RequestKind.INCOMING, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
-    (RequestKind.INCOMING, RequestState.MOVING, RequestInput.MOVED): RequestState.WAITING,
-    (RequestKind.INCOMING, RequestState.WAITING, RequestInput.CONFIRMED): RequestState.DONE,
+    (
+        RequestKind.INCOMING,
+        RequestState.MOVING,
+        RequestInput.MOVED,
+    ): RequestState.WAITING,
+    (
+        RequestKind.INCOMING,
+        RequestState.WAITING,
+        RequestInput.CONFIRMED,
+    ): RequestState.DONE,
 } | {
     (kind, state, RequestInput.FAIL): RequestState.FAILED
     for kind in RequestKind

@@ -10,7 +10,7 @@ import numpy as np
 from kvwire.kv.blocks import Bits
 from kvwire.store.cleanup import together
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Keys, IndexedSlots, Orders
+from kvwire.store.index import IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
@@ -118,7 +118,9 @@ class TierStack:
         """The tiers one of which has to have a block before its put is complete."""
         return tuple(t for t in self.below if t.durable) or self.below
 
-    async def write_through(self, space: Namespace, batch: Batch) -> tuple[BlockResults, str]:
+    async def write_through(
+        self, space: Namespace, batch: Batch
+    ) -> tuple[BlockResults, str]:
         """Bring images to every tier below that lacks them.
 
         Returns:

@@ -194,7 +194,7 @@ class KVTransfer:
         self.geometry: Geometry = describe(cache, self.lists, tokens)
         if cache.device is not None:
             # That a device does not work is known before anything is promised.
-            communicator.devices.desk(cache.device)
+            communicator.devices.copy_engine(cache.device)
         self.deadline = absolute(options["deadline"])
         self.lease_s = self.communicator.config.lease_s if lease_s is None else lease_s
         self.phases = PhaseTimer()

@@ -108,7 +108,7 @@ class IncomingState(KVTransfer):
             )
         if not self._has(layer, group):
             raise UsageError(f"layer_event: layer {layer} has not landed yet")
-        return self.communicator.devices.desk(device).landed.native
+        return self.communicator.devices.copy_engine(device).landed.native
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
         """See :meth:`kvwire.Incoming.layer_landed`."""

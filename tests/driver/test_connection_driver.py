@@ -129,7 +129,9 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
 
 
 async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> None:
-    nobody = RequestRecord(kind=RequestKind.INCOMING, wire_id=None, buffer=None, nbytes=0)
+    nobody = RequestRecord(
+        kind=RequestKind.INCOMING, wire_id=None, buffer=None, nbytes=0
+    )
     event = TransferAgreed(request=nobody, description=b"")
     async with connected() as pair:
         link = FakeRoom(pair, 0)

@@ -26,12 +26,12 @@ def device() -> Iterator[SimulatedDevice]:
 
 async def test_one_desk_and_one_set_of_waiters(device: SimulatedDevice) -> None:
     devices = Devices(asyncio.get_running_loop(), MIB)
-    desk = devices.desk(device.device)
-    assert devices.desk(device.device) is desk
-    assert desk.slot_bytes == MIB
+    copy_engine = devices.copy_engine(device.device)
+    assert devices.copy_engine(device.device) is copy_engine
+    assert copy_engine.slot_bytes == MIB
     assert devices.waiters(device) is devices.waiters(device)
     devices.close()
-    assert devices.desk(device.device) is not desk
+    assert devices.copy_engine(device.device) is not copy_engine
     devices.close()
 
 
@@ -46,10 +46,10 @@ async def test_a_device_that_does_not_work(
     monkeypatch.setattr(device, "stream", broken)
     devices = Devices(asyncio.get_running_loop(), MIB)
     with pytest.raises(BackendUnavailable, match=r"simulated:\d+ does not work: CUDA"):
-        devices.desk(device.device)
+        devices.copy_engine(device.device)
 
 
 async def test_a_gpu_without_a_library_says_what_to_install() -> None:
     devices = Devices(asyncio.get_running_loop(), MIB)
     with pytest.raises(BackendUnavailable, match=re.escape(install_command("torch"))):
-        devices.desk(Device(MemoryKind.CUDA, 99))
+        devices.copy_engine(Device(MemoryKind.CUDA, 99))

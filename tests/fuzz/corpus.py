@@ -23,22 +23,22 @@ from kvwire.limits import HEADER_BYTES
 from kvwire.region import Grant
 from kvwire.store.server import messages as requests
 from kvwire.store.server.messages import (
-    StoreDone,
     Find,
     Found,
     Get,
-    StoreHello,
     Names,
-    Put,
     NamespaceText,
+    Put,
     Stats,
+    StoreDone,
+    StoreHello,
     Welcome,
 )
 from kvwire.transfers.description import TransferOffer
 from kvwire.types import Access, Role
 from kvwire_local.descriptor import PlaceKind, encode, encode_piece
 from kvwire_local.host import Host
-from kvwire_nccl.bootstrap import UcxBootstrap as NcclBootstrap
+from kvwire_nccl.bootstrap import NcclBootstrap
 from kvwire_tcp.preamble import make_preamble
 from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.library import Version
@@ -200,7 +200,13 @@ def _store() -> Iterator[bytes]:
     space = NamespaceText("kv", spec.to_pairs())
     names = Names(32, bytes(64))
     fields = (7, 1, space, 0, names, 500)
-    for request in (StoreHello(1), Find(1, names), Put(*fields), Get(*fields), Stats(2)):
+    for request in (
+        StoreHello(1),
+        Find(1, names),
+        Put(*fields),
+        Get(*fields),
+        Stats(2),
+    ):
         yield b"\0" + requests.encode(request)
     for reply in (
         Welcome(1, spaces=(space,)),

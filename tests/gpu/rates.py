@@ -26,7 +26,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.cuda.torch_ops import TorchOps
 from kvwire.memory.device.ops import register
-from kvwire.memory.staging.desk import CopyEngine
+from kvwire.memory.staging.copy_engine import CopyEngine
 
 ROUNDS = 15
 CHUNK_BYTES = 4 * MIB
@@ -54,15 +54,15 @@ def gather_ratio(ops: TorchOps, fragment_bytes: int) -> float:
     torch = ops.torch
     pool = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
     slot = ops.pinned(CHUNK_BYTES)
-    desk = CopyEngine(ops, lambda call: None, CHUNK_BYTES)
+    copy_engine = CopyEngine(ops, lambda call: None, CHUNK_BYTES)
     count = CHUNK_BYTES // fragment_bytes
     rows = np.random.default_rng(0).permutation(64 * MIB // fragment_bytes)[:count]
     scattered = _fragments(ops, pool, rows, fragment_bytes)
     plain = _fragments(ops, pool, np.zeros(1, np.int64), CHUNK_BYTES)
-    stream = desk.outbound.stream
+    stream = copy_engine.outbound.stream
 
     def gathered() -> None:
-        desk.to_host(scattered, slot, lambda error: None)
+        copy_engine.to_host(scattered, slot, lambda error: None)
         stream.record().synchronize()
 
     def copied() -> None:
@@ -70,7 +70,7 @@ def gather_ratio(ops: TorchOps, fragment_bytes: int) -> float:
         stream.record().synchronize()
 
     one, other = interleaved(gathered, copied)
-    desk.close()
+    copy_engine.close()
     return other / one
 
 

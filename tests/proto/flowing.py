@@ -47,7 +47,9 @@ class Side:
         self.flows.begin_send(request)
         return request
 
-    def get(self, nbytes: int, base: int = 0, kind: RequestKind = RequestKind.GET) -> RequestRecord:
+    def get(
+        self, nbytes: int, base: int = 0, kind: RequestKind = RequestKind.GET
+    ) -> RequestRecord:
         request = self.request(kind, nbytes, base)
         self.flows.begin_receive(request)
         return request

@@ -131,7 +131,9 @@ class Scene:
         self.requests.start(request)
         return request
 
-    def failed(self, kind: RequestKind, code: int, reason: str = "") -> KVWireError | None:
+    def failed(
+        self, kind: RequestKind, code: int, reason: str = ""
+    ) -> KVWireError | None:
         """How a request ends when the peer says FAIL."""
         request = self.begin(kind)
         assert request.wire_id is not None
@@ -193,7 +195,9 @@ def test_any_other_is_the_peer_s(code: int) -> None:
     assert type(Scene().failed(RequestKind.GET, code)) is PeerError
 
 
-@pytest.mark.parametrize("kind", [RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING])
+@pytest.mark.parametrize(
+    "kind", [RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING]
+)
 def test_a_peer_that_goes_away_has_met_nothing(kind: RequestKind) -> None:
     """What waits for its application ends as an orderly close does."""
     assert type(Scene().failed(kind, WireCode.GOING_AWAY)) is ClosedOK

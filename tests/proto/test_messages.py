@@ -434,7 +434,7 @@ def test_messages_that_are_taken_back_are_not_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A peer may announce and take back a message behind 4,000 others, for ever."""
-    monkeypatch.setattr(module, "Waiting", Compared)
+    monkeypatch.setattr(module, "UnreceivedMessage", Compared)
     pair = ConnectionPair()
     use_up_credit(pair)
     sent = [pair.client.send(99, LARGE) for _ in range(50)]

@@ -9,7 +9,9 @@ from kvwire.proto.state import RequestInput, RequestKind, RequestState
 
 def test_a_segment_is_in_the_state_of_its_transfer() -> None:
     """It has none of its own."""
-    request = RequestRecord(kind=RequestKind.OUTGOING, wire_id=None, buffer=None, nbytes=0)
+    request = RequestRecord(
+        kind=RequestKind.OUTGOING, wire_id=None, buffer=None, nbytes=0
+    )
     segment = SegmentRecord(request=request, number=1, box=(0, 0, 1, 0, 1), nbytes=5)
     states = [segment.state]
     for event in (RequestInput.GO, RequestInput.FAIL):

@@ -68,7 +68,9 @@ class Table:
         self.requests.start(request)
         return request
 
-    def served(self, wire_id: int, kind: RequestKind = RequestKind.SERVE_GET) -> RequestRecord:
+    def served(
+        self, wire_id: int, kind: RequestKind = RequestKind.SERVE_GET
+    ) -> RequestRecord:
         request = self.request(kind)
         request.wire_id = self.requests.admit(wire_id)
         self.requests.serve(request)
@@ -201,7 +203,11 @@ def test_a_receive_gets_its_number_when_it_is_matched() -> None:
 def test_all_open_requests_are_seen() -> None:
     """And the list may change under the one who looks."""
     side = table()
-    ours, theirs, waiting = side.started(), side.served(2), side.request(RequestKind.RECV)
+    ours, theirs, waiting = (
+        side.started(),
+        side.served(2),
+        side.request(RequestKind.RECV),
+    )
     side.requests.post(waiting)
     seen = []
     for request in side.requests:

@@ -43,9 +43,12 @@ def request(kind: RequestKind, state: RequestState | None = None) -> RequestReco
 
 
 @pytest.mark.parametrize(
-    ("kind", "state", "event"), list(itertools.product(RequestKind, RequestState, RequestInput))
+    ("kind", "state", "event"),
+    list(itertools.product(RequestKind, RequestState, RequestInput)),
 )
-def test_every_state_with_every_input(kind: RequestKind, state: RequestState, event: RequestInput) -> None:
+def test_every_state_with_every_input(
+    kind: RequestKind, state: RequestState, event: RequestInput
+) -> None:
     """A step of the table, or an error that changes nothing; from an end, no step."""
     made = request(kind, state)
     target = REQUEST_TRANSITIONS.get((kind, state, event))

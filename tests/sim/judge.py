@@ -131,7 +131,10 @@ class Judge:
         """A request is over: for the first time, and truly?"""
         ask = event.request.context
         if not isinstance(ask, Ask):
-            serving = event.request.kind in (RequestKind.SERVE_PUT, RequestKind.SERVE_GET)
+            serving = event.request.kind in (
+                RequestKind.SERVE_PUT,
+                RequestKind.SERVE_GET,
+            )
             demand(serving, "completion", "a completion of nobody's request")
             return
         demand(not ask.over, "completion", "a request was completed twice")

@@ -12,7 +12,8 @@ vLLM loads it by the path of this module::
 
 * :class:`~kvwire.integrations.vllm.scheduler.SchedulerSide` says what moves when.
 * :class:`~kvwire.integrations.vllm.worker.WorkerSide` moves it.
-* :class:`~kvwire.integrations.vllm.metadata.WorkerStep` is what the first tells the second.
+* :class:`~kvwire.integrations.vllm.metadata.WorkerStep` is what the
+  first tells the second.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from kvwire import Communicator, Engine
 from kvwire.memory.device.ops import device_ops
-from kvwire.memory.staging.desk import CopyEngine
+from kvwire.memory.staging.copy_engine import CopyEngine
 from kvwire.types import Device
 
 
@@ -34,14 +34,14 @@ class CacheDevice:
     def __init__(self, engine: Engine, device: Device | None) -> None:
         self._device = device
         self._ops = None if device is None else device_ops(device)
-        self._desk: CopyEngine | None = None
+        self._copy_engine: CopyEngine | None = None
         if device is not None:
 
-            async def desk(communicator: Communicator) -> CopyEngine:
-                return communicator.devices.desk(device)
+            async def copy_engine(communicator: Communicator) -> CopyEngine:
+                return communicator.devices.copy_engine(device)
 
             # Before vLLM captures graphs: while it does, no thread may allocate.
-            self._desk = engine.start(desk).result()
+            self._copy_engine = engine.start(copy_engine).result()
 
     def __str__(self) -> str:
         return "host memory" if self._device is None else str(self._device)
@@ -53,4 +53,4 @@ class CacheDevice:
     @property
     def failed(self) -> str:
         """How the GPU has failed, which it does for good; "" if it has not."""
-        return "" if self._desk is None else self._desk.failed
+        return "" if self._copy_engine is None else self._copy_engine.failed

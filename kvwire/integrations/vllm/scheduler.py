@@ -24,11 +24,11 @@ from typing import Any
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.config import PUSH, REQUEST, VllmSettings
 from kvwire.integrations.vllm.metadata import (
+    ComputedTokens,
     LoadPrompt,
     SendPrompt,
-    WorkerStep,
     TransferParams,
-    ComputedTokens,
+    WorkerStep,
     answer,
 )
 from kvwire.kv.hashing import HashScheme
@@ -73,7 +73,11 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, settings: VllmSettings, engine_id: str, block_tokens: int, salt: bytes = b""
+        self,
+        settings: VllmSettings,
+        engine_id: str,
+        block_tokens: int,
+        salt: bytes = b"",
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id

@@ -19,7 +19,12 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
 from kvwire.integrations.vllm.config import LAYER, PUSH, VllmSettings
 from kvwire.integrations.vllm.device import CacheDevice
-from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt, WorkerStep, ComputedTokens
+from kvwire.integrations.vllm.metadata import (
+    ComputedTokens,
+    LoadPrompt,
+    SendPrompt,
+    WorkerStep,
+)
 from kvwire.integrations.vllm.metrics import (
     Observed,
     observe_received,
@@ -29,7 +34,7 @@ from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import PromptReceive
 from kvwire.integrations.vllm.sending import PromptSend
 from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
-from kvwire.integrations.vllm.writing import PromptBlocks, ForwardPass
+from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 from kvwire.kv.spec import KVSpec
 
 logger = logging.getLogger("kvwire")
@@ -48,7 +53,9 @@ class WorkerSide:
         shape: What the caches hold.
     """
 
-    def __init__(self, settings: VllmSettings, config: Config, shape: CacheShape) -> None:
+    def __init__(
+        self, settings: VllmSettings, config: Config, shape: CacheShape
+    ) -> None:
         self._settings = settings
         self._shape = shape
         self._engine = Engine(config)

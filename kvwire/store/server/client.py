@@ -34,10 +34,10 @@ from kvwire.store.image_cache import ImageCache
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
-    NumberedReply,
     AnswerT,
-    StoreHello,
     ClientMessage,
+    NumberedReply,
+    StoreHello,
     Welcome,
     decode_reply,
     encode,

@@ -216,7 +216,9 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     requests: Annotated[int, Meta(ge=1, le=STORE_REQUESTS_MAX)] = 1
     berths: Annotated[int, Meta(ge=1, le=STORE_BERTHS_MAX)] = 1
     berth_bytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)] = 1
-    spaces: Annotated[tuple[NamespaceText, ...], Meta(max_length=STORE_SPACES_TOLD)] = ()
+    spaces: Annotated[
+        tuple[NamespaceText, ...], Meta(max_length=STORE_SPACES_TOLD)
+    ] = ()
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):

@@ -35,7 +35,13 @@ from kvwire.limits import (
     STORE_SPACES_TOLD,
     STORE_TIER_BYTES_MAX,
 )
-from kvwire.store.server.messages import ClientRow, StatsReport, NamespaceText, TierRow, Welcome
+from kvwire.store.server.messages import (
+    ClientRow,
+    NamespaceText,
+    StatsReport,
+    TierRow,
+    Welcome,
+)
 from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore
 from kvwire.types import Address

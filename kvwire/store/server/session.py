@@ -36,17 +36,17 @@ from kvwire.store.server.messages import (
     VERSION,
     AnyRequest,
     ClientRow,
-    StoreDone,
     Find,
     Flush,
     Found,
     Get,
-    StoreHello,
-    TransferMessage,
     Put,
     ServerMessage,
     Stats,
+    StoreDone,
+    StoreHello,
     Touch,
+    TransferMessage,
     decode_request,
     encode,
 )
@@ -296,4 +296,6 @@ def _lost(got: Outcome, space: Namespace) -> BlockResults:
 
 
 def _all(request: TransferMessage, fate: BlockResult, reason: str) -> StoreDone:
-    return StoreDone.of(request.number, np.full(len(request.names), fate, np.uint8), reason)
+    return StoreDone.of(
+        request.number, np.full(len(request.names), fate, np.uint8), reason
+    )

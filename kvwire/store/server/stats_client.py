@@ -6,7 +6,7 @@ import kvwire
 from kvwire.config import Config
 from kvwire.limits import STORE_REQUEST_BYTES_MAX, STORE_TIMEOUT_S
 from kvwire.store.server.client import StoreClient
-from kvwire.store.server.messages import StatsReport, Stats
+from kvwire.store.server.messages import Stats, StatsReport
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:

@@ -32,7 +32,7 @@ from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
-from kvwire.store.index import Index, Keys, IndexedSlots
+from kvwire.store.index import Index, IndexedSlots, Keys
 from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import Slabs

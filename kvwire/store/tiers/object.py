@@ -43,7 +43,13 @@ from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 from kvwire.store.tiers.object_bucket import bucket_of
-from kvwire.store.tiers.object_format import HEAD_BYTES, ObjectHead, packed, path_of, unpacked
+from kvwire.store.tiers.object_format import (
+    HEAD_BYTES,
+    ObjectHead,
+    packed,
+    path_of,
+    unpacked,
+)
 
 T = TypeVar("T")
 

@@ -33,14 +33,14 @@ from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (
-    StoreDone,
     Find,
     Flush,
     Found,
     Get,
     Names,
-    Put,
     NamespaceText,
+    Put,
+    StoreDone,
     Touch,
 )
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
@@ -223,7 +223,9 @@ class RemoteTier(Tier):
             self.trouble = said(exc)
         return fates
 
-    async def _put(self, up: ActiveConnection, space: Namespace, batch: Batch) -> BlockResults:
+    async def _put(
+        self, up: ActiveConnection, space: Namespace, batch: Batch
+    ) -> BlockResults:
         """One request: publish the images, and let the server pull them."""
         number = self._line.number()
         images = ImageCache(space, int(batch.orders[0]), batch.images)
@@ -239,7 +241,9 @@ class RemoteTier(Tier):
             put = Put(*self._asked(number, space, batch))
             return self._checked(up, batch, await up.call(number, put, StoreDone))
 
-    async def _get(self, up: ActiveConnection, space: Namespace, batch: Batch) -> BlockResults:
+    async def _get(
+        self, up: ActiveConnection, space: Namespace, batch: Batch
+    ) -> BlockResults:
         """One request: hear which blocks there are, and expect the server's push."""
         number = self._line.number()
         get = Get(*self._asked(number, space, batch))
@@ -269,7 +273,9 @@ class RemoteTier(Tier):
         timeout_ms = max(1, int(self._timeout_s * 1000))
         return number, number, NamespaceText.of(space), order, names, timeout_ms
 
-    def _checked(self, up: ActiveConnection, batch: Batch, done: StoreDone) -> BlockResults:
+    def _checked(
+        self, up: ActiveConnection, batch: Batch, done: StoreDone
+    ) -> BlockResults:
         """What the server says of each block."""
         fates = done.table.copy()
         if fates.size != batch.keys.size:

@@ -38,7 +38,9 @@ def take(
     return head
 
 
-def test_frames_come_in_order_and_each_stays_first_until_it_is_done(way: InprocPipe) -> None:
+def test_frames_come_in_order_and_each_stays_first_until_it_is_done(
+    way: InprocPipe,
+) -> None:
     frames = [frame(10), frame(), frame(200)]
     way.put(frames[:2])
     way.put(frames[2:])
@@ -90,7 +92,9 @@ def test_what_is_dropped_counts_as_delivered(way: InprocPipe) -> None:
     assert way.take_sent() == ["token"]
 
 
-def test_a_token_comes_back_once_and_only_when_its_frame_is_done(way: InprocPipe) -> None:
+def test_a_token_comes_back_once_and_only_when_its_frame_is_done(
+    way: InprocPipe,
+) -> None:
     way.put([frame(100, "first"), frame(0), frame(100, "second")])
     head = way.head()
     assert head is not None

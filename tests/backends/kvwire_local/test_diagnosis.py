@@ -10,7 +10,7 @@ import pytest
 
 from kvwire.memory import cma
 from kvwire_local import LocalBackend, diagnosis
-from kvwire_local.tracer import TracerSlot
+from kvwire_local.tracer_slot import TracerSlot
 
 
 def found() -> dict[str, str]:

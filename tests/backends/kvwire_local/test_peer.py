@@ -40,7 +40,9 @@ def pieces(*places: tuple[int, int]) -> Fragments:
 
 def test_whose_cookie_is_read_is_the_peer() -> None:
     assert ourselves().refusal() == ""
-    assert PeerMemory(0, 4096, COOKIE).refusal() == "the peer is in another pid namespace"
+    assert (
+        PeerMemory(0, 4096, COOKIE).refusal() == "the peer is in another pid namespace"
+    )
     assert "EFAULT" in PeerMemory(os.getpid(), 4096, COOKIE).refusal()
     other = PeerMemory(os.getpid(), address_of(COOKIE), COOKIE[::-1])
     assert other.refusal() == f"pid {os.getpid()} is another process here"

@@ -11,7 +11,7 @@ import pytest
 from kvwire.types import Role
 from kvwire_local.rendezvous import Rendezvous
 from kvwire_local.sent_payloads import ReadMethod
-from kvwire_local.tracer import tracers
+from kvwire_local.tracer_slot import tracers
 
 SECRET = bytes(32)
 

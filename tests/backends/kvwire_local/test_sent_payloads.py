@@ -84,7 +84,9 @@ def test_each_payload_gets_the_ticket_that_suits_it(
     assert place.fragments is not None
     assert (place.kind, len(place.fragments)) == (kind, count)
     records, _ = ends[1].hear()
-    assert [record.kind for record in records] == [LocalMessageType.ARENA] * (kind is PlaceKind.ARENA)
+    assert [record.kind for record in records] == [LocalMessageType.ARENA] * (
+        kind is PlaceKind.ARENA
+    )
     assert outgoing.read(read_so_far(1)) == ["token"]
     assert len(outgoing) == 0
     outgoing.close()

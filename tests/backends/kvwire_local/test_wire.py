@@ -38,10 +38,14 @@ def test_records_come_whole_and_in_order(
     records, there = right.hear()
     assert there
     assert [record.body for record in records] == [*bodies, b"12345678"]
-    assert [record.kind for record in records] == [LocalMessageType.PLACED] * 3 + [LocalMessageType.READ]
+    assert [record.kind for record in records] == [LocalMessageType.PLACED] * 3 + [
+        LocalMessageType.READ
+    ]
 
 
-def test_a_full_socket_keeps_the_rest(ends: tuple[LocalWire, LocalWire, socket.socket]) -> None:
+def test_a_full_socket_keeps_the_rest(
+    ends: tuple[LocalWire, LocalWire, socket.socket],
+) -> None:
     left, right, _ = ends
     count = 100
     for number in range(count):

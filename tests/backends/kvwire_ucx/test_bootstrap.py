@@ -61,7 +61,9 @@ def test_another_format_names_the_difference() -> None:
 
 
 def test_too_many_devices_are_an_error_that_says_so() -> None:
-    wide = UcxBootstrap(lane=1, version=SAMPLE.version, address=bytes(BOOTSTRAP_BYTES_MAX))
+    wide = UcxBootstrap(
+        lane=1, version=SAMPLE.version, address=bytes(BOOTSTRAP_BYTES_MAX)
+    )
     with pytest.raises(BackendUnavailable, match="UCX_NET_DEVICES"):
         wide.to_bytes()
 

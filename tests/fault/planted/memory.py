@@ -54,7 +54,7 @@ BUGS: Final = (
         name="a put that is confirmed early ends before the link is through with it",
         module="kvwire.proto.onesided",
         before="            request.confirmed = True\n            return\n",
-        after="            request.advance(Input.MOVED)\n",
+        after="            request.advance(RequestInput.MOVED)\n",
         rules=frozenset({"completion", "UnexpectedFrame", "memory-reuse"}),
     ),
     Planted(

@@ -22,8 +22,8 @@ BUGS: Final = (
         name="a request is completed twice",
         module="kvwire.proto.requests",
         before="        if request.over:\n            return\n        "
-        "request.advance(Input.FAIL)\n",
-        after="        request.state = State.FAILED\n",
+        "request.advance(RequestInput.FAIL)\n",
+        after="        request.state = RequestState.FAILED\n",
         rules=frozenset({"completion", "AssertionError", "untrue"}),
     ),
     Planted(
@@ -76,10 +76,10 @@ BUGS: Final = (
         name="a movement ends when its last chunk is under way",
         module="kvwire.proto.chunks",
         before="        if request.moved < request.nbytes:\n            return\n"
-        "        request.advance(Input.MOVED)\n        if request.kind",
+        "        request.advance(RequestInput.MOVED)\n        if request.kind",
         after="        if request.moved + self._chunk_bytes <= request.nbytes:\n"
         "            return\n"
-        "        request.advance(Input.MOVED)\n        if request.kind",
+        "        request.advance(RequestInput.MOVED)\n        if request.kind",
         rules=frozenset({"completion", "UnexpectedFrame", "accused"}),
     ),
     Planted(

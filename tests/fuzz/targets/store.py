@@ -8,11 +8,11 @@ from __future__ import annotations
 from kvwire.errors import UsageError
 from kvwire.limits import STORE_KEYS_MAX
 from kvwire.store.server.messages import (
-    StoreDone,
     Find,
     Found,
-    TransferMessage,
+    StoreDone,
     Touch,
+    TransferMessage,
     Welcome,
     decode_reply,
     decode_request,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt, WorkerStep, ComputedTokens
+from kvwire.integrations.vllm.metadata import (
+    ComputedTokens,
+    LoadPrompt,
+    SendPrompt,
+    WorkerStep,
+)
 from kvwire.kv.hashing import HashScheme
 from tests.integrations.vllm.fakes import BLOCK_TOKENS, Worker
 

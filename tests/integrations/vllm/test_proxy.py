@@ -561,7 +561,9 @@ def test_an_engine_that_is_none(text: str) -> None:
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_engine("http://a:1/=b:2,c:3") == VllmServer("http://a:1", ("b:2", "c:3"))
+    assert parse_engine("http://a:1/=b:2,c:3") == VllmServer(
+        "http://a:1", ("b:2", "c:3")
+    )
     with pytest.raises(SystemExit):
         main(["--prefill", "nonsense", "--decode", "http://a=b:1"])
     assert "engine 'nonsense'" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvwire.integrations.vllm.config import VllmSettings
-from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt, ComputedTokens
+from kvwire.integrations.vllm.metadata import ComputedTokens, LoadPrompt, SendPrompt
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.vllm.fakes import (
     BLOCK_TOKENS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.integrations.vllm.sending import PromptSend
-from kvwire.integrations.vllm.writing import PromptBlocks, ForwardPass
+from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 
 
 class Heard:

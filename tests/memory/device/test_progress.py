@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import RequestCancelled, UsageError
-from kvwire.memory.device.progress import LayerCounter, GraphReplay, Position
+from kvwire.memory.device.progress import GraphReplay, LayerCounter, Position
 from tests.support.simulated_device import SimulatedDevice, SimulatedStream
 
 LAYERS = 5

@@ -11,7 +11,7 @@ import pytest
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
-from kvwire.store.index import Keys, IndexedSlots, as_keys
+from kvwire.store.index import IndexedSlots, Keys, as_keys
 from kvwire.store.tiers.memory import MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.store.caches import chain

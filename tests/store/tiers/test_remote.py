@@ -18,10 +18,10 @@ import kvwire
 from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.store.server.messages import (
     TAG,
-    StoreDone,
     Find,
     Found,
     Get,
+    StoreDone,
     StoreHello,
     Welcome,
     decode_request,

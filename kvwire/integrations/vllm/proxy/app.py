@@ -14,10 +14,10 @@ import msgspec
 
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.dispatch import (
-    EngineResponse,
     ClientRequest,
     Dispatcher,
     EngineFailed,
+    EngineResponse,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.wire.decode_errors import DECODE_ERRORS
@@ -131,7 +131,9 @@ def _passed_on(request: Request) -> dict[str, str]:
     return {h: request.headers[h] for h in _PASSED_HEADERS if h in request.headers}
 
 
-async def _unless_gone(request: Request, asking: asyncio.Task[EngineResponse]) -> EngineResponse | None:
+async def _unless_gone(
+    request: Request, asking: asyncio.Task[EngineResponse]
+) -> EngineResponse | None:
     """The answer, or None if the client goes away before it begins.
 
     Starlette looks for that only once the answer is on its way.

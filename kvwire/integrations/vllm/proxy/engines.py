@@ -75,7 +75,9 @@ class VllmServerPool:
         self._turns = itertools.count()
         self._down_until: dict[VllmServer, float] = {}
 
-    def pick(self, body: dict[str, Any], tried: Collection[VllmServer]) -> VllmServer | None:
+    def pick(
+        self, body: dict[str, Any], tried: Collection[VllmServer]
+    ) -> VllmServer | None:
         """The engine for a request.
 
         Args:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvwire_local.tracer import TracerSlot, tracers
+from kvwire_local.tracer_slot import TracerSlot, tracers
 
 _ANY = 2**64 - 1
 

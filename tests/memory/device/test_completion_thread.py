@@ -1,4 +1,4 @@
-"""A reaper reports every event once, in order, and wakes the loop once for many."""
+"""A completion thread reports events once, in order; many wake the loop once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvwire.memory.device.completion_thread import CompletionThread
 from kvwire.memory.device.ops import Event
-from kvwire.memory.device.reaper import CompletionThread
 
 
 class Gate(Event):
@@ -62,17 +62,17 @@ def loop() -> Loop:
 
 
 @pytest.fixture
-def reaper(loop: Loop) -> Iterator[CompletionThread]:
-    made = CompletionThread("reaper", loop.call_soon)
+def completions(loop: Loop) -> Iterator[CompletionThread]:
+    made = CompletionThread("completions", loop.call_soon)
     yield made
     made.close()
 
 
-def test_one_wake_up_for_a_batch(loop: Loop, reaper: CompletionThread) -> None:
+def test_one_wake_up_for_a_batch(loop: Loop, completions: CompletionThread) -> None:
     told: list[int] = []
     gates = [Gate() for _ in range(50)]
     for number, gate in enumerate(gates):
-        reaper.watch(gate, lambda error, number=number: told.append(number))  # type: ignore[misc]
+        completions.watch(gate, lambda error, number=number: told.append(number))  # type: ignore[misc]
     gates[0].asleep.wait()
     for gate in reversed(gates):
         gate.fire()
@@ -81,16 +81,16 @@ def test_one_wake_up_for_a_batch(loop: Loop, reaper: CompletionThread) -> None:
         wakes += loop.turn()
     assert told == list(range(50))
     assert wakes == 1
-    assert reaper.watched == 0
+    assert completions.watched == 0
 
 
 def test_what_has_fired_does_not_wait_for_what_has_not(
-    loop: Loop, reaper: CompletionThread
+    loop: Loop, completions: CompletionThread
 ) -> None:
     told: list[str] = []
     early, late = Gate(), Gate()
-    reaper.watch(early, lambda error: told.append("early"))
-    reaper.watch(late, lambda error: told.append("late"))
+    completions.watch(early, lambda error: told.append("early"))
+    completions.watch(late, lambda error: told.append("late"))
     early.fire()
     loop.turn()
     assert told == ["early"]
@@ -99,21 +99,23 @@ def test_what_has_fired_does_not_wait_for_what_has_not(
     assert told == ["early", "late"]
 
 
-def test_a_failure_is_reported_and_not_the_end(loop: Loop, reaper: CompletionThread) -> None:
+def test_a_failure_is_reported_and_not_the_end(
+    loop: Loop, completions: CompletionThread
+) -> None:
     told: list[Exception | None] = []
     broken, fine = Gate(), Gate()
     error = RuntimeError("an illegal memory access")
-    reaper.watch(broken, told.append)
+    completions.watch(broken, told.append)
     broken.fire(error)
     loop.turn()
-    reaper.watch(fine, told.append)
+    completions.watch(fine, told.append)
     fine.fire()
     loop.turn()
     assert told == [error, None]
 
 
 def test_who_raises_takes_nothing_from_the_others(
-    loop: Loop, reaper: CompletionThread, caplog: pytest.LogCaptureFixture
+    loop: Loop, completions: CompletionThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They may be of other connections, whose memory would be held for ever."""
     told: list[Exception | None] = []
@@ -122,10 +124,10 @@ def test_who_raises_takes_nothing_from_the_others(
         raise ZeroDivisionError("planted")
 
     gates = [Gate() for _ in range(3)]
-    reaper.watch(gates[0], told.append)
+    completions.watch(gates[0], told.append)
     gates[0].asleep.wait()
-    reaper.watch(gates[1], bug)
-    reaper.watch(gates[2], told.append)
+    completions.watch(gates[1], bug)
+    completions.watch(gates[2], told.append)
     for gate in reversed(gates):
         gate.fire()
     while len(told) < 2:
@@ -135,15 +137,15 @@ def test_who_raises_takes_nothing_from_the_others(
 
 
 def test_events_that_failed_while_others_were_reported(
-    loop: Loop, reaper: CompletionThread
+    loop: Loop, completions: CompletionThread
 ) -> None:
     """One that says of itself, when asked, that it failed."""
     told: list[Exception | None] = []
     first, second = Gate(), Gate()
     error = RuntimeError("gone")
-    reaper.watch(first, told.append)
+    completions.watch(first, told.append)
     first.asleep.wait()
-    reaper.watch(second, told.append)
+    completions.watch(second, told.append)
     second.fire(error)
     first.fire()
     while len(told) < 2:
@@ -152,11 +154,11 @@ def test_events_that_failed_while_others_were_reported(
 
 
 def test_close_waits_for_what_is_watched(loop: Loop) -> None:
-    reaper = CompletionThread("reaper", loop.call_soon)
+    completions = CompletionThread("completions", loop.call_soon)
     gate = Gate()
     told: list[Exception | None] = []
-    reaper.watch(gate, told.append)
-    reaper.close()
+    completions.watch(gate, told.append)
+    completions.close()
     gate.fire()
     loop.turn()
     assert told == [None]
@@ -169,18 +171,18 @@ def test_a_closed_loop_is_no_error() -> None:
         closed.set()
         raise RuntimeError("Event loop is closed")
 
-    reaper = CompletionThread("reaper", call_soon)
+    completions = CompletionThread("completions", call_soon)
     gate = Gate()
     gate.fire()
     told: list[Exception | None] = []
-    reaper.watch(gate, told.append)
+    completions.watch(gate, told.append)
     closed.wait()
-    reaper.close()
+    completions.close()
     assert told == []
 
 
 def test_no_thread_before_the_first_event() -> None:
     before = threading.active_count()
-    reaper = CompletionThread("reaper", lambda call: None)
+    completions = CompletionThread("completions", lambda call: None)
     assert threading.active_count() == before
-    reaper.close()
+    completions.close()

@@ -53,7 +53,7 @@ class CompletionThread:
             RuntimeError: The system has no more threads.
         """
         with self._lock:
-            assert not self._closed, "a closed reaper was given an event"
+            assert not self._closed, "a closed completions was given an event"
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True

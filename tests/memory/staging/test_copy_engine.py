@@ -10,7 +10,7 @@ import pytest
 
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.rows import RUNS_MAX
-from kvwire.memory.staging.desk import CopyEngine, StreamWaiters
+from kvwire.memory.staging.copy_engine import CopyEngine, StreamWaiters
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 PIECE_BYTES = 64
@@ -39,7 +39,7 @@ def device() -> Iterator[SimulatedDevice]:
 
 
 @pytest.fixture
-def desk(device: SimulatedDevice, loop: Loop) -> Iterator[CopyEngine]:
+def copy_engine(device: SimulatedDevice, loop: Loop) -> Iterator[CopyEngine]:
     made = CopyEngine(device, loop.calls.put, 100 * PIECE_BYTES)
     yield made
     # Its streams are done before their memory ends.
@@ -62,18 +62,18 @@ def pieces(array: SimulatedArray, device: SimulatedDevice, count: int) -> Fragme
 
 @pytest.mark.parametrize("count", [1, RUNS_MAX, RUNS_MAX + 1, 100])
 def test_out_of_the_device_and_into_it(
-    device: SimulatedDevice, loop: Loop, desk: CopyEngine, count: int
+    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine, count: int
 ) -> None:
     """Copied piece by piece or by way of a gather: the same bytes."""
     values = np.random.default_rng(count).integers(0, 256, (200, PIECE_BYTES), np.uint8)
     source, target = device.array(values), device.array(np.zeros_like(values))
     slot = device.pinned(count * PIECE_BYTES)
     told: list[Exception | None] = []
-    desk.to_host(pieces(source, device, count), slot, told.append)
+    copy_engine.to_host(pieces(source, device, count), slot, told.append)
     loop.turn()
     assert told == [None]
     assert bytes(slot) == values[: 2 * count : 2][::-1].tobytes()
-    desk.to_device(slot, pieces(target, device, count), told.append)
+    copy_engine.to_device(slot, pieces(target, device, count), told.append)
     loop.turn()
     assert told == [None, None]
     result = target.read()
@@ -82,7 +82,7 @@ def test_out_of_the_device_and_into_it(
 
 
 def test_one_buffer_serves_all_that_is_queued(
-    device: SimulatedDevice, loop: Loop, desk: CopyEngine
+    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine
 ) -> None:
     """The stream's order keeps one gather from overwriting the one before."""
     values = np.random.default_rng(0).integers(0, 256, (200, PIECE_BYTES), np.uint8)
@@ -90,7 +90,7 @@ def test_one_buffer_serves_all_that_is_queued(
     slots = [device.pinned(n * PIECE_BYTES) for n in (100, 50, 20)]
     device.hold()
     for slot, count in zip(slots, (100, 50, 20), strict=True):
-        desk.to_host(pieces(array, device, count), slot, told.append)
+        copy_engine.to_host(pieces(array, device, count), slot, told.append)
     device.release()
     while len(told) < 3:
         loop.turn()
@@ -99,14 +99,16 @@ def test_one_buffer_serves_all_that_is_queued(
 
 
 def test_what_has_landed_has_an_event(
-    device: SimulatedDevice, loop: Loop, desk: CopyEngine
+    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine
 ) -> None:
-    desk.landed.synchronize()  # of nothing, before anything has
+    copy_engine.landed.synchronize()  # of nothing, before anything has
     array, told = device.array(np.zeros(64, np.uint8)), list[Exception | None]()
-    desk.to_device(device.pinned(PIECE_BYTES), pieces(array, device, 1), told.append)
+    copy_engine.to_device(
+        device.pinned(PIECE_BYTES), pieces(array, device, 1), told.append
+    )
     loop.turn()
-    assert desk.landed.query()
-    assert desk.landed is desk.inbound.last
+    assert copy_engine.landed.query()
+    assert copy_engine.landed is copy_engine.inbound.last
 
 
 def test_the_events_of_one_producer_hold_up_no_other(

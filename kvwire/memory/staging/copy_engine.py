@@ -1,9 +1,9 @@
 """What all connections of a communicator share to move the memory of one device.
 
-Two streams of kvwire's own, out of the device and into it, each with a reaper; memory
-on the device for what is gathered. A stream does its work in order, so one such buffer
-serves it: the next gather waits for the copy before. That costs a few microseconds of
-each chunk's copy over PCIe, which is many times as long as its gather.
+Two streams of kvwire's own, out of the device and into it, each with a completion
+thread; memory on the device for what is gathered. A stream does its work in order, so
+one such buffer serves it: the next gather waits for the copy before. That costs a few
+microseconds of each chunk's copy over PCIe, which is many times as long as its gather.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Final
 
 from kvwire.kv.fragments import Fragments
+from kvwire.memory.device.completion_thread import CompletionThread, Done
 from kvwire.memory.device.ops import DeviceOps, Event, Stream
-from kvwire.memory.device.reaper import Done, CompletionThread
 from kvwire.memory.device.rows import few_runs
 
 CallSoon = Callable[[Callable[[], None]], object]
 
-# Events of different producers fire in any order, and a reaper sleeps on one. So many
-# transfers do not hold each other up.
+# Events of different producers fire in any order, and a completion thread sleeps on
+# one. So many transfers do not hold each other up.
 _WAITERS: Final = 4
 
 
@@ -57,25 +57,25 @@ class CopyEngine:
 
         Both stay as they are, and alive, until ``done`` is called on the loop.
         """
-        way, stream = self.outbound, self.outbound.stream
+        direction, stream = self.outbound, self.outbound.stream
         if few_runs(source):
             stream.to_host(source, slot)
         else:
-            gathered = way.scratch.slice(0, source.nbytes)
+            gathered = direction.scratch.slice(0, source.nbytes)
             stream.gather(source, gathered)
             stream.to_host(gathered, slot)
-        way.watch(done)
+        direction.watch(done)
 
     def to_device(self, slot: memoryview, into: Fragments, done: Done) -> None:
         """Copy a pinned slot into device memory of the same length; as ``to_host``."""
-        way, stream = self.inbound, self.inbound.stream
+        direction, stream = self.inbound, self.inbound.stream
         if few_runs(into):
             stream.to_device(slot, into)
         else:
-            packed = way.scratch.slice(0, into.nbytes)
+            packed = direction.scratch.slice(0, into.nbytes)
             stream.to_device(slot, packed)
             stream.scatter(packed, into)
-        way.watch(done)
+        direction.watch(done)
 
     def close(self) -> None:
         """Let go of the streams once their work is done; never blocks."""
@@ -114,29 +114,31 @@ class StreamWaiters:
         """
         with self._lock:
             if waiter not in self._waiters:
-                reaper = CompletionThread(f"kvwire {self._ops.device} waiter", self._call_soon)
-                self._waiters[waiter] = self._ops.stream(), reaper
-            stream, reaper = self._waiters[waiter]
+                completions = CompletionThread(
+                    f"kvwire {self._ops.device} waiter", self._call_soon
+                )
+                self._waiters[waiter] = self._ops.stream(), completions
+            stream, completions = self._waiters[waiter]
             stream.wait(event)
-            reaper.watch(stream.record(), done)
+            completions.watch(stream.record(), done)
 
     def close(self) -> None:
         """End the threads once every event has fired; never blocks."""
         with self._lock:
-            for stream, reaper in self._waiters.values():
+            for stream, completions in self._waiters.values():
                 stream.close()
-                reaper.close()
+                completions.close()
 
 
 class _CopyDirection:
-    """One direction: a stream, its reaper, and memory to gather in."""
+    """One direction: a stream, its completion thread, and memory to gather in."""
 
     def __init__(
         self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int, name: str
     ) -> None:
         self.stream = ops.stream()
         self.scratch = self.stream.buffer(slot_bytes)
-        self.reaper = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
+        self.completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
         self.last: Event | None = None
 
     def watch(self, done: Done) -> None:
@@ -146,8 +148,8 @@ class _CopyDirection:
             self.last = event
             done(error)
 
-        self.reaper.watch(event, fired)
+        self.completions.watch(event, fired)
 
     def close(self) -> None:
         self.stream.close()
-        self.reaper.close()
+        self.completions.close()
