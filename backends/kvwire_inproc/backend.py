@@ -90,14 +90,14 @@ class InprocBackend(Backend):
         return InprocLane(context)
 
     def _way(self, lock: threading.RLock) -> InprocPipe:
-        """What one link of this side sends goes this way."""
+        """Return the pipe for what one link of this side sends."""
         if self._faults is None:
             return InprocPipe(lock)
         return FaultyPipe(lock, self._faults, str(next(self._ways)))
 
 
 class InprocListener(Listener):
-    """A name in this process.
+    """Accepts connections to a name in this process.
 
     Args:
         backend: Whose it is.
@@ -123,7 +123,7 @@ class InprocListener(Listener):
 
     @property
     def address(self) -> Address:
-        """The name as an address."""
+        """Return the name as an address."""
         return Address(InprocBackend.scheme, self.name)
 
     def take(self, link: InprocLink) -> None:
@@ -147,7 +147,7 @@ class InprocListener(Listener):
 
 
 class _Names:
-    """Who listens where; loops of several threads ask."""
+    """Holds who listens where; loops of several threads ask."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

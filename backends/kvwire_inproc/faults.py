@@ -49,7 +49,7 @@ class FaultyPipe(InprocPipe):
         self._timers: set[asyncio.TimerHandle] = set()
 
     def head(self) -> PipeFrame | None:
-        """The frame to deliver now, after whatever befell those before it."""
+        """Return the frame to deliver now, after whatever befell those before it."""
         with self._lock:
             while not (self._stalled or self._delaying):
                 frame = super().head()
@@ -60,12 +60,12 @@ class FaultyPipe(InprocPipe):
             return None
 
     def outcome(self) -> PipeEnd | None:
-        """How the sender ended; a stalled way does not say."""
+        """Return how the sender ended; a stalled pipe does not say."""
         return None if self._stalled else super().outcome()
 
     @property
     def drained(self) -> bool:
-        """Whether no frame waits, at the head or held back."""
+        """Tell whether no frame waits, at the head or held back."""
         return super().drained and not self._overtaken
 
     def _clear(self) -> None:
@@ -73,7 +73,7 @@ class FaultyPipe(InprocPipe):
         self._overtaken.clear()
 
     def retire(self) -> None:
-        """The receiver has ended, on its own loop; the timers are on that loop too."""
+        """End the receiver on its own loop, where the timers are."""
         super().retire()
         for timer in self._timers:
             timer.cancel()

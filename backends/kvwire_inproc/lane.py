@@ -228,7 +228,7 @@ class InprocLane(Lane):
 
 
 def _number(settings: Mapping[str, str], key: str) -> int:
-    """The number in a setting; 0 if there is none."""
+    """Return the number in a setting; 0 if there is none."""
     text = settings.get(key, "0")
     if not text.isdecimal():
         raise UsageError(f"{key}={text!r}: a number is needed")

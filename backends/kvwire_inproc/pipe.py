@@ -19,7 +19,7 @@ from kvwire.memory.copy import copy
 
 
 class PipeFrame:
-    """A frame that was sent and has not been delivered whole.
+    """Holds a frame that was sent and has not been delivered whole.
 
     Attributes:
         header: Its header.
@@ -42,7 +42,7 @@ class PipeFrame:
 
     @property
     def payload_bytes(self) -> int:
-        """The length of the whole payload."""
+        """Return the length of the whole payload."""
         return self.payload.nbytes if self.payload is not None else 0
 
     @property
@@ -99,7 +99,7 @@ class InprocPipe:
                 self._end = PipeEnd(error)
 
     def take_sent(self) -> list[object]:
-        """The tokens of frames delivered since the last call."""
+        """Return the tokens of frames delivered since the last call."""
         with self._lock:
             sent, self._sent = self._sent, []
             return sent
@@ -107,7 +107,7 @@ class InprocPipe:
     # --- the receiver -----------------------------------------------------------------
 
     def head(self) -> PipeFrame | None:
-        """The frame to deliver now, if there is one; it stays first until done."""
+        """Return the frame to deliver now, if any; it stays first until done."""
         with self._lock:
             return self._frames[0] if self._frames else None
 
@@ -129,13 +129,13 @@ class InprocPipe:
             return count
 
     def done(self, frame: PipeFrame) -> None:
-        """The head has been delivered whole."""
+        """Remove the head, which has been delivered whole."""
         with self._lock:
             if self._end is None:
                 self._remove(frame)
 
     def outcome(self) -> PipeEnd | None:
-        """How the sender ended, once everything it sent before has been delivered."""
+        """Return how the sender ended, once all it sent has been delivered."""
         with self._lock:
             if self._end is None and self._finishing and self.drained:
                 return PipeEnd(None)
@@ -143,11 +143,11 @@ class InprocPipe:
 
     @property
     def drained(self) -> bool:
-        """Whether no frame waits."""
+        """Tell whether no frame waits."""
         return not self._frames
 
     def retire(self) -> None:
-        """The receiver has ended; what waits is dropped, and so is what comes."""
+        """End the receiver; drop what waits and what comes."""
         with self._lock:
             self._clear()
             self._retired = True

@@ -20,7 +20,7 @@ from kvwire.errors import UsageError
 
 
 class Fault(enum.Flag):
-    """What befalls one frame; several may."""
+    """Lists what befalls one frame; several may."""
 
     NONE = 0
     DROP = enum.auto()
@@ -37,7 +37,7 @@ _CHANCES: Final = ("drop", "delay", "reorder", "duplicate", "corrupt", "stall", 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FaultPlan:
-    """How often which fault befalls the frames that one side sends.
+    """Says how often which fault befalls the frames that one side sends.
 
     Chances are from 0 to 1, for each frame and independent of one another. Frames are
     counted from 0, for each direction of each link, control frames included.
@@ -93,7 +93,7 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class FaultDecision:
-    """What happens to one frame.
+    """Holds what happens to one frame.
 
     Attributes:
         faults: All that befalls it.
@@ -105,7 +105,7 @@ class FaultDecision:
 
 
 class Schedule:
-    """The fates of the frames of one direction of one link, in order.
+    """Draws the faults of the frames of one direction of one link, in order.
 
     Args:
         plan: What may happen.
@@ -119,7 +119,7 @@ class Schedule:
         self._count = 0
 
     def __next__(self) -> FaultDecision:
-        """The fate of the next frame."""
+        """Return the fate of the next frame."""
         plan, number = self._plan, self._count
         self._count += 1
         first = {"stall": plan.stall_after, "kill": plan.kill_after}
@@ -148,5 +148,5 @@ def injected(plan: FaultPlan) -> Iterator[FaultPlan]:
 
 
 def injected_plan() -> FaultPlan | None:
-    """The plan that a backend made here gets."""
+    """Return the plan that a backend made here gets."""
     return _injected.get()

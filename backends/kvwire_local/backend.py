@@ -37,7 +37,7 @@ class LocalBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Whether this system has what it takes; what it permits a meeting shows."""
+        """Tell whether this system has what it takes, if not whether it permits it."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):
             return Availability(
                 available=False,
@@ -49,7 +49,7 @@ class LocalBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """What the kernel permits."""
+        """Return what the kernel permits."""
         return diagnosis.findings() if cls.availability().available else ()
 
     async def listen(

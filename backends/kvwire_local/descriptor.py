@@ -43,7 +43,7 @@ _TABLE: Final = np.dtype("<u4")
 
 
 class PlaceKind(enum.IntEnum):
-    """Where a payload lies."""
+    """Names the kinds of memory that a payload lies in."""
 
     LATER = 0
     MEMORY = 1
@@ -52,7 +52,7 @@ class PlaceKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlace:
-    """What a ticket says.
+    """Holds what a descriptor says of a payload.
 
     Attributes:
         kind: Where the payload lies.
@@ -71,7 +71,7 @@ LATER: Final = bytes([PlaceKind.LATER])
 
 
 def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
-    """The ticket of a payload of at least one byte; None if it does not fit."""
+    """Return the ticket of a payload of at least one byte; None if it does not fit."""
     addresses, lengths = fragments.addresses, fragments.lengths
     count = len(fragments)
     if fragments.nbytes > _UINT32_MAX or _HEAD.size + 4 * count > TICKET_BYTES_MAX:
@@ -97,7 +97,7 @@ def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
 
 
 def encode_piece(kind: PlaceKind, arena: int, base: int, nbytes: int) -> bytes:
-    """The ticket of a payload in one piece, as :func:`encode` makes it."""
+    """Return the ticket of a payload in one piece, as :func:`encode` makes it."""
     return _HEAD.pack(kind, 0, 0, arena, base, 1, nbytes, nbytes, nbytes) + bytes(4)
 
 
@@ -134,7 +134,7 @@ def decode(ticket: bytes, nbytes: int) -> DescribedPlace:
 
 
 def _common_shift(distances: Array) -> int:
-    """The largest power of two that divides all distances, as an exponent."""
+    """Return the largest power of two that divides all distances, as an exponent."""
     bits = int(np.bitwise_or.reduce(distances))
     return (bits & -bits).bit_length() - 1 if bits else 0
 

@@ -23,7 +23,7 @@ _CLOSED = {
 
 
 def findings() -> tuple[Finding, ...]:
-    """The kernel's permissions, and whether both ways work within this process."""
+    """Return the kernel's permissions, and whether both methods work here."""
     return (_scope(), _reads(), _arenas())
 
 

@@ -22,7 +22,7 @@ _BOOTSTRAP: Final = struct.Struct("<8s16sQ")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a process runs.
+    """Describes where a process runs.
 
     Attributes:
         boot_id: Of the kernel.
@@ -34,7 +34,7 @@ class Host:
 
     @classmethod
     def here(cls) -> Self:
-        """Where this process runs.
+        """Return where this process runs.
 
         Raises:
             BackendUnavailable: /proc does not say it.
@@ -49,7 +49,7 @@ class Host:
         return cls(boot_id, network)
 
     def encode(self) -> bytes:
-        """The bootstrap of a lane."""
+        """Return the bootstrap of a lane."""
         return _BOOTSTRAP.pack(_MAGIC, self.boot_id, self.network)
 
     @classmethod

@@ -149,7 +149,7 @@ class LocalLane(Lane):
             self._end(error)
 
     def _come_up(self, met: RendezvousResult) -> None:
-        """The two have met."""
+        """Start moving payloads: the two sides have met."""
         if self._ended:
             met.sock.close()
             return
@@ -261,7 +261,7 @@ class LocalLane(Lane):
             self._incoming.peer.adopt(record.body, wire.take_descriptor())
 
     def _read(self, body: bytes) -> None:
-        """The peer has read payloads of ours."""
+        """Report payloads of ours that the peer has read."""
         handler = self._handler
         assert handler is not None
         for token in self._outgoing.read(body):
@@ -311,7 +311,7 @@ class LocalLane(Lane):
             self._loop.call_soon(handler.lane_closed, self, error)
 
     def _unmet(self, meet: asyncio.Task[RendezvousResult]) -> None:
-        """The two have met, but the lane had ended before it came up."""
+        """Close what a rendezvous has made for a lane that ended before."""
         done = not meet.cancelled() and meet.exception() is None
         if done and self._wire is None:
             meet.result().sock.close()

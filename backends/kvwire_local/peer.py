@@ -43,7 +43,7 @@ class PeerMemory:
         self._addresses: list[int] = []
 
     def refusal(self) -> str:
-        """Why its memory cannot be read in place; "" if it can."""
+        """Return why its memory cannot be read in place; "" if it can."""
         if self.pid < 1:
             return "the peer is in another pid namespace"
         try:
@@ -77,7 +77,7 @@ class PeerMemory:
         self._addresses.append(address_of_map(mapping))  # bounded: ARENAS_MAX
 
     def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
-        """What reads a payload; None while its arena has not been announced.
+        """Return a payload's reader; None while its arena is not announced.
 
         Raises:
             ProtocolError: It does not lie in its arena.
@@ -104,7 +104,7 @@ class PeerMemory:
 
 
 class PeerRead:
-    """A payload on its way from the peer's memory into ours.
+    """Copies one payload from the peer's memory into ours, step by step.
 
     Attributes:
         rest: Bytes still to come.

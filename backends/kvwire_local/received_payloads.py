@@ -37,7 +37,7 @@ class _Arrival:
 
 
 class ReceivedPayloads:
-    """The payloads that a lane is to receive.
+    """Queues the payloads that a lane is to receive.
 
     Attributes:
         peer: Whose memory is read; None until the lane is up.
@@ -68,7 +68,7 @@ class ReceivedPayloads:
         self._arrivals.append(_Arrival(landing, place))  # bounded: LANE_PAYLOADS_MAX
 
     def placed(self, ticket: bytes) -> None:
-        """The peer says where the first payload lies of which it had not said it.
+        """Note where the first unplaced payload lies, as the peer says.
 
         Raises:
             ProtocolError: It says more than it can have sent.
@@ -104,7 +104,7 @@ class ReceivedPayloads:
 
     @property
     def can_read(self) -> bool:
-        """Whether the next batch would read anything."""
+        """Tell whether the next batch would read anything."""
         return bool(self._arrivals) and self._is_ready(self._arrivals[0])
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class ReceivedPayloads:
             self.peer = None
 
     def _is_ready(self, arrival: _Arrival) -> bool:
-        """Whether it is known where its bytes lie, and what reads them is made."""
+        """Tell whether its place is known and its reader made."""
         if self.peer is None:
             return False
         if arrival.place.kind is PlaceKind.LATER:

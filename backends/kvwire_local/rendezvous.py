@@ -51,7 +51,7 @@ _STRANGER_S: Final = LANE_TIMEOUT_S / 2
 
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
-    """What a meeting has found out.
+    """Holds what a rendezvous has found out.
 
     Attributes:
         sock: The socket between the two.
@@ -207,7 +207,7 @@ class Rendezvous:
         await asyncio.get_running_loop().sock_sendall(sock, greeting)
 
     async def _greeting(self, sock: socket.socket) -> tuple[int, ReadMethod]:
-        """The other side's next greeting: its cookie's address, how it reads us."""
+        """Return the peer's next greeting: its cookie's address, how it reads us."""
         loop = asyncio.get_running_loop()
         greeting = b""
         while len(greeting) < _GREETING_BYTES:
@@ -235,7 +235,7 @@ class Rendezvous:
 
 
 async def _accepted(listener: socket.socket) -> socket.socket:
-    """The next connection to a listening socket.
+    """Return the next connection to a listening socket.
 
     loop.sock_accept() of asyncio accepts a connection for a waiter that was cancelled
     in the same turn, fails with InvalidStateError, and leaves the socket open.

@@ -39,7 +39,7 @@ _COUNT: Final = struct.Struct("<Q")
 
 
 class ReadMethod(enum.IntFlag):
-    """How a side can read the other one's payloads."""
+    """Names how a side can read the other one's payloads."""
 
     MEMORY = 1
     ARENA = 2
@@ -53,7 +53,7 @@ class _Sent:
 
 
 class SentPayloads:
-    """The payloads that a lane has sent and the peer has not read."""
+    """Queues the payloads that a lane has sent and the peer has not read."""
 
     def __init__(self) -> None:
         self.queued_bytes = 0
@@ -71,7 +71,7 @@ class SentPayloads:
         return len(self._unread)
 
     def come_up(self, wire: LocalWire, ways: ReadMethod) -> None:
-        """The lane is up: this is how the peer reads, and where it is told."""
+        """Start sending: note how the peer reads and where it is told."""
         self._wire, self._ways = wire, ways
         self.place_later()
 
@@ -106,7 +106,7 @@ class SentPayloads:
             self._wire.say(LocalMessageType.PLACED, ticket)
 
     def read(self, body: bytes) -> list[object]:
-        """The peer has read more; returns the tokens of the payloads.
+        """Note that the peer has read more; return the payloads' tokens.
 
         Raises:
             ProtocolError: It cannot have read so many, or fewer than before.
@@ -155,7 +155,7 @@ class SentPayloads:
         return encode_piece(PlaceKind.ARENA, number, begin, sent.payload.nbytes)
 
     def _in_place(self, fragments: Fragments) -> bytes | None:
-        """The ticket of a payload that the peer can well read where it lies."""
+        """Return the ticket of a payload that the peer can well read where it lies."""
         mean = fragments.nbytes // len(fragments)
         by_memory = ReadMethod.MEMORY in self._ways
         arena = arena_of(fragments)
@@ -171,7 +171,7 @@ class SentPayloads:
         return None
 
     def _number_of(self, arena: Arena) -> int | None:
-        """The number under which the peer has an arena, or would get it."""
+        """Return the number under which the peer has an arena, or would get it."""
         if ReadMethod.ARENA not in self._ways:
             return None
         number = self._shared.get(arena.serial, len(self._shared))
@@ -188,5 +188,5 @@ class SentPayloads:
 
 
 def read_so_far(count: int) -> bytes:
-    """The body of a READ record."""
+    """Return the body of a READ record."""
     return _COUNT.pack(count)

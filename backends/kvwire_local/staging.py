@@ -29,7 +29,7 @@ class _Span:
 
 
 class Staging:
-    """The ring of one lane.
+    """Manages the ring of one lane.
 
     Args:
         nbytes: Its size, as long as no payload is longer.
@@ -66,7 +66,7 @@ class Staging:
         return begin
 
     def give_back(self) -> None:
-        """The payload that was placed first has been read."""
+        """Free the memory of the payload that was placed first."""
         self._rooms.popleft()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Staging:
         self._view = self.arena.buffer(self._nbytes).data
 
     def _room_for(self, nbytes: int) -> int | None:
-        """Where so many bytes in a row are free."""
+        """Return where so many bytes in a row are free."""
         if not self._rooms:
             return 0 if nbytes <= self._nbytes else None
         first, last = self._rooms[0].begin, self._rooms[-1].end

@@ -34,7 +34,7 @@ CHOICES: Final = ("one", "none", "any")
 
 
 class TracerSlot:
-    """The one place of this process.
+    """Guards the one tracer that the kernel permits this process to name.
 
     Args:
         name: Puts a pid into it; 0 empties it. Says whether it did.
@@ -83,7 +83,7 @@ class TracerSlot:
 
 @functools.cache
 def tracers() -> TracerSlot:
-    """The place of this process."""
+    """Return the place of this process."""
     return TracerSlot(_prctl)
 
 

@@ -52,7 +52,7 @@ class LocalMessageType(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalMessage:
-    """What the peer has said."""
+    """Holds one message of the peer."""
 
     kind: LocalMessageType
     body: bytes
@@ -72,12 +72,12 @@ class LocalWire:
         self._unsaid: deque[tuple[bytes, int]] = deque()
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's descriptor."""
         return self._socket.fileno()
 
     @property
     def has_unsaid(self) -> bool:
-        """Whether the socket was full: say the rest when it is writable."""
+        """Tell whether the socket was full; flush when it is writable."""
         return bool(self._unsaid)
 
     def say(self, kind: LocalMessageType, body: bytes, descriptor: int = -1) -> None:
@@ -109,7 +109,7 @@ class LocalWire:
             self._forget_unsaid()
 
     def hear(self) -> tuple[list[LocalMessage], bool]:
-        """What the peer has said, and whether it is still there.
+        """Return what the peer has said, and whether it is still there.
 
         "Still there" is true as of a moment after everything that this thread has read
         so far: the kernel looks, under the lock of our end of the socket, whether that
@@ -126,7 +126,7 @@ class LocalWire:
         return records, there
 
     def take_descriptor(self) -> int:
-        """The descriptor that came with an ARENA record; now the caller's to close.
+        """Return the descriptor of an ARENA message; close it after.
 
         Raises:
             ProtocolError: None came.
@@ -183,7 +183,7 @@ class LocalWire:
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process at the other end, as the kernel says; 0 if it is not visible here.
+    """Return the pid at the other end; 0 if it is not visible here.
 
     It is the process that connected, or that listens.
 

@@ -94,7 +94,7 @@ class NcclBackend(Backend):
         return NcclLane(context, self.library(context))
 
     def library(self, context: LaneContext) -> CollectiveLibrary:
-        """What moves the bytes of a lane."""
+        """Return what moves the bytes of a lane."""
         return chosen(context.settings)
 
 

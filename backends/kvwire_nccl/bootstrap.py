@@ -37,7 +37,7 @@ class NcclBootstrap:
     back: bytes = b""
 
     def encode(self) -> bytes:
-        """The half as bytes."""
+        """Return the half as bytes."""
         library = self.library.encode()[:_LIBRARY_BYTES_MAX]
         head = _HEAD.pack(_MAGIC, len(library), len(self.there), len(self.back))
         return head + library + self.there + self.back

@@ -31,7 +31,7 @@ MOVES_MAX: Final = 8
 
 
 class DirectionStage(enum.Enum):
-    """How far it is."""
+    """Names how far a direction is."""
 
     MADE = "made"
     STARTING = "starting"
@@ -41,7 +41,7 @@ class DirectionStage(enum.Enum):
 
 
 class DirectionStep(enum.Enum):
-    """What its thread does next."""
+    """Names what the thread of a direction does next."""
 
     BEGIN = "begin"
     WATCH_START = "watch the start"
@@ -95,7 +95,7 @@ class DirectionState:
     # --- what its thread does ---------------------------------------------------------
 
     def step(self, now: float) -> DirectionStep:
-        """What to do next."""
+        """Return what to do next."""
         if (
             self.stage is DirectionStage.STARTING
             and now - self._since > self.start_timeout_s
@@ -119,7 +119,7 @@ class DirectionState:
             self.stage = DirectionStage.UP
 
     def next_job(self, now: float) -> PayloadMove:
-        """The job to hand over now."""
+        """Return the job to hand over now."""
         job = self.waiting.popleft()
         if not self.moving:
             self._since = now
@@ -128,11 +128,11 @@ class DirectionState:
         return job
 
     def launched(self) -> None:
-        """The library has taken the last job."""
+        """Note that the library has taken the last job."""
         self._launched = True
 
     def done(self, now: float) -> PayloadMove:
-        """The oldest job under way is done."""
+        """Note that the oldest job under way is done."""
         self._since = now
         return self.moving.popleft()
 
@@ -179,7 +179,7 @@ _STEPS: Final = {
 
 
 def refusal(payload: Payload | None, kinds: frozenset[MemoryKind]) -> str:
-    """Why a payload cannot be moved; "" if it can."""
+    """Return why a payload cannot be moved; "" if it can."""
     if payload is None:
         return ""
     device = None if isinstance(payload, memoryview) else payload.device

@@ -17,7 +17,7 @@ _MOVE_TIMEOUT_S: Final = 30.0
 
 
 class CollectiveLibrary(ABC):
-    """A library that makes the directions of lanes.
+    """Wraps a library that makes the directions of lanes.
 
     Attributes:
         version: Its name and version, which must be the same on both sides.
@@ -33,7 +33,7 @@ class CollectiveLibrary(ABC):
 
     @abstractmethod
     def name(self) -> bytes:
-        """A new name for one direction; both sides open it with the same.
+        """Return a new name of a direction; both sides open it with it.
 
         Raises:
             BackendUnavailable: The library does not work here.
@@ -53,7 +53,7 @@ class CollectiveLibrary(ABC):
 
 
 def chosen(settings: Mapping[str, str]) -> CollectiveLibrary:
-    """The library that a user's settings ask for.
+    """Return the library that a user's settings ask for.
 
     ``device``: the number of the GPU; ``start_timeout_s`` and ``move_timeout_s``:
     seconds.

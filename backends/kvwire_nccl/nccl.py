@@ -76,7 +76,7 @@ def load() -> Any:
 
 
 def loaded_version(core: Any) -> str:
-    """The version of libnccl, which torch may have brought.
+    """Return the version of libnccl, which torch may have brought.
 
     Raises:
         BackendUnavailable: There is none.
@@ -115,7 +115,7 @@ class NcclPipe(Pipe):
         return self.taken()
 
     def taken(self) -> bool:
-        """Whether the communicator is ready for another call.
+        """Tell whether the communicator is ready for another call.
 
         Raises:
             MoveFailed: It reports an error.

@@ -20,11 +20,11 @@ from kvwire.errors import KVWireError
 
 
 class MoveFailed(KVWireError):
-    """The communicator reports an error; everything on it is undefined from then on."""
+    """Reports an error of the communicator, which is undefined from then on."""
 
 
 class Progress(enum.Enum):
-    """How far one movement is."""
+    """Names how far one movement is."""
 
     QUEUED = "queued"
     """The library has not taken it yet: nothing else may be given to it."""
@@ -37,7 +37,7 @@ class Move(ABC):
 
     @abstractmethod
     def progress(self) -> Progress:
-        """How far it is; never blocks.
+        """Return how far it is; never blocks.
 
         Raises:
             Exception: It failed, and with it the communicator.
@@ -57,7 +57,7 @@ class Pipe(ABC):
 
     @abstractmethod
     def is_up(self) -> bool:
-        """Whether it has come up.
+        """Tell whether it has come up.
 
         Raises:
             Exception: It will not.

@@ -135,7 +135,7 @@ class TcpBackend(Backend):
         return TcpLane(context, self._door, self._dial, asyncio.get_running_loop())
 
     async def _dial(self, address: Address) -> tuple[Wire, Address]:
-        """A wire that is ready for use, and where it leads.
+        """Return a wire that is ready for use, and where it leads.
 
         Raises:
             OSError: Nobody listens there, or it cannot be resolved or reached.
@@ -157,7 +157,7 @@ class TcpBackend(Backend):
 
 
 async def _connected(address: Address) -> tuple[socket.socket, Address]:
-    """A connected socket, tuned, and where it leads.
+    """Return a connected socket, tuned, and where it leads.
 
     Raises:
         OSError: Nobody listens there, or it cannot be resolved or reached.
@@ -188,7 +188,7 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, address: Address) -> _Target:
-    """The first address of a host; a numeric one needs no thread.
+    """Return the first address of a host; a numeric one needs no thread.
 
     Raises:
         OSError: The host has no address.

@@ -21,7 +21,7 @@ _ROUND_TRIP_S: Final = 1e-3
 
 
 def findings(root: Path = Path("/")) -> tuple[Finding, ...]:
-    """What the kernel allows to receive and to send.
+    """Return what the kernel allows to receive and to send.
 
     Args:
         root: Where ``proc`` lies.

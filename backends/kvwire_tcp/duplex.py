@@ -61,7 +61,7 @@ _log = logging.getLogger("kvwire.tcp")
 
 
 class Reader(Protocol):
-    """Where received bytes go.
+    """Takes the bytes that a socket receives.
 
     Attributes:
         received_bytes: Bytes received since the beginning.
@@ -93,7 +93,7 @@ class Reader(Protocol):
 
 
 class Duplex(ABC):
-    """A connected socket, which it owns.
+    """Sends and receives on a connected socket, which it owns.
 
     Args:
         wire: Of the socket.
@@ -135,11 +135,11 @@ class Duplex(ABC):
 
     @abstractmethod
     def _sent(self, token: object) -> None:
-        """What was queued with a token is not needed any more."""
+        """Report that what was queued with a token is not needed any more."""
 
     @abstractmethod
     def _writable(self) -> None:
-        """The queue is empty after a flush that left some."""
+        """Report that the queue is empty after a flush that left some."""
 
     @abstractmethod
     def _closed(self, error: Exception | None) -> None:
@@ -221,7 +221,7 @@ class Duplex(ABC):
 
     @property
     def _listens(self) -> bool:
-        """Whether there is anything that may still be received."""
+        """Tell whether there is anything that may still be received."""
         return not (self._ended or self._end_of_stream or self._failure)
 
     def _receive(self) -> bool:
@@ -272,7 +272,7 @@ class Duplex(ABC):
             self.close()
 
     def _has_said_all(self) -> bool:
-        """Whether nothing is left to send; inside TLS, that we end as well."""
+        """Tell whether all is sent; inside TLS, the end of the stream too."""
         if self._closing or self._queue.nbytes:
             return False
         self._wire.say_end()
@@ -281,7 +281,7 @@ class Duplex(ABC):
         return self._wire.unsent == 0
 
     def _error(self) -> OSError | None:
-        """The socket's error, if it has one.
+        """Return the socket's error, if it has one.
 
         libuv stops watching a socket with its first error, of which its loops only tell
         us that something can be read. A short read would be the last we hear of it.
@@ -321,7 +321,7 @@ class Duplex(ABC):
 
     @property
     def _due(self) -> bool:
-        """Whether there is something to send that the wire would take."""
+        """Tell whether there is something to send that the wire would take."""
         wire = self._wire
         return (self._queue.nbytes > 0 and wire.opened) or wire.unsent > 0
 

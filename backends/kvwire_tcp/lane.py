@@ -246,15 +246,15 @@ class TcpLane(Lane, PendingLane):
     # --- from the socket --------------------------------------------------------------
 
     def sent(self, token: object) -> None:
-        """A payload is not needed any more."""
+        """Report a payload that is not needed any more."""
         self._handler.payload_sent(self, token)
 
     def writable(self) -> None:
-        """The queue is empty again."""
+        """Report that the queue is empty again."""
         self._handler.lane_writable(self)
 
     def closed(self, error: Exception | None) -> None:
-        """The socket has ended and touches no memory."""
+        """Report that the socket has ended and touches no memory."""
         if self._aborted:
             error = None
         elif error is None and not self._ending:
@@ -271,7 +271,7 @@ class TcpLane(Lane, PendingLane):
 
 
 class LaneSocket(Duplex):
-    """The socket of a lane that is up."""
+    """Runs the socket of a lane that is up."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class LaneSocket(Duplex):
 
 
 def _binding(wire: Wire) -> bytes:
-    """What ties a proof to this one wire.
+    """Return what ties a proof to this one wire.
 
     Raises:
         AuthenticationFailed: The peer is nobody whom this side accepts.

@@ -23,7 +23,7 @@ from kvwire_tcp.wire import Wire
 
 
 class TcpLink(Duplex, Link):
-    """A link over a connected socket, which it owns.
+    """Implements a link over a connected socket, which it owns.
 
     Args:
         wire: Of the socket.
@@ -98,11 +98,11 @@ class TcpLink(Duplex, Link):
             self._resuming = self._loop.call_soon(self._go_on)
 
     def is_link(self) -> None:
-        """A frame has come: from now on its handler is told without a detour."""
+        """Pass frames on to the handler without a detour: one has come."""
         self._frames.handler = self._handler
 
     def is_lane(self, preamble: bytes) -> None:
-        """The socket is a lane's: as a link it ends here."""
+        """End the link: the socket is a lane's."""
         assert self._door is not None
         wire = self._detach(ConnectionLost("it is not a connection but a lane of one"))
         self._door.admit(wire, self._remote, preamble)

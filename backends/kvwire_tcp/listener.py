@@ -33,7 +33,7 @@ _log = logging.getLogger("kvwire.tcp")
 
 
 class TcpListener(Listener):
-    """A listening socket, which it owns.
+    """Accepts connections on a listening socket, which it owns.
 
     Args:
         sock: Bound, listening and non-blocking.

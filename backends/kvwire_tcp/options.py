@@ -81,7 +81,7 @@ def reset_on_close(sock: socket.socket) -> None:
 
 
 def address_from(sockaddr: tuple[str, int]) -> Address:
-    """The address that a socket reports, of IPv4 or of IPv6."""
+    """Return the address that a socket reports, of IPv4 or of IPv6."""
     return Address("tcp", sockaddr[0], sockaddr[1])
 
 

@@ -63,7 +63,7 @@ class PayloadReader:
 
     @property
     def position(self) -> str:
-        """How much of what is expected has come; "" if nothing is."""
+        """Return how much of what is expected has come; "" if nothing is."""
         if not self._expected:
             return ""
         length = self._expected[0].length

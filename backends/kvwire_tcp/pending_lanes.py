@@ -22,11 +22,11 @@ _log = logging.getLogger("kvwire.tcp")
 
 
 class PendingLane(ABC):
-    """A lane that waits for its socket."""
+    """Waits for the socket of one lane."""
 
     @abstractmethod
     def admits(self, wire: Wire, preamble: bytes) -> bool:
-        """Whether a preamble proves that this socket is this lane's."""
+        """Tell whether a preamble proves that this socket is this lane's."""
 
     @abstractmethod
     def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
@@ -34,7 +34,7 @@ class PendingLane(ABC):
 
 
 class PendingLanes:
-    """The lanes of one backend that wait for their sockets, by token."""
+    """Holds the lanes of one backend that wait for their sockets, by token."""
 
     def __init__(self) -> None:
         self._guests: dict[bytes, PendingLane] = {}
@@ -53,7 +53,7 @@ class PendingLanes:
         self._guests[token] = guest  # bounded: CONNECTIONS_MAX
 
     def forget(self, token: bytes) -> None:
-        """A lane waits no more."""
+        """Remove a lane that waits no more."""
         self._guests.pop(token, None)
 
     def admit(self, wire: Wire, remote: Address, preamble: bytes) -> None:

@@ -45,7 +45,7 @@ assert _FIELDS.size + hashlib.sha256().digest_size == PREAMBLE_BYTES
 def make_preamble(
     secret: bytes, number: int, nonce: bytes, binding: bytes = b""
 ) -> bytes:
-    """What the client sends first.
+    """Return what the client sends first.
 
     Args:
         secret: Of the lane.
@@ -58,30 +58,30 @@ def make_preamble(
 
 
 def is_preamble(header: memoryview) -> bool:
-    """Whether these bytes, at least 8, begin a preamble."""
+    """Tell whether these bytes, at least 8, begin a preamble."""
     return header[: len(MAGIC)] == _MAGIC_VIEW
 
 
 def token_of(secret: bytes) -> bytes:
-    """What a listener finds the lane by."""
+    """Return what a listener finds the lane by."""
     return _proof(secret, b"token", b"")[:16]
 
 
 def token_in(preamble: bytes) -> bytes:
-    """The token of the lane that a preamble is for."""
+    """Return the token of the lane that a preamble is for."""
     token: bytes = _FIELDS.unpack_from(preamble)[2]
     return token
 
 
 def is_proof(preamble: bytes, secret: bytes, number: int, binding: bytes = b"") -> bool:
-    """Whether a preamble comes from somebody who knows the secret of this lane."""
+    """Tell whether a preamble proves that its sender knows the lane's secret."""
     nonce = _FIELDS.unpack_from(preamble)[3]
     expected = make_preamble(secret, number, nonce, binding)
     return hmac.compare_digest(preamble, expected)
 
 
 def answer_to(preamble: bytes, secret: bytes, binding: bytes = b"") -> bytes:
-    """What the listener answers, and nobody else could."""
+    """Return what the listener answers, and nobody else could."""
     return _proof(secret, b"server", preamble + binding)
 
 

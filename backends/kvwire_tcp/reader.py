@@ -43,7 +43,7 @@ _TLS_ALERT: Final = memoryview(b"\x15\x03")
 
 
 class FrameHandler(Protocol):
-    """What of a LinkHandler is told of frames that come in."""
+    """Takes the frames that come in; the part of a LinkHandler for that."""
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
         """See LinkHandler."""
@@ -108,12 +108,12 @@ class FrameReader:
 
     @property
     def waits(self) -> bool:
-        """Whether no more may be received now: it is paused, between two frames."""
+        """Tell whether it is paused between two frames."""
         return self.paused and self._landing is None
 
     @property
     def position(self) -> str:
-        """Where in a frame the stream stands; "" between two frames."""
+        """Return where in a frame the stream stands; "" between two frames."""
         if self._landing is not None:
             length = self._landing.length
             return f"{length - self._rest} of {length} payload bytes"

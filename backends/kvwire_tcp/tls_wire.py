@@ -396,7 +396,7 @@ class TlsWire:
 
 
 def _unshaken(code: int | None) -> ConnectionResetError:
-    """The error when there was no handshake; who speaks no TLS may just hang up."""
+    """Return the error of a missing handshake; without TLS peers may just end."""
     return ConnectionResetError(
         code, "it ended during the TLS handshake; is the peer's trust mtls as well?"
     )

@@ -19,7 +19,7 @@ Bytes = bytes | memoryview
 
 
 class Wire(Protocol):
-    """A connected socket and what its bytes pass through.
+    """Moves the bytes of a connected socket, encrypted or as they are.
 
     Each call that moves bytes does so once, blocks for nobody, and says how many of
     *our* bytes it has moved.
@@ -32,11 +32,11 @@ class Wire(Protocol):
 
     @property
     def sock(self) -> socket.socket:
-        """The socket, which it owns."""
+        """Return the socket, which it owns."""
 
     @property
     def opened(self) -> bool:
-        """Whether bytes can be sent; else they can when enough has been received."""
+        """Tell whether bytes can be sent without receiving some first."""
 
     @property
     def unsent(self) -> int:
@@ -44,10 +44,10 @@ class Wire(Protocol):
 
     @property
     def more(self) -> bool:
-        """Whether something may be received that the socket will not tell us about."""
+        """Tell whether the wire holds received bytes the socket does not announce."""
 
     def proven(self) -> PeerIdentity | None:
-        """Who the peer has proved to be, if this wire is one that proves it.
+        """Return the peer's identity, if this wire proves it.
 
         Raises:
             AuthenticationFailed: Nobody whom this side accepts.
@@ -81,7 +81,7 @@ class Wire(Protocol):
         """
 
     def look(self) -> bool:
-        """Whether bytes are there, which stay there; False at the end of the stream."""
+        """Tell whether bytes are there, without taking them; False at the end."""
 
     def flush(self) -> None:
         """Send what is ``unsent``, all of it."""
@@ -92,7 +92,7 @@ class Wire(Protocol):
 
 @final
 class PlainWire:
-    """The socket itself.
+    """Moves bytes over the socket as they are.
 
     Args:
         sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.

@@ -32,7 +32,7 @@ Entry = bytes | memoryview | Iovecs
 
 
 class SendQueue:
-    """The unsent bytes of one link.
+    """Queues the unsent bytes of one link.
 
     Attributes:
         nbytes: Bytes queued and not taken by the wire.
@@ -155,7 +155,7 @@ class SendQueue:
         self._entries.append(entry)
 
     def _views(self) -> list[bytes | memoryview]:
-        """The entries up to the first fragment list, one wake-up's bytes at most."""
+        """Return the entries up to the first fragment list, one wake-up's bytes."""
         views: list[bytes | memoryview] = []
         room = WAKEUP_BYTES
         for entry in self._entries:
@@ -184,7 +184,7 @@ class SendQueue:
 
 
 def _check_view(view: memoryview) -> None:
-    """Of other formats, `len` and slices do not count bytes.
+    """Refuse formats of which `len` and slices do not count bytes.
 
     Raises:
         UsageError: It is of another format.

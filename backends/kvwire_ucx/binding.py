@@ -80,7 +80,7 @@ MAP_LENGTH: Final = 1 << 1
 
 
 def request_of(pointer: int | None) -> tuple[int, int]:
-    """A status pointer as (status, request); the request is 0 if there is none."""
+    """Return a status pointer as (status, request); the request may be 0."""
     if pointer is None:
         return OK, 0
     if pointer >= _STATUS_POINTERS:

@@ -68,11 +68,11 @@ class UcxBootstrap:
 
     @property
     def padded_address(self) -> bytes:
-        """The address, with nothing but zeros behind it for a while."""
+        """Return the address, followed by zeros."""
         return self.address + _PADDING
 
     def tag(self, message: int) -> int:
-        """The tag of a message to this side."""
+        """Return the tag of a message to this side."""
         return self.lane << _MESSAGE_BITS | message
 
 
@@ -100,10 +100,10 @@ def parse(data: bytes) -> UcxBootstrap:
 
 
 def new_lane() -> int:
-    """A number for a lane that nobody else can know."""
+    """Return a number for a lane that nobody else can guess."""
     return secrets.randbits(_LANE_BITS)
 
 
 def next_message(message: int) -> int:
-    """The number of the payload after this one; they begin again, long after."""
+    """Return the number after this one; numbers begin again, long after."""
     return message + 1 if message + 1 < MESSAGES else FIRST_PAYLOAD

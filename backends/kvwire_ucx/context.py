@@ -35,13 +35,13 @@ class Resource:
 
     @property
     def is_rdma(self) -> bool:
-        """Whether a network card moves the bytes."""
+        """Tell whether a network card moves the bytes."""
         return _RDMA_TRANSPORTS.match(self.transport) is not None
 
 
 @final
 class Context:
-    """A UCX context. Its workers are closed before it is.
+    """Owns a UCX context. Close its workers first.
 
     Args:
         given: The user's settings.
@@ -72,7 +72,7 @@ class Context:
 
     @property
     def rdma(self) -> tuple[Resource, ...]:
-        """The resources that are RDMA."""
+        """Return the resources that are RDMA."""
         return tuple(resource for resource in self.resources if resource.is_rdma)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Context:
 
 
 def printed(function: Callable[[int, int], None], handle: int) -> str:
-    """What one of UCX's ``print_info`` functions writes to a file."""
+    """Return what one of UCX's ``print_info`` functions writes to a file."""
     libc = _libc()
     text, length = ctypes.c_void_p(), ctypes.c_size_t()
     file = libc.open_memstream(ctypes.byref(text), ctypes.byref(length))

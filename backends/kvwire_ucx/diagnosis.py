@@ -22,7 +22,7 @@ _MEMLOCK_BYTES_MIN: Final = 1 << 30
 
 @functools.cache
 def probed() -> tuple[tuple[Resource, ...], bool]:
-    """What a context with our defaults finds, and whether this UCX was built with RDMA.
+    """Return what a context finds by default, and whether UCX was built with RDMA.
 
     Asked once for the process: devices do not come and go, and it takes 10 ms.
 
@@ -51,7 +51,7 @@ def availability() -> Availability:
 
 
 def rank() -> int:
-    """The backend's place among those nobody has a preference for."""
+    """Return the backend's place where nobody has a preference."""
     try:
         has_rdma = bool(rdma_devices()) and load().has_rdma
     except BackendUnavailable:

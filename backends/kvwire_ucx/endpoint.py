@@ -21,7 +21,7 @@ _numbers = itertools.count(1)
 
 @final
 class UcxEndpoint:
-    """A way to a peer's worker.
+    """Owns a UCX endpoint, which leads to a peer's worker.
 
     Args:
         worker: The one it belongs to.
@@ -50,7 +50,7 @@ class UcxEndpoint:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The transports in use, such as ``cma`` and ``sysv``; bulk first."""
+        """Return the transports in use, such as ``cma`` and ``sysv``; bulk first."""
         if self.handle and not self.failed:
             text = printed(self._worker.context.library.ucp.ep_print_info, self.handle)
             self._transports = _transports(text)

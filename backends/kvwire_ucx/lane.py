@@ -87,7 +87,7 @@ class _State(enum.Enum):
 
 
 class _MessageParts:
-    """A payload under way, as one message or more.
+    """Counts the messages of a payload under way.
 
     Attributes:
         what: The token of a send, the landing of a receive.
@@ -214,7 +214,7 @@ class UcxLane(Lane):
             )
 
     def _greeted(self, data: bytes) -> None:
-        """The peer says hello; the server answers."""
+        """Answer the peer's hello, as the server."""
         role = self._context.role
         if self._state is _State.ENDING:
             return
@@ -234,7 +234,7 @@ class UcxLane(Lane):
         self._worker.send_eager(self._endpoint.handle, memory, tag, _nothing)
 
     def _greeting(self, role: Role) -> bytes:
-        """What a side says that knows the secret, for these two halves only."""
+        """Return what a side says that knows the secret, for these two only."""
         if role is self._context.role:
             near, far = self._own.lane, self._peer.lane
         else:
@@ -397,7 +397,7 @@ class UcxLane(Lane):
         self._hang_up()
 
     def _heard(self, _status: int, _nbytes: int) -> None:
-        """The peer has read our bye, and what came before it."""
+        """Note that the peer has read our bye and what came before it."""
         if not self._sends:
             self._hang_up()
 
@@ -409,7 +409,7 @@ class UcxLane(Lane):
             self._end(ConnectionLost("ucx: the peer ended the lane"))
 
     def _hang_up(self) -> None:
-        """The peer knows, or does not listen: second step."""
+        """Close the endpoint: the second step, once the peer knows."""
         assert self._endpoint is not None
         self._endpoint.close(self._gone)
 

@@ -45,7 +45,7 @@ def remedy() -> str:
 
 
 class Version(NamedTuple):
-    """A version of UCX."""
+    """Holds a version of UCX."""
 
     major: int
     minor: int
@@ -77,7 +77,7 @@ class Ucp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxLibrary:
-    """A loaded UCX.
+    """Holds a loaded libucp.
 
     Attributes:
         path: Of its libucp.
@@ -91,16 +91,16 @@ class UcxLibrary:
 
     @property
     def has_rdma(self) -> bool:
-        """Whether it has come with the plug-in for RDMA; it may find no device."""
+        """Tell whether the plug-in for RDMA came with it, device or not."""
         return any(Path(self.path).parent.glob("ucx/libuct_ib*.so*"))
 
     def status_text(self, status: int) -> str:
-        """What UCX calls a status."""
+        """Return what UCX calls a status."""
         return _status_text(self.path, status)
 
 
 def load() -> UcxLibrary:
-    """The UCX of this process.
+    """Return the UCX of this process.
 
     Looked for once, also where there is none: who installs one starts anew.
 
@@ -115,7 +115,7 @@ def load() -> UcxLibrary:
 
 @functools.cache
 def answer() -> UcxLibrary | str:
-    """The UCX of this process, or why there is none: found out once."""
+    """Return the ``kv_transfer_params`` by which decode finds what prefill computed."""
     try:
         return _load()
     except BackendUnavailable as exc:
@@ -142,7 +142,7 @@ def _load() -> UcxLibrary:
 
 
 def find() -> str | None:
-    """The libucp that :func:`load` takes; None if there is none.
+    """Return the libucp that :func:`load` takes; None if there is none.
 
     Raises:
         BackendUnavailable: The one that the environment names is not there.
@@ -163,7 +163,7 @@ def find() -> str | None:
 
 
 def copies() -> list[str]:
-    """The copies of libucp in this process, of which there should be one.
+    """Return the copies of libucp in this process, of which there should be one.
 
     Wheels that bring a UCX of their own give it another name: ``libucp-0a1b2c3d.so``.
     """
@@ -171,7 +171,7 @@ def copies() -> list[str]:
 
 
 def rdma_devices() -> tuple[str, ...]:
-    """The RDMA devices that the kernel knows, whether or not UCX can use them."""
+    """Return the RDMA devices the kernel knows, usable by UCX or not."""
     try:
         return tuple(sorted(entry.name for entry in _INFINIBAND.iterdir()))
     except OSError:
@@ -179,7 +179,7 @@ def rdma_devices() -> tuple[str, ...]:
 
 
 def _wheel() -> str | None:
-    """The libucp of the ``libucx`` wheel, without importing that."""
+    """Return the libucp of the ``libucx`` wheel, without importing that."""
     try:
         spec = importlib.util.find_spec("libucx")
     except (ImportError, ValueError):
@@ -192,7 +192,7 @@ def _wheel() -> str | None:
 
 
 def _system() -> str | None:
-    """The libucp that the dynamic linker finds.
+    """Return the libucp that the dynamic linker finds.
 
     Looked for where distributions put it: to ask the linker is to load it, and
     ``ctypes.util.find_library`` runs a compiler.
@@ -208,7 +208,7 @@ def _system() -> str | None:
 
 
 def _shared_objects(prefix: str) -> list[str]:
-    """The mapped files whose name begins with a prefix, each once."""
+    """Return the mapped files whose name begins with a prefix, once each."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -20,7 +20,7 @@ _MEMORY_TYPES: Final = {
 
 @final
 class MemoryHandles:
-    """Where the bytes of one operation lie.
+    """Describes where the bytes of one operation lie, as UCX wants it.
 
     Many fragments go down as UCX's own list of pieces. UCX packs them into what it
     sends, and unpacks what it received, piece by piece in C: 3.8 GB/s over TCP and 8.1

@@ -32,7 +32,7 @@ _NUMBER: Final = struct.Struct(">I")
 
 
 def piece_lengths(payload: Payload) -> list[int]:
-    """How a payload is cut into messages, in bytes; none if it is one."""
+    """Return the bytes of each message of a payload; none if it is one."""
     if not isinstance(payload, Fragments) or not 2 <= len(payload) <= PIECES_MAX:
         return []
     if payload.nbytes < PIECE_BYTES * len(payload):
@@ -42,7 +42,7 @@ def piece_lengths(payload: Payload) -> list[int]:
 
 
 def pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
-    """A payload, cut; all of it for no lengths."""
+    """Cut a payload; return all of it for no lengths."""
     if not lengths:
         yield payload
         return
@@ -52,7 +52,7 @@ def pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
 
 
 def ticket(first: int, lengths: list[int]) -> bytes:
-    """What the receiver is told.
+    """Return the descriptor that the receiver gets.
 
     Args:
         first: The number of the first message.
@@ -62,7 +62,7 @@ def ticket(first: int, lengths: list[int]) -> bytes:
 
 
 def read_ticket(data: bytes, nbytes: int) -> tuple[int, list[int]]:
-    """The number of the first message, and the lengths of all; none if it is one.
+    """Return the first message's number and all lengths; none if it is one.
 
     Args:
         data: As a peer has sent it.

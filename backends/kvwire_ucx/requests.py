@@ -54,16 +54,16 @@ class UcxRequests:
         self.on_received = binding.ReceiveCallback(self._received)
 
     def __len__(self) -> int:
-        """How many operations are not over."""
+        """Return how many operations are not over."""
         return len(self._open)
 
     @property
     def over(self) -> bool:
-        """Whether somebody is to be told."""
+        """Tell whether an operation is over whose caller has not been told."""
         return bool(self._over)
 
     def new(self, on_done: OnDone, keeps: object = None) -> UcxRequest:
-        """An operation that is about to be posted."""
+        """Make an operation that is about to be posted."""
         request = UcxRequest(next(self._numbers), on_done, keeps)
         self._open[request.number] = request
         return request
@@ -85,7 +85,7 @@ class UcxRequests:
             request.on_done(status, nbytes)
 
     def abandon(self) -> None:
-        """The worker is gone, and with it every operation: all of them are over."""
+        """End every operation: the worker is gone."""
         told = {number for number, _, _ in self._over}
         missing = [number for number in self._open if number not in told]
         self._over += [(number, binding.ERR_CANCELED, 0) for number in missing]

@@ -55,7 +55,7 @@ DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxSettings:
-    """What a context is made with.
+    """Holds the settings that a context is made with.
 
     Attributes:
         ucx: Values by UCX's names, without ``UCX_``.
@@ -73,7 +73,7 @@ def parse(
     version: tuple[int, ...],
     environment: Mapping[str, str] | None = None,
 ) -> UcxSettings:
-    """What to make a context with.
+    """Return the settings to make a context with.
 
     Args:
         given: The user's settings for this backend.

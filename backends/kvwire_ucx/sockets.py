@@ -38,7 +38,7 @@ def unpace(event_fd: int) -> int:
 
 
 def _watched(event_fd: int) -> Iterator[int]:
-    """What an epoll watches, and what the epolls do that it watches."""
+    """Return what an epoll watches, through the epolls that it watches."""
     left, seen = [event_fd], {event_fd}
     while left:
         try:
@@ -56,7 +56,7 @@ def _watched(event_fd: int) -> Iterator[int]:
 
 
 def _unpaced(fd: int) -> bool:
-    """Whether it was a connection within this host, and took the setting."""
+    """Send without pacing on a connection within this host; tell whether it is one."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         if sock.family not in _FAMILIES or sock.type != socket.SOCK_STREAM:
             return False

@@ -11,7 +11,7 @@ from kvwire.errors import UsageError
 
 
 class Markable(Protocol):
-    """What is used of an outgoing transfer, of asyncio or of an engine."""
+    """Names what is used of an outgoing transfer, of asyncio or of an engine."""
 
     def ready(self, *, layers: int, blocks: slice) -> None:
         """Mark block positions of one layer as immutable; from any thread."""

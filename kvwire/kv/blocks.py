@@ -35,7 +35,7 @@ class BlockLists(dict[str, Ids]):
     """Block ids that were checked: an array for each group, in the cache's order."""
 
     def padded(self, blocks: Mapping[str, int]) -> BlockLists:
-        """The same with room for so many blocks in each group, not named yet."""
+        """Return the same with room for so many more blocks in each group."""
         return BlockLists(
             (name, np.pad(ids, (0, blocks[name] - ids.size), constant_values=UNNAMED))
             for name, ids in self.items()
@@ -101,7 +101,7 @@ class BlockSet(AbstractSet[tuple[str, int]]):
         self._sorted: dict[str, Ids] = {}
 
     def ids(self, group: str = DEFAULT_GROUP) -> Ids:
-        """The ids of one group, in the order of the transfer's list.
+        """Return the ids of one group, in the order of the transfer's list.
 
         Raises:
             UsageError: There is no such group.
@@ -112,14 +112,14 @@ class BlockSet(AbstractSet[tuple[str, int]]):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups, whether they have blocks here or not."""
+        """Return the groups, with blocks here or without."""
         return tuple(self._ids)
 
     def __contains__(self, block: object) -> bool:
         return self.position(block) >= 0
 
     def position(self, block: object) -> int:
-        """Where ``(group, id)`` stands among its group's ids here, or -1."""
+        """Return where ``(group, id)`` stands among its group's ids here, or -1."""
         if not isinstance(block, tuple) or len(block) != 2 or block[0] not in self._ids:
             return -1
         group, block_id = block
@@ -146,7 +146,7 @@ class BlockSet(AbstractSet[tuple[str, int]]):
 
     @classmethod
     def _from_iterable(cls, it: Iterable[_Block]) -> frozenset[_Block]:
-        """What ``&`` and the other set operations return: a plain set."""
+        """Return a plain set, for ``&`` and the other set operations."""
         return frozenset(it)
 
 
@@ -167,7 +167,7 @@ def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
 
 
 def among(values: npt.NDArray[Number], others: npt.NDArray[Number]) -> Bits:
-    """Which values are among others, as ``np.isin``."""
+    """Return which values are among others, as ``np.isin``."""
     if not others.size:
         return np.zeros(values.size, np.bool_)
     ordered = np.sort(others)

@@ -43,7 +43,7 @@ from kvwire.kv.geometry import Geometry, GroupGeometry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canonical:
-    """What a transfer carries of one cache group, and in which order.
+    """Describes what a transfer carries of one cache group, and in which order.
 
     Attributes:
         group: The group's name.
@@ -99,7 +99,7 @@ class Canonical:
 
 
 def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
-    """What a transfer between two sides carries, group by group.
+    """Return what a transfer between two sides carries, group by group.
 
     A pure function of both descriptions: either side gets the same answer.
 
@@ -120,7 +120,7 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
 
 
 def pieces(walk: Canonical, side: GroupGeometry) -> int:
-    """How many pieces of one side's memory a walk visits, if that has no gaps."""
+    """Cut a payload; return all of it for no lengths."""
     extents = walk.extents(len(walk.layers), walk.granules)
     return math.prod(extents.values()) // _run(walk.order, extents, side)
 
@@ -163,7 +163,7 @@ def _common(a: range, b: range) -> range:
 
 
 def _common_tokens(producer: GroupGeometry, consumer: GroupGeometry, where: str) -> int:
-    """How many tokens both lists are for: every block of either has to have a part."""
+    """Return how many tokens both lists are for; each block has a part."""
     tokens = min(producer.capacity, consumer.capacity)
     both = producer.tokens is not None and consumer.tokens is not None
     if both and producer.tokens != consumer.tokens:
@@ -190,7 +190,7 @@ def _list_of(side: GroupGeometry) -> str:
 def _choose_order(
     parts: Canonical, producer: GroupGeometry, consumer: GroupGeometry
 ) -> tuple[str, ...]:
-    """The memory order of the side that makes fewer fragments on both together."""
+    """Return the memory order that makes fewer fragments on both sides."""
     extents = parts.extents(len(parts.layers), parts.granules)
     elements = math.prod(extents.values())
 

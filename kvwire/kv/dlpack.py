@@ -29,14 +29,14 @@ _FLOAT8: Final = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 @runtime_checkable
 class DLPackLike(Protocol):
-    """What is used of an array."""
+    """Names what is used of an array."""
 
     def __dlpack__(self, *, stream: int | None = None) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
 class DLPackArray(NamedTuple):
-    """Where the elements of an array lie.
+    """Describes where the elements of an array lie.
 
     Attributes:
         address: Of the first element.

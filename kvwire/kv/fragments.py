@@ -71,14 +71,14 @@ class Fragments:
         self.device = device
 
     def __len__(self) -> int:
-        """The number of fragments."""
+        """Return the number of fragments."""
         return int(self.lengths.size)
 
     def __repr__(self) -> str:
         return f"Fragments({len(self)} of {self.nbytes} bytes)"
 
     def slice(self, offset: int, length: int) -> Fragments:
-        """The bytes ``[offset, offset + length)`` of the stream, as fragments.
+        """Return the bytes ``[offset, offset + length)`` as fragments.
 
         Raises:
             UsageError: The range is not inside the stream.
@@ -110,7 +110,7 @@ class Fragments:
         return self._with(addresses, lengths, starts, length)
 
     def shifted(self, distance: int) -> Fragments:
-        """The same fragments ``distance`` bytes further on; lengths are shared."""
+        """Return the same fragments ``distance`` bytes on; shares lengths."""
         addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
         return self._with(addresses, self.lengths, self.starts, self.nbytes)
 
@@ -119,7 +119,7 @@ class Fragments:
         return self._part(self.addresses[which], self.lengths[which])
 
     def merged(self) -> Fragments:
-        """The same stream with fragments joined where they touch in memory."""
+        """Return the same stream, with touching fragments joined."""
         if len(self) < 2:
             return self
         touches = self.addresses[1:] == self.addresses[:-1] + self.lengths[:-1]

@@ -39,7 +39,7 @@ TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 @dataclass(frozen=True, slots=True)
 class HashScheme:
-    """How blocks are named; equal on all that share a cache.
+    """Names blocks by their content; equal on all that share a cache.
 
     Attributes:
         block_tokens: Tokens of a block. Only full blocks have a name.
@@ -59,7 +59,7 @@ class HashScheme:
             )
 
     def root(self, salt: bytes = b"") -> BlockHash:
-        """The parent of every first block.
+        """Return the parent of every first block.
 
         Args:
             salt: Sets requests apart that must not share blocks, such as tenants.
@@ -75,7 +75,7 @@ class HashScheme:
         salt: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
     ) -> list[BlockHash]:
-        """The hashes of the full blocks that some tokens fill.
+        """Return the hashes of the full blocks that some tokens fill.
 
         Args:
             tokens: Token ids, 0 to 2**31 - 1. A rest that fills no block is left out.
@@ -112,7 +112,7 @@ class HashScheme:
         return hashes
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
-        """The scheme as (name, value) texts in a fixed order, for a handshake.
+        """Return the scheme as (name, value) texts in a fixed order.
 
         Peers with other values have no hash in common; comparing them tells that from a
         cold cache.

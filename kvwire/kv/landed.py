@@ -20,7 +20,7 @@ from kvwire.kv.plan import Segment, TransferPlan
 
 
 class Landed:
-    """The landed cells of one transfer, seen from one side.
+    """Keeps the landed cells of one transfer, seen from one side.
 
     Args:
         plan: This side's plan.
@@ -70,7 +70,7 @@ class Landed:
         self._set(segment, whole)
 
     def mark_boxes(self, boxes: Sequence[Segment]) -> None:
-        """What a peer says has landed, as :meth:`boxes` of its own would.
+        """Note what a peer says has landed, as :meth:`boxes` returns it.
 
         Raises:
             UsageError: A box is not inside the transfer, they overlap, or what they
@@ -93,11 +93,11 @@ class Landed:
             self.mark(box)
 
     def has(self, segment: Segment) -> bool:
-        """Whether every byte of a segment has landed."""
+        """Tell whether every byte of a segment has landed."""
         return bool(self._part(segment).all())
 
     def touches(self, segment: Segment) -> bool:
-        """Whether any byte that moves in a segment has landed."""
+        """Tell whether any byte that moves in a segment has landed."""
         part = self._part(segment)
         if self.plan.moves_all(segment.group):
             return bool(part.any())
@@ -105,7 +105,7 @@ class Landed:
         return bool((part & wanted).any())
 
     def boxes(self, most: int) -> list[Segment]:
-        """What has landed as segments, ``most`` of them at most."""
+        """Return what has landed as segments, ``most`` of them at most."""
         found = (
             Segment(index, walk.layers.start + top, layers, left, granules)
             for index, walk in enumerate(self.plan.groups)
@@ -114,7 +114,7 @@ class Landed:
         return list(islice(found, most))
 
     def lacking(self, segment: Segment) -> list[Segment]:
-        """The parts of a segment that have not landed.
+        """Return the parts of a segment that have not landed.
 
         What the consumer had before is in them or not, whatever makes fewer of them: it
         does not move in any case.
@@ -133,16 +133,16 @@ class Landed:
 
     @property
     def left(self) -> int:
-        """How many cells have not landed."""
+        """Return how many cells have not landed."""
         return sum(int(left.sum()) for left in self._left)
 
     @property
     def complete(self) -> bool:
-        """Whether everything has landed."""
+        """Tell whether everything has landed."""
         return not any(left.any() for left in self._left)
 
     def layer(self, layer: int, group: str | None = None) -> bool:
-        """Whether a layer of every block has landed.
+        """Tell whether a layer of every block has landed.
 
         Args:
             layer: The model's index; a layer that the transfer does not carry is not
@@ -162,11 +162,11 @@ class Landed:
         return True
 
     def cells(self, group: int) -> Bits:
-        """The landed cells of a group, shape (layers, granules)."""
+        """Return the landed cells of a group, shape (layers, granules)."""
         return self._cells[group]
 
     def by_layer(self, group: int) -> Bits:
-        """Which layers of which local blocks have landed, shape (layers, blocks)."""
+        """Return which layers of which local blocks landed: (layers, blocks)."""
         cells = self._cells[group]
         per_block = self.plan.granules_per_block(group)
         blocks = self.plan.lists[self.plan.groups[group].group].size
@@ -179,7 +179,7 @@ class Landed:
         return whole
 
     def blocks(self, group: int) -> Bits:
-        """Which local blocks have landed in every layer, shape (blocks,)."""
+        """Return which local blocks landed in every layer: (blocks,)."""
         whole: Bits = np.logical_and.reduce(self.by_layer(group), axis=0)
         return whole
 
@@ -215,12 +215,12 @@ class Landed:
         return min(leading * block_tokens, walk.tokens)
 
     def _part(self, segment: Segment) -> Bits:
-        """The cells of a segment, as a view."""
+        """Return the cells of a segment, as a view."""
         self.plan.check(segment)
         return self._cells[segment.group][self._rows(segment), segment.granule_slice]
 
     def _left_of(self, segment: Segment) -> npt.NDArray[np.int64]:
-        """How many cells of each of its layers have not landed, as a view."""
+        """Return how many cells of each of its layers have not landed, as a view."""
         return self._left[segment.group][self._rows(segment)]
 
     def _rows(self, segment: Segment) -> slice:

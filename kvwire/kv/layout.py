@@ -33,7 +33,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How one axis lies in one tensor.
+    """Describes how one axis lies in one tensor.
 
     Attributes:
         extent: Steps along the axis.
@@ -76,7 +76,7 @@ def choose_dims(
     apart: bool,
     where: str,
 ) -> Dims:
-    """The dimensions that ``layout`` means for a tensor of this shape.
+    """Return the dimensions that ``layout`` means for a tensor of this shape.
 
     An axis order is taken as it is written. ``"NHD"`` and ``"HND"`` adapt: a
     cross-layer tensor has ``layer`` after ``block``, keys and values apart have no
@@ -161,7 +161,7 @@ def read_axes(
 
 
 def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
-    """The innermost axis whose steps do not clear what lies inside it, or ``""``.
+    """Return the innermost axis that overlaps what lies inside it, or ``""``.
 
     Returns:
         The axis, and the bytes that one of its steps must be at least.
@@ -178,7 +178,7 @@ _TOKEN: Final = re.compile(r"\(([^()]*)\)|([^\s()]+)")
 
 
 def _extents(spec: KVSpec) -> Mapping[str, int]:
-    """How many steps each axis has; that of ``block`` is the tensor's affair."""
+    """Return how many steps each axis has; ``block``'s are the tensor's."""
     return {
         "layer": spec.layers,
         "block": 0,

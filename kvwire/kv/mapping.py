@@ -24,7 +24,7 @@ from kvwire.kv.paged import CacheGroup
 
 
 class GroupMap:
-    """Where a transfer's elements of one cache group lie here.
+    """Finds where a transfer's elements of one cache group lie here.
 
     Attributes:
         walk: What is carried, in which order.
@@ -72,19 +72,19 @@ class GroupMap:
         return fragments
 
     def moved(self, granules: slice) -> Ids:
-        """The wanted ones among some granules, ascending."""
+        """Return the wanted ones among some granules, ascending."""
         found: Ids = np.flatnonzero(self.wanted[granules])
         return found + np.int64(granules.start)
 
     def merged_axes(self, layers: range) -> tuple[str, ...]:
-        """The inner axes of the walk that are one run of this side's memory."""
+        """Return the inner axes of the walk that are one run of this side's memory."""
         granules = np.flatnonzero(self.wanted)
         extents = self.walk.extents(len(layers), granules.size)
         merged, _ = self._merged(extents, self._table(layers), self._offsets(granules))
         return self.walk.order[len(self.walk.order) - merged :]
 
     def _distance(self, table: Ids, granules: slice) -> int | None:
-        """How far these layers are behind those of the last answer, if that is all."""
+        """Return how far these layers lie behind the last answer's, if so."""
         last = self._last
         if last is None or last.granules != granules:
             return None
@@ -134,7 +134,7 @@ class GroupMap:
     def _merged(
         self, extents: dict[str, int], table: Ids, offsets: dict[str, Ids]
     ) -> tuple[int, int]:
-        """How many axes at the inner end are one run, and the bytes of that run."""
+        """Return how many inner axes are one run, and the bytes of that run."""
         run = self.walk.item_bytes
         merged = 0
         for axis in reversed(self.walk.order):
@@ -146,7 +146,7 @@ class GroupMap:
 
 
 class _Answer(NamedTuple):
-    """What was asked last, and the answer."""
+    """Remembers the last question and its answer."""
 
     table: Ids
     granules: slice
@@ -154,7 +154,7 @@ class _Answer(NamedTuple):
 
 
 def _steps_are(axis: str, run: int, table: Ids, offsets: dict[str, Ids]) -> bool:
-    """Whether each step along an axis is as long as the run inside it."""
+    """Tell whether each step along an axis is as long as the run inside it."""
     if axis == "layer":
         return bool((np.diff(table, axis=0) == run).all())
     if axis == "kv":
@@ -168,7 +168,7 @@ def _broadcast(
     table: Ids,
     offsets: dict[str, Ids],
 ) -> Ids:
-    """The address of every step of the outer axes; merged axes are at their first."""
+    """Return the address of every outer step; merged axes are at their first."""
     bases = table[
         : extents["layer"] if "layer" in outer else 1,
         : extents["kv"] if "kv" in outer else 1,

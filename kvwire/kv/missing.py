@@ -15,7 +15,7 @@ Codes = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class MissingOfGroup:
-    """What one group misses.
+    """Lists what one group misses.
 
     Attributes:
         ids: The missing block ids.
@@ -31,7 +31,7 @@ class MissingOfGroup:
 
 
 class MissingBlocks(Mapping[tuple[str, int], str]):
-    """Why each block that did not land did not, by (group, block id).
+    """Says why blocks did not land, by (group, block id).
 
     Args:
         groups: What each group of the transfer misses.
@@ -48,7 +48,7 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         self._blocks = BlockSet({name: group.ids for name, group in groups.items()})
 
     def ids(self, group: str = DEFAULT_GROUP) -> Ids:
-        """The missing ids of one group.
+        """Return the missing ids of one group.
 
         Raises:
             UsageError: There is no such group.
@@ -63,7 +63,7 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         return tuple(dict.fromkeys(self.meanings[code] for code in used))
 
     def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
-        """The layers of a block that did not land, by the model's index.
+        """Return the layers of a block that did not land, by the model's index.
 
         Raises:
             KeyError: The block is not missing.
@@ -94,7 +94,7 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
 
 def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
-    """What any of several shares of the same blocks misses.
+    """Return what any of several shares of the same blocks misses.
 
     The reason is that of the first share that misses the block; its layers are those
     that any share misses.
@@ -107,7 +107,7 @@ def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
 
 
 def _offsets(shares: Sequence[MissingBlocks]) -> list[int]:
-    """Where each share's reasons begin among those of all."""
+    """Return where each share's reasons begin among those of all."""
     counts = [len(share.meanings) for share in shares]
     return [sum(counts[:index]) for index in range(len(counts))]
 

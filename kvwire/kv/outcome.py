@@ -23,7 +23,7 @@ from kvwire.kv.paged import PagedCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the time of a transfer went, in seconds. Phases may overlap.
+    """Shows where the time of a transfer went, in seconds. Phases may overlap.
 
     Attributes:
         queue_s: From the call until the peer's counterpart was known.
@@ -42,7 +42,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one transfer.
+    """Says what became of one transfer.
 
     Attributes:
         complete: Every block landed.
@@ -85,7 +85,7 @@ def outcome_of(
     timings: Timings | None = None,
     layers_grouped: int = 1,
 ) -> Outcome:
-    """The outcome of a transfer that has ended.
+    """Return the outcome of a transfer that has ended.
 
     Args:
         landed: What of it landed.
@@ -132,7 +132,7 @@ def nothing_landed(
     tokens: Tokens = None,
     timings: Timings | None = None,
 ) -> Outcome:
-    """The outcome of a transfer that ended before there was a plan.
+    """Return the outcome of a transfer that ended before there was a plan.
 
     Args:
         cache: The local cache.

@@ -27,7 +27,7 @@ GroupSource: TypeAlias = "tuple[KVSpec, object] | tuple[KVSpec, object, str]"
 
 
 class PagedCache:
-    """The KV cache of one process, in blocks, over memory that the caller owns.
+    """Describes one process's KV cache, in blocks, over memory the caller owns.
 
     Args:
         spec: What the tensors hold.
@@ -59,7 +59,7 @@ class PagedCache:
     def grouped(
         cls, groups: Mapping[str, GroupSource], *, layout: str = "NHD"
     ) -> PagedCache:
-        """A hybrid model's cache: each group has its own spec, tensors and block ids.
+        """Describe a hybrid model's cache: groups of spec, tensors and ids.
 
         Args:
             groups: {name: (spec, tensors)} or {name: (spec, tensors, layout)}. Both
@@ -88,12 +88,12 @@ class PagedCache:
 
     @property
     def kind(self) -> MemoryKind:
-        """Which memory it lies in."""
+        """Return which memory it lies in."""
         return MemoryKind.HOST if self.device is None else self.device.kind
 
     @property
     def spec(self) -> KVSpec:
-        """The spec of a cache without groups.
+        """Return the spec of a cache without groups.
 
         Raises:
             UsageError: The cache has several groups.
@@ -111,7 +111,7 @@ class PagedCache:
 
     @property
     def writable(self) -> bool:
-        """Whether every tensor may be written to, so whether it can receive."""
+        """Tell whether every tensor may be written to, so may receive."""
         return all(group.writable for group in self.groups.values())
 
     def block_lists(self, blocks: Blocks) -> BlockLists:
@@ -251,7 +251,7 @@ def _place(
 
 
 def _steps(axes: Mapping[str, Axis], table: Addresses) -> Addresses:
-    """How far each entry of a part of the table is from its first."""
+    """Return how far each entry of a part of the table is from its first."""
     layers, components = table.shape
     by_layer = np.arange(layers, dtype=np.int64) * axes["layer"].stride
     by_component = np.arange(components, dtype=np.int64) * axes["kv"].stride
@@ -288,7 +288,7 @@ def _check_device(
 def _nested_axes(
     bases: Addresses, axes: Mapping[str, Axis], item_bytes: int, where: str
 ) -> dict[str, Axis]:
-    """The axes that lie one inside the other; ``layer`` and ``kv`` only if they do.
+    """Return the nested axes; ``layer`` and ``kv`` only if they nest.
 
     Raises:
         UsageError: Tensors share memory, such as one that is passed for two layers.
@@ -309,7 +309,7 @@ def _nested_axes(
 
 
 def _table_axis(bases: Addresses, dim: int) -> Axis | None:
-    """An axis of the table as one stride, or None where its steps are not equal."""
+    """Return a table's axis as one stride; None if its steps differ."""
     extent = bases.shape[dim]
     if extent == 1:
         return Axis(1, 0)
@@ -334,7 +334,7 @@ def _sharing(bases: Addresses, nested: Mapping[str, Axis], item_bytes: int) -> s
 
 
 def _memory_order(nested: Mapping[str, Axis]) -> tuple[str, ...]:
-    """The axes by stride, outermost first; scattered ones are outside everything."""
+    """Return the axes by stride, outermost first; scattered ones before."""
     wide = [axis for axis, found in nested.items() if found.extent > 1]
     order = [axis for axis in _TABLE if axis not in nested]
     order += sorted(wide, key=lambda axis: -nested[axis].stride)

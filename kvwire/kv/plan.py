@@ -46,7 +46,7 @@ that was measured spends its time on descriptors and not on bytes."""
 
 
 class Side(enum.Enum):
-    """Which end of a transfer a plan is for."""
+    """Names the end of a transfer that a plan is for."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -72,12 +72,12 @@ class Segment:
 
     @property
     def box(self) -> tuple[int, int, int, int, int]:
-        """The five numbers, as both sides name it."""
+        """Return the five numbers, as both sides name it."""
         return self.group, self.layer, self.layers, self.granule, self.granules
 
     @property
     def layer_range(self) -> range:
-        """The model's indices of its layers."""
+        """Return the model's indices of its layers."""
         return range(self.layer, self.layer + self.layers)
 
     @property
@@ -87,12 +87,12 @@ class Segment:
 
     @property
     def granule_slice(self) -> slice:
-        """The same, for arrays."""
+        """Return its granules as a slice, for arrays."""
         return slice(self.granule, self.granule + self.granules)
 
 
 class TransferPlan:
-    """How one side takes part in one transfer. Immutable.
+    """Says how one side takes part in one transfer. Immutable.
 
     Args:
         cache: The local cache.
@@ -152,7 +152,7 @@ class TransferPlan:
 
     @property
     def uncarried(self) -> tuple[str, ...]:
-        """What of the local cache the peer has no share of: ``layers``, ``kv_heads``.
+        """Return what the peer has no share of: ``layers``, ``kv_heads``.
 
         Such blocks are whole only once transfers with other peers bring the rest.
         """
@@ -171,7 +171,7 @@ class TransferPlan:
         blocks: int | slice | None = None,
         group: str | None = None,
     ) -> tuple[Segment, ...]:
-        """The segments that a mark covers: one for each group it names.
+        """Return the segments that a mark covers: one for each group it names.
 
         Args:
             layers: A layer by the model's index, or a slice of them; None for all.
@@ -198,7 +198,7 @@ class TransferPlan:
         return tuple(segment for segment in found if segment is not None)
 
     def group_index(self, group: str) -> int:
-        """Where a group stands in the cache's order.
+        """Return where a group stands in the cache's order.
 
         Raises:
             UsageError: There is no such group.
@@ -241,7 +241,7 @@ class TransferPlan:
         return segment.layers * granules * group_map.walk.granule_bytes
 
     def fragments(self, segment: Segment) -> Fragments:
-        """Where a segment lies here, in canonical order.
+        """Return where a segment lies here, in canonical order.
 
         Raises:
             UsageError: The segment is not inside this transfer.
@@ -251,18 +251,18 @@ class TransferPlan:
         return group_map.fragments(segment.layer_range, segment.granule_slice)
 
     def positions(self, segment: Segment) -> slice:
-        """The positions of the local block list that a segment is a part of."""
+        """Return the positions of the block list that a segment covers."""
         per_block = self._maps[segment.group].granules_per_block
         last = segment.granule + segment.granules
         return slice(segment.granule // per_block, -(-last // per_block))
 
     def block_ids(self, segment: Segment) -> Ids:
-        """The local blocks that a segment is a part of."""
+        """Return the local blocks that a segment is a part of."""
         walk = self.groups[segment.group]
         return self.lists[walk.group][self.positions(segment)]
 
     def covering(self, segments: Iterable[Segment]) -> dict[str, Bits]:
-        """Which positions of each local block list some segments are a part of."""
+        """Return which positions of each block list some segments cover."""
         found = {name: np.zeros(ids.size, np.bool_) for name, ids in self.lists.items()}
         for segment in segments:
             found[self.groups[segment.group].group][self.positions(segment)] = True
@@ -273,15 +273,15 @@ class TransferPlan:
         return self._maps[group].granules_per_block
 
     def wanted(self, group: int) -> Bits:
-        """Which granules of a group are moved, shape (granules,); it has the others."""
+        """Return which granules of a group move: (granules,)."""
         return self._maps[group].wanted
 
     def moves_all(self, group: int) -> bool:
-        """Whether all granules of a group are moved."""
+        """Tell whether all granules of a group are moved."""
         return self._maps[group].moves_all
 
     def touched(self, segment: Segment, offset: int, nbytes: int) -> Bits:
-        """The cells of a segment that a byte range of it is a part of.
+        """Return the cells of a segment that a byte range is a part of.
 
         Returns:
             Shape (segment.layers, segment.granules).
@@ -319,7 +319,7 @@ class TransferPlan:
         return hashed.digest()[:16]
 
     def describe(self) -> str:
-        """The plan in words: what is carried, in which order, in how many fragments."""
+        """Describe what is carried, in which order, in how many fragments."""
         lines = [f"{self.side.value}: {self.nbytes} bytes"]
         for group_map in self._maps:
             lines += _describe_group(group_map)
@@ -391,7 +391,7 @@ def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
 def _wanted(
     groups: tuple[Canonical, ...], consumer: Geometry, have: Mapping[str, Bits]
 ) -> tuple[Bits, ...]:
-    """Which granules of each group the consumer lacks."""
+    """Return which granules of each group the consumer lacks."""
     for name in have.keys() - {walk.group for walk in groups}:
         raise UsageError(f"have: no group {name!r}")
     wanted = []
@@ -409,7 +409,7 @@ def _wanted(
 
 
 def _layer_range(layers: int | slice | None, spec: KVSpec, group: str) -> range:
-    """The layers that a mark names, by the model's index, inside this side's own."""
+    """Return the layers a mark names, by the model's index, of this side's."""
     held = spec.layer_indices
     where = f"layers of group {group!r}"
     if layers is None or isinstance(layers, slice):

@@ -84,11 +84,11 @@ class BlockPool:
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold this many tokens."""
+        """Return how many blocks hold this many tokens."""
         return -(-num_tokens // self.block_tokens)
 
     def ref_count(self, block: int) -> int:
-        """How often a block is held.
+        """Return how often a block is held.
 
         Raises:
             UsageError: There is no such block.
@@ -97,7 +97,7 @@ class BlockPool:
         return self._refs[block]
 
     def hash_of(self, block: int) -> BlockHash | None:
-        """The name of a block's content, or None.
+        """Return the name of a block's content, or None.
 
         Raises:
             UsageError: There is no such block.
@@ -146,7 +146,7 @@ class BlockPool:
                 self._link(block, first=hashes[block] is None)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks that hold the longest cached prefix of a chain. Changes nothing.
+        """Return the blocks of a chain's longest cached prefix; only looks.
 
         Args:
             hashes: A chain from its first block on; see

@@ -57,7 +57,7 @@ class TokenRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest(Generic[Id]):
-    """A request whose KV was to arrive.
+    """Describes a request whose KV was to arrive.
 
     Attributes:
         id: The caller's name for it.
@@ -77,7 +77,7 @@ class PrefillRequest(Generic[Id]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan(Generic[Id]):
-    """Who decodes, who prefills what, and who waits for whom.
+    """Says who decodes, who prefills what, and who waits for whom.
 
     Attributes:
         ready: Requests that go straight to decode.
@@ -140,7 +140,7 @@ def plan_prefill(
 
 @dataclass(frozen=True, slots=True)
 class _Request(Generic[Id]):
-    """A request, checked: its block lists as arrays, cut to its tokens."""
+    """Holds a checked request: its block lists as arrays, cut to its tokens."""
 
     id: Id
     num_tokens: int
@@ -179,19 +179,19 @@ class _Request(Generic[Id]):
         return cls(request.id, tokens, request.cached_tokens, lists, sizes, full[0])
 
     def tokens_in(self, group: str) -> Ids:
-        """How many of its tokens are in each block of a group."""
+        """Return how many of its tokens are in each block of a group."""
         size = self.block_tokens[group]
         counts = np.full(self.lists[group].size, size, np.int64)
         counts[-1:] -= -self.num_tokens % size
         return counts
 
     def is_window(self, group: str) -> bool:
-        """Whether a group holds only the last tokens."""
+        """Tell whether a group holds only the last tokens."""
         return self.lists[group].size * self.block_tokens[group] < self.num_tokens
 
 
 class _Blocks(Generic[Id]):
-    """What is known of each block: its valid tokens, and who computes the rest.
+    """Tracks what is known of each block: its valid tokens, who computes the rest.
 
     Blocks of a group are numbered by their place among all that the requests name, so
     that every table is as long as they are many, whatever their ids.
@@ -238,7 +238,7 @@ class _Blocks(Generic[Id]):
         return 0 if windowed and usable < request.num_tokens else usable
 
     def read(self, request: _Request[Id]) -> None:
-        """A request decodes from its blocks, so nobody may write to them."""
+        """Note that a request decodes from its blocks: they may not be written."""
         at, _ = self._find(request.main, request.lists[request.main])
         self._owner[request.main][at] = _READ
 
@@ -300,14 +300,14 @@ class _Blocks(Generic[Id]):
         valid[at] = np.maximum(valid[at], tokens[landed][known])
 
     def _find(self, name: str, ids: Ids) -> tuple[Ids, Bits]:
-        """Where those that some request names are, and which of ``ids`` they are."""
+        """Return where a request's blocks are, and which of ``ids`` they are."""
         table = self._ids[name]
         known: Bits = among(ids, table)
         return np.searchsorted(table, ids[known]), known
 
 
 def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:
-    """The block size of each group, on which all requests have to agree."""
+    """Return the block size of each group; all requests have to agree."""
     sizes: dict[str, int] = {}
     for request in requests:
         for name, size in request.block_tokens.items():

@@ -40,7 +40,7 @@ DTYPE_BYTES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """What one KV cache, or one group of a hybrid cache, holds.
+    """Describes what one KV cache, or one group of a hybrid cache, holds.
 
     Attributes:
         layers: Layers in this cache.
@@ -104,18 +104,18 @@ class KVSpec:
 
     @property
     def replicas(self) -> int:
-        """How many shards hold these same heads."""
+        """Return how many shards hold these same heads."""
         return self.kv_heads * self.shard[1] // self.total_kv_heads
 
     @property
     def heads(self) -> range:
-        """The model's indices of the heads in this cache."""
+        """Return the model's indices of the heads in this cache."""
         first = self.shard[0] // self.replicas * self.kv_heads
         return range(first, first + self.kv_heads)
 
     @property
     def layer_indices(self) -> range:
-        """The model's indices of the layers in this cache."""
+        """Return the model's indices of the layers in this cache."""
         return range(self.first_layer, self.first_layer + self.layers)
 
     @property
@@ -139,7 +139,7 @@ class KVSpec:
         return self.layers * self.layer_block_bytes
 
     def differing(self, other: KVSpec) -> tuple[str, ...]:
-        """The names of the fields that must agree with ``other`` and do not."""
+        """Return the names of fields that must agree with ``other``'s and do not."""
         mine, theirs = self._geometry(), other._geometry()
         return tuple(name for name in mine if mine[name] != theirs[name])
 
@@ -173,7 +173,7 @@ class KVSpec:
         )
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
-        """The spec as (name, value) texts in a fixed order, for a handshake."""
+        """Return the spec as (name, value) texts in a fixed order."""
         return (
             ("layers", str(self.layers)),
             ("kv_heads", str(self.kv_heads)),
@@ -210,7 +210,7 @@ class KVSpec:
         )
 
     def _geometry(self) -> dict[str, int | str]:
-        """What must agree. ``layers`` and ``kv_heads`` are those of the whole model."""
+        """Return what must agree; layers and heads are the whole model's."""
         return {
             "layers": self.total_layers,
             "kv_heads": self.total_kv_heads,
@@ -222,7 +222,7 @@ class KVSpec:
 
 
 def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
-    """Which of the peer's shards to move heads from or to, each head exactly once.
+    """Return which peer shards move which heads, each head exactly once.
 
     Where several shards hold the same heads, this shard's rank picks among them, so
     that replicas share the load.

@@ -30,7 +30,7 @@ from kvwire.types import Device, MemoryKind
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Where the elements of one tensor lie.
+    """Describes where the elements of one tensor lie.
 
     Attributes:
         address: Of the first element.
@@ -54,7 +54,7 @@ class TensorView:
 
     @property
     def kind(self) -> MemoryKind:
-        """Which memory it is in."""
+        """Return which memory it is in."""
         return MemoryKind.HOST if self.device is None else self.device.kind
 
     def require_dtype(self, dtype: str, where: str) -> None:
@@ -115,7 +115,7 @@ class _TorchDevice(Protocol):
 
 @runtime_checkable
 class _TorchLike(Protocol):
-    """What is used of a torch tensor."""
+    """Names what is used of a torch tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -194,7 +194,7 @@ def _view_of_cuda_array(array: Any, where: str) -> TensorView:
 
 
 def _cuda_index(array: Any, where: str) -> int:
-    """Which GPU an array is on: the CUDA array interface does not say it itself."""
+    """Return the GPU of an array, which its CUDA interface does not name."""
     index = getattr(getattr(array, "device", None), "id", None)  # CuPy
     if isinstance(index, int):
         return index

@@ -39,7 +39,7 @@ _ALIGNMENT: Final = 64
 
 
 class Arena:
-    """A piece of memory that can be shared by descriptor.
+    """Owns memory that can be shared by descriptor.
 
     >>> arena = Arena(1 << 30)
     >>> cache = arena.numpy((layers, blocks, 2, 16, 8, 128), np.float16)
@@ -84,7 +84,7 @@ class Arena:
     def numpy(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike
     ) -> npt.NDArray[Any]:
-        """An array of zeros in the arena, in C order.
+        """Return an array of zeros in the arena, in C order.
 
         Raises:
             UsageError: It does not fit any more, or the arena is closed.
@@ -99,7 +99,7 @@ class Arena:
         return self.buffer(count * kind.itemsize).view(kind).reshape(shape)
 
     def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The next ``nbytes`` bytes, all zero, as writable memory.
+        """Return the next ``nbytes`` bytes, all zero, as writable memory.
 
         It has the buffer protocol: ``torch.frombuffer(arena.buffer(n), dtype=...)``.
 
@@ -120,11 +120,11 @@ class Arena:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Tell whether it was closed."""
         return self._map.closed
 
     def fileno(self) -> int:
-        """The descriptor, for a process that may read all of the arena.
+        """Return the descriptor, for a process that may read all of the arena.
 
         Raises:
             UsageError: The arena is closed.
@@ -182,7 +182,7 @@ SEALS: Final = (
 
 
 def arena_of(fragments: Fragments) -> Arena | None:
-    """The arena in which all of these fragments lie, if there is one."""
+    """Return the arena in which all of these fragments lie, if there is one."""
     if not len(_arenas) or not len(fragments):
         return None
     ends = fragments.addresses + fragments.lengths
@@ -200,12 +200,12 @@ def use_huge_pages(mapping: mmap.mmap) -> None:
 
 
 def address_of_map(mapping: mmap.mmap) -> int:
-    """Where a mapping begins, whether it is writable or not."""
+    """Return where a mapping begins, whether it is writable or not."""
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
 class _Arenas:
-    """The arenas of this process, by address; any thread may make one."""
+    """Finds the arenas of this process by address; any thread may make one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

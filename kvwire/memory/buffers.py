@@ -75,7 +75,7 @@ def uncleared(nbytes: int) -> bytearray:
 
 
 def slice_payload(payload: Payload, offset: int, length: int) -> Payload:
-    """The bytes ``[offset, offset + length)`` of a payload."""
+    """Return the bytes ``[offset, offset + length)`` of a payload."""
     if isinstance(payload, Fragments):
         return payload.slice(offset, length)
     return payload[offset : offset + length]

@@ -33,7 +33,7 @@ _STAGING_BYTES: Final = 256 * KIB
 
 
 def checksum(payload: Payload) -> int:
-    """The low 32 bits of xxh3-64 over the payload, in canonical order."""
+    """Return the low 32 bits of xxh3-64 over the payload, in canonical order."""
     if isinstance(payload, memoryview):
         return xxhash.xxh3_64_intdigest(payload) & _LOW_32_BITS
     state = xxhash.xxh3_64()
@@ -45,7 +45,7 @@ def checksum(payload: Payload) -> int:
 
 
 def is_scattered(payload: Payload) -> bool:
-    """Whether a payload has to be gathered before its checksum is made."""
+    """Tell whether a payload has to be gathered to make its checksum."""
     return (
         not isinstance(payload, memoryview)
         and len(payload) >= _FEW_FRAGMENTS

@@ -54,7 +54,7 @@ def read(pid: int, local: Window, remote: Window) -> int:
 
 
 def read_bytes(pid: int, address: int, length: int) -> bytes:
-    """A few bytes of another process, such as a cookie.
+    """Return a few bytes of another process, such as a cookie.
 
     Raises:
         OSError: They cannot all be read.
@@ -69,7 +69,7 @@ def read_bytes(pid: int, address: int, length: int) -> bytes:
 
 
 def reason(error: OSError) -> str:
-    """What a refusal means, for a human: the errno's name, and its usual causes."""
+    """Explain a refusal: the errno's name, and its usual causes."""
     name = errno.errorcode.get(error.errno or 0, "?")
     return f"{name}: {_REASONS.get(error.errno or 0, error.strerror)}"
 

@@ -91,7 +91,7 @@ def gathered(addresses: Array, length: int) -> Iterator[Items]:
 
 
 def as_fragments(payload: Payload) -> Fragments:
-    """The payload as a list of fragments; a view becomes a list of one."""
+    """Return the payload as fragments; a view becomes a list of one."""
     if isinstance(payload, Fragments):
         return payload
     count = 1 if payload.nbytes else 0
@@ -116,7 +116,7 @@ def _copy_pieces(source: Payload, destination: Payload) -> None:
 
 
 def _borders(source: Payload, destination: Payload) -> Array:
-    """Where a piece of either side begins, and the total."""
+    """Return where a piece of either side begins, and the total."""
     if isinstance(source, memoryview):
         assert isinstance(destination, Fragments), "two views need no pieces"
         return destination.starts
@@ -128,7 +128,7 @@ def _borders(source: Payload, destination: Payload) -> Array:
 
 
 def _places(payload: Payload, offsets: Array) -> Array:
-    """Where the bytes at these offsets of a payload lie in memory."""
+    """Return where the bytes at these offsets of a payload lie in memory."""
     if isinstance(payload, memoryview):
         return offsets + np.uint64(_address(payload))
     if offsets.size == len(payload):
@@ -182,7 +182,7 @@ def _gather_and_scatter(origin: Array, target: Array, length: int) -> None:
 
 
 def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
-    """An array in which the pieces are items, and which; None for all, in order."""
+    """Return an array whose items are the pieces, and which; None for all."""
     steps = addresses[1:] - addresses[:-1]
     if (steps == length).all():
         return np.asarray(

@@ -25,7 +25,7 @@ IOVECS_MAX: Final = 1024
 
 @final
 class Iovecs:
-    """The part of a fragment list that has not been moved yet.
+    """Tracks the part of a fragment list that has not been moved yet.
 
     Args:
         fragments: The list, of at least 1 byte; this object keeps it alive.
@@ -59,7 +59,7 @@ class Iovecs:
         self.asked = 0
 
     def __len__(self) -> int:
-        """The bytes not moved yet, as of a view."""
+        """Return the bytes not moved yet, as of a view."""
         return self.rest
 
     def window(
@@ -110,7 +110,7 @@ class Iovecs:
         self.rest -= len(source)
 
     def scatter(self, source: memoryview) -> None:
-        """The same, but the bytes still count as not moved."""
+        """Return the same views; the bytes still count as not moved."""
         fragments = self._fragments
         copy(source, fragments.slice(fragments.nbytes - self.rest, len(source)))
 
@@ -132,7 +132,7 @@ class Iovecs:
         return filled + count
 
     def tobytes(self) -> bytes:
-        """A copy of the bytes not moved yet."""
+        """Return a copy of the bytes not moved yet."""
         fragments = self._fragments
         begin = fragments.nbytes - self.rest
         gathered = bytearray(min(self.rest, fragments.nbytes))
@@ -160,7 +160,7 @@ def writev(fd: int, window: tuple[int, int]) -> int:
 
 
 def simplest(payload: Payload) -> Payload:
-    """The same bytes, as a view if they are one fragment of this host.
+    """Return the same bytes, as a view if they are one fragment of this host.
 
     What takes a view costs less than a window: at 1 MiB a chunk, 5 GB/s instead of 4.2.
     """
@@ -175,7 +175,7 @@ def simplest(payload: Payload) -> Payload:
 
 
 def address_of(buffer: bytes | bytearray | memoryview) -> int:
-    """Where the bytes of a non-empty buffer lie; the caller keeps it alive."""
+    """Return where the bytes of a non-empty buffer lie; the caller keeps it alive."""
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 

@@ -68,7 +68,7 @@ class TransferTracer:
         self._spans.clear()
 
     def __enter__(self) -> Self:
-        """The tracer itself; it is closed at the end of the block."""
+        """Return the tracer; it is closed at the end of the block."""
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

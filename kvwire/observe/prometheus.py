@@ -55,7 +55,7 @@ class CommunicatorCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of now. From any thread: each is read once."""
+        """Yield the numbers of now. From any thread."""
         communicator = self._communicator
         name, counters = communicator.name, communicator.counters
         for metric, text, field in _COUNTS:
@@ -130,7 +130,7 @@ class StoreCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of now. From any thread: each is read once."""
+        """Yield the numbers of now. From any thread."""
         for metric, text, field in _STORE_COUNTS:
             count = CounterMetricFamily(metric, text, labels=["store"])
             count.add_metric([self._name], getattr(self._store.counters, field))

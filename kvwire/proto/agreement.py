@@ -17,7 +17,7 @@ VERSION_MAX: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What this side brings to a handshake.
+    """Holds what this side brings to a handshake.
 
     Attributes:
         name: Shown to the peer.
@@ -42,7 +42,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What both sides have agreed on when the handshake ends well.
+    """Holds what both sides have agreed on when the handshake ends well.
 
     Attributes:
         role: Of this side.
@@ -68,7 +68,7 @@ class Agreement:
 def common_terms(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> ConnectionParameters:
-    """What both sides can live with."""
+    """Return the connection parameters that both sides can live with."""
     return ConnectionParameters(
         chunk_bytes=min(mine.chunk_bytes, theirs.chunk_bytes),
         eager_bytes=min(mine.eager_bytes, theirs.eager_bytes),

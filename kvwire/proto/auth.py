@@ -42,7 +42,7 @@ def check_psk(psk: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that one handshake derives; never shown, never logged."""
+    """Holds the keys that one handshake derives; never shown, never logged."""
 
     accept: bytes = field(repr=False)
     confirm: bytes = field(repr=False)
@@ -71,11 +71,11 @@ class Keys:
         return hmac.digest(self.lane, number.to_bytes(4, "little"), "sha256")
 
     def server_proof(self, transcript: bytes) -> bytes:
-        """What ACCEPT carries: the server saw this HELLO and holds the key."""
+        """Return ACCEPT's proof: the server saw HELLO and holds the key."""
         return hmac.digest(self.accept, b"server" + transcript, "sha256")
 
     def client_proof(self, transcript: bytes) -> bytes:
-        """What CONFIRM carries: the client saw this ACCEPT and holds the key."""
+        """Return CONFIRM's proof: the client saw ACCEPT and holds the key."""
         return hmac.digest(self.confirm, b"client" + transcript, "sha256")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ChunkSet:
-    """A set of chunk numbers that costs no memory while they come in order.
+    """Stores chunk numbers in no memory while they come in order.
 
     A bitmap would be as long as the peer's number of bytes says, before one of them has
     come. Here all below ``_next`` have come, and each number kept beyond it was paid
@@ -36,7 +36,7 @@ class ChunkSet:
         return True
 
     def forget(self, number: int) -> None:
-        """A chunk that was noted has got lost with its lane: it may come again."""
+        """Remove a chunk that got lost with its lane: it may come again."""
         if number in self._beyond:
             self._beyond.remove(number)
         else:

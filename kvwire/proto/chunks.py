@@ -34,7 +34,7 @@ _DATA = int(FrameType.DATA)
 
 
 class ChunkPlace(enum.Enum):
-    """Where the body of a frame goes."""
+    """Names where the body of a frame goes."""
 
     CONTROL = "control"
     """To the core: ``body_received`` wants its bytes."""
@@ -104,7 +104,7 @@ class Chunk:
 
     @property
     def request_and_segment(self) -> tuple[RequestRecord, int]:
-        """What the chunk is a part of, as its header says it."""
+        """Return what the chunk is a part of, as its header says it."""
         mover = self.mover
         if isinstance(mover, SegmentRecord):
             return mover.request, mover.number
@@ -144,12 +144,12 @@ class ChunkMover:
 
     @property
     def sending(self) -> bool:
-        """Whether there may be a chunk to send."""
+        """Tell whether there may be a chunk to send."""
         some = self._turns.count or self._again
         return bool(some) and len(self._leaving) < LINK_CHUNKS_MAX
 
     def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
-        """The next piece to send. Its memory is held until :meth:`chunk_sent`.
+        """Return the next piece; hold its memory until :meth:`chunk_sent`.
 
         Args:
             span: How many bytes of a buffer may go at once, where a lane would take
@@ -179,7 +179,7 @@ class ChunkMover:
         return None
 
     def chunk_sent(self, chunk: Chunk) -> None:
-        """The link no longer needs the chunk's memory."""
+        """Drop the chunk's hold: the link no longer needs its memory."""
         self._leaving.pop(chunk)
         self._holds.drop(chunk.buffer)
         mover = chunk.mover
@@ -201,7 +201,7 @@ class ChunkMover:
             self._requests.finish(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
-        """A chunk got lost with its lane: it is sent again, before all others.
+        """Queue a chunk that got lost with its lane before all others.
 
         A span is sent as single chunks, which any way can carry.
         """
@@ -251,7 +251,7 @@ class ChunkMover:
         return self.land(header, request.buffer, request.base + header.offset, request)
 
     def chunk_numbers(self, header: Header, nbytes: int) -> range:
-        """Which chunks of a movement of ``nbytes`` a header announces.
+        """Return the chunk numbers that a header announces.
 
         Raises:
             MalformedFrame: None of it, or on the control link more than one.
@@ -289,7 +289,7 @@ class ChunkMover:
         return arrival
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """A chunk is in place, and its checksum did or did not match (KVW-DT-04)."""
+        """Note a chunk in place, its checksum right or wrong (KVW-DT-04)."""
         request = arrival.request
         assert request is not None
         self.release(arrival)
@@ -310,13 +310,13 @@ class ChunkMover:
         self._requests.finish(request)
 
     def release(self, arrival: ChunkArrival) -> None:
-        """The link has written all of an arrival and holds its memory no more."""
+        """Drop an arrival's hold: the link has written all of it."""
         assert arrival.buffer is not None
         self._landing.pop(arrival)
         self._holds.drop(arrival.buffer)
 
     def missed(self, arrival: ChunkArrival) -> None:
-        """An arrival got lost with its lane, and may come again."""
+        """Forget an arrival that got lost with its lane: it may come again."""
         self.release(arrival)
         for number in self.numbers(arrival):
             if arrival.segment is not None:
@@ -327,14 +327,14 @@ class ChunkMover:
                 arrival.request.arrived.forget(number)
 
     def numbers(self, arrival: ChunkArrival) -> range:
-        """The chunks of an arrival that was accepted."""
+        """Return the chunks of an arrival that was accepted."""
         first = arrival.header.offset // self._chunk_bytes
         return range(first, first - (-arrival.length // self._chunk_bytes))
 
     # --- the end ----------------------------------------------------------------------
 
     def link_gone(self) -> None:
-        """The control link has ended and touches nothing any more: drop its holds.
+        """Drop the holds of the control link, which has ended.
 
         What lanes hold is dropped when they have ended.
         """

@@ -74,7 +74,7 @@ _DATA = int(FrameType.DATA)
 
 
 class ConnectionCore:
-    """The protocol state of one connection.
+    """Keeps the protocol state of one connection.
 
     Attributes:
         agreement: What the handshake agreed on.
@@ -154,12 +154,12 @@ class ConnectionCore:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more will be sent."""
+        """Tell whether nothing more will be sent."""
         return self.phase is CloseState.CLOSED
 
     @property
     def idle(self) -> bool:
-        """Whether neither side has begun anything that is not over."""
+        """Tell whether nothing that either side has begun is unfinished."""
         return not len(self._requests)
 
     # --- the link ---------------------------------------------------------------------
@@ -224,7 +224,7 @@ class ConnectionCore:
     def payload_landed(
         self, arrival: ChunkArrival, now: float, *, intact: bool
     ) -> None:
-        """A lane has put a payload in place; see ``body_received``."""
+        """Note a payload that a lane has put in place."""
         self._liveness.heard(now)
         self.lanes.payload_landed(arrival, intact=intact)
         self._settle()
@@ -234,7 +234,7 @@ class ConnectionCore:
         self._liveness.heard(now)
 
     def chunk_sent(self, chunk: Chunk) -> None:
-        """The link, or the lane, no longer needs the memory of a chunk."""
+        """Drop a chunk's hold: the link or lane is through with it."""
         if chunk.lane:
             self.lanes.payload_sent(chunk)
         else:
@@ -247,7 +247,7 @@ class ConnectionCore:
         self._settle()
 
     def link_lost(self, error: ConnectionClosed | None = None) -> None:
-        """The link has ended and touches no memory any more; only lanes may follow."""
+        """End the link, which touches no memory any more."""
         self._flows.link_gone()
         self.lanes.link_gone()
         self._messages.link_gone()
@@ -257,18 +257,18 @@ class ConnectionCore:
         self._turn(CloseInput.LOST)
 
     def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
-        """The next piece of payload to send, if there is one; see Flows."""
+        """Return the next piece of payload to send, if any."""
         if self.error is not None:
             return None
         return self._flows.next_chunk(span)
 
     @property
     def sending(self) -> bool:
-        """Whether ``next_chunk`` may have something."""
+        """Tell whether ``next_chunk`` may have something."""
         return self.error is None and self._flows.sending
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
-        """The header to send a chunk under; frames are numbered in this order."""
+        """Return a chunk's header; frames are numbered as called."""
         request, segment = chunk.request_and_segment
         assert request.wire_id is not None
         return self.outbox.framing.payload(
@@ -284,7 +284,7 @@ class ConnectionCore:
 
     @property
     def next_tick(self) -> float:
-        """When to call ``tick`` at the latest."""
+        """Return when to call ``tick`` at the latest."""
         due = min(self._liveness.due, self._voice.due)
         for other in (self._requests.next_deadline, self._close_by):
             if other is not None and other < due:
@@ -400,7 +400,7 @@ class ConnectionCore:
         return self._grants.give(region, offset, nbytes, access)
 
     def region_revoked(self, region: RegionId) -> None:
-        """A region was closed or revoked: end what the peer does with it."""
+        """End what the peer does with a revoked region."""
         self._onesided.region_revoked(region)
         self._settle()
 
@@ -548,7 +548,7 @@ class ConnectionCore:
             self._check_open()
 
     def _check_may_start(self, header: Header) -> None:
-        """A peer that has said CLOSE starts nothing.
+        """Refuse to start anything after the peer's CLOSE.
 
         Raises:
             UnexpectedFrame: It does.

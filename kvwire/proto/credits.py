@@ -12,7 +12,7 @@ from kvwire.errors import FlowControlViolation
 
 
 class SendCredit:
-    """The sender's side: what it may still send."""
+    """Counts what the sender may still send."""
 
     __slots__ = ("_max_bytes", "_max_messages", "messages", "nbytes")
 
@@ -29,7 +29,7 @@ class SendCredit:
         return True
 
     def add(self, messages: int, nbytes: int) -> None:
-        """The receiver gives credit back.
+        """Add credit that the receiver gives back.
 
         Raises:
             FlowControlViolation: More than was ever spent.
@@ -46,7 +46,7 @@ class SendCredit:
 
 
 class ReceiveCredit:
-    """The receiver's side: what has arrived, and what is due back to the sender."""
+    """Counts what has arrived, and what is due back to the sender."""
 
     __slots__ = ("_messages", "_nbytes", "due_bytes", "due_messages", "left")
 
@@ -58,7 +58,7 @@ class ReceiveCredit:
         self.due_bytes = 0
 
     def arrived(self, nbytes: int) -> None:
-        """A message begins to arrive.
+        """Count a message that begins to arrive.
 
         Raises:
             FlowControlViolation: The sender had no credit for it.

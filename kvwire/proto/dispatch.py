@@ -50,7 +50,7 @@ MET_BY_PEER = frozenset({RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INC
 
 @dataclass(frozen=True, slots=True)
 class FrameHandlers:
-    """The parts of a connection that act on control frames."""
+    """Holds the parts of a connection that act on control frames."""
 
     messages: Messages
     onesided: OneSided

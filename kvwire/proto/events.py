@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
-    """A request is over; said exactly once for each request.
+    """Reports the end of a request, exactly once for each.
 
     Attributes:
         request: Which one.
@@ -36,14 +36,14 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A RECV without memory has met a message; answer with ``provide``."""
+    """Reports a message for a RECV without memory; answer with ``provide``."""
 
     request: RequestRecord
     nbytes: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The connection is over; its link is to be closed. Said exactly once.
+    """Reports the end of the connection, exactly once; close its link.
 
     Attributes:
         error: What requests made from now on fail with.
@@ -55,7 +55,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """The peer asks for a KV transfer; answer with ``agree``, or fail it."""
+    """Reports that the peer asks for a KV transfer; ``agree`` or fail it."""
 
     request: RequestRecord
     id: bytes
@@ -63,14 +63,14 @@ class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferAgreed(msgspec.Struct, frozen=True, kw_only=True):
-    """The peer has answered a transfer of ours; segments may move."""
+    """Reports the peer's answer to a transfer of ours; segments may move."""
 
     request: RequestRecord
     description: bytes
 
 
 class SegmentMarked(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment is about to arrive; give it memory with ``place`` before returning."""
+    """Reports a segment about to arrive; ``place`` it before returning."""
 
     segment: SegmentRecord
 
@@ -82,20 +82,20 @@ class SegmentLanded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentsAcknowledged(msgspec.Struct, frozen=True, kw_only=True):
-    """The consumer has these segments of a transfer."""
+    """Reports segments of a transfer that the consumer has."""
 
     request: RequestRecord
     numbers: tuple[int, ...]
 
 
 class TransferSettled(msgspec.Struct, frozen=True, kw_only=True):
-    """The consumer has all it will get; the request ends when the producer knows."""
+    """Reports that the consumer has all it will get of a transfer."""
 
     request: RequestRecord
 
 
 class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The producer marks nothing more; ``complete`` if it has marked everything."""
+    """Reports that the producer marks nothing more."""
 
     request: RequestRecord
     complete: bool
@@ -123,14 +123,14 @@ class LaneOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneClosed(msgspec.Struct, frozen=True, kw_only=True):
-    """The peer's half is gone: end ours, then call ``lower``."""
+    """Reports that the peer closed its end: end ours, then call ``lower``."""
 
     lane: int
     reason: str
 
 
 class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """A payload comes on a lane: receive it there, then call ``payload_landed``."""
+    """Reports a payload on a lane: receive it, call ``payload_landed``."""
 
     arrival: ChunkArrival
     ticket: bytes

@@ -123,7 +123,7 @@ class Framing:
             )
 
     def open(self, header: Header, raw: bytes, body: bytes) -> bytes:
-        """The body of the control frame just received, without its seal.
+        """Return the body of the control frame just received, less its seal.
 
         Args:
             header: Of this frame, as :meth:`accept_header` returned it.

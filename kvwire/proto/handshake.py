@@ -54,7 +54,7 @@ from kvwire.wire.header import FrameType, Header
 
 
 class HandshakeState(enum.Enum):
-    """What the handshake waits for."""
+    """Names what the handshake waits for."""
 
     HELLO = FrameType.HELLO
     ACCEPT = FrameType.ACCEPT
@@ -80,7 +80,7 @@ TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
 
 
 class Handshake(ABC):
-    """What both roles share: the state, the frames to send, refusing.
+    """Keeps what both roles share: the state, the frames to send, refusing.
 
     Feed it with :meth:`header_received` and :meth:`body_received` in turn, send what
     is in :attr:`outgoing`, and stop when it raises or :attr:`agreement` is set.
@@ -205,7 +205,7 @@ class Handshake(ABC):
 
     @property
     def _unbound(self) -> bool:
-        """Whether TLS should have proved who the peer is, and has not."""
+        """Tell whether TLS has failed to prove who the peer is."""
         return self.identity.trust is TrustMode.MTLS and not self._secret
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
@@ -228,7 +228,7 @@ class Handshake(ABC):
 
 
 class ClientHandshake(Handshake):
-    """The side that connects."""
+    """Runs the handshake of the side that connects."""
 
     role = Role.CLIENT
 
@@ -256,7 +256,7 @@ class ClientHandshake(Handshake):
             self._chosen(body)
 
     def _accepted(self, body: bytes) -> None:
-        """The server has said ACCEPT: KVW-HS-06 and KVW-HS-07."""
+        """Handle ACCEPT: KVW-HS-06 and KVW-HS-07."""
         identity, accept = self.identity, Accept.decode(body)
         low, high = identity.versions
         if not low <= accept.version <= high:
@@ -315,7 +315,7 @@ class ClientHandshake(Handshake):
 
 
 class ServerHandshake(Handshake):
-    """The side that listens.
+    """Runs the handshake of the side that listens.
 
     Attributes:
         offer: What the client offers, once it is known; answer with :meth:`choose`.
@@ -375,7 +375,7 @@ class ServerHandshake(Handshake):
             self._offered(narrowed(decode_body(FrameType.OFFER, body), TransportOffer))
 
     def _greeted(self, body: bytes) -> None:
-        """The client has said HELLO: KVW-HS-06 and KVW-HS-07."""
+        """Handle HELLO: KVW-HS-06 and KVW-HS-07."""
         identity, hello = self.identity, Hello.decode(body)
         low, high = identity.versions
         version = min(high, hello.version_max)
@@ -439,7 +439,7 @@ class ServerHandshake(Handshake):
 
 
 def accepted_digest(hello: bytes, accept: Accept) -> bytes:
-    """The digest both proofs cover: HELLO, and ACCEPT without its own proof."""
+    """Return the digest of both proofs: HELLO and ACCEPT, less its proof."""
     bare = Accept(
         version=accept.version,
         trust=accept.trust,
@@ -451,7 +451,7 @@ def accepted_digest(hello: bytes, accept: Accept) -> bytes:
 
 
 def no_transport(choice: TransportChoice) -> ProfileMismatch:
-    """The error when no transport was taken; it lists why each was not."""
+    """Return the error of no common transport; it lists why each was refused."""
     listed = "; ".join(f"{shown(v.name)}: {shown(v.reason)}" for v in choice.verdicts)
     return ProfileMismatch(
         f"no transport suits both sides: {listed or 'none was offered'}",
@@ -462,7 +462,7 @@ def no_transport(choice: TransportChoice) -> ProfileMismatch:
 def _trust_error(
     mine: TrustMode, theirs: TrustMode, *, told: bool = False
 ) -> AuthenticationFailed:
-    """The error when a proof is wrong, here or, as we were ``told``, for the peer."""
+    """Return the error of a wrong proof: here or, if ``told``, at the peer."""
     if mine is not theirs:
         return AuthenticationFailed(
             f"trust modes differ: this side {mine.name.lower()}, peer "

@@ -43,7 +43,7 @@ class Holds:
         return buffer
 
     def take(self, buffer: BufferId) -> None:
-        """An operation begins to use the buffer."""
+        """Take a hold: an operation begins to use the buffer."""
         assert buffer not in self._retired, "a retired buffer was handed to a link"
         self._counts[buffer] += 1
 
@@ -70,7 +70,7 @@ class Holds:
         return frozenset(self._retired)
 
     def held(self, buffer: BufferId) -> bool:
-        """Whether some operation may touch the buffer now."""
+        """Tell whether some operation may touch the buffer now."""
         return self._counts.get(buffer, 0) > 0
 
     def _drain(self, buffer: BufferId) -> None:

@@ -32,11 +32,11 @@ class Keepalive:
         self.due = now + self._period_s
 
     def is_quiet(self, said: int) -> bool:
-        """Whether nothing was sent since the last look."""
+        """Tell whether nothing was sent since the last look."""
         return said == self._said
 
     def is_missed(self, now: float, said: int) -> bool:
-        """Whether it is time to say something; call it when ``due`` has come.
+        """Tell whether to send something; call it when ``due`` has come.
 
         Args:
             now: The time.

@@ -24,7 +24,7 @@ _NUMBER_MASK: Final = 0xFFFF_FFFF
 
 
 class LivenessVerdict(enum.Enum):
-    """What a look at the clock says."""
+    """Names what is due at a look at the clock."""
 
     FINE = "fine"
     PING = "ping"
@@ -66,7 +66,7 @@ class Liveness:
         self._heard = max(self._heard, now)
 
     def silence_s(self, now: float) -> float:
-        """How long the peer has been silent."""
+        """Return how long the peer has been silent."""
         return now - self._heard
 
     def look(self, now: float) -> LivenessVerdict:
@@ -90,12 +90,12 @@ class Liveness:
         return LivenessVerdict.DEAD
 
     def ping(self) -> int:
-        """The number of the next PING of ours."""
+        """Return the number of our next PING."""
         self._sent += 1
         return self._sent & _NUMBER_MASK
 
     def pong_received(self, number: int) -> None:
-        """The peer answers.
+        """Handle PONG.
 
         Raises:
             UnexpectedFrame: Not the oldest PING that waits for its answer.
@@ -108,7 +108,7 @@ class Liveness:
         self._answered = due
 
     def ping_received(self, now: float) -> None:
-        """The peer pings; too many of them are an attack or a bug.
+        """Handle PING; too many of them are an attack or a bug.
 
         Each second earns ten, whether they come or not: those that a peer sent while
         nothing could pass arrive together.

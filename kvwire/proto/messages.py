@@ -43,7 +43,7 @@ from kvwire.wire.header import FrameType, Header
 
 
 class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
-    """A message that nobody has taken yet.
+    """Holds a message that no RECV has taken yet.
 
     Attributes:
         buffer: Where it is held; None if it was only announced.
@@ -60,7 +60,7 @@ class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Messages:
-    """The messages of one connection, both directions."""
+    """Sends and receives the messages of one connection."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Messages:
     # --- sending ----------------------------------------------------------------------
 
     def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
-        """The header to send a message under at once; None if it has to be announced.
+        """Return an eager message's header; None if it has to be announced.
 
         The message is over for its sender as soon as the link has its bytes.
         """
@@ -107,7 +107,7 @@ class Messages:
         self._outbox.send(FrameType.ANNOUNCE, body, request=request.wire_id)
 
     def ready_received(self, header: Header, body: Ready) -> None:
-        """The receiver has memory for a message we announced."""
+        """Handle READY: the receiver has memory for what we announced."""
         request = self._requests.find(header.request)
         if request is None:
             return
@@ -122,7 +122,7 @@ class Messages:
             self._nothing_to_move(request)
 
     def credit_received(self, body: Credit) -> None:
-        """The receiver gives back credit for eager messages."""
+        """Handle CREDIT: the receiver gives credit back."""
         self._send_credit.add(body.messages, body.nbytes)
 
     # --- receiving --------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Messages:
         return arrival
 
     def message_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """An eager message is all here."""
+        """Note an eager message that is all here."""
         error = None if intact else IntegrityError("the message arrived damaged")
         if arrival.place is ChunkPlace.HOLD:
             waiting = self._arriving.pop(arrival)
@@ -209,7 +209,7 @@ class Messages:
         self._requests.finish(request)
 
     def announced(self, header: Header, body: Announce) -> None:
-        """The peer has a large message for us.
+        """Handle ANNOUNCE: the peer has a large message for us.
 
         Raises:
             FlowControlViolation: Too many announced messages wait.
@@ -229,7 +229,7 @@ class Messages:
         self._meet(tag)
 
     def withdrawn(self, wire_id: int) -> None:
-        """The sender has taken back a message that it had announced."""
+        """Handle the withdrawal of a message that the sender announced."""
         found = self._announced.pop(wire_id, None)
         if found is not None:
             tag, waiting = found
@@ -247,7 +247,7 @@ class Messages:
             self._turn_away(wire_id)
 
     def peer_closed(self) -> None:
-        """The peer delivers nothing new: forget announcements, keep what is here."""
+        """Forget announcements, keep what is here: nothing new comes."""
         for wire_id in list(self._announced):
             self.withdrawn(wire_id)
 
@@ -266,7 +266,7 @@ class Messages:
         self._arriving.clear()
 
     def waits(self, tag: int, *, whole: bool) -> bool:
-        """Whether a message of this tag waits to be taken; ``whole``: is all here."""
+        """Tell whether a message of this tag is here; ``whole``: all of it."""
         queue = self._waiting.get(tag)
         return queue is not None and (next(iter(queue)).whole or not whole)
 
@@ -335,12 +335,12 @@ class Messages:
             self._nothing_to_move(request)
 
     def _nothing_to_move(self, request: RequestRecord) -> None:
-        """An announced message of 0 bytes is over as soon as both sides know of it."""
+        """End an announced message of 0 bytes: both sides know it."""
         request.advance(RequestInput.MOVED)
         self._requests.finish(request)
 
     def _let_go(self, waiting: UnreceivedMessage) -> None:
-        """The link is through with the memory of a message that was held."""
+        """Drop the link's hold of a message that was held."""
         assert waiting.buffer is not None
         self._holds.retire(waiting.buffer)
         self._holds.drop(waiting.buffer)

@@ -26,7 +26,7 @@ from kvwire.wire.header import FrameType, Header
 
 
 class OneSided:
-    """The puts and gets of one connection, asked and served."""
+    """Runs the puts and gets of one connection, asked and served."""
 
     def __init__(
         self, outbox: Outbox, requests: RequestTable, flows: ChunkMover, grants: Grants
@@ -47,7 +47,7 @@ class OneSided:
         self._flows.begin_receive(request)
 
     def asked(self, header: Header, body: AccessBody) -> None:
-        """The peer wants to put into or get from our memory."""
+        """Handle PUT and GET: the peer wants to put into or get from our memory."""
         wire_id = self._requests.admit(header.request)
         put = header.type == FrameType.PUT
         if not body.nbytes:
@@ -79,7 +79,7 @@ class OneSided:
             self._flows.begin_send(request)
 
     def done_received(self, header: Header, body: Fin) -> None:
-        """The peer has every byte of a put of ours.
+        """Handle FIN: the peer has every byte of a put of ours.
 
         Raises:
             UnexpectedFrame: It cannot have, or that was no put.

@@ -10,7 +10,7 @@ from kvwire.wire.control import Body, encode_body
 
 
 class Outbox:
-    """What one connection has to say, to its peer and to its front.
+    """Queues what one connection has for its peer and for its front.
 
     Attributes:
         framing: Numbers and seals the frames of the control link.

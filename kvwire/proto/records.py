@@ -47,13 +47,13 @@ class SegmentRecord:
 
     @property
     def state(self) -> RequestState:
-        """The transfer's state: its segments move while it does."""
+        """Return the transfer's state: its segments move while it does."""
         return self.request.state
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TransferRecord:
-    """What a request of a KV transfer keeps beside the request itself.
+    """Holds what a transfer's request keeps beside the request itself.
 
     Attributes:
         id: The name both applications have given it.

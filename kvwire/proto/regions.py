@@ -43,7 +43,7 @@ class RegionRecord:
 
 
 class RegionTable:
-    """The regions of a communicator."""
+    """Holds the regions of a communicator."""
 
     def __init__(self) -> None:
         self._open: dict[RegionId, RegionRecord] = {}
@@ -96,7 +96,7 @@ class GrantRow:
 
 
 class Grants:
-    """The grants made to one peer, over one connection."""
+    """Holds the grants made to one peer, over one connection."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

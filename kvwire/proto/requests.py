@@ -106,7 +106,7 @@ _Deadline = tuple[float, int, RequestRecord]
 
 
 class RequestTable:
-    """The open requests of one connection."""
+    """Holds the open requests of one connection."""
 
     def __init__(self, role: Role, outbox: Outbox, holds: Holds) -> None:
         self._next_id, self._next_theirs = (1, 2) if role is Role.CLIENT else (2, 1)
@@ -131,7 +131,7 @@ class RequestTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the earliest open request expires."""
+        """Return when the earliest open request expires."""
         while self._deadlines and not _stands(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -205,7 +205,7 @@ class RequestTable:
         self._theirs[request.wire_id] = request  # bounded: REQUESTS_MAX
 
     def find(self, wire_id: int) -> RequestRecord | None:
-        """The open request with this number; None if it is over.
+        """Return the open request with this number; None if it is over.
 
         Raises:
             UnexpectedFrame: No such number was ever given.
@@ -221,7 +221,7 @@ class RequestTable:
         return request
 
     def finish(self, request: RequestRecord, *, held: BufferId | None = None) -> None:
-        """A request that has reached DONE leaves the table."""
+        """Remove a request that has reached DONE."""
         assert request.state is RequestState.DONE
         self._leave(request)
         self._outbox.report(
@@ -266,7 +266,7 @@ class RequestTable:
         self._outbox.send(FrameType.FIN, body, request=request.wire_id)
 
     def expire(self, now: float) -> list[RequestRecord]:
-        """The requests whose deadline has passed; the caller fails them."""
+        """Return the requests past their deadline; the caller fails them."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)
@@ -276,7 +276,7 @@ class RequestTable:
 
     @staticmethod
     def expired(request: RequestRecord) -> DeadlineExceeded:
-        """The error of a request whose deadline has passed."""
+        """Return the error of a request past its deadline."""
         return DeadlineExceeded(
             f"the deadline passed while the {request.kind.value} was "
             f"{request.state.value}, {request.moved} of {request.nbytes} bytes moved"
@@ -309,6 +309,6 @@ class RequestTable:
 
 
 def _stands(entry: _Deadline) -> bool:
-    """Whether a deadline still means something: neither met nor moved."""
+    """Tell whether a deadline is still its request's, neither met nor moved."""
     at, _, request = entry
     return not request.over and request.deadline == at

@@ -32,7 +32,7 @@ Mover = RequestRecord | SegmentRecord
 
 
 class Scheduler:
-    """The movers of one connection that have something to send.
+    """Picks which mover of one connection sends next.
 
     Attributes:
         turn_bytes: What each may send in its turn.
@@ -54,11 +54,11 @@ class Scheduler:
         self._head: tuple[_Level, deque[Mover]] | None = None
 
     def add(self, request: RequestRecord) -> None:
-        """A request has begun to send."""
+        """Queue a request that has begun to send."""
         self._queue(request, 0)
 
     def add_segment(self, segment: SegmentRecord, priority: int) -> None:
-        """A segment was marked: it comes behind the earlier ones of its transfer."""
+        """Queue a segment behind the earlier ones of its transfer."""
         behind = self._behind.get(segment.request)
         if behind is not None:
             behind.append(segment)  # bounded: SEGMENTS_MAX
@@ -67,7 +67,7 @@ class Scheduler:
         self._queue(segment, priority)
 
     def head(self) -> Mover | None:
-        """Whose turn it is; what is over by now loses its turn."""
+        """Return the mover whose turn it is, after removing those that are over."""
         for level in self._levels:
             while level.new or level.old:
                 an_old_one = level.old and (level.owed or not level.new)
@@ -86,7 +86,7 @@ class Scheduler:
         return None
 
     def sent(self, length: int) -> None:
-        """The mover whose turn it is has sent so many bytes."""
+        """Charge the mover whose turn it is for so many bytes."""
         assert self._head is not None
         level, turn = self._head
         mover = turn[0]
@@ -129,7 +129,7 @@ class Scheduler:
         return level
 
     def _after(self, mover: Mover) -> SegmentRecord | None:
-        """What takes the turn of a mover that is through."""
+        """Return what takes the turn of a mover that is through."""
         if not isinstance(mover, SegmentRecord):
             return None
         behind = self._behind[mover.request]
@@ -139,7 +139,7 @@ class Scheduler:
         return None
 
     def _left(self, mover: Mover) -> None:
-        """A mover is over, and with it the rest of its transfer."""
+        """Remove a mover that is over, and the rest of its transfer."""
         self.count -= 1
         if isinstance(mover, SegmentRecord):
             del self._behind[mover.request]
@@ -160,7 +160,7 @@ class Scheduler:
 
 
 class _Level:
-    """The movers of one priority.
+    """Queues the movers of one priority.
 
     Attributes:
         new: Those that have not had a turn since they came.

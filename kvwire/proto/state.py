@@ -56,7 +56,7 @@ class _Symbol(enum.Enum):
 
 
 class RequestKind(_Symbol):
-    """What a request does, seen from this side."""
+    """Names what a request does, seen from this side."""
 
     SEND = "send"
     RECV = "recv"
@@ -69,7 +69,7 @@ class RequestKind(_Symbol):
 
 
 class RequestState(_Symbol):
-    """How far a request is."""
+    """Names how far a request is."""
 
     POSTED = "posted"
     MOVING = "moving"
@@ -79,7 +79,7 @@ class RequestState(_Symbol):
 
 
 class RequestInput(_Symbol):
-    """What can happen to a request."""
+    """Names what can happen to a request."""
 
     GO = "go"
     MOVED = "moved"
@@ -143,7 +143,7 @@ REQUEST_TRANSITIONS: Final[
 
 
 class CloseState(_Symbol):
-    """How far a connection is."""
+    """Names how far a connection is."""
 
     OPEN = "open"
     FLUSHING = "flushing"
@@ -153,7 +153,7 @@ class CloseState(_Symbol):
 
 
 class CloseInput(_Symbol):
-    """What can happen to a connection."""
+    """Names what can happen to a connection."""
 
     CLOSE_CALLED = "close called"
     PEER_CLOSED = "peer closed"

@@ -66,7 +66,7 @@ from kvwire.wire.header import FrameType, Header
 
 
 class Transfers:
-    """The KV transfers of one connection, asked and answered."""
+    """Runs the KV transfers of one connection, asked and answered."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Transfers:
         self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
 
     def opened(self, header: Header, body: Open) -> None:
-        """The peer asks for a transfer.
+        """Handle OPEN: the peer asks for a transfer.
 
         Raises:
             FlowControlViolation: Too many that it opened wait to be answered.
@@ -151,7 +151,7 @@ class Transfers:
         )
 
     def agreed(self, header: Header, body: Agree) -> None:
-        """The peer has answered our OPEN."""
+        """Handle AGREE: the peer has answered our OPEN."""
         request = self._find(header, RequestKind.OUTGOING, RequestKind.INCOMING)
         if request is None:
             return
@@ -187,7 +187,7 @@ class Transfers:
         return segment
 
     def sent(self, segment: SegmentRecord) -> None:
-        """The link is through with a whole segment."""
+        """Note a whole segment that the link is through with."""
         self._transfers[segment.request].sending -= 1
         self.settle(segment.request)
 
@@ -201,7 +201,7 @@ class Transfers:
         self.settle(request)
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
-        """The consumer has these segments."""
+        """Handle SEGMENT_ACK: the consumer has these segments."""
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
@@ -219,7 +219,7 @@ class Transfers:
         )
 
     def settled(self, header: Header, body: CommitAck) -> None:
-        """The consumer's last word: everything marked has landed, but for these."""
+        """Handle COMMIT_ACK: all marked segments landed, but for these."""
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
@@ -256,7 +256,7 @@ class Transfers:
     # --- the consumer -----------------------------------------------------------------
 
     def marked(self, header: Header, body: SegmentBody) -> None:
-        """The producer is going to send a segment; the front gives it memory now.
+        """Handle SEGMENT: the front gives the segment memory now.
 
         Raises:
             UnexpectedFrame: Out of turn, after COMMIT, or too many.
@@ -292,7 +292,7 @@ class Transfers:
         segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
 
     def committed(self, header: Header, body: Commit) -> None:
-        """The producer marks nothing more.
+        """Handle COMMIT: the producer marks nothing more.
 
         Raises:
             UnexpectedFrame: A second time, or with a number that is not that of the
@@ -317,7 +317,7 @@ class Transfers:
         self._finish_incoming(request, transfer)
 
     def confirmed(self, request: RequestRecord) -> None:
-        """The producer has our last word."""
+        """Handle FIN: the producer has our COMMIT_ACK."""
         request.advance(RequestInput.CONFIRMED)
         self._requests.finish(request)
 
@@ -348,7 +348,7 @@ class Transfers:
         return self._flows.land(header, segment.buffer, header.offset, segment=segment)
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """A chunk of a segment is in place."""
+        """Note a chunk of a segment that is in place."""
         segment = arrival.segment
         assert segment is not None
         self._flows.release(arrival)
@@ -386,11 +386,11 @@ class Transfers:
         return [request for request in self._unanswered if not request.over]
 
     def transfer(self, request: RequestRecord) -> TransferRecord:
-        """What is kept of a transfer until :meth:`forget`."""
+        """Return what is kept of a transfer until :meth:`forget`."""
         return self._transfers[request]
 
     def forget(self, request: RequestRecord) -> None:
-        """The front has read what it wants of a transfer that is over."""
+        """Forget a transfer that is over, whose outcome the front has read."""
         assert request.over
         self.retire(request)
         self._transfers.pop(request, None)
@@ -457,7 +457,7 @@ class Transfers:
 
 
 def _room(waiting: dict[RequestRecord, None]) -> bool:
-    """Whether one more transfer may wait; those that move or are over wait no more."""
+    """Tell whether one more transfer may wait; those that move wait no more."""
     if len(waiting) >= TRANSFERS_WAITING_MAX:
         for request in list(waiting):
             if request.state is not RequestState.POSTED:

@@ -72,7 +72,7 @@ def read_key_file(path: str) -> bytes:
 
 
 def load_keys(config: Config) -> tuple[TrustMode, bytes, dict[bytes, bytes]]:
-    """The trust mode, the key to connect with, and all keys accepted, by key id.
+    """Return the trust mode, our key, and all accepted keys by key id.
 
     Raises:
         UsageError: A key file cannot be used.
@@ -129,13 +129,13 @@ async def _numeric(address: Address) -> list[str]:
 
 
 def crosses_hosts(backend: Backend) -> bool:
-    """Whether its addresses may be reached from other hosts, and so need a key."""
+    """Tell whether other hosts may reach its addresses: it needs a key."""
     capabilities = backend.capabilities
     return not (capabilities.same_process or capabilities.same_host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a numeric address is one that only this host can reach."""
+    """Tell whether a numeric address is one that only this host can reach."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -44,7 +44,7 @@ logger = logging.getLogger("kvwire")
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What TLS has proved on one connection.
+    """Holds what TLS has proved of the peer of one connection.
 
     Attributes:
         identity: The peer's, a name that `tls_peers` lists.
@@ -56,7 +56,7 @@ class PeerIdentity:
 
 
 class Credentials:
-    """Who we are, and whom we accept, as the files say it at one time.
+    """Holds who we are and whom we accept, as the files said at one time.
 
     Args:
         config: With ``trust="mtls"``.
@@ -91,7 +91,7 @@ class Credentials:
         )
 
     def proven(self, tls: ssl.SSLObject, role: Role) -> PeerIdentity:
-        """Who is at the other end, once the handshake is over.
+        """Return the peer's identity, once the handshake is over.
 
         Args:
             tls: Our end.
@@ -134,7 +134,7 @@ class Credentials:
 
 
 class CredentialFiles:
-    """The files that credentials are read from, again when they have changed.
+    """Reads credentials from files, again when they have changed.
 
     Args:
         config: With ``trust="mtls"``.
@@ -149,7 +149,7 @@ class CredentialFiles:
         self._credentials = Credentials(config)
 
     def current(self) -> Credentials:
-        """What the files say now; while they cannot be used, what they said before."""
+        """Return what the files say, or last said when usable."""
         stamps = self._look()
         if stamps != self._stamps:
             self._stamps = stamps
@@ -214,7 +214,7 @@ def _load_own(
 
 
 def _read(key: str, path: str, *, private: bool = False) -> bytes:
-    """What is in a file; of a private one, that its owner alone can read it.
+    """Return a file's content; of a private one, if its owner alone can read.
 
     Raises:
         UsageError: It cannot be read, or others can read what they must not.
@@ -234,7 +234,7 @@ def _read(key: str, path: str, *, private: bool = False) -> bytes:
 
 @contextlib.contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """The path of a file with this content, which nobody else can read or change.
+    """Return the path of a private file with this content.
 
     OpenSSL takes certificates and keys from paths alone.
     """
@@ -252,7 +252,7 @@ def _as_file(content: bytes) -> Iterator[str]:
 
 
 def _digest(path: str, content: bytes) -> bytes:
-    """The SHA-256 of the first certificate in a file: the one that is shown."""
+    """Return the SHA-256 of the first certificate in a file, which is shown."""
     text = content.decode("ascii", "replace")
     begin = text.find(_BEGIN_CERTIFICATE)
     end = text.find(_END_CERTIFICATE, begin)
@@ -271,7 +271,7 @@ def _folded(name: str) -> str:
 
 
 def _stamp(path: str) -> tuple[int, int, int]:
-    """What tells a file from the one that was there before; of none, zeros."""
+    """Return what tells a file from its predecessor; zeros if there is none."""
     try:
         found = os.stat(path)  # noqa: PTH116 - a path from the configuration, once more
     except OSError:

@@ -10,7 +10,7 @@ from kvwire.errors import AuthenticationFailed
 
 
 def explained(error: ssl.SSLError, *, opened: bool) -> OSError | AuthenticationFailed:
-    """What an error of OpenSSL means to whoever has to do something about it.
+    """Explain an error of OpenSSL to whoever has to do something about it.
 
     Args:
         error: Raised by an SSLObject.

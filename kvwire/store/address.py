@@ -106,7 +106,7 @@ class TierAddress:
         return nbytes
 
     def number(self, name: str, otherwise: float, most: float) -> float:
-        """A number among the options.
+        """Return a number among the options.
 
         Raises:
             UsageError: It is none, or out of range.

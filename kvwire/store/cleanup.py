@@ -31,7 +31,7 @@ async def quiet(transfer: Incoming | Outgoing, connection: Connection) -> None:
 
 
 def said(error: BaseException) -> str:
-    """What an error says; it lets go of the frames that it went through.
+    """Return an error's text; drop the frames that it went through.
 
     An error of a connection is kept by each of its requests, and its frames keep what
     was to be moved: all the memory of a store.

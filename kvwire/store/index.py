@@ -51,7 +51,7 @@ def as_keys(keys: Iterable[Key]) -> Keys:
 
 
 def once(keys: Keys) -> Bits:
-    """Which of some keys are not there before, among them."""
+    """Tell which keys are not there before, among them."""
     listed = keys.tolist()
     places = dict(zip(reversed(listed), range(keys.size)[::-1], strict=True))
     first: npt.NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
@@ -67,7 +67,7 @@ class IndexedSlots(NamedTuple):
 
 
 class Index:
-    """The blocks of one tier. Pure, and not thread-safe.
+    """Finds the blocks of one tier. Pure, and not thread-safe.
 
     Args:
         slabs: The room.
@@ -100,12 +100,12 @@ class Index:
         self._clock = 0
 
     def __len__(self) -> int:
-        """The number of blocks that have a name."""
+        """Return the number of blocks that have a name."""
         return len(self._slots)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of slots that there have been."""
+        """Return the sizes of slots that there have been."""
         return tuple(self._lists)
 
     def named(self) -> IndexedSlots:
@@ -114,12 +114,12 @@ class Index:
         return IndexedSlots(as_keys(self._slots), slots)
 
     def find(self, keys: Keys) -> Ids:
-        """The slot of each block, or ``NO_SLOT``."""
+        """Return the slot of each block, or ``NO_SLOT``."""
         found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))
         return np.fromiter(found, np.int64, keys.size)
 
     def orders(self, slots: Ids) -> Orders:
-        """The order of each image; see :mod:`kvwire.store.namespace`."""
+        """Return the order of each image; see :mod:`kvwire.store.namespace`."""
         return self._orders[slots]
 
     def take(self, nbytes: int, count: int) -> Ids:
@@ -174,7 +174,7 @@ class Index:
         self.unpin(keys, slots)
 
     def victims(self, nbytes: int, count: int) -> IndexedSlots:
-        """The blocks to go first where room for ``nbytes`` is needed; pins them.
+        """Pin and return the blocks to go first to make room for ``nbytes``.
 
         Returns:
             Up to ``count`` of that size, or all of a slab of another size; none if
@@ -225,7 +225,7 @@ class Index:
     def _lists_of(
         self, slots: Ids
     ) -> Iterator[tuple[OrderedDict[Key, int], Bits | slice]]:
-        """The lists that slots belong to, by their sizes, and which to each."""
+        """Return the lists of slots by size, and which belongs to each."""
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         several = bool(sizes.size and (sizes != sizes[0]).any())
         for size in set(sizes.tolist()) if several else sizes[:1].tolist():
@@ -233,7 +233,7 @@ class Index:
             yield listed, sizes == size if several else slice(None)
 
     def _older_slab(self, slot: int, own: OrderedDict[Key, int]) -> int | None:
-        """A slab of another size that is older than all there is of this one."""
+        """Return a slab of another size older than all of this one."""
         slabs = self.slabs
         others = np.flatnonzero((slabs.slot_bytes != slot) & (slabs.slot_bytes > 0))
         if not others.size or not slabs.capacity(slot):

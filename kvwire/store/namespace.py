@@ -36,7 +36,7 @@ assert len(ORDERS) < ABSENT
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The blocks of one cache group of one model, on one shard.
+    """Names the blocks of one cache group of one model, on one shard.
 
     Attributes:
         group: The group's name.
@@ -58,14 +58,14 @@ class Namespace:
         return self.spec.block_bytes
 
     def differing(self, other: Namespace) -> tuple[str, ...]:
-        """The names of the fields in which two spaces differ, ``group`` first."""
+        """Return the fields in which two namespaces differ, ``group`` first."""
         here, there = dict(self.spec.to_pairs()), dict(other.spec.to_pairs())
         fields = tuple(name for name in here if here[name] != there.get(name))
         return fields if self.group == other.group else ("group", *fields)
 
 
 def space_of(group: CacheGroup, hash_tokens: int | None) -> Namespace:
-    """The space of the blocks of a cache group.
+    """Return the space of the blocks of a cache group.
 
     Args:
         group: The group.
@@ -83,5 +83,5 @@ def space_of(group: CacheGroup, hash_tokens: int | None) -> Namespace:
 
 
 def order_of(group: CacheGroup) -> int:
-    """The number of the order that makes the longest pieces in a group's memory."""
+    """Return the order that makes the longest pieces in a group's memory."""
     return ORDERS.index(tuple(axis for axis in group.order if axis != "block"))

@@ -11,7 +11,7 @@ from kvwire.store.operations.base import Operation
 
 
 class StoreRequest:
-    """A put or get that is under way. Await it for its :class:`~kvwire.Outcome`.
+    """Follows a put or get. Await it for its :class:`~kvwire.Outcome`.
 
     It runs from the call on, whether somebody awaits it or not. Cancelling an await of
     it stops the waiting and not the copy; it can be awaited again. The caller's blocks
@@ -30,18 +30,18 @@ class StoreRequest:
         return asyncio.shield(self._task).__await__()
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Tell whether the outcome is known."""
         return self._task.done()
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome, once it is known."""
+        """Return the outcome, once it is known."""
         ended = self._task.done() and not self._task.cancelled()
         return self._task.result() if ended else None
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of the store can touch the caller's blocks any more."""
+        """Tell whether nothing of the store can touch the blocks more."""
         return self._work.drained.is_set()
 
     async def drained(self) -> None:

@@ -123,7 +123,7 @@ class BlockStore:
         *,
         hash_tokens: HashTokens = None,
     ) -> int | dict[str, int]:
-        """How many leading blocks of a chain are in the store. Reads no disk.
+        """Return how many leading blocks of a chain are here; reads no disk.
 
         What is there may be evicted before it is got; a get says so.
 
@@ -225,11 +225,11 @@ class BlockStore:
 
     @property
     def counters(self) -> StoreCounters:
-        """What has happened so far."""
+        """Return what has happened so far."""
         return self._tiers.counters
 
     def stats(self) -> dict[str, TierStats]:
-        """What is in each tier and has happened to it, by the tier's name."""
+        """Return each tier's numbers, by the tier's name."""
         below = {tier.name: tier.stats() for tier in self._tiers.below}
         return {self._name: self._tiers.memory.stats()} | below
 
@@ -275,7 +275,7 @@ class BlockStore:
             self._tiers.memory.close()
 
     async def __aenter__(self) -> Self:
-        """The store itself."""
+        """Return the store itself."""
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
@@ -292,7 +292,7 @@ class BlockStore:
         hash_tokens: HashTokens,
         side: Side,
     ) -> tuple[TransferPlan, tuple[GroupRequest, ...]]:
-        """The call as a transfer from or to a peer that has the images."""
+        """Return the call as a transfer from or to a peer that has the images."""
         self._check_open()
         if not isinstance(cache, PagedCache):
             raise UsageError(f"cache: {type(cache).__name__} is no kvwire.PagedCache")
@@ -332,7 +332,7 @@ class BlockStore:
             raise ClosedOK("the store is closed")
 
     def _groups(self, hashes: Hashes) -> tuple[str, ...]:
-        """The groups that hashes without a cache may be of."""
+        """Return the groups that hashes without a cache may be of."""
         if isinstance(hashes, Mapping):
             return tuple(hashes)
         names = {space.group for space in self._tiers.spaces.values()}
@@ -341,7 +341,7 @@ class BlockStore:
     def _space(
         self, group: str, cache: PagedCache | None, hash_tokens: HashTokens
     ) -> Namespace | None:
-        """The space that a group's hashes are in, if there is one yet."""
+        """Return the space that a group's hashes are in, if there is one yet."""
         tokens = hash_tokens
         if isinstance(hash_tokens, Mapping):
             tokens = hash_tokens.get(group)
@@ -360,7 +360,7 @@ class BlockStore:
 
 
 class OpeningStore:
-    """What :meth:`BlockStore.open` returns: awaitable, and usable as ``async with``."""
+    """Opens a store: await it, or use it as ``async with``."""
 
     def __init__(self, tiers: Sequence[str], write: Write) -> None:
         if write not in ("through", "back"):
@@ -382,7 +382,7 @@ class OpeningStore:
         return self._open().__await__()
 
     async def __aenter__(self) -> BlockStore:
-        """The store; it is closed at the end of the block."""
+        """Open the store; it is closed at the end of the block."""
         self._store = await self._open()
         return self._store
 

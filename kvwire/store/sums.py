@@ -21,13 +21,13 @@ _TURN_BYTES: Final = 1 * MIB
 
 
 def views_of(images: Fragments) -> list[memoryview]:
-    """The memory of each image, which is one fragment, all of one length."""
+    """Return the memory of each image, one fragment each, all of one length."""
     view = (ctypes.c_char * int(images.lengths[0])).from_address
     return [memoryview(view(at)).cast("B") for at in images.addresses.tolist()]
 
 
 def image_sums(images: Fragments) -> Sums:
-    """The checksum of each image: xxh3, 64 bits of it."""
+    """Return the checksum of each image: xxh3, 64 bits of it."""
     views, sums = views_of(images), np.zeros(len(images), np.uint64)
     step = max(1, _TURN_BYTES // views[0].nbytes)
     for first in range(0, len(views), step):
@@ -38,7 +38,7 @@ def image_sums(images: Fragments) -> Sums:
 
 
 def named_sums(keys: Keys, orders: Orders) -> Sums:
-    """The checksum of what is said of each image, to be combined with its own.
+    """Return the checksum of each image's name, to combine with its own.
 
     A key or an order that is not the image's is then as wrong as a byte of it.
     """

@@ -23,7 +23,7 @@ _TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
-    """A few threads of one store; they start when they are first needed."""
+    """Runs the work of one store on a few threads, started when first needed."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvwire-store")

@@ -21,7 +21,7 @@ _digest = itemgetter(slice(DIGEST_BYTES))
 
 
 class TierStack:
-    """Where blocks are, and how they get from one tier to the next.
+    """Knows which tier has a block, and moves blocks from one to the next.
 
     Args:
         slabs: The room of the memory tier.
@@ -51,7 +51,7 @@ class TierStack:
         }
 
     async def find(self, keys: Keys) -> Bits:
-        """Which blocks are in some tier.
+        """Return which blocks are in some tier.
 
         Cancel safety: safe, it only looks.
         """
@@ -63,7 +63,7 @@ class TierStack:
         return here
 
     async def orders(self, keys: Keys) -> Orders:
-        """The order of each block's image in the first tier that has it, or ``ABSENT``.
+        """Return each image's order in the first tier with it, or ``ABSENT``.
 
         Cancel safety: safe, it only looks.
         """
@@ -79,14 +79,14 @@ class TierStack:
         return orders
 
     def touch(self, keys: Keys) -> None:
-        """The blocks of a chain were used, wherever they are; its head goes last."""
+        """Note the use of a chain's blocks in all tiers; its head goes last."""
         slots = self.memory.index.find(keys)
         self.memory.index.touch(keys[slots >= 0], slots[slots >= 0])
         for tier in self.below:
             tier.touch(keys)
 
     async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
-        """The first tier below, from number ``first`` on, that has any of some blocks.
+        """Return the first tier from ``first`` on that has any of some blocks.
 
         Returns:
             Its number, that of no tier if there is none, and what it has.
@@ -100,7 +100,7 @@ class TierStack:
         return len(self.below), np.full(keys.size, ABSENT, np.uint8)
 
     async def kept(self, keys: Keys) -> Bits:
-        """Which blocks are where a put has to bring them; touches them.
+        """Touch and return which blocks are where a put has to bring them.
 
         Cancel safety: safe, it may be called again.
         """
@@ -115,7 +115,7 @@ class TierStack:
 
     @property
     def keepers(self) -> tuple[Tier, ...]:
-        """The tiers one of which has to have a block before its put is complete."""
+        """Return the tiers one of which a complete put needs."""
         return tuple(t for t in self.below if t.durable) or self.below
 
     async def write_through(

@@ -55,7 +55,7 @@ SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A control body; each subclass belongs to one frame type."""
+    """Is the base of control bodies; each subclass belongs to one frame type."""
 
 
 class BackendOffer(Body, array_like=True, frozen=True, gc=False):
@@ -80,7 +80,7 @@ class TransportOffer(Body, array_like=True, frozen=True, gc=False):
 
 
 class HandshakeVerdict(Body, array_like=True, frozen=True, gc=False):
-    """What the server decided about one transport.
+    """Gives the server's decision about one transport.
 
     ``possible`` ones carry the data if none before them in the list comes up.
     """
@@ -279,7 +279,7 @@ B = TypeVar("B", bound=Body)
 
 
 def encode_body(body: Body) -> bytes:
-    """The bytes of a control body."""
+    """Return the bytes of a control body."""
     return _ENCODER.encode(body)
 
 
@@ -298,6 +298,6 @@ def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:
 
 
 def narrowed(body: Body, cls: type[B]) -> B:
-    """The body as its own type; a mismatch is a bug of ours, not of the peer."""
+    """Return the body as its own type; a mismatch is our bug, not the peer's."""
     assert isinstance(body, cls), (body, cls)
     return body

@@ -37,7 +37,7 @@ _REFUSE: Final = struct.Struct("<8sHHHB")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionParameters:
-    """What a side allows; the connection runs with the smaller of the two.
+    """Holds the limits that a side allows; the smaller of two holds.
 
     Attributes:
         chunk_bytes: Most payload bytes in one DATA frame.
@@ -120,7 +120,7 @@ class Hello:
     nonce: bytes
 
     def encode(self) -> bytes:
-        """The body, 224 bytes."""
+        """Return the body, 224 bytes."""
         return _padded(
             _HELLO.pack(
                 MAGIC,
@@ -170,7 +170,7 @@ class Accept:
     mac: bytes = bytes(MAC_BYTES)
 
     def encode(self) -> bytes:
-        """The body, 224 bytes."""
+        """Return the body, 224 bytes."""
         return _padded(
             _ACCEPT.pack(
                 MAGIC,
@@ -211,7 +211,7 @@ class Confirm:
     mac: bytes
 
     def encode(self) -> bytes:
-        """The body, 224 bytes."""
+        """Return the body, 224 bytes."""
         return _padded(_CONFIRM.pack(MAGIC, self.mac))
 
     @classmethod
@@ -234,7 +234,7 @@ class Refuse:
     trust: TrustMode
 
     def encode(self) -> bytes:
-        """The body, 224 bytes."""
+        """Return the body, 224 bytes."""
         return _padded(
             _REFUSE.pack(
                 MAGIC, self.code, self.version_min, self.version_max, self.trust

@@ -50,7 +50,7 @@ assert _LAYOUT.size == HEADER_BYTES
 
 
 class FrameType(enum.IntEnum):
-    """What a frame is. Values are never reused; unknown ones are refused."""
+    """Names what a frame is. Values are never reused; unknown ones are refused."""
 
     HELLO = 0x01
     ACCEPT = 0x02
@@ -129,7 +129,7 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A decoded header; the fields are those of the table above."""
+    """Holds a decoded header; the fields are those of the table above."""
 
     type: int
     flags: int
@@ -152,7 +152,7 @@ def encode_header(
     offset: int = 0,
     payload_check: int = 0,
 ) -> bytes:
-    """The 32 bytes of a header."""
+    """Return the 32 bytes of a header."""
     head = _CHECKED_PART.pack(
         type, flags, sequence, length, request, segment, offset, payload_check
     )

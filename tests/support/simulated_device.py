@@ -104,7 +104,7 @@ class SimulatedDevice(DeviceOps):
     # --- memory -----------------------------------------------------------------------
 
     def array(self, values: npt.NDArray[Any], dtype: str = "") -> SimulatedArray:
-        """An array in the device's memory with these values.
+        """Make an array in the device's memory with these values.
 
         Args:
             values: Shape, element type and content.
@@ -116,7 +116,7 @@ class SimulatedDevice(DeviceOps):
         return made
 
     def allocate(self, nbytes: int) -> int:
-        """The address of new memory, which is freed with the device.
+        """Return the address of new memory, which is freed with the device.
 
         Raises:
             UsageError: There is not so much left.
@@ -129,7 +129,7 @@ class SimulatedDevice(DeviceOps):
         return self._begin + begin
 
     def reach(self, fragments: Fragments) -> Fragments:
-        """The same memory where the device itself may touch it."""
+        """Return the same memory where the device may touch it."""
         assert fragments.device == self.device, "memory of another device"
         reached = fragments.shifted(self._distance)
         reached.device = None
@@ -162,7 +162,7 @@ class SimulatedDevice(DeviceOps):
 
     @property
     def error(self) -> str:
-        """How it has failed; "" if it has not."""
+        """Return how it has failed; "" if it has not."""
         return self._error
 
     def step(self, work: Callable[[], None]) -> None:
@@ -176,7 +176,7 @@ class SimulatedDevice(DeviceOps):
 
 
 class SimulatedArray:
-    """An array on the device; answers as a torch tensor does."""
+    """Stands for an array on the device; answers as a torch tensor does."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class SimulatedArray:
         return self._item.itemsize
 
     def read(self) -> npt.NDArray[Any]:
-        """A copy of its values, now."""
+        """Return a copy of its values, now."""
         values = np.empty(self.shape, self._item)
         copy(self._reached(), values.reshape(-1).view(np.uint8).data)
         return values
@@ -254,7 +254,7 @@ class SimulatedEvent(Event):
 
 
 class SimulatedStream(Stream):
-    """A thread that does one piece of work after the other."""
+    """Does one piece of work after the other, on a thread."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -320,7 +320,7 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 class _Named:
-    """What torch's ``device`` has."""
+    """Has the attributes of torch's ``device``."""
 
     def __init__(self, type: str, index: int) -> None:
         self.type = type

@@ -23,7 +23,7 @@ def kv_spec(
     dtype: torch.dtype,
     fingerprint: str = "",
 ) -> KVSpec:
-    """What the KV cache of a model holds, read from its config.
+    """Return what the KV cache of a model holds, read from its config.
 
     Args:
         config: The model's; of a model with several parts, that of its decoder is read.

@@ -30,7 +30,7 @@ BeforeRead: TypeAlias = Callable[[int], None]
 
 
 class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
-    """The KV of one sequence, in blocks; pass it as ``past_key_values``.
+    """Keeps the KV of one sequence in blocks; pass it as ``past_key_values``.
 
     Args:
         pool: Where the blocks are.

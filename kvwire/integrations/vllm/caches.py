@@ -24,7 +24,7 @@ from kvwire.kv.tensors import tensor_view
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a worker's tensors hold, as vLLM's config says.
+    """Describes what a worker's tensors hold, as vLLM's config says.
 
     Attributes:
         block_tokens: Tokens of a block.
@@ -52,7 +52,7 @@ class CacheShape:
     fingerprint: str = ""
 
     def spec(self, *, layers: int, dtype: str, rank: int | None = None) -> KVSpec:
-        """The same as kvwire says it.
+        """Return the same as kvwire says it.
 
         Args:
             layers: Of this stage.
@@ -79,7 +79,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """A worker's caches.
+    """Finds the memory of a worker's caches, layer by layer.
 
     Attributes:
         cache: All of them.
@@ -91,7 +91,7 @@ class LayerCaches:
 
 
 def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
-    """What vLLM says about its caches.
+    """Return what vLLM says about its caches.
 
     Args:
         vllm_config: vLLM's; only read.
@@ -168,7 +168,7 @@ def layer_caches(tensors: Mapping[str, Any], shape: CacheShape) -> LayerCaches:
 
 
 def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
-    """The axis order of a tensor of these sizes.
+    """Return the axis order of a tensor of these sizes.
 
     Raises:
         UsageError: None that is known fits.

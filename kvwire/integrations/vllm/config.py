@@ -27,7 +27,7 @@ _CHOICES: Final = {"mode": (PULL, PUSH), "stream": (LAYER, CHUNK, REQUEST)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """How one engine takes part.
+    """Holds how one engine takes part.
 
     Attributes:
         listen: Where its first rank listens; rank r has the port r higher. Port 0 takes
@@ -91,18 +91,18 @@ class VllmSettings:
 
     @property
     def needs_layer_hooks(self) -> bool:
-        """Whether the engine has to call us between layers, so no full CUDA graphs."""
+        """Tell whether layers need hooks, so no full CUDA graphs."""
         return self.stream == LAYER or self.gate_layers > 0
 
     def address(self, rank: int) -> Address:
-        """Where a rank listens."""
+        """Return where a rank listens."""
         first = Address.parse(self.listen)
         if not first.port:
             return first
         return dataclasses.replace(first, port=first.port + rank)
 
     def advertised(self, bound: Address) -> str:
-        """What peers are told of a bound address."""
+        """Return what peers are told of a bound address."""
         if self.advertise:
             bound = dataclasses.replace(bound, host=self.advertise)
         return str(bound)

@@ -34,14 +34,14 @@ logger = logging.getLogger("kvwire")
 
 @dataclasses.dataclass
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """A :class:`WorkerStep` as vLLM carries it from its scheduler to its workers."""
+    """Carries a :class:`WorkerStep` from vLLM's scheduler to its workers."""
 
     step: WorkerStep
 
 
 @dataclasses.dataclass
 class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # likewise
-    """Where a worker listens, as vLLM carries it to its scheduler."""
+    """Carries a worker's address to vLLM's scheduler."""
 
     address: str
 
@@ -207,7 +207,7 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
         )
 
     def _worker_settings(self, parallel: Any) -> VllmSettings:
-        """The settings, without hooks where one hook says too little."""
+        """Return the settings, less hooks where one is enough."""
         halves = getattr(parallel, "use_ubatching", False)
         if self._settings.stream != LAYER or not halves:
             return self._settings
@@ -230,7 +230,7 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
 
 
 def model_digest(vllm_config: Any) -> str:
-    """What two engines of one model have in common, wherever its files lie."""
+    """Return what engines of one model share, wherever its files lie."""
     model = vllm_config.model_config
     facts = {
         key: value

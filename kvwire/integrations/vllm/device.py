@@ -21,7 +21,7 @@ from kvwire.types import Device
 
 
 class CacheDevice:
-    """The GPU of a worker's caches, or host memory.
+    """Stands for the GPU of a worker's caches, or host memory.
 
     Args:
         engine: That moves them.
@@ -47,10 +47,10 @@ class CacheDevice:
         return "host memory" if self._device is None else str(self._device)
 
     def recorded(self) -> object | None:
-        """An event behind all that this thread has queued; None for host memory."""
+        """Return an event behind this thread's queued work, if a GPU's."""
         return None if self._ops is None else self._ops.record_current().native
 
     @property
     def failed(self) -> str:
-        """How the GPU has failed, which it does for good; "" if it has not."""
+        """Return how the GPU has failed for good; "" if it has not."""
         return "" if self._copy_engine is None else self._copy_engine.failed

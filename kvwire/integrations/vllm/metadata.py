@@ -18,7 +18,7 @@ _REMOTES_MAX: Final = 1024
 
 @dataclass(slots=True, kw_only=True)
 class SendPrompt:
-    """A prompt whose KV goes to another engine begins to be computed.
+    """Tells a worker of a prompt to be computed whose KV goes to another engine.
 
     Attributes:
         request_id: vLLM's name of the request.
@@ -39,7 +39,7 @@ class SendPrompt:
 
 @dataclass(slots=True, kw_only=True)
 class ComputedTokens:
-    """What this step computes of a prompt that is sent.
+    """Tells a worker what this step computes of a prompt that is sent.
 
     Attributes:
         request_id: vLLM's name of the request.
@@ -54,7 +54,7 @@ class ComputedTokens:
 
 @dataclass(slots=True, kw_only=True)
 class LoadPrompt:
-    """A prompt whose KV comes from another engine.
+    """Tells a worker of a prompt whose KV comes from another engine.
 
     Attributes:
         request_id: vLLM's name of the request.
@@ -99,7 +99,7 @@ class WorkerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferParams:
-    """What ``kv_transfer_params`` of a request ask of this engine.
+    """Holds what ``kv_transfer_params`` of a request ask of this engine.
 
     Attributes:
         sends: Its KV goes to another engine (``do_remote_decode``).
@@ -164,7 +164,7 @@ class TransferParams:
 
 
 def answer(transfer_id: str, remote: tuple[str, ...]) -> dict[str, Any]:
-    """The ``kv_transfer_params`` with which decode finds what prefill has computed."""
+    """Return the ``kv_transfer_params`` by which decode finds what prefill computed."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -55,7 +55,7 @@ def observe_received(into: Observed, outcomes: Sequence[Outcome], missing: int) 
 def added(
     first: Mapping[str, list[float]], second: Mapping[str, list[float]]
 ) -> Observed:
-    """The observations of two workers, or of two steps."""
+    """Return the observations of two workers, or of two steps."""
     return {
         name: [*first.get(name, ()), *second.get(name, ())]
         for name in FIELDS
@@ -80,7 +80,7 @@ def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
 
 
 def buckets(name: str) -> tuple[float, ...]:
-    """The histogram buckets of a field."""
+    """Return the histogram buckets of a field."""
     return BUCKETS[name.rpartition("_")[2]]
 
 

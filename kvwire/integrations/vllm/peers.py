@@ -8,7 +8,7 @@ from kvwire import Communicator, Connection
 
 
 class Peers:
-    """The connections that a worker has opened, by address. Belongs to one loop.
+    """Keeps the connections that a worker has opened, by address, on one loop.
 
     Args:
         communicator: Whose they are.
@@ -19,7 +19,7 @@ class Peers:
         self._dials: dict[str, asyncio.Future[Connection]] = {}
 
     async def connection(self, address: str) -> Connection:
-        """The connection to an address; whoever asks first dials, the others wait.
+        """Return the connection to an address; the first caller dials it.
 
         Raises:
             KVWireError: As :meth:`kvwire.Communicator.connect`. The next call
@@ -35,7 +35,7 @@ class Peers:
 
 
 def _useless(dial: asyncio.Future[Connection]) -> bool:
-    """Whether it failed, or what it made has ended since."""
+    """Tell whether it failed, or what it made has ended since."""
     if not dial.done():
         return False
     return dial.cancelled() or dial.exception() is not None or dial.result().closed

@@ -25,7 +25,7 @@ logger = logging.getLogger("kvwire")
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """How a prompt's KV came.
+    """Holds how a prompt's KV came.
 
     Attributes:
         missing: Ids of the blocks that did not.
@@ -80,16 +80,16 @@ class PromptReceive:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was aborted."""
+        """Tell whether it was aborted."""
         return bool(self._reason)
 
     @property
     def quarantined(self) -> bool:
-        """Whether it is over while something may still write to its blocks."""
+        """Tell whether it is over while its blocks may be written."""
         return any(part.done() and not part.is_drained for part in self._parts)
 
     def landed(self, layer: int) -> bool:
-        """Whether a layer of every block is here; from any thread, does not wait.
+        """Tell whether a layer of every block is here; from any thread.
 
         It may answer late, and is never wrong.
         """

@@ -38,7 +38,7 @@ logger = logging.getLogger("kvwire")
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that is sent.
+    """Tracks a prompt that is sent.
 
     Attributes:
         send: What the workers are told of it.
@@ -58,12 +58,12 @@ class _Prompt:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it goes, or has gone, to the workers."""
+        """Tell whether all of it goes, or has gone, to the workers."""
         return self.begun and not self.lost and self.written >= self.send.tokens
 
 
 class SchedulerSide:
-    """What the connector does in the scheduler's process.
+    """Does the connector's work in the scheduler's process.
 
     Args:
         settings: How this engine takes part.
@@ -92,11 +92,11 @@ class SchedulerSide:
         self._gated_no_more: set[str] = set()
 
     def hear_addresses(self, addresses: dict[int, str]) -> None:
-        """Where this engine's ranks listen, as they have said."""
+        """Note where this engine's ranks listen."""
         self._addresses = tuple(addresses[rank] for rank in sorted(addresses))
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond the computed ones another engine has, or will have."""
+        """Return how many tokens more another engine has, or will have."""
         if not self._wanted(request).loads:
             return 0, False
         # Something is asked of the prompt's own tokens, so all of it is computed here;
@@ -107,7 +107,7 @@ class SchedulerSide:
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
-        """A request got its blocks.
+        """Note the blocks that a request got.
 
         Args:
             request: vLLM's.
@@ -126,7 +126,7 @@ class SchedulerSide:
                 self._fetched.add(request.request_id)
 
     def step(self, output: Any) -> WorkerStep:
-        """What the workers are told for a step that was scheduled."""
+        """Return what the workers are told for a step that was scheduled."""
         step = WorkerStep(fenced=set(getattr(output, "preempted_req_ids", None) or ()))
         for request_id in step.fenced:
             self._preempted(request_id)
@@ -149,7 +149,7 @@ class SchedulerSide:
         return step
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over.
+        """End a request.
 
         Returns:
             Whether its blocks are freed later, when the workers say so; and what the
@@ -172,7 +172,7 @@ class SchedulerSide:
     # --- inside -----------------------------------------------------------------------
 
     def _wanted(self, request: Any) -> TransferParams:
-        """What a request asks for, or nothing where it does not say enough."""
+        """Return what a request asks for; nothing if it says too little."""
         try:
             wanted = TransferParams.read(request.kv_transfer_params)
             wanted.check(pushed=self._settings.mode == PUSH)
@@ -269,7 +269,7 @@ class SchedulerSide:
 
 
 def _identity(request: Any) -> bytes:
-    """What the KV of a request depends on besides its tokens."""
+    """Return what the KV of a request depends on besides its tokens."""
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
     names += [

@@ -64,7 +64,7 @@ class PromptSend:
         self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
 
     def extend(self, blocks: list[int]) -> None:
-        """The prompt got more blocks; from any thread, does not wait."""
+        """Add blocks that the prompt got; from any thread, does not wait."""
         if blocks:
             self._say(lambda out: out.extend(blocks))
 
@@ -89,7 +89,7 @@ class PromptSend:
 
     @property
     def quarantined(self) -> bool:
-        """Whether it is over while something may still read its blocks."""
+        """Tell whether it is over while its blocks may be read."""
         return any(out.done() and not out.is_drained for out in self._outs)
 
     def abort(self, reason: str) -> bool:

@@ -12,7 +12,7 @@ with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm
 
 
 class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not typed
-    """What was observed since the last step, as vLLM collects it."""
+    """Holds what was observed since the last step, as vLLM collects it."""
 
     data: Observed
 
@@ -34,7 +34,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
 
 
 class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same as histograms of Prometheus, ``vllm:kvwire_wire_s`` and so on.
+    """Shows the same as histograms of Prometheus, ``vllm:kvwire_wire_s``.
 
     Args:
         vllm_config: vLLM's, as are the others.

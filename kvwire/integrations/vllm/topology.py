@@ -15,7 +15,7 @@ from kvwire.kv.spec import KVSpec, shard_sources
 
 @dataclass(frozen=True, slots=True)
 class PeerRank:
-    """A rank of the other engine that a transfer goes to or comes from.
+    """Names a rank of the other engine that a transfer goes to or comes from.
 
     Attributes:
         address: Where it listens; "" if it is not known, and need not be.
@@ -28,7 +28,7 @@ class PeerRank:
 
 @dataclass(frozen=True, slots=True)
 class RankRoute:
-    """The ranks that one rank exchanges a prompt with.
+    """Lists the ranks that one rank exchanges a prompt with.
 
     Attributes:
         id: What a pull is called.
@@ -44,7 +44,7 @@ class RankRoute:
 def incoming_route(
     id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
 ) -> RankRoute:
-    """Where a consuming rank gets a prompt from.
+    """Return where a consuming rank gets a prompt from.
 
     Args:
         id: Of the transfer.
@@ -70,7 +70,7 @@ def incoming_route(
 def outgoing_route(
     id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
 ) -> RankRoute:
-    """Where the prompt of a producing rank goes; no peer if others have the same heads.
+    """Return where a producing rank sends; no peer if others have its heads.
 
     The arguments are those of :func:`incoming_route`, seen from the other end.
 
@@ -90,7 +90,7 @@ def outgoing_route(
 
 
 def group_specs(spec: KVSpec, size: int) -> list[KVSpec]:
-    """What each rank of a group of another size holds of the same model.
+    """Return what each rank of a group of another size holds of the model.
 
     Raises:
         UsageError: The heads cannot be split so.
@@ -120,12 +120,12 @@ def group_specs(spec: KVSpec, size: int) -> list[KVSpec]:
 
 
 def sources(spec: KVSpec, producers: int) -> tuple[int, ...]:
-    """The ranks of the producing engine that this consuming rank fetches from."""
+    """Return the producing engine's ranks that this consuming rank fetches from."""
     return shard_sources(spec, group_specs(spec, producers))
 
 
 def targets(spec: KVSpec, consumers: int) -> tuple[int, ...]:
-    """The ranks of the consuming engine that fetch from this producing rank."""
+    """Return the ranks of the consuming engine that fetch from this producing rank."""
     group = group_specs(spec, spec.shard[1])
     return tuple(
         index

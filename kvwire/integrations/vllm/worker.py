@@ -45,7 +45,7 @@ IDLE_WAIT_S: Final = 0.01
 
 
 class WorkerSide:
-    """What the connector does in a worker's process.
+    """Does the connector's work in a worker's process.
 
     Args:
         settings: How this engine takes part.
@@ -112,7 +112,7 @@ class WorkerSide:
                 table.pop(request_id, None)
 
     def begin_step(self, step: WorkerStep) -> None:
-        """What this step sends is known, and it is about to be computed."""
+        """Begin a step: what it sends is known, and computed next."""
         self._step = step
         for send in step.sends:
             self._send(send)
@@ -141,7 +141,7 @@ class WorkerSide:
             self._load(load, after)
 
     def layer_written(self, name: str) -> None:
-        """The forward pass has written a layer, or queued the kernels that do."""
+        """Mark a layer that the pass has written or queued."""
         if self._settings.stream != LAYER or self._caches is None:
             return
         layer = self._caches.layers.get(name)
@@ -149,7 +149,7 @@ class WorkerSide:
             self._writing.layer(layer)
 
     def step_written(self) -> None:
-        """The forward pass is over: whatever no hook has named is written as well."""
+        """Mark what no hook has named: the forward pass is over."""
         self._writing.rest()
 
     def wait_layer(self, name: str) -> None:
@@ -173,7 +173,7 @@ class WorkerSide:
                 self._drain(request_id, arrival)
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
-        """What has drained since the last step.
+        """Return what has drained since the last step.
 
         Args:
             over: Requests that the scheduler has ended since then.
@@ -196,12 +196,12 @@ class WorkerSide:
         return sent | unsent, self._received()
 
     def take_errors(self) -> set[int]:
-        """The blocks that did not arrive, once each."""
+        """Return the blocks that did not arrive, once each."""
         errors, self._errors = self._errors, set()
         return errors
 
     def take_observed(self) -> Observed:
-        """What has been noted for metrics, once."""
+        """Return what has been noted for metrics, once."""
         observed, self._observed = self._observed, {}
         return observed
 
@@ -276,7 +276,7 @@ class WorkerSide:
         observe_received(self._observed, arrived.outcomes, arrived.missing.size)
 
     def _opens(self, arrival: PromptReceive) -> bool:
-        """Whether all but the last few layers are here, and decode still wants them."""
+        """Tell whether all but the last layers are here and still wanted."""
         if arrival.stopped:
             return False
         layers = self._spec().layer_indices

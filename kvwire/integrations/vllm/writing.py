@@ -24,7 +24,7 @@ Recorded = Callable[[], object | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """What a forward pass completes of one prompt.
+    """Lists what a forward pass completes of one prompt.
 
     Attributes:
         departure: Where it goes.
@@ -65,7 +65,7 @@ class ForwardPass:
         self._group_layers = _group_layers(blocks * layer_bytes, group_bytes)
 
     def layer(self, layer: int) -> None:
-        """A layer is written, or the kernels that do so are queued."""
+        """Mark a layer that is written, or whose kernels are queued."""
         if layer not in self._unwritten:
             return
         self._hold(layer)
@@ -73,7 +73,7 @@ class ForwardPass:
             self._say()
 
     def rest(self) -> None:
-        """The pass is over: what was not named is written as well."""
+        """Mark what was not named: the pass is over."""
         for layer in sorted(self._unwritten):
             self._hold(layer)
         if self._held:
@@ -96,7 +96,7 @@ class ForwardPass:
 
 
 def _group_layers(layer_bytes: int, group_bytes: int) -> int:
-    """How many layers of a pass go in one mark."""
+    """Return how many layers of a pass go in one mark."""
     if layer_bytes >= group_bytes:
         return 1
     return -(-_TOGETHER * group_bytes // max(1, layer_bytes))

@@ -156,7 +156,7 @@ class TorchStream(Stream):
         return f"cuda:{self._index}"
 
     def _tables(self, rows: FragmentRows, packed: Fragments) -> tuple[Any, Any, Any]:
-        """The table, the index on the GPU, and contiguous memory as rows alike."""
+        """Return the table, the index on the GPU and contiguous rows."""
         typestr, width = next(w for w in _WIDTHS if _divides(w[1], rows, packed))
         items = rows.row_bytes // width
         table = self._at(rows.base, (rows.count, items), typestr)
@@ -177,7 +177,7 @@ class TorchStream(Stream):
         ]
 
     def _at(self, address: int, shape: tuple[int, ...], typestr: str) -> Any:
-        """A tensor over memory at an address; its owner is kept by the caller."""
+        """Return a tensor over memory at an address; the caller keeps its owner."""
         return self._torch.as_tensor(
             DeviceArray(address, shape, typestr), device=self._where
         )

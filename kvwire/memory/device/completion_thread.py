@@ -109,7 +109,7 @@ class CompletionThread:
 
 
 def _has_fired(event: Event) -> bool:
-    """Whether it is over; a failed device says so when it is waited for."""
+    """Tell whether it is over; a failed device raises when waited for."""
     try:
         return event.query()
     except Exception:  # noqa: BLE001 - whatever the library raises, it is over

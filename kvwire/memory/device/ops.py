@@ -29,7 +29,7 @@ from kvwire.types import Device, MemoryKind
 
 
 class Event(ABC):
-    """A point in a stream's work.
+    """Marks a point in a stream's work.
 
     Attributes:
         native: The library's own event, for streams of that library to wait on.
@@ -39,7 +39,7 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether everything before it is done. Never blocks.
+        """Tell whether everything before it is done. Never blocks.
 
         Raises:
             Exception: The device has failed; the library's own error.
@@ -60,7 +60,7 @@ class Stream(ABC):
     @property
     @abstractmethod
     def pointer(self) -> int:
-        """The library's own handle, such as a ``cudaStream_t``; 0 for none."""
+        """Return the library's own handle, such as a ``cudaStream_t``; 0 for none."""
 
     @abstractmethod
     def wait(self, event: object) -> None:
@@ -68,7 +68,7 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event:
-        """An event that fires when all that is queued so far is done."""
+        """Record an event that fires when all that is queued so far is done."""
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Fragments:
@@ -108,11 +108,11 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def stream(self) -> Stream:
-        """A new stream, which no other stream waits for."""
+        """Make a stream that no other stream waits for."""
 
     @abstractmethod
     def record_current(self) -> Event:
-        """An event behind all that the calling thread has queued so far.
+        """Record an event behind the calling thread's queued work.
 
         On the stream that the library calls current in this thread: so from between the
         kernels of an application, and never on its behalf from another thread.
@@ -128,11 +128,11 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def owns(self, event: object) -> bool:
-        """Whether an event is one that this library's streams can wait for."""
+        """Tell whether this library's streams can wait for an event."""
 
 
 def device_ops(device: Device) -> DeviceOps:
-    """The way to work with a device, made on first use and kept.
+    """Return the ops of a device, made on first use and kept.
 
     Of torch and CuPy that which the process has imported is taken, torch first: its
     allocator then knows of our streams.
@@ -152,7 +152,7 @@ def device_ops(device: Device) -> DeviceOps:
 
 
 def event_ops(event: object) -> DeviceOps | None:
-    """The device that an event belongs to; None if it is no event of any."""
+    """Return the ops of an event's device; None if it is no device's event."""
     with _lock:
         known = list(_known.values())
     for ops in known:
@@ -212,7 +212,7 @@ def _cuda_ops(index: int) -> DeviceOps:
 
 
 def _cuda_event_index(event: Any) -> int | None:
-    """The GPU of a torch or CuPy event, judged by its type's module."""
+    """Return the GPU of a torch or CuPy event, judged by its type's module."""
     library = type(event).__module__.partition(".")[0]
     if not hasattr(event, "synchronize") or library not in ("torch", "cupy"):
         return None

@@ -53,7 +53,7 @@ assert KV_LAYERS_MAX < 1 << _LAYER_BITS
 
 
 class Position(NamedTuple):
-    """How far the device has come."""
+    """Says how far the device has come."""
 
     generation: int
     layers: int
@@ -64,12 +64,12 @@ class Position(NamedTuple):
         return cls(word >> _LAYER_BITS, word & ((1 << _LAYER_BITS) - 1))
 
     def has_done(self, generation: int, layer: int) -> bool:
-        """Whether a layer of a pass is done."""
+        """Tell whether a layer of a pass is done."""
         return (self.generation, self.layers) > (generation, layer)
 
 
 class LayerCounter:
-    """A word that a graph writes, and those who wait for what it says.
+    """Owns a word that a graph writes, and wakes those who wait for its value.
 
     Args:
         layers: Of the model.
@@ -102,12 +102,12 @@ class LayerCounter:
         self._looking = False
 
     def begin(self) -> GraphReplay:
-        """A new pass, to be replayed once and behind those begun before."""
+        """Begin a pass, to be replayed once and behind those before."""
         return GraphReplay(self, next(self._generations))
 
     @property
     def position(self) -> Position:
-        """How far the device has come."""
+        """Return how far the device has come."""
         return Position.decode(int(self._value[0]))
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class GraphReplay(NamedTuple):
 
     @property
     def base(self) -> int:
-        """What the graph adds the number of its layers to."""
+        """Return what the graph adds the number of its layers to."""
         return self.generation << _LAYER_BITS
 
     def layer(self, layer: int) -> LayerDone:
@@ -183,11 +183,11 @@ class LayerDone:
         self._calls: list[Callable[[Any], object]] = []
 
     def is_before(self, position: Position) -> bool:
-        """Whether the device has come so far."""
+        """Tell whether the device has come so far."""
         return position.has_done(self._generation, self._layer)
 
     def done(self) -> bool:
-        """Whether its outcome is known."""
+        """Tell whether its outcome is known."""
         return self._settled or self.is_before(self._counter.position)
 
     def result(self) -> None:

@@ -39,7 +39,7 @@ class FragmentRows:
 
 
 def few_runs(fragments: Fragments) -> bool:
-    """Whether one copy for each fragment is the faster way."""
+    """Tell whether one copy for each fragment is faster than gathering."""
     return len(fragments) <= RUNS_MAX
 
 

@@ -26,7 +26,7 @@ _WAITERS: Final = 4
 
 
 class CopyEngine:
-    """The streams of one device, for one loop.
+    """Copies between one device and pinned memory, for one loop.
 
     Args:
         ops: The device.
@@ -49,7 +49,7 @@ class CopyEngine:
 
     @property
     def landed(self) -> Event:
-        """An event behind which lies all that has landed."""
+        """Return an event behind which lies all that has landed."""
         return self.inbound.last or self.inbound.stream.record()
 
     def to_host(self, source: Fragments, slot: memoryview, done: Done) -> None:
@@ -103,7 +103,7 @@ class StreamWaiters:
         self._waiters: dict[int, tuple[Stream, CompletionThread]] = {}
 
     def assign(self) -> int:
-        """Which waiter a transfer uses, from beginning to end. From any thread."""
+        """Pick a transfer's waiter, for all its events. From any thread."""
         return next(self._turn)
 
     def wait(self, waiter: int, event: object, done: Done) -> None:

@@ -22,7 +22,7 @@ from typing import Final
 
 
 class SlotState(enum.Enum):
-    """What a slot is in use for."""
+    """Names what a slot is in use for."""
 
     FREE = "free"
     FILLING = "filling"
@@ -30,7 +30,7 @@ class SlotState(enum.Enum):
 
 
 class Ring:
-    """The slots of one connection in one direction, by number.
+    """Tracks the slots of one connection in one direction, by number.
 
     Args:
         slots: How many.
@@ -43,20 +43,20 @@ class Ring:
         self._free = deque(range(slots), maxlen=slots)
 
     def __len__(self) -> int:
-        """The number of slots."""
+        """Return the number of slots."""
         return len(self._uses)
 
     @property
     def free(self) -> int:
-        """How many can be taken."""
+        """Return how many can be taken."""
         return len(self._free)
 
     def use(self, slot: int) -> SlotState:
-        """What a slot is in use for."""
+        """Return what a slot is in use for."""
         return self._uses[slot]
 
     def take(self) -> int:
-        """A slot to fill; there must be one that is free."""
+        """Take a free slot to fill; there must be one."""
         slot = self._free.popleft()
         self._uses[slot] = SlotState.FILLING
         return slot

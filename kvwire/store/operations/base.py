@@ -27,7 +27,7 @@ _LANDED: Final = 0
 
 
 class Operation(ABC):
-    """The blocks of one call on their way. Subclassed by the two directions.
+    """Moves the blocks of one call. Subclassed by the two directions.
 
     Args:
         tiers: The store's tiers.
@@ -80,7 +80,7 @@ class Operation(ABC):
         """Count the end of it: so many of its blocks landed."""
 
     def turns(self, share: GroupRequest) -> Iterable[Ids]:
-        """The positions of a share in the order of their turns, ascending in each."""
+        """Return a share's positions by their turns, ascending in each."""
         return (np.arange(len(share)),)
 
     async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
@@ -98,7 +98,7 @@ class Operation(ABC):
         self._codes[share][positions] = self._reasons.index(reason)
 
     def lacking(self, share: GroupRequest, reason: str) -> Ids:
-        """The positions that do not land for one reason."""
+        """Return the positions that do not land for one reason."""
         if reason not in self._reasons:
             return np.empty(0, np.int64)
         return np.flatnonzero(self._codes[share] == self._reasons.index(reason))

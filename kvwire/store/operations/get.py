@@ -23,7 +23,7 @@ _NO_KEYS: Final = as_keys(())
 
 
 class GetOperation(Operation):
-    """The blocks of one get on their way out."""
+    """Moves the blocks of one get out of the store."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -36,12 +36,12 @@ class GetOperation(Operation):
         self.tiers.counters.get_ended(outcome, there=there, blocks=blocks)
 
     def turns(self, share: GroupRequest) -> Iterable[Ids]:
-        """What is in memory first, before what has to come there takes its room."""
+        """Put first what is in memory, before others take its room."""
         here = self.tiers.memory.index.find(share.keys) >= 0
         return np.flatnonzero(here), np.flatnonzero(~here)
 
     async def step(self, share: GroupRequest, positions: Ids) -> Bits:
-        """What is in memory is copied at once; the rest is brought there.
+        """Copy what is in memory at once; bring the rest there.
 
         Cancel safety: a copy or read that is under way is finished first.
         """

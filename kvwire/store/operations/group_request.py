@@ -27,7 +27,7 @@ Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 
 
 class GroupRequest:
-    """The blocks of one group that a put or a get is about. Immutable.
+    """Holds the blocks of one group that a put or a get is about. Immutable.
 
     Args:
         group: The group of the caller's cache.
@@ -69,11 +69,11 @@ class GroupRequest:
             )
 
     def __len__(self) -> int:
-        """The number of hashes."""
+        """Return the number of hashes."""
         return int(self.keys.size)
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Where the images of some hashes lie in the caller's cache, one by one.
+        """Return where the images of some hashes lie, one by one.
 
         Args:
             positions: Positions in the list of hashes, ascending.
@@ -116,7 +116,7 @@ def shares_of(
     hashes: Hashes,
     hash_tokens: int | Mapping[str, int] | None,
 ) -> tuple[GroupRequest, ...]:
-    """What a call asks of each group of a cache that has blocks in it.
+    """Return what a call asks of each group of a cache that has blocks.
 
     Raises:
         UsageError: The hashes or their tokens do not fit the cache and the blocks.
@@ -146,7 +146,7 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
 
 
 def keys_of(hashes: Sequence[bytes], space: Namespace) -> list[bytes]:
-    """The keys of some hashes in a space.
+    """Return the keys of some hashes in a space.
 
     Raises:
         UsageError: A hash is not bytes, too long, or as long as no other.
@@ -168,7 +168,7 @@ def _of(hash_tokens: int | Mapping[str, int] | None, group: str) -> int | None:
 
 
 def _woven(stream: Fragments, walk: Canonical, per_hash: int) -> Fragments:
-    """The granules of each hash as one image.
+    """Return the granules of each hash as one image.
 
     The walk goes through one granule after the other; an image has the tokens of all of
     its granules along one axis. So each run of a granule, from the token axis inwards,

@@ -12,7 +12,7 @@ from kvwire.store.index import Key, Keys
 
 
 class InFlightFills:
-    """The keys that somebody is filling slots for, on one event loop.
+    """Tracks the keys whose slots are being filled, on one event loop.
 
     Who fills waits for nothing but a copy or a disk, never for room or for another
     fill. So whoever waits for a fill, holding pins or not, waits for something that
@@ -23,16 +23,16 @@ class InFlightFills:
         self._ends: dict[Key, asyncio.Event] = {}
 
     def __len__(self) -> int:
-        """How many blocks are being filled."""
+        """Return how many blocks are being filled."""
         return len(self._ends)
 
     def busy(self, keys: Keys) -> Bits:
-        """Which of these somebody is filling."""
+        """Return which of these somebody is filling."""
         found = map(self._ends.__contains__, keys.tolist())
         return np.fromiter(found, np.bool_, keys.size)
 
     def begin(self, keys: Keys) -> None:
-        """The caller fills these, which nobody does yet."""
+        """Note that the caller fills these, which nobody does yet."""
         self._ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
 
     def end(self, keys: Keys) -> None:

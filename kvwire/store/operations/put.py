@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PutOperation(Operation):
-    """The blocks of one put on their way in."""
+    """Moves the blocks of one put into the store."""
 
     # Blocks that were there before.
     _present = 0
@@ -29,7 +29,7 @@ class PutOperation(Operation):
         )
 
     async def step(self, share: GroupRequest, positions: Ids) -> Bits:
-        """What is not in memory is copied there, and then written below.
+        """Copy what is not in memory there, then write it below.
 
         Cancel safety: a copy or write that is under way is finished first.
         """

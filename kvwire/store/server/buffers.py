@@ -32,7 +32,7 @@ class TransferBuffers:
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[Bytes]:
-        """A berth; at the end of the block nothing may touch it any more.
+        """Lend a buffer; at the end of the block nothing may touch it.
 
         Cancel safety: safe while it waits. A block that is cancelled while something
         may touch the berth leaves it to that, and there is another one in its place.

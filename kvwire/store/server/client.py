@@ -182,7 +182,7 @@ class ActiveConnection:
 
 
 class StoreClient:
-    """A server, whether it can be reached or not. One event loop.
+    """Connects to a server, reachable or not. One event loop.
 
     Args:
         communicator: Connects.
@@ -213,11 +213,11 @@ class StoreClient:
         self._keeping: asyncio.Task[None] | None = None
 
     def number(self) -> int:
-        """A number that no request and no transfer of this line has had."""
+        """Return a number that no request or transfer here has had."""
         return next(self._numbers)
 
     def now(self) -> ActiveConnection:
-        """The connection.
+        """Return the connection.
 
         Raises:
             ConnectionLost: It is down, and why.

@@ -94,29 +94,29 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
 
     @property
     def keys(self) -> Keys:
-        """The keys."""
+        """Return the keys."""
         return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
 
     def all_in(self, space: Namespace) -> bool:
-        """Whether every key is of one space."""
+        """Tell whether every key is of one space."""
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width)
         digest = np.frombuffer(space.digest, np.uint8)
         return bool((table[:, :DIGEST_BYTES] == digest).all())
 
 
 class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
-    """A space in words; see :mod:`kvwire.store.namespace`."""
+    """Spells out a namespace; see :mod:`kvwire.store.namespace`."""
 
     group: _Name
     fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
 
     @classmethod
     def of(cls, space: Namespace) -> Self:
-        """A space in words."""
+        """Spell out a namespace."""
         return cls(space.group, space.spec.to_pairs())
 
     def space(self) -> Namespace:
-        """The space.
+        """Return the space.
 
         Raises:
             UsageError: A field is missing or out of range.
@@ -128,17 +128,17 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class ClientMessage(StoreMessage, array_like=True, frozen=True, gc=False):
-    """What a client asks."""
+    """Is the base of what a client asks."""
 
 
 class StoreHello(ClientMessage, array_like=True, frozen=True, gc=False, tag=1):
-    """The first message: which version the client speaks."""
+    """Opens the conversation: says which version the client speaks."""
 
     version: _Number
 
 
 class Find(ClientMessage, array_like=True, frozen=True, gc=False, tag=2):
-    """Which of these blocks are there."""
+    """Asks which of these blocks are there."""
 
     number: _Number
     names: Names
@@ -185,7 +185,7 @@ class Flush(ClientMessage, array_like=True, frozen=True, gc=False, tag=6):
 
 
 class Stats(ClientMessage, array_like=True, frozen=True, gc=False, tag=7):
-    """What is there, and what has happened."""
+    """Asks what is there, and what has happened."""
 
     number: _Number
 
@@ -194,11 +194,11 @@ class Stats(ClientMessage, array_like=True, frozen=True, gc=False, tag=7):
 
 
 class ServerMessage(StoreMessage, array_like=True, frozen=True, gc=False):
-    """What a server answers."""
+    """Is the base of what a server answers."""
 
 
 class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
-    """The answer to Hello.
+    """Answers :class:`StoreHello`.
 
     Attributes:
         version: Which version the server speaks.
@@ -222,13 +222,13 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):
-    """The answer to the request of a number."""
+    """Answers the request of a number."""
 
     number: _Number
 
 
 class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
-    """The order of each block's image, a byte each, or ``ABSENT``."""
+    """Gives the order of each block's image, a byte each, or ``ABSENT``."""
 
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]
 
@@ -239,12 +239,12 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
 
     @property
     def table(self) -> Orders:
-        """The orders."""
+        """Return the orders."""
         return np.frombuffer(self.orders, np.uint8)
 
 
 class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
-    """What became of each block, a byte each, and why where it did not land."""
+    """Gives the result of each block, a byte each, and why some did not land."""
 
     fates: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     reason: _Reason = ""
@@ -255,12 +255,12 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
 
     @classmethod
     def of(cls, number: int, fates: BlockResults, reason: str = "") -> Self:
-        """The answer, with as much of the reason as it may have."""
+        """Make the reply, with as much of the reason as it may have."""
         return cls(number, fates.tobytes(), reason[:REASON_CHARS_MAX])
 
     @property
     def table(self) -> BlockResults:
-        """The fates."""
+        """Return the fates."""
         return np.frombuffer(self.fates, np.uint8)
 
 
@@ -293,7 +293,7 @@ class ClientRow(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
-    """What a server has, and who is there."""
+    """Lists what a server has, and who is there."""
 
     name: _Text
     read_only: bool
@@ -315,7 +315,7 @@ _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(Any
 
 
 def encode(message: ClientMessage | ServerMessage) -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     return _encoder.encode(message)
 
 

@@ -107,7 +107,7 @@ class StoreServer:
         return f"<StoreServer {getattr(self, 'address', self._where)}, {state}>"
 
     async def __aenter__(self) -> Self:
-        """The server, listening. It is entered once.
+        """Start to listen; enter it once.
 
         Raises:
             UsageError: The address cannot be used, or needs a key; or it was entered
@@ -157,7 +157,7 @@ class StoreServer:
     # --- what clients are told --------------------------------------------------------
 
     def welcome(self, version: int, requests: int) -> Welcome:
-        """What a new client has to know."""
+        """Return what a new client has to know."""
         tiers = self.store.hierarchy
         spaces = list(tiers.spaces.values())[:STORE_SPACES_TOLD]
         return Welcome(
@@ -171,7 +171,7 @@ class StoreServer:
         )
 
     def report(self, number: int) -> StatsReport:
-        """What is there and what has happened, for whoever asks."""
+        """Return what is there and what has happened."""
         troubles = self.store.report
         rows = [
             TierRow(name[:NAME_CHARS_MAX], troubles[name][:REASON_CHARS_MAX], stats)
@@ -188,7 +188,7 @@ class StoreServer:
         )
 
     def clients(self) -> tuple[ClientRow, ...]:
-        """Who is connected."""
+        """Return who is connected."""
         return tuple(client.row() for client in self._clients)
 
     # --- inside -----------------------------------------------------------------------
@@ -212,7 +212,7 @@ class StoreServer:
 def _config(
     config: Config | str | os.PathLike[str] | None, arguments: dict[str, Any]
 ) -> Config:
-    """The caller's wishes, and what a server needs beside them."""
+    """Return the caller's config, with what a server needs beside it."""
     if arguments.get("psk_file"):
         arguments.setdefault("trust", "psk")
     loaded = (

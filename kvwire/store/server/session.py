@@ -62,7 +62,7 @@ _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
 
 
 class ClientSession:
-    """What a server does for one client.
+    """Serves one client of a store server.
 
     Args:
         server: Whose client it is.
@@ -79,7 +79,7 @@ class ClientSession:
         self._read_bytes = self._written_bytes = 0
 
     def row(self) -> ClientRow:
-        """Who it is, and what it has done."""
+        """Return who it is, and what it has done."""
         peer = self._connection.peer
         return ClientRow(
             name=peer.name,
@@ -240,7 +240,7 @@ class ClientSession:
         return StoreDone(request.number, reason=said[:REASON_CHARS_MAX])
 
     def _refusal(self, request: TransferMessage, space: Namespace) -> str:
-        """Why blocks cannot move for a request; empty if they can."""
+        """Return why blocks cannot move for a request; empty if they can."""
         if not request.names.all_in(space):
             return "a key is of another space than the request"
         nbytes = len(request.names) * space.image_bytes
@@ -277,17 +277,17 @@ def _deadline(request: TransferMessage) -> timedelta:
 
 
 def _hashes(request: TransferMessage) -> Keys:
-    """The hashes of a request's blocks."""
+    """Return the hashes of a request's blocks."""
     return as_keys(key[DIGEST_BYTES:] for key in request.names.keys.tolist())
 
 
 def _landed(outcome: Outcome, space: Namespace, ids: Ids) -> Bits:
-    """Which blocks landed, by their position in the list."""
+    """Return which blocks landed, by their position in the list."""
     return among(ids, outcome.landed.ids(space.group))
 
 
 def _lost(got: Outcome, space: Namespace) -> BlockResults:
-    """What became of each block of a get that did not land."""
+    """Return what became of each block of a get that did not land."""
     absent = np.array([why.startswith(NOT_THERE) for why in got.missing.meanings])
     codes = got.missing.groups[space.group].codes
     return np.where(absent[codes], BlockResult.MISSING, BlockResult.FAILED).astype(

@@ -10,7 +10,7 @@ from kvwire.store.server.messages import Stats, StatsReport
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:
-    """What a server has in its tiers, and who uses it.
+    """Return what a server has in its tiers, and who uses it.
 
     Args:
         address: Where it listens, ``"host:port"``.

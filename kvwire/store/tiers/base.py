@@ -42,7 +42,7 @@ from kvwire.store.namespace import ABSENT, Namespace
 
 
 class BlockResult(enum.IntEnum):
-    """What became of one block."""
+    """Names what became of one block."""
 
     LANDED = 0
     MISSING = 1
@@ -77,7 +77,7 @@ class Batch(NamedTuple):
 
 
 class TierStats(msgspec.Struct, kw_only=True):
-    """What is in a tier, and what has happened to it since it was opened.
+    """Counts what is in a tier, and what has happened to it since it was opened.
 
     Attributes:
         blocks: Blocks that can be found; 0 where nobody counts.
@@ -111,7 +111,7 @@ class TierStats(msgspec.Struct, kw_only=True):
 
 
 class Tier(ABC):
-    """A place below memory. Subclasses say how blocks get there and back.
+    """Keeps blocks below memory. Subclasses say how blocks get there and back.
 
     Attributes:
         name: How the caller named it, for reports and reasons.
@@ -127,18 +127,18 @@ class Tier(ABC):
 
     @property
     def taking(self) -> bool:
-        """Whether it takes blocks at the moment."""
+        """Tell whether it takes blocks at the moment."""
         return True
 
     @abstractmethod
     async def find(self, keys: Keys) -> Orders:
-        """The order of each block's image, or ``ABSENT``.
+        """Return the order of each block's image, or ``ABSENT``.
 
         Cancel safety: safe, it only looks.
         """
 
     async def holds(self, keys: Keys) -> Bits:
-        """Which blocks need not be written: those that it has as far as it knows.
+        """Tell which blocks it has as far as it knows: they need no writing.
 
         Cancel safety: safe, it only looks.
         """
@@ -165,10 +165,10 @@ class Tier(ABC):
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """What is in it."""
+        """Return what is in it."""
 
     def spaces(self) -> Iterable[Namespace]:
-        """The spaces of what it had when it was opened, as far as it knows."""
+        """Return the namespaces of what it had when it was opened."""
         return ()
 
     @abstractmethod

@@ -122,7 +122,7 @@ class DiskTier(Tier):
             raise
 
     async def find(self, keys: Keys) -> Orders:
-        """The order of each block's image, or ``ABSENT``.
+        """Return the order of each block's image, or ``ABSENT``.
 
         Cancel safety: safe, it only looks.
         """
@@ -132,7 +132,7 @@ class DiskTier(Tier):
         return found
 
     async def holds(self, keys: Keys) -> Bits:
-        """Which blocks are there, with their images written or read by this process.
+        """Tell which blocks are here, as written or read by this process.
 
         Cancel safety: safe, it only looks.
         """
@@ -255,7 +255,7 @@ class DiskTier(Tier):
     # --- on the loop ------------------------------------------------------------------
 
     async def _look(self, space: Namespace, keys: Keys) -> Bits:
-        """Which blocks are held, now that nobody writes them and all there are known.
+        """Tell which blocks are held, once nobody writes them.
 
         The others are not there. Nothing has been awaited since.
         """
@@ -438,7 +438,7 @@ def _sums_of(batch: Batch) -> Sums:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether nothing else is wrong than that a disk has no room."""
+    """Tell whether the only thing wrong is a disk without room."""
     name = getattr(error, "sqlite_errorname", "")
     return name == "SQLITE_FULL" or getattr(error, "errno", 0) == errno.ENOSPC
 

@@ -93,7 +93,7 @@ class DiskRows(NamedTuple):
 
 
 class DiskIndex:
-    """The index of one directory, which no other process has; one thread at a time.
+    """Keeps the index of one directory, of one process; one thread at a time.
 
     Its errors are those of SQLite, ``sqlite3.Error``: after one, nothing of what was
     asked has happened, and it can be asked again.
@@ -134,7 +134,7 @@ class DiskIndex:
             raise
 
     def rows(self) -> Iterator[DiskRows]:
-        """What it has, as far as it makes sense; some at a time, in no order."""
+        """Yield what it has, as far as it makes sense, in no order."""
         asked = self._db.execute(_ROWS, _LIMITS)
         while some := asked.fetchmany(_AT_ONCE):
             slots, keys, orders, nbytes, sums, serials = zip(*some, strict=True)
@@ -149,7 +149,7 @@ class DiskIndex:
             )
 
     def dirty(self) -> None:
-        """An image is about to be written: from now on it is not closed in order."""
+        """Note that an image is to be written: it is not closed in order."""
         if self.closed:
             with self._transaction(synced=True):
                 self._db.execute("UPDATE tier SET closed = 0")
@@ -239,7 +239,7 @@ class DiskIndex:
             raise
 
     def _read_spaces(self) -> Iterator[tuple[bytes, Namespace]]:
-        """The spaces that are described, as far as that can be read."""
+        """Return the described namespaces that can be read."""
         kind = tuple[str, list[tuple[str, str]]]
         for (words,) in self._db.execute("SELECT described FROM spaces"):
             with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):

@@ -20,7 +20,7 @@ _VIEWS: Final = 1024
 
 
 class File:
-    """An open file, for threads: no call is bound to a loop.
+    """Reads and writes an open file, from any thread and without a loop.
 
     Args:
         path: Where it is.
@@ -37,7 +37,7 @@ class File:
 
     @property
     def nbytes(self) -> int:
-        """How long it is."""
+        """Return how long it is."""
         return os.fstat(self._fd).st_size
 
     def read(self, into: Sequence[memoryview], offset: int) -> None:

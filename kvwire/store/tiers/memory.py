@@ -44,7 +44,7 @@ Demote = Callable[[IndexedSlots], Awaitable[str]]
 
 
 class MemoryTier:
-    """The slots of a store's memory. One event loop.
+    """Manages the slots of a store's memory. One event loop.
 
     Args:
         slabs: The room, as many bytes of memory.
@@ -67,11 +67,11 @@ class MemoryTier:
         self._clearing: asyncio.Task[None] | None = None
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a block of so many bytes has room at all."""
+        """Tell whether a block of so many bytes has room at all."""
         return self.index.slabs.capacity(nbytes) > 0
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
-        """The images in some slots, one fragment each."""
+        """Return the images in some slots, one fragment each."""
         offsets = self.index.slabs.offsets(slots)
         return Fragments(
             (offsets + self._base).astype(np.uint64),
@@ -120,7 +120,7 @@ class MemoryTier:
         self._notify()
 
     def stats(self) -> TierStats:
-        """What is in it."""
+        """Return what is in it."""
         self.counts.blocks = len(self.index)
         self.counts.used_bytes = self.index.slabs.used_bytes
         self.counts.evicted_blocks = self.index.evicted

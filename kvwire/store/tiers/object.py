@@ -123,11 +123,11 @@ class ObjectTier(Tier):
 
     @property
     def taking(self) -> bool:
-        """Whether it takes blocks: unless it was away a moment ago."""
+        """Tell whether it takes blocks: it was not away a moment ago."""
         return not self._resting()
 
     async def find(self, keys: Keys) -> Orders:
-        """The order of each block's image, or ``ABSENT``.
+        """Return the order of each block's image, or ``ABSENT``.
 
         What is not remembered is a request each, for the head of the object.
 
@@ -169,7 +169,7 @@ class ObjectTier(Tier):
         """Nothing: an object store does not know what was used."""
 
     def stats(self) -> TierStats:
-        """What this side has moved; what is there is not counted."""
+        """Return what this side has moved; what is there is not counted."""
         return self._counts
 
     async def flush(self) -> None:
@@ -188,7 +188,7 @@ class ObjectTier(Tier):
     # --- blocks -----------------------------------------------------------------------
 
     async def _look(self, key: Key) -> int:
-        """The order of one block's image, or ``ABSENT``."""
+        """Return the order of one block's image, or ``ABSENT``."""
         raw = await self._range(key, HEAD_BYTES)
         if isinstance(raw, BlockResult):
             if raw is BlockResult.MISSING:
@@ -304,7 +304,7 @@ class ObjectTier(Tier):
         return asyncio.get_running_loop().time() < self._away_until
 
     def _went_away(self, error: Exception) -> None:
-        """A request has failed: say so, and leave the store alone for a while."""
+        """Report a failed request, and leave the store alone for a while."""
         first = str(error).partition("\n")[0] or f"no answer in {self._timeout_s:g} s"
         self.trouble = self.away = first[:REASON_CHARS_MAX]
         if not self._resting():

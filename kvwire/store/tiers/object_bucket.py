@@ -16,7 +16,7 @@ _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
 
 def bucket_of(address: TierAddress, timeout_s: float) -> Any:
-    """Where the objects of a tier are.
+    """Return where the objects of a tier are.
 
     Raises:
         UsageError: obstore is not installed, or does not take the address.

@@ -34,7 +34,7 @@ assert _HEAD.size + _SUM.size == HEAD_BYTES
 
 
 class ObjectHead(NamedTuple):
-    """The head of one object.
+    """Holds the head of one object.
 
     Attributes:
         key: The block's key.
@@ -49,7 +49,7 @@ class ObjectHead(NamedTuple):
     image_sum: int
 
     def to_bytes(self) -> bytes:
-        """The head as it stands in front of the image."""
+        """Return the head as it stands in front of the image."""
         head = _HEAD.pack(
             _MAGIC, len(self.key), self.order, self.nbytes, self.image_sum, self.key
         )
@@ -57,7 +57,7 @@ class ObjectHead(NamedTuple):
 
     @classmethod
     def read(cls, raw: memoryview) -> ObjectHead | None:
-        """The head that some bytes begin with, or None if that is no whole one."""
+        """Return the head that some bytes begin with; None if it is not whole."""
         if raw.nbytes < HEAD_BYTES:
             return None
         head = raw[: _HEAD.size]
@@ -70,12 +70,12 @@ class ObjectHead(NamedTuple):
 
 
 def path_of(key: Key) -> str:
-    """Where a block lies: a folder for each space, and the hash in it."""
+    """Return where a block lies: a folder for each namespace, and the hash."""
     return f"{key[:DIGEST_BYTES].hex()}/{key[DIGEST_BYTES:].hex()}"
 
 
 def packed(batch: Batch) -> npt.NDArray[np.uint8]:
-    """The objects of a batch, one in each row. On a thread."""
+    """Return the objects of a batch, one in each row. On a thread."""
     nbytes = int(batch.images.lengths[0])
     rows = np.empty((batch.keys.size, HEAD_BYTES + nbytes), np.uint8)
     copy_in_turns(batch.images, _behind_heads([row.data for row in rows], nbytes))
@@ -114,7 +114,7 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
 
 
 def _behind_heads(objects: list[memoryview], nbytes: int) -> Fragments:
-    """Where the images of objects lie."""
+    """Return where the images of objects lie."""
     arrays = [np.frombuffer(one, np.uint8) for one in objects]
     begins = [array.ctypes.data + HEAD_BYTES for array in arrays]
     return Fragments(

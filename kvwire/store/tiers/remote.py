@@ -99,12 +99,12 @@ class RemoteTier(Tier):
 
     @property
     def taking(self) -> bool:
-        """Whether it takes blocks: while the server is there, and takes them."""
+        """Tell whether it takes blocks: the server is there and does."""
         up = self._line.up
         return up is not None and not up.welcome.read_only
 
     async def find(self, keys: Keys) -> Orders:
-        """The order of each block's image, or ``ABSENT``; one round trip.
+        """Return the order of each block's image, or ``ABSENT``; one round trip.
 
         Cancel safety: safe, it only looks.
         """
@@ -151,7 +151,7 @@ class RemoteTier(Tier):
         return fates
 
     def stats(self) -> TierStats:
-        """What this side has moved; ``kvwire store stats`` says what is there."""
+        """Return what this side has moved; ``kvwire store stats`` has the rest."""
         return self._counts
 
     def spaces(self) -> Iterable[Namespace]:
@@ -190,7 +190,7 @@ class RemoteTier(Tier):
     # --- inside -----------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """The line has gone up or down."""
+        """Note that the client has connected or lost its connection."""
         self.trouble = self.away = self._line.trouble
         if self._line.up is not None:
             welcome = self._line.up.welcome
@@ -268,7 +268,7 @@ class RemoteTier(Tier):
         return fates
 
     def _asked(self, number: int, space: Namespace, batch: Batch) -> _Asked:
-        """The fields of a request to move a batch."""
+        """Return the fields of a request to move a batch."""
         order, names = int(batch.orders[0]), Names.of(batch.keys)
         timeout_ms = max(1, int(self._timeout_s * 1000))
         return number, number, NamespaceText.of(space), order, names, timeout_ms
@@ -276,7 +276,7 @@ class RemoteTier(Tier):
     def _checked(
         self, up: ActiveConnection, batch: Batch, done: StoreDone
     ) -> BlockResults:
-        """What the server says of each block."""
+        """Return what the server says of each block."""
         fates = done.table.copy()
         if fates.size != batch.keys.size:
             raise _lie(up, f"{fates.size} fates of {batch.keys.size} blocks")
@@ -329,6 +329,6 @@ def _spaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
 
 
 def _lie(up: ActiveConnection, what: str) -> ConnectionLost:
-    """The server breaks the rules; nothing more is asked of it for now."""
+    """Return the server breaks the rules; nothing more is asked of it for now."""
     up.connection.abort(what)
     return ConnectionLost(f"the server's answer has {what}")

@@ -31,12 +31,12 @@ def rounded(nbytes: _Bytes) -> _Bytes:
 
 
 def stride_of(slab_bytes: int) -> int:
-    """The slot numbers of a slab of so many bytes. They are on disks: for ever."""
+    """Return the slots of a slab of so many bytes; disks keep it for ever."""
     return min(slab_bytes // GRAIN_BYTES, STORE_SLOTS_MAX)
 
 
 class Slabs:
-    """Which slots are free.
+    """Tracks which slots are free.
 
     Args:
         slabs: How many slabs.
@@ -72,7 +72,7 @@ class Slabs:
         self._blank = dict.fromkeys(range(slabs - 1, -1, -1))
 
     def __len__(self) -> int:
-        """The number of slabs."""
+        """Return the number of slabs."""
         return self.slot_bytes.size
 
     @property
@@ -141,7 +141,7 @@ class Slabs:
                 self._blank[slab] = None
 
     def offsets(self, slots: Ids) -> Ids:
-        """Where in the tier each slot begins, in bytes."""
+        """Return where in the tier each slot begins, in bytes."""
         slabs = slots // self.stride
         inside = slots % self.stride * self.slot_bytes[slabs]
         return slabs * self.slab_bytes + inside
@@ -156,7 +156,7 @@ class Slabs:
         self._open.setdefault(slot_bytes, {})[slab] = None
 
     def restore(self, slab: int, slot_bytes: int, taken: Ids) -> None:
-        """A slab that belonged to a size before, with some of its slots taken."""
+        """Restore a slab that belonged to a size before, some slots taken."""
         del self._blank[slab]
         self.assign(slab, slot_bytes)
         gone = set(taken.tolist())

@@ -48,7 +48,7 @@ def make_app(
     route: str,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> Starlette:
-    """The application.
+    """Return the application.
 
     Args:
         prefill: The engines that compute prompts.
@@ -84,7 +84,7 @@ def make_app(
 
 
 class _Front:
-    """What the routes call."""
+    """Answers the routes of the proxy."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -134,7 +134,7 @@ def _passed_on(request: Request) -> dict[str, str]:
 async def _unless_gone(
     request: Request, asking: asyncio.Task[EngineResponse]
 ) -> EngineResponse | None:
-    """The answer, or None if the client goes away before it begins.
+    """Return the answer, or None if the client goes away before it begins.
 
     Starlette looks for that only once the answer is on its way.
     """

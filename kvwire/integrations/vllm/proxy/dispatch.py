@@ -48,7 +48,7 @@ GET_S: Final = 10.0
 
 
 class EngineFailed(Exception):
-    """An engine could not be reached, or gave no answer that is of use.
+    """Reports an engine that could not be reached or gave no usable answer.
 
     Attributes:
         engine: Which.
@@ -67,7 +67,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A client's request.
+    """Holds a client's request.
 
     Attributes:
         path: Of the API, such as ``/v1/completions``.
@@ -82,7 +82,7 @@ class ClientRequest:
 
 @dataclass(slots=True)
 class EngineResponse:
-    """What a decode engine says, from its first part on.
+    """Holds a decode engine's response, from its first part on.
 
     Attributes:
         status: Of HTTP.
@@ -161,7 +161,7 @@ class Dispatcher:
         raise last
 
     async def get(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
-        """What a decode engine says to a GET, such as its models.
+        """Return what a decode engine says to a GET, such as its models.
 
         Raises:
             EngineFailed: None can be reached, or answers in :data:`GET_S`.
@@ -253,7 +253,7 @@ async def _chained(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[b
 async def _first_of(
     answer: asyncio.Future[EngineResponse], computed: asyncio.Future[None]
 ) -> EngineResponse:
-    """The answer, unless prefill fails before it begins."""
+    """Return the answer, unless prefill fails before it begins."""
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
     if not answer.done():
         computed.result()
@@ -270,12 +270,12 @@ async def _ended(future: asyncio.Future[Any]) -> None:
 
 
 def _said(error: httpx.HTTPError) -> str:
-    """Why nothing came; some of httpx's errors have no text."""
+    """Return why nothing came; some of httpx's errors have no text."""
     return str(error) or type(error).__name__
 
 
 def _quoted(body: bytes) -> str:
-    """What an engine says of its failure: OpenAI's ``error.message``, or the text."""
+    """Return an engine's error text: OpenAI's ``error.message``, or the body."""
     text = body.decode(errors="replace")
     with contextlib.suppress(ValueError, TypeError, KeyError):
         text = str(json.loads(text)["error"]["message"])

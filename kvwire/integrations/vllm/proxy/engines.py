@@ -78,7 +78,7 @@ class VllmServerPool:
     def pick(
         self, body: dict[str, Any], tried: Collection[VllmServer]
     ) -> VllmServer | None:
-        """The engine for a request.
+        """Return the engine for a request.
 
         Args:
             body: The request.

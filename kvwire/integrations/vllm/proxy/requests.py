@@ -15,7 +15,7 @@ _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 
 
 def is_for_two(body: dict[str, Any]) -> bool:
-    """Whether two engines can share a request.
+    """Tell whether two engines can share a request.
 
     One transfer serves one sequence. And whoever is asked for the prompt's own
     probabilities has to compute all of it: KV from elsewhere would be of no use.
@@ -33,14 +33,14 @@ def is_for_two(body: dict[str, Any]) -> bool:
 
 
 def new_transfer_id() -> str:
-    """A name that no other request has."""
+    """Return a name that no other request has."""
     return secrets.token_hex(16)
 
 
 def for_prefill(
     body: dict[str, Any], transfer_id: str, decode: VllmServer
 ) -> dict[str, Any]:
-    """What the prefill engine is asked: the prompt, and one token."""
+    """Return the prefill engine's request: the prompt, and one token."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
@@ -57,7 +57,7 @@ def for_prefill(
 def for_decode(
     body: dict[str, Any], transfer_id: str, prefill: VllmServer
 ) -> dict[str, Any]:
-    """What the decode engine is asked: everything, with the KV from elsewhere."""
+    """Return the decode engine's request: everything, with the KV elsewhere."""
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
