@@ -44,7 +44,7 @@ from kvwire.errors import (
     UsageError,
     VersionMismatch,
 )
-from kvwire.types import Access, Address, Candidate, PeerInfo, TransportReport
+from kvwire.types import Access, Address, Candidate, Grant, PeerInfo, TransportReport
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvwire.kv.pool import BlockPool
     from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
     from kvwire.kv.spec import KVSpec
-    from kvwire.region import Grant, Region
+    from kvwire.region import Region
     from kvwire.request import Request
     from kvwire.store.request import StoreRequest
     from kvwire.store.server.server import StoreServer
@@ -132,7 +132,6 @@ _HOMES: Final = {
     "Config": "kvwire.config",
     "Connection": "kvwire.connection",
     "Engine": "kvwire.engine",
-    "Grant": "kvwire.region",
     "Incoming": "kvwire.transfer",
     "Joined": "kvwire.transfer",
     "join": "kvwire.transfer",

@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-import secrets
-import socket
 from collections.abc import AsyncIterator, Generator, Iterable
-from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
-from kvwire.backend.selection import control_refusal, local_refusal, wishes
-from kvwire.clock import at_most, yields_before_raising
+from kvwire.clock import yields_before_raising
 from kvwire.config import Config
 from kvwire.connection import Connection
-from kvwire.driver.acceptor import Acceptor
-from kvwire.driver.buffers import BufferTable
-from kvwire.driver.checksums import ChecksumPolicy
-from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
-from kvwire.driver.devices import Devices
-from kvwire.driver.handshake import HandshakeDriver, hands_shaken, report_of
-from kvwire.driver.reconnect import Reconnector
+from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.observers import Observers
-from kvwire.endpoint.verbs import PublishExpect
-from kvwire.errors import (
-    BackendUnavailable,
-    ClosedOK,
-    ConnectError,
-    ConnectionClosed,
-    ConnectionLost,
-    ListenError,
-    UsageError,
-)
-from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
-from kvwire.memory.buffers import as_payload
-from kvwire.proto.agreement import Agreement, Identity
-from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.handshake import ClientHandshake
-from kvwire.proto.regions import RegionRecord, RegionTable
+from kvwire.kv.blocks import Blocks
+from kvwire.kv.paged import PagedCache
 from kvwire.region import Region
-from kvwire.security.keys import crosses_hosts, load_keys, resolve
-from kvwire.security.tls import CredentialFiles
-from kvwire.transfers.event_wait import fired
-from kvwire.transfers.incoming import IncomingState
-from kvwire.transfers.matching import TransferRegistry
-from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfer import Incoming, Outgoing
+from kvwire.transfers.options import PublishOptions, ReceiveOptions
 from kvwire.types import Access, Address
-from kvwire.wire.control import BackendOffer, TransportOffer
-from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
-
-logger = logging.getLogger("kvwire")
 
 
 class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
@@ -103,83 +68,59 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         return Communicator(self.config)
 
 
-class Communicator(PublishExpect):
-    """Connects to peers and is connected to. Made by :func:`kvwire.open`.
+class Communicator:
+    """Connects to peers and is connected to. Made by :func:`kvwire.open`."""
 
-    Attributes:
-        config: Its configuration.
-        buffers: The memory its users have lent it.
-        counters: What has happened so far.
-        devices: The devices that some of that memory belongs to.
-        watchers: Who is told when KV transfers begin and end.
-    """
+    __slots__ = ("__weakref__", "_state")
 
     def __init__(self, config: Config) -> None:
-        trust, psk, keys = load_keys(config)
-        self._tls = CredentialFiles(config) if config.trust == "mtls" else None
-        if not config.name:
-            config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
-        self.config = config
-        self.buffers = BufferTable()
-        self.counters = Counters()
-        self.watchers = Observers()
-        self.loop = asyncio.get_running_loop()
-        self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
-        self.exchange = TransferRegistry()
-        self.recovery = Reconnector(self)
-        self._reception = Acceptor(self)
-        self.identity = Identity(
-            name=config.name,
-            incarnation=secrets.token_bytes(16),
-            trust=trust,
-            psk=psk,
-            keys=keys,
-            terms=ConnectionParameters(
-                chunk_bytes=config.chunk_bytes,
-                eager_bytes=config.eager_bytes,
-                window_bytes=config.window_bytes,
-                window_messages=config.window_messages,
-            ),
-            profile=tuple(sorted(config.profile.items())),
-        )
-        self._regions = RegionTable()
-        self._backends: dict[str, Backend] = {}
-        self._listeners: list[Listener] = []
-        self._pumps: set[ConnectionDriver] = set()
-        self._connections: set[Connection] = set()
-        self._closed = False
-        # No link is made or taken any more, not even to say a last word.
-        self._links_ended = False
+        self._state = CommunicatorState(config, Connection)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._connections)} connections"
-        return (
-            f"<Communicator {self.config.name!r}, trust {self.config.trust}, {state}>"
-        )
+        return repr(self._state)
+
+    @property
+    def config(self) -> Config:
+        """Its configuration."""
+        return self._state.config
+
+    @property
+    def counters(self) -> Counters:
+        """What has happened so far."""
+        return self._state.counters
+
+    @property
+    def watchers(self) -> Observers:
+        """Who is told when KV transfers begin and end."""
+        return self._state.watchers
 
     @property
     def incarnation(self) -> bytes:
         """16 random bytes; a peer sees from them that this is a new start."""
-        return self.identity.incarnation
+        return self._state.incarnation
 
     @property
     def name(self) -> str:
         """The name that peers see."""
-        return self.config.name
+        return self._state.name
 
     @property
     def closed(self) -> bool:
         """Whether it is closing, or closed."""
-        return self._closed
+        return self._state.closed
 
     @property
-    def links_ended(self) -> bool:
-        """Whether it makes and takes no links any more, for nothing."""
-        return self._links_ended or (self._closed and not self.exchange.unsaid)
+    def quarantined_bytes(self) -> int:
+        """Bytes whose request is over while a transport may still touch them."""
+        return self._state.quarantined_bytes
+
+    @property
+    def live_connections(self) -> tuple[Connection, ...]:
+        """The connections that have not ended; a snapshot."""
+        return tuple(c.public for c in self._state.live_connections)
 
     # --- connections ------------------------------------------------------------------
 
-    @yields_before_raising
     async def listen(self, address: str | Address) -> Address:
         """Accept connections on an address; they come out of :meth:`connections`.
 
@@ -196,29 +137,8 @@ class Communicator(PublishExpect):
 
         Cancel safety: safe, nothing stays bound.
         """
-        self._check_open()
-        where = Address.parse(address)
-        backend = self._backend(where.scheme, self.config)
+        return await self._state.listen(address)
 
-        def accept(link: Link) -> None:
-            self._reception.accept(link, backend)
-
-        try:
-            where = await self._resolved(where, backend)
-            listener = await backend.listen(where, accept)
-        except OSError as exc:
-            raise ListenError(
-                f"cannot listen on {where}: {exc.strerror or exc}",
-                address=str(where),
-                errno=exc.errno,
-            ) from exc
-        if self._closed:
-            await listener.close()
-            raise ClosedOK("the communicator was closed")
-        self._listeners.append(listener)
-        return listener.address
-
-    @yields_before_raising
     async def connect(
         self,
         address: str | Address,
@@ -244,85 +164,9 @@ class Communicator(PublishExpect):
 
         Cancel safety: safe, a half-made connection is aborted.
         """
-        self._check_open()
-        connection = await self._connect(address, transport, timeout_s)
-        self.exchange.reattach(connection)
+        state = await self._state.connect(address, transport, timeout_s)
+        connection: Connection = state.public
         return connection
-
-    async def redial(self, lost: Connection) -> Connection:
-        """Connect again to where a lost connection went, and take its place.
-
-        Raises:
-            KVWireError: As :meth:`connect`.
-
-        Cancel safety: safe, a half-made connection is aborted.
-        """
-        assert lost.dialled is not None
-        address, transport = lost.dialled
-        connection = await self._connect(address, transport, None, lost.digest)
-        self.exchange.reattach(connection)
-        return connection
-
-    async def _connect(
-        self,
-        address: str | Address,
-        transport: str | Iterable[str] | None,
-        timeout_s: float | None,
-        resumes: bytes = b"",
-    ) -> Connection:
-        config = wishes(self.config, transport)
-        where = Address.parse(address)
-        backend = self._backend(where.scheme, config)
-        timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
-        handshake = ClientHandshake(
-            self.identity,
-            secrets.token_bytes(NONCE_BYTES),
-            _offer(self.identity, config, where.scheme, resumes),
-        )
-        opening = HandshakeDriver(handshake, config, where.scheme, self.loop)
-        try:
-            async with asyncio.timeout(timeout_s) as limit:
-                where, link = await self._dial(where, backend)
-                pump = self.open_link(link, opening)
-                connection = await hands_shaken(pump, opening)
-                await _lanes_up(connection, config.lanes)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise opening.timed_out(timeout_s) from None
-        except ConnectionLost:
-            self._check_open()
-            raise
-        connection.dialled = (where, transport)
-        return connection
-
-    async def _dial(self, address: Address, backend: Backend) -> tuple[Address, Link]:
-        """Open a link to an address; returns the numeric address too.
-
-        Raises:
-            ConnectError: Nobody listens there, or it cannot be reached.
-
-        Cancel safety: safe, nothing stays open.
-        """
-        try:
-            address = await self._resolved(address, backend)
-            return address, await backend.connect(address)
-        except OSError as exc:
-            raise ConnectError(
-                f"cannot connect to {address}: {exc.strerror or exc}",
-                address=str(address),
-                errno=exc.errno,
-            ) from exc
-
-    async def _resolved(self, address: Address, backend: Backend) -> Address:
-        if crosses_hosts(backend):
-            return await resolve(address, self.identity.trust)
-        return address
-
-    @property
-    def live_connections(self) -> tuple[Connection, ...]:
-        """The connections that have not ended; a snapshot."""
-        return tuple(self._connections)
 
     def connections(self) -> AsyncIterator[Connection]:
         """Inbound connections, in the order their handshakes ended.
@@ -332,9 +176,8 @@ class Communicator(PublishExpect):
 
         Cancel safety: safe, no connection is lost, and the iterator can be used again.
         """
-        return self._reception.inbound
+        return self._state.connections()
 
-    @yields_before_raising
     async def accept(self) -> Connection:
         """The next inbound connection.
 
@@ -343,7 +186,8 @@ class Communicator(PublishExpect):
 
         Cancel safety: safe, no connection is lost.
         """
-        return await self._reception.inbound.take()
+        connection: Connection = await self._state.accept()
+        return connection
 
     # --- memory -----------------------------------------------------------------------
 
@@ -357,47 +201,55 @@ class Communicator(PublishExpect):
         Raises:
             UsageError: The memory cannot be used.
         """
-        self._check_open()
-        allowed = Access.parse(access)
-        payload = as_payload(buffer, writable=bool(allowed & Access.WRITE))
-        lent = self.buffers.lend(payload)
-        try:
-            core = self._regions.register(lent, payload.nbytes, allowed)
-        except UsageError:
-            self.buffers.holds.retire(lent)
-            self.buffers.collect()
-            raise
-        return Region(self, core)
-
-    def revoke_region(self, core: RegionRecord) -> None:
-        """See :meth:`kvwire.Region.revoke`."""
-        self._regions.revoke(core)
-        for connection in list(self._connections):
-            connection.region_revoked(core)
-
-    def close_region(self, core: RegionRecord) -> None:
-        """See :meth:`kvwire.Region.close`."""
-        if not core.open:
-            return
-        self._regions.close(core)
-        for connection in list(self._connections):
-            connection.region_revoked(core)
-        self.buffers.holds.retire(core.buffer)
-        self.buffers.collect()
+        return Region(self._state, self._state.register(buffer, access))
 
     # --- KV transfers -----------------------------------------------------------------
 
-    @property
-    def communicator(self) -> Communicator:
-        """See Offering."""
-        return self
+    def publish(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[PublishOptions],
+    ) -> Outgoing:
+        """Offer a transfer to whoever pulls it by its id.
 
-    def start(self, end: IncomingState | OutgoingState) -> None:
-        """See Offering."""
-        self._check_open()
-        self.exchange.offer(end)
+        Args:
+            id: The name both applications know it by; free again once it has ended.
+            cache: Where it lies.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            consumers: How many pull it, such as the ranks of a tensor-parallel group.
+            deadline: An instant of the loop's clock, or a duration; see ``send``.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block.
+            lease_s: How long the blocks are held while nobody is at work on them.
+            group_bytes: Layers smaller than this together travel together; None for
+                the default, 1 for layer by layer.
+            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
+                prefill; ``extend`` names the rest.
 
-    @yields_before_raising
+        Raises:
+            UsageError: The id is in use, or the cache or blocks cannot be used.
+        """
+        return self._state.publish(id, cache, blocks, **options)
+
+    def expect(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[ReceiveOptions],
+    ) -> Incoming:
+        """Give memory to a transfer that a peer pushes by its id.
+
+        The arguments are those of :meth:`Connection.pull <kvwire.Connection.pull>`.
+
+        Raises:
+            UsageError: The id is in use, or the cache or blocks cannot be used.
+        """
+        return self._state.expect(id, cache, blocks, **options)
+
     async def fired(self, event: Any) -> None:
         """Wait until an event on a stream of a GPU has fired; the stream does not wait.
 
@@ -414,13 +266,7 @@ class Communicator(PublishExpect):
 
         Cancel safety: safe, it only watches.
         """
-        self._check_open()
-        await fired(event, self.devices)
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Bytes whose request is over while a transport may still touch them."""
-        return self.buffers.quarantined_bytes
+        await self._state.fired(event)
 
     # --- the end ----------------------------------------------------------------------
 
@@ -436,39 +282,11 @@ class Communicator(PublishExpect):
         Cancel safety: safe. What has begun to close goes on; call it again for the
         rest.
         """
-        self._stop()
-        if self.links_ended:
-            await self._end_links()
-        self.exchange.closing()
-        patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
-        closing = [c.close() for c in self._connections]
-        await at_most(patience_s, [self.exchange.all_said(), *closing])
-        await self._end_links()
-        # Those that were made to say a last word.
-        await at_most(CLOSE_SLACK_S, [c.close() for c in self._connections])
-        self.exchange.stop(ClosedOK("the communicator was closed"))
-        for pump in self._pumps:
-            pump.link.abort()
-        if self._pumps:
-            await asyncio.wait([p.ended for p in self._pumps], timeout=patience_s)
-        if self._pumps:
-            logger.error(
-                "%d connections have transports that may still touch memory; %d bytes "
-                "of it stay in quarantine",
-                len(self._pumps),
-                self.quarantined_bytes,
-            )
-        await self._reception.close()
-        self.devices.close()
-        for backend in self._backends.values():
-            await backend.aclose()
+        await self._state.close()
 
     def abort(self) -> None:
         """End every connection now. Never raises; ``close`` waits for what is left."""
-        self._stop()
-        self._links_ended = True
-        for connection in list(self._connections):
-            connection.abort("the communicator was aborted")
+        self._state.abort()
 
     async def __aenter__(self) -> Self:
         """The communicator itself; it is closed at the end of the block."""
@@ -479,120 +297,3 @@ class Communicator(PublishExpect):
         if error is not None:
             self.abort()
         await self.close()
-
-    def connection_ended(self, connection: Connection, error: ConnectionClosed) -> None:
-        """A connection has ended, for the reason given."""
-        self._connections.discard(connection)
-        if not isinstance(error, ClosedOK):
-            logger.info("connection to %s ended: %s", connection.peer, error)
-            self.counters.connections_lost += 1
-            if not self.links_ended:
-                self.recovery.lost(connection)
-
-    # --- inside -----------------------------------------------------------------------
-
-    def _stop(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._reception.inbound.close()
-
-    async def _end_links(self) -> None:
-        """Make and take no links any more."""
-        self._links_ended = True
-        await self.recovery.close()
-        for listener in self._listeners:
-            await listener.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedOK("the communicator is closed")
-
-    def _backend(self, scheme: str, config: Config) -> Backend:
-        reason = control_refusal(config, scheme)
-        if reason:
-            raise BackendUnavailable(f"transport {scheme!r}: {reason}")
-        return self.lane_backend(scheme)
-
-    def lane_backend(self, name: str) -> Backend:
-        """The backend called ``name``, of which there is one for all connections.
-
-        Raises:
-            BackendUnavailable: It is not installed.
-        """
-        if name not in self._backends:
-            backend = registry.load(name)()
-            if self._tls is not None and backend.capabilities.tls:
-                backend.use_tls(self._tls)
-            self._backends[name] = backend  # bounded: BACKENDS_MAX
-        return self._backends[name]
-
-    def open_link(self, link: Link, opening: HandshakeDriver) -> ConnectionDriver:
-        """Start a link; when the handshake on it has ended, it has a connection."""
-        pump = ConnectionDriver(
-            link,
-            self.buffers,
-            self.loop,
-            checks=ChecksumPolicy(self.config.checksum),
-        )
-        self._pumps.add(pump)
-        pump.ended.add_done_callback(lambda _: self._pumps.discard(pump))
-
-        def agreed(agreement: Agreement) -> Connection:
-            return self._begin(pump, opening, agreement)
-
-        pump.open(opening, agreed)
-        if self.links_ended:
-            link.abort()
-        return pump
-
-    def _begin(
-        self, pump: ConnectionDriver, opening: HandshakeDriver, agreement: Agreement
-    ) -> Connection:
-        core = ConnectionCore(
-            agreement,
-            opening.handshake.framing,
-            self.buffers.holds,
-            terms=self.identity.terms,
-            ping_interval_s=self.config.ping_interval_s,
-            ping_misses=self.config.ping_misses,
-            now=self.loop.time(),
-        )
-        connection = Connection(
-            self,
-            pump,
-            core,
-            peer=replace(
-                agreement.peer,
-                address=pump.link.remote_address,
-                identity=opening.identity,
-            ),
-            report=report_of(agreement.choice),
-            scheme=opening.scheme,
-        )
-        self._connections.add(connection)
-        self.counters.connections += 1
-        return connection
-
-
-async def _lanes_up(connection: Connection, count: int) -> None:
-    """Wait for the transport of the data; without it there is no connection."""
-    try:
-        await connection.raising.raise_lanes(count)
-    except BaseException as exc:
-        connection.abort(str(exc) or "no transport for the data came up")
-        raise
-
-
-def _offer(
-    identity: Identity, config: Config, scheme: str, resumes: bytes
-) -> TransportOffer:
-    return TransportOffer(
-        name=identity.name,
-        backends=tuple(
-            BackendOffer(name, API_VERSION)
-            for name in registry.names()
-            if not local_refusal(config, name, scheme)
-        ),
-        profile=identity.profile,
-        resumes=resumes,
-    )

@@ -1,140 +1,52 @@
-"""A connection to one peer: the four verbs, and the end."""
+"""A connection to one peer: the four verbs, KV transfers, and the end."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
-from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, overload
+from typing import Any, Self, Unpack, overload
 
-from kvwire.backend import Link
-from kvwire.clock import absolute
-from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.driver.lanes.setup import LaneEvent, LaneSetup, Route
-from kvwire.endpoint.verbs import PullPush
-from kvwire.errors import (
-    ConnectionClosed,
-    ConnectionLost,
-    KVWireError,
-    MessageTooLarge,
-    ProfileMismatch,
-    ProtocolError,
-    RequestCancelled,
-    UsageError,
-    WireCode,
-)
-from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
-from kvwire.memory.buffers import as_payload, slice_payload, uncleared
-from kvwire.memory.checksum import checksum
-from kvwire.memory.copy import copy
-from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.events import (
-    Ended,
-    Event,
-    LaneDataReceived,
-    MemoryWanted,
-    RequestDone,
-    SegmentLanded,
-    SegmentMarked,
-    TransferAgreed,
-    TransferOpened,
-)
-from kvwire.proto.records import TransferRecord
-from kvwire.proto.regions import RegionRecord
-from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestKind
-from kvwire.proto.transfers import Transfers
-from kvwire.region import Grant
+from kvwire.endpoint.connection import ConnectionState
+from kvwire.kv.blocks import Blocks
+from kvwire.kv.paged import PagedCache
 from kvwire.request import Request
-from kvwire.transfers.base import Attempt, TransferEvent
-from kvwire.transfers.description import TransferOffer
-from kvwire.transfers.incoming import IncomingState
-from kvwire.transfers.outgoing import OutgoingState
-from kvwire.types import Access, Address, BufferId, Device, PeerInfo, TransportReport
-from kvwire.wire.control import AccessBody
-
-if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
-
-Deadline = float | timedelta | None
-_TAG_MAX: Final = 2**64 - 1
-_TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
+from kvwire.transfer import Incoming, Outgoing
+from kvwire.transfers.options import ReceiveOptions, SendOptions
+from kvwire.types import Deadline, Grant, PeerInfo, TransportReport
 
 
-class Connection(PullPush):
+class Connection:
     """An authenticated pair. Made by ``connect``, or handed out by ``connections``.
 
     All of it belongs to the loop it was made on. The verbs return a
     :class:`~kvwire.Request` that has started already; await it for its result.
-
-    Attributes:
-        communicator: Whose connection it is.
-        peer: Who is at the other end.
-        raising: Which transport carries its data, and the lanes for that.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        pump: ConnectionDriver,
-        core: ConnectionCore,
-        *,
-        peer: PeerInfo,
-        report: TransportReport,
-        scheme: str,
-    ) -> None:
-        self.communicator = communicator
-        self.peer = peer
-        self.core = core
-        self._pump = pump
-        self._buffers = communicator.buffers
-        self._loop = asyncio.get_running_loop()
-        self._check = communicator.config.checksum != "off"
-        self._message_bytes = communicator.config.message_bytes
-        # Where it went, on the side that had connected.
-        self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
-        pump.connect(core, communicator.devices, self._on_event, self._raisings_over)
-        self.staged = pump.staged
-        self.raising = LaneSetup(
-            core,
-            pump.lanes,
-            Route(scheme, peer.address, report),
-            open_backend=communicator.lane_backend,
-            settings=communicator.config.backends,
-            counters=communicator.counters,
-            run=pump.run,
-        )
+    __slots__ = ("__weakref__", "_state")
+
+    def __init__(self, state: ConnectionState) -> None:
+        self._state = state
 
     def __repr__(self) -> str:
-        state = self.core.phase.value
-        return f"<Connection to {self.peer} over {self.transport}, {state}>"
+        return repr(self._state)
+
+    @property
+    def peer(self) -> PeerInfo:
+        """Who is at the other end."""
+        return self._state.peer
 
     @property
     def transport(self) -> str:
         """The transport that carries its data, such as ``"tcp"``."""
-        return self.raising.carrier.taken
+        return self._state.transport
 
     @property
     def transport_report(self) -> TransportReport:
         """Every transport considered, and why it was taken or not."""
-        return self.raising.carrier.report
+        return self._state.transport_report
 
     @property
     def closed(self) -> bool:
         """Whether nothing more can be sent."""
-        return self.core.closed
-
-    @property
-    def link(self) -> Link:
-        """The backend's link that carries it; for backends' own tests and metrics."""
-        return self._pump.link
-
-    @property
-    def digest(self) -> bytes:
-        """16 bytes that name this connection to both of its sides, and to no other."""
-        return self.core.agreement.digest[:16]
+        return self._state.closed
 
     # --- messages ---------------------------------------------------------------------
 
@@ -161,24 +73,7 @@ class Connection(PullPush):
             Cancelling the await does not stop the message. ``buffer`` must stay
             unchanged until ``await request.released()`` returns.
         """
-        payload = as_payload(buffer, writable=False)
-        nbytes = payload.nbytes
-        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
-        at = None if deadline is None else absolute(deadline)
-        small = nbytes <= EAGER_BYTES_MAX and self._pump.has_room
-        if small and isinstance(payload, memoryview):
-            check = checksum(payload) if self._check else None
-            try:
-                header = self.core.eager_header(tag, nbytes, check)
-            except ConnectionClosed as exc:
-                return Request.failed(exc)
-            if header is not None:
-                self._pump.send_eager(header, payload if nbytes else None)
-                return Request.completed(nbytes)
-        _check_size(nbytes)
-        post = partial(self._message, self.core.send, tag, payload, at)
-        return self._begin(Request(self, post=post))
+        return self._state.send(tag, buffer, deadline=deadline)
 
     @overload
     def recv(self, tag: int, *, deadline: Deadline = None) -> Request[bytearray]: ...
@@ -216,15 +111,7 @@ class Connection(PullPush):
             Once a message is on its way the receive goes on without the waiter;
             ``into`` is busy until ``await request.released()`` returns.
         """
-        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
-        at = None if deadline is None else absolute(deadline)
-        if into is None:
-            post = partial(self.core.recv, tag, None, self._message_bytes, at)
-            return self._begin(Request(self, post=post))
-        payload = as_payload(into, writable=True, what="into")
-        post = partial(self._message, self.core.recv, tag, payload, at)
-        return self._begin(Request(self, into=payload, post=post))
+        return self._state.recv(tag, into, deadline=deadline)
 
     # --- one-sided --------------------------------------------------------------------
 
@@ -250,8 +137,7 @@ class Connection(PullPush):
             Cancelling the await does not stop the write. ``buffer`` must stay unchanged
             until ``await request.released()`` returns.
         """
-        payload = as_payload(buffer, writable=False)
-        return self._one_sided(payload, grant, self.core.put, deadline)
+        return self._state.put(buffer, grant, deadline=deadline)
 
     def get(
         self, grant: Grant, into: Any, *, deadline: Deadline = None
@@ -275,72 +161,64 @@ class Connection(PullPush):
             Cancelling the await does not stop the read. ``into`` is busy until
             ``await request.released()`` returns.
         """
-        payload = as_payload(into, writable=True, what="into")
-        return self._one_sided(payload, grant, self.core.get, deadline)
+        return self._state.get(grant, into, deadline=deadline)
 
     # --- KV transfers -----------------------------------------------------------------
 
-    def start(self, end: IncomingState | OutgoingState) -> None:
-        """See Asking."""
-        self.communicator.exchange.ask(end, self)
-
-    def start_transfer(
+    def pull(
         self,
-        attempt: Attempt,
-        *,
-        key: bytes,
-        priority: int,
-        description: bytes,
-        pull: bool,
-    ) -> None:
-        """Open an attempt of a transfer on this connection."""
-        transfer = TransferRecord(id=key, priority=priority)
-        attempt.core = self.core.open_transfer(
-            transfer, description, pull=pull, deadline=None
-        )
-        attempt.core.context = attempt
-        self.run()
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[ReceiveOptions],
+    ) -> Incoming:
+        """Ask the peer for a transfer that it publishes, now or later.
 
-    @property
-    def transfers(self) -> Transfers:
-        """See ConnectionPort."""
-        return self.core.transfers
+        Args:
+            id: The name both applications know it by.
+            cache: Where it lands.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            deadline: As for :meth:`send`; the outcome then is what has landed.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block; lets ``have`` name what is here already.
+            have: Hashes this side has, or a predicate: those blocks are not sent.
+            lease_s: How long to wait for another link after a lost one.
 
-    @property
-    def chunk_bytes(self) -> int:
-        """See ConnectionPort."""
-        return self.core.agreement.terms.chunk_bytes
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        return self._state.pull(id, cache, blocks, **options)
 
-    def open_staging(self, device: Device | None) -> None:
-        """See ConnectionPort."""
-        self.staged.open(device)
+    def push(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[SendOptions],
+    ) -> Outgoing:
+        """Send the peer a transfer that it expects, now or later.
 
-    def refuse(
-        self, request: RequestRecord, error: KVWireError, code: WireCode
-    ) -> None:
-        """See ConnectionPort."""
-        self.core.refuse(request, error, code)
+        Args:
+            id: The name both applications know it by.
+            cache: Where it lies.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            deadline: As for :meth:`send`.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block.
+            lease_s: How long to wait for another link after a lost one.
+            group_bytes: Layers smaller than this together travel together; None for
+                the default, 1 for layer by layer.
+            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
+                prefill; ``extend`` names the rest.
 
-    def run(self) -> None:
-        """Carry out what the core has to say."""
-        self._pump.run()
-
-    # --- grants -----------------------------------------------------------------------
-
-    def make_grant(
-        self, region: RegionRecord, offset: int, nbytes: int, access: Access
-    ) -> Grant:
-        """See :meth:`kvwire.Region.grant`, which is how it is called."""
-        row = self.core.grant(region, offset, nbytes, access)
-        return Grant(
-            access=access,
-            connection=self.digest,
-            grant=row.id,
-            generation=row.generation,
-            token=row.token,
-            offset=0,
-            nbytes=nbytes,
-        )
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        return self._state.push(id, cache, blocks, **options)
 
     # --- the end ----------------------------------------------------------------------
 
@@ -352,27 +230,18 @@ class Connection(PullPush):
 
         Cancel safety: safe. The connection goes on closing; call it again to wait.
         """
-        if not self.core.closed:
-            self.communicator.exchange.closing(self)
-            timeout_s = self.communicator.config.close_timeout_s
-            self.core.close(self._loop.time(), timeout_s)
-            self._pump.set_timer()
-            self._pump.run()
-        await self.wait_closed()
+        await self._state.close()
 
     def abort(self, reason: str = "aborted by this side") -> None:
         """End the connection now; every open request fails. Never raises."""
-        if not self.core.closed:
-            self.core.fail(ConnectionLost(reason))
-            self._pump.run()
-        self._pump.link.abort()
+        self._state.abort(reason)
 
     async def wait_closed(self) -> None:
         """Wait until the connection has ended, for whatever reason.
 
         Cancel safety: safe, it only watches.
         """
-        await asyncio.shield(self._pump.ended)
+        await self._state.wait_closed()
 
     async def __aenter__(self) -> Self:
         """The connection itself; it is closed at the end of the block."""
@@ -383,227 +252,3 @@ class Connection(PullPush):
         if error is not None:
             self.abort(f"aborted by {type(error).__name__}")
         await self.close()
-
-    def region_revoked(self, region: RegionRecord) -> None:
-        """A region of the communicator was closed or revoked."""
-        self.core.region_revoked(region.id)
-        self._pump.run()
-
-    # --- what requests ask for --------------------------------------------------------
-
-    def cancel_request(self, request: Request[Any]) -> None:
-        """See RequestOwner."""
-        if request.core is None:
-            error = RequestCancelled("the receive was cancelled on this side")
-            request.complete(None, error)
-            return
-        self.core.cancel(request.core)
-        self._pump.run()
-
-    def neglect(self, request: Request[Any]) -> None:
-        """See RequestOwner."""
-        core = request.core
-        if core is None or core.kind is not RequestKind.RECV:
-            return
-        core.context = None
-        if self.core.withdraw(core):
-            request.core = None
-            self._pump.run()
-        else:
-            core.context = request
-
-    def post_again(self, request: Request[Any]) -> None:
-        """See RequestOwner."""
-        self._begin(request)
-
-    def when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
-        """See RequestOwner."""
-        core = request.core
-        if core is None or core.buffer is None:
-            call()
-        else:
-            self._buffers.on_drained(core.buffer, call)
-
-    # --- inside -----------------------------------------------------------------------
-
-    def _raisings_over(self) -> bool:
-        self.raising.cancel()
-        return not self.raising.busy
-
-    def _begin(self, request: Request[Any]) -> Request[Any]:
-        """Start a request in the core and carry out what it says."""
-        assert request.post is not None
-        try:
-            core = request.post()
-        except ConnectionClosed as exc:
-            request.complete(None, exc)
-            return request
-        request.core = core
-        core.context = request
-        self._pump.run()
-        if core.deadline is not None and not request.over:
-            self._pump.set_timer()
-        return request
-
-    def _lend(
-        self,
-        payload: memoryview | Fragments,
-        start: Callable[[BufferId], RequestRecord],
-    ) -> RequestRecord:
-        """Lend memory to a request; if it cannot start, the memory comes back."""
-        lent = self._buffers.lend(payload)
-        try:
-            return start(lent)
-        except KVWireError:
-            self._buffers.take_back(lent)
-            raise
-
-    def _message(
-        self,
-        verb: Callable[[int, BufferId, int, float | None], RequestRecord],
-        tag: int,
-        payload: memoryview | Fragments,
-        at: float | None,
-    ) -> RequestRecord:
-        """As :meth:`_lend`, for a verb of messages."""
-        lent = self._buffers.lend(payload)
-        try:
-            return verb(tag, lent, payload.nbytes, at)
-        except KVWireError:
-            self._buffers.take_back(lent)
-            raise
-
-    def _one_sided(
-        self,
-        payload: memoryview | Fragments,
-        grant: Grant,
-        start: Callable[[BufferId, int, AccessBody, float | None], RequestRecord],
-        deadline: Deadline,
-    ) -> Request[int]:
-        nbytes = payload.nbytes
-        if grant.connection != self.digest:
-            raise UsageError(
-                f"this grant was made for connection {grant.connection.hex()[:8]}, not "
-                f"for this one ({self.digest.hex()[:8]}): the peer has to grant anew"
-            )
-        if nbytes != grant.nbytes:
-            raise UsageError(
-                f"the buffer has {nbytes} bytes and the grant {grant.nbytes}; pass "
-                f"grant[a:b] of the same length"
-            )
-        _check_size(nbytes)
-        if not nbytes:
-            return Request.completed(0)
-        where = AccessBody(
-            grant.grant, grant.generation, grant.token, grant.offset, nbytes
-        )
-        at = absolute(deadline)
-        return self._begin(
-            Request(
-                self,
-                post=lambda: self._lend(
-                    payload, lambda lent: start(lent, nbytes, where, at)
-                ),
-            )
-        )
-
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, RequestDone):
-            if event.request.kind in _TRANSFERS:
-                self._transfer_done(event)
-            else:
-                self._request_done(event)
-        elif isinstance(event, MemoryWanted):
-            self._provide(event)
-        elif isinstance(event, Ended):
-            self.communicator.connection_ended(self, event.error)
-        elif isinstance(event, LaneEvent):
-            self.raising.event(event)
-        elif not isinstance(event, LaneDataReceived):  # which the pump deals with
-            self._transfer_event(event)
-
-    def _provide(self, event: MemoryWanted) -> None:
-        """Give a receive without a buffer memory for the message it has met."""
-        try:
-            memory = uncleared(event.nbytes)
-        except MemoryError:
-            error = MessageTooLarge(
-                f"a message of {event.nbytes} bytes, and its receiver has no memory "
-                f"for it; it was refused"
-            )
-            self.core.refuse(event.request, error, WireCode.TOO_LARGE)
-        else:
-            lent = self._buffers.lend(memoryview(memory))
-            self.core.provide(event.request, lent)
-        self._pump.run()
-
-    def _transfer_event(
-        self, event: TransferOpened | TransferAgreed | TransferEvent
-    ) -> None:
-        if isinstance(event, TransferOpened):
-            self.communicator.exchange.opened(self, event)
-            return
-        request = (
-            event.segment.request
-            if isinstance(event, SegmentMarked | SegmentLanded)
-            else event.request
-        )
-        attempt = request.context
-        if not isinstance(attempt, Attempt):
-            return
-        try:
-            if isinstance(event, TransferAgreed):
-                attempt.agreed(TransferOffer.decode(event.description))
-            else:
-                attempt.event(event)
-        except ProtocolError as exc:
-            self.core.fail(exc)
-        except ProfileMismatch as exc:
-            attempt.refuse(exc, WireCode.PROFILE)
-
-    def _transfer_done(self, event: RequestDone) -> None:
-        attempt = event.request.context
-        if isinstance(attempt, Attempt):
-            attempt.ended(event.error)
-        else:
-            self.communicator.exchange.request_over(event.request, self)
-
-    def _request_done(self, event: RequestDone) -> None:
-        core, request = event.request, event.request.context
-        # Each names the other; without this only the garbage collector would end both.
-        core.context = None
-        held = None if event.held is None else self._pump.held.pop(event.held)
-        if not isinstance(request, Request):
-            return
-        if event.error is not None:
-            request.complete(None, event.error)
-        elif core.kind is not RequestKind.RECV:
-            request.complete(event.nbytes, None)
-        else:
-            request.complete(self._received(request, core, event.nbytes, held), None)
-
-    def _received(
-        self,
-        request: Request[Any],
-        core: RequestRecord,
-        nbytes: int,
-        held: memoryview | Fragments | None,
-    ) -> int | bytearray:
-        """The result of a receive: how many bytes, or the bytes themselves."""
-        if request.into is not None:
-            if held is not None and nbytes:
-                copy(held, slice_payload(request.into, 0, nbytes))
-            return nbytes
-        if held is None:
-            assert core.buffer is not None
-            held = self._buffers.take(core.buffer)
-        assert isinstance(held, memoryview)
-        assert isinstance(held.obj, bytearray)
-        return held.obj
-
-
-def _check_size(nbytes: int) -> None:
-    if nbytes > REQUEST_BYTES_MAX:
-        raise UsageError(
-            f"{nbytes} bytes in one request; {REQUEST_BYTES_MAX} are the most"
-        )

@@ -1,28 +1,17 @@
-"""Registered memory as its owner sees it, and a grant as its holder sees it.
-
-A grant is permission to reach a byte range of a peer's memory. It is bytes, so it
-travels by any channel; what it opens is one connection's, and ends with the region.
-Slicing narrows it: ``grant[a:b]`` is that part and nothing else.
-"""
+"""Registered memory as its owner sees it."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvwire.errors import UsageError
-from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.proto.regions import RegionRecord
-from kvwire.types import Access
+from kvwire.types import Access, Grant
 
 if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
     from kvwire.connection import Connection
-
-_LAYOUT: Final = struct.Struct("<4sI16sQQ16sQQ")
-_MAGIC: Final = b"kvg1"
+    from kvwire.endpoint.communicator import CommunicatorState
 
 
 class Region:
@@ -33,7 +22,7 @@ class Region:
     bytes leave.
     """
 
-    def __init__(self, communicator: Communicator, core: RegionRecord) -> None:
+    def __init__(self, communicator: CommunicatorState, core: RegionRecord) -> None:
         self._communicator = communicator
         self._core = core
 
@@ -75,9 +64,10 @@ class Region:
         if nbytes is None:
             nbytes = self._core.nbytes - offset
         wanted = self._core.access if access is None else Access.parse(access)
-        if connection.communicator is not self._communicator:
+        state = connection._state  # noqa: SLF001 - of the same endpoint
+        if state.communicator is not self._communicator:
             raise UsageError("grant: the connection is of another communicator")
-        return connection.make_grant(self._core, offset, nbytes, wanted)
+        return state.make_grant(self._core, offset, nbytes, wanted)
 
     def revoke(self) -> None:
         """End every grant made so far; the region stays open for new ones.
@@ -100,83 +90,3 @@ class Region:
         free = asyncio.Event()
         self._communicator.buffers.on_drained(self._core.buffer, free.set)
         await free.wait()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Permission to ``get`` from, or ``put`` into, memory of one peer.
-
-    Attributes:
-        access: Which of the two, or both.
-        connection: The connection it was made for, 16 bytes.
-        grant: Its number there.
-        generation: The generation of the region it was made for.
-        token: Proves that the peer made it; never shown.
-        offset: Where this part begins in what was granted.
-        nbytes: How long it is; also ``len(grant)``.
-    """
-
-    access: Access
-    connection: bytes
-    grant: int
-    generation: int
-    token: bytes = field(repr=False)
-    offset: int
-    nbytes: int
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def __getitem__(self, part: slice) -> Grant:
-        """A part of the grant, by byte positions as of a ``bytes`` object.
-
-        Raises:
-            UsageError: A step other than 1, or an index instead of a slice.
-        """
-        if not isinstance(part, slice):
-            raise UsageError("a grant is sliced, grant[a:b]; it has no single bytes")
-        start, stop, step = part.indices(self.nbytes)
-        if step != 1:
-            raise UsageError(f"grant[{start}:{stop}:{step}]: the step must be 1")
-        return replace(self, offset=self.offset + start, nbytes=max(0, stop - start))
-
-    def to_bytes(self) -> bytes:
-        """The bytes that :meth:`from_bytes` reads."""
-        return _LAYOUT.pack(
-            _MAGIC,
-            self.access.value,
-            self.connection,
-            self.grant,
-            self.generation,
-            self.token,
-            self.offset,
-            self.nbytes,
-        )
-
-    @classmethod
-    def from_bytes(cls, raw: bytes | bytearray | memoryview) -> Grant:
-        """Read a grant that came by some channel.
-
-        Raises:
-            UsageError: These bytes are no grant. Whether the peer honours it shows only
-                when it is used.
-        """
-        if len(raw) != _LAYOUT.size:
-            raise UsageError(f"a grant has {_LAYOUT.size} bytes, these are {len(raw)}")
-        magic, access, connection, grant, generation, token, offset, nbytes = (
-            _LAYOUT.unpack(raw)
-        )
-        in_range = (
-            max(offset, nbytes) <= REQUEST_BYTES_MAX and max(grant, generation) < 2**63
-        )
-        if magic != _MAGIC or not 1 <= access <= 3 or not in_range:
-            raise UsageError("these bytes are no grant of this version")
-        return cls(
-            access=Access(access),
-            connection=connection,
-            grant=grant,
-            generation=generation,
-            token=token,
-            offset=offset,
-            nbytes=nbytes,
-        )

@@ -222,17 +222,17 @@ async def test_a_peer_that_says_nothing(deaf: Address, configured: bool) -> None
     async with kvwire.open(**config) as comm:
         with pytest.raises(HandshakeTimeout, match=r"0\.05 s; it waited for ACCEPT"):
             await comm.connect(deaf, timeout_s=None if configured else 0.05)
-        await until(lambda: not comm._pumps)
+        await until(lambda: not comm._state._pumps)
 
 
 async def test_cancelling_connect_leaves_nothing(deaf: Address) -> None:
     async with kvwire.open() as comm:
         connecting = asyncio.create_task(comm.connect(deaf))
-        await until(lambda: comm._pumps)
+        await until(lambda: comm._state._pumps)
         connecting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await connecting
-        await until(lambda: not comm._pumps)
+        await until(lambda: not comm._state._pumps)
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -244,7 +244,7 @@ async def test_close_while_connecting(deaf: Address, turns: int) -> None:
     await comm.close()
     with pytest.raises(ClosedOK, match="the communicator is closed"):
         await connecting
-    await until(lambda: not comm._pumps)
+    await until(lambda: not comm._state._pumps)
     assert not comm.live_connections
 
 
@@ -273,11 +273,13 @@ async def test_several_connections_between_the_same_two() -> None:
         address = await far.listen("127.0.0.1:0")
         ends = await asyncio.gather(*(near.connect(address) for _ in range(8)))
         others = [await far.accept() for _ in ends]
-        assert len({end.digest for end in ends}) == 8
-        assert {end.digest for end in ends} == {end.digest for end in others}
-        await asyncio.gather(*(end.send(1, end.digest) for end in ends))
+        assert len({end._state.digest for end in ends}) == 8
+        assert {end._state.digest for end in ends} == {
+            end._state.digest for end in others
+        }
+        await asyncio.gather(*(end.send(1, end._state.digest) for end in ends))
         for other in others:
-            assert await other.recv(1) == other.digest
+            assert await other.recv(1) == other._state.digest
 
 
 async def test_a_communicator_connects_to_itself() -> None:
@@ -311,8 +313,8 @@ async def refused(near: Communicator, far: Communicator, field: str) -> Handshak
         await near.connect(address)
     assert caught.value.fields == (field,)
     assert not far.live_connections
-    await until(lambda: not far._pumps)
-    await until(lambda: not near._pumps)
+    await until(lambda: not far._state._pumps)
+    await until(lambda: not near._state._pumps)
     return caught.value
 
 
@@ -393,14 +395,14 @@ async def test_two_iterators_share_the_connections() -> None:
         taken: list[bytes] = []
 
         async def take() -> None:
-            taken.extend([c.digest async for c in far.connections()])
+            taken.extend([c._state.digest async for c in far.connections()])
 
         takers = [asyncio.create_task(take()) for _ in range(2)]
         ends = [await near.connect(address) for _ in range(6)]
         await until(lambda: len(far.live_connections) == 6)
         await far.close()
         await asyncio.gather(*takers)
-        assert sorted(taken) == sorted(end.digest for end in ends)
+        assert sorted(taken) == sorted(end._state.digest for end in ends)
 
 
 async def test_an_iterator_goes_on_after_it_was_cancelled() -> None:
@@ -411,7 +413,7 @@ async def test_an_iterator_goes_on_after_it_was_cancelled() -> None:
                 await asyncio.wait_for(anext(inbound), 0.01)
         end = await near.connect(await far.listen("127.0.0.1:0"))
         other = await asyncio.wait_for(anext(inbound), 5)
-        assert end.digest == other.digest
+        assert end._state.digest == other._state.digest
 
 
 async def test_nothing_comes_after_close() -> None:
@@ -474,7 +476,7 @@ async def test_unread_messages_go_with_their_connection() -> None:
         await asyncio.sleep(0)
         gc.collect()
         assert gone() is None
-        assert len(far.buffers) == len(far.buffers.holds) == 0
+        assert len(far._state.buffers) == len(far._state.buffers.holds) == 0
 
 
 # --- the end --------------------------------------------------------------------------
@@ -535,4 +537,4 @@ async def test_cancelling_close_and_closing_again() -> None:
         again = asyncio.create_task(pair.far.close())
         assert len(await pair.left.recv(1)) == 1 << 20
         await again
-        assert not pair.far._pumps
+        assert not pair.far._state._pumps

@@ -213,7 +213,7 @@ async def test_memory_that_cannot_be_used_says_why(pair: Pair) -> None:
         pair.left.send(1, b"x", deadline=-1)
     await pair.left.send(1, b"still usable")
     assert await pair.right.recv(1) == b"still usable"
-    assert len(pair.near.buffers) == 0
+    assert len(pair.near._state.buffers) == 0
 
 
 # --- who is there ---------------------------------------------------------------------
@@ -226,7 +226,7 @@ async def test_a_connection_knows_its_peer_and_its_transport(pair: Pair) -> None
     assert pair.left.transport == pair.right.transport == scheme
     assert pair.left.transport_report == pair.right.transport_report
     assert pair.left.transport_report.taken == scheme
-    assert pair.left.digest == pair.right.digest
+    assert pair.left._state.digest == pair.right._state.digest
     assert f"to 'far' ({pair.far.incarnation.hex()[:8]})" in repr(pair.left)
     assert repr(pair.left).endswith(f"over {scheme}, open>")
 
@@ -287,9 +287,9 @@ async def test_use_after_close_is_an_error_that_says_so(pair: Pair) -> None:
                 await call(*arguments)
     with pytest.raises(ClosedOK):
         region.grant(pair.left)
-    assert len(pair.near.buffers) == 1
+    assert len(pair.near._state.buffers) == 1
     await region.close()
-    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
 
 
 async def test_closing_again_only_waits(pair: Pair) -> None:
@@ -344,7 +344,7 @@ async def test_abort_fails_everything_on_both_sides(pair: Pair) -> None:
             await end.send(1, b"x")
     for request in requests:
         await request.released()
-    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
 
 
 async def test_a_block_left_by_an_exception_aborts(pair: Pair) -> None:
@@ -418,4 +418,4 @@ async def test_every_request_has_exactly_one_completion(pair: Pair, end: str) ->
     assert completions == [1] * len(requests)
     for request in requests:
         await request.released()
-    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0

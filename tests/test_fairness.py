@@ -59,7 +59,7 @@ async def test_messages_of_a_closed_connection(verb: str) -> None:
             "recv into": lambda: pair.left.recv(1, bytearray(10)),
         }
         await expect_turns(attempts[verb])
-        assert not len(pair.near.buffers)
+        assert not len(pair.near._state.buffers)
 
 
 async def test_puts_and_gets_of_a_closed_connection() -> None:
@@ -68,7 +68,7 @@ async def test_puts_and_gets_of_a_closed_connection() -> None:
         await pair.left.close()
         await expect_turns(lambda: pair.left.put(bytes(10), grant))
         await expect_turns(lambda: pair.left.get(grant, bytearray(10)))
-        assert not len(pair.near.buffers)
+        assert not len(pair.near._state.buffers)
 
 
 async def test_a_request_that_has_failed() -> None:
@@ -189,5 +189,5 @@ async def test_small_messages_over_the_limit_give_their_credit_back() -> None:
                 await pair.right.recv(1)
         await pair.left.send(1, b"small")
         assert await pair.right.recv(1) == b"small"
-        assert not pair.right._pump.held
-        assert not len(pair.far.buffers)
+        assert not pair.right._state._pump.held
+        assert not len(pair.far._state.buffers)

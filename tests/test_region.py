@@ -123,7 +123,7 @@ async def test_what_can_be_registered(pair: Pair) -> None:
     assert "open" in repr(region)
     await region.close()
     assert "closed" in repr(region)
-    assert len(pair.far.buffers) == 0
+    assert len(pair.far._state.buffers) == 0
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ async def test_close_waits_for_what_is_under_way() -> None:
         memory = bytearray(HUGE)
         region = pair.far.register(memory, "write")
         put = pair.left.put(bytes(len(memory)), region.grant(pair.right))
-        holds = pair.far.buffers.holds
+        holds = pair.far._state.buffers.holds
         await until(lambda: holds.held(region._core.buffer))
         closing = asyncio.create_task(region.close())
         await asyncio.sleep(0)
@@ -270,15 +270,15 @@ async def test_close_waits_for_what_is_under_way() -> None:
             await put
         await closing
         assert not holds.held(region._core.buffer)
-        assert len(pair.far.buffers) == 0
+        assert len(pair.far._state.buffers) == 0
         await put.released()
-        assert len(pair.near.buffers) == 0
+        assert len(pair.near._state.buffers) == 0
 
 
 async def test_cancelling_close_leaves_the_region_closed(pair: Pair) -> None:
     region = pair.far.register(bytearray(HUGE), "read")
     get = pair.left.get(region.grant(pair.right), bytearray(HUGE))
-    await until(lambda: pair.right.core.sending)
+    await until(lambda: pair.right._state.core.sending)
     closing = asyncio.create_task(region.close())
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -287,20 +287,20 @@ async def test_cancelling_close_leaves_the_region_closed(pair: Pair) -> None:
     with pytest.raises(StaleRegion):
         await get
     await get.released()
-    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
 
 
 async def test_a_lost_connection_gives_the_memory_back(pair: Pair) -> None:
     region = pair.far.register(bytearray(HUGE), "write")
     put = pair.left.put(bytes(HUGE), region.grant(pair.right))
     await asyncio.sleep(0)
-    assert pair.left.core.sending
+    assert pair.left._state.core.sending
     pair.left.abort()
     with pytest.raises(ConnectionLost):
         await put
     await put.released()
     await region.close()
-    assert len(pair.near.buffers) == len(pair.far.buffers) == 0
+    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])

@@ -228,7 +228,7 @@ async def test_cancel_tells_the_other_side(pair: Pair) -> None:
     whole = bytes(64 << 20)
     sending = pair.left.send(1, whole)
     receiving = pair.right.recv(1, bytearray(len(whole)))
-    await until(lambda: pair.left.core.sending)
+    await until(lambda: pair.left._state.core.sending)
     receiving.cancel()
     with pytest.raises(RequestCancelled):
         await receiving

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from kvwire.errors import ClosedOK
 
-if TYPE_CHECKING:
-    from kvwire.connection import Connection
+T = TypeVar("T")
 
 
-class AcceptQueue(AsyncIterator["Connection"]):
+class AcceptQueue(AsyncIterator[T]):
     """Iterate it for the connections, in the order in which they came.
 
     Any number of tasks may iterate at once, and each connection goes to one of them. A
@@ -22,7 +21,7 @@ class AcceptQueue(AsyncIterator["Connection"]):
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Connection] = deque()
+        self._waiting: deque[T] = deque()
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -30,7 +29,7 @@ class AcceptQueue(AsyncIterator["Connection"]):
         """Connections that nobody has taken."""
         return len(self._waiting)
 
-    def put(self, connection: Connection) -> None:
+    def put(self, connection: T) -> None:
         """Hand a connection to whoever asks next."""
         self._waiting.append(connection)  # bounded: CONNECTIONS_MAX, by the caller
         self._changed.set()
@@ -41,7 +40,7 @@ class AcceptQueue(AsyncIterator["Connection"]):
         self._waiting.clear()
         self._changed.set()
 
-    async def take(self) -> Connection:
+    async def take(self) -> T:
         """The next connection.
 
         Raises:
@@ -56,7 +55,7 @@ class AcceptQueue(AsyncIterator["Connection"]):
             await self._changed.wait()
         return self._waiting.popleft()
 
-    async def __anext__(self) -> Connection:
+    async def __anext__(self) -> T:
         try:
             return await self.take()
         except ClosedOK:

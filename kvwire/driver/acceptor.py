@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvwire.backend import Backend, Link
 from kvwire.driver.accept_queue import AcceptQueue
@@ -23,7 +23,7 @@ from kvwire.types import TrustMode
 from kvwire.wire.handshake_messages import NONCE_BYTES
 
 if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
+    from kvwire.endpoint.communicator import CommunicatorState
 
 logger = logging.getLogger("kvwire")
 
@@ -35,8 +35,8 @@ class Acceptor:
         inbound: The connections that nobody has taken.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.inbound = AcceptQueue()
+    def __init__(self, communicator: CommunicatorState) -> None:
+        self.inbound: AcceptQueue[Any] = AcceptQueue()
         self._communicator = communicator
         # Links that are not a connection: not yet, or never and on their way out.
         # Oldest first.
@@ -106,7 +106,7 @@ class Acceptor:
         else:
             communicator.exchange.reattach(connection)
             if not communicator.closed:
-                self.inbound.put(connection)
+                self.inbound.put(connection.public)
 
     def _why_not(self, link: Link, backend: Backend) -> str:
         """Why a link is not even asked who it is; "" if it is."""

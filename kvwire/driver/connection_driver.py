@@ -30,8 +30,8 @@ from kvwire.proto.events import Ended, Event, LaneDataReceived
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
-    from kvwire.connection import Connection
     from kvwire.driver.devices import Devices
+    from kvwire.endpoint.connection import ConnectionState
     from kvwire.proto.agreement import Agreement
 
 logger = logging.getLogger("kvwire")
@@ -100,7 +100,7 @@ class ConnectionDriver(LinkHandler):
         self._times_put_off = 0
 
     def open(
-        self, opening: HandshakeDriver, agreed: Callable[[Agreement], Connection]
+        self, opening: HandshakeDriver, agreed: Callable[[Agreement], ConnectionState]
     ) -> None:
         """Start the link and shake hands on it; ``agreed`` then calls ``connect``."""
         self._opening = opening

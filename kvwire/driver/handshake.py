@@ -30,8 +30,8 @@ from kvwire.types import Candidate, TransportReport, TrustMode
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 
 if TYPE_CHECKING:
-    from kvwire.connection import Connection
     from kvwire.driver.connection_driver import ConnectionDriver
+    from kvwire.endpoint.connection import ConnectionState
 
 
 # How a ClientHello begins (RFC 8446 5.1); no frame of ours has this type.
@@ -48,7 +48,7 @@ class HandshakeDriver:
         identity: Who the peer has proved to be, in ``mtls`` mode.
     """
 
-    _agreed: Callable[[Agreement], Connection]
+    _agreed: Callable[[Agreement], ConnectionState]
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class HandshakeDriver:
             busy: Why there is no room for another connection, or "".
         """
         self.handshake = handshake
-        self.done: asyncio.Future[Connection] = loop.create_future()
+        self.done: asyncio.Future[ConnectionState] = loop.create_future()
         self._config = config
         self.scheme = scheme
         self._busy = busy
         self.identity = ""
 
-    def begin(self, link: Link, agreed: Callable[[Agreement], Connection]) -> None:
+    def begin(self, link: Link, agreed: Callable[[Agreement], ConnectionState]) -> None:
         """Send what the handshake starts with; ``agreed`` makes the connection."""
         self._agreed = agreed
         self._flush(link)
@@ -190,7 +190,9 @@ class HandshakeDriver:
         link.flush()
 
 
-async def hands_shaken(pump: ConnectionDriver, opening: HandshakeDriver) -> Connection:
+async def hands_shaken(
+    pump: ConnectionDriver, opening: HandshakeDriver
+) -> ConnectionState:
     """Wait for the connection; without anybody who waits, there is none.
 
     Raises:

@@ -18,8 +18,8 @@ from kvwire.limits import REDIAL_S, REDIAL_S_MAX
 from kvwire.proto.state import CloseState
 
 if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
-    from kvwire.connection import Connection
+    from kvwire.endpoint.communicator import CommunicatorState
+    from kvwire.endpoint.connection import ConnectionState
 
 logger = logging.getLogger("kvwire")
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("kvwire")
 class Reconnector:
     """Brings interrupted transfers of one communicator onto new links."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: CommunicatorState) -> None:
         self._communicator = communicator
         self._tasks: set[asyncio.Task[None]] = set()
         # One redial for each peer, however many of its connections were lost.
@@ -35,11 +35,11 @@ class Reconnector:
         # Peers that were redialled a moment ago.
         self._redialled: set[bytes] = set()
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ConnectionState) -> None:
         """A connection has ended without having been closed."""
         self._run(self._recover(connection))
 
-    def taken_over(self, connection: Connection, resumes: bytes) -> None:
+    def taken_over(self, connection: ConnectionState, resumes: bytes) -> None:
         """A peer has come back, and says which connection it has lost."""
         if not self._communicator.links_ended:
             self._run(self._take_over(connection, resumes))
@@ -53,7 +53,7 @@ class Reconnector:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _take_over(self, connection: Connection, resumes: bytes) -> None:
+    async def _take_over(self, connection: ConnectionState, resumes: bytes) -> None:
         for old in self._communicator.live_connections:
             same_peer = old.peer.origin == connection.peer.origin
             if old.digest == resumes and same_peer:
@@ -62,7 +62,7 @@ class Reconnector:
                 self._communicator.exchange.connection_lost(old)
         self._communicator.exchange.reattach(connection)
 
-    async def _recover(self, connection: Connection) -> None:
+    async def _recover(self, connection: ConnectionState) -> None:
         communicator, exchange = self._communicator, self._communicator.exchange
         origin = connection.peer.origin
         await connection.wait_closed()
@@ -79,7 +79,7 @@ class Reconnector:
             finally:
                 self._redialling.discard(origin)
 
-    async def _redial(self, lost: Connection) -> None:
+    async def _redial(self, lost: ConnectionState) -> None:
         """Try again until it works or nothing waits for it; leases end the waiting."""
         exchange, origin = self._communicator.exchange, lost.peer.origin
         backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
@@ -107,7 +107,7 @@ class Reconnector:
             REDIAL_S_MAX, self._redialled.discard, origin
         )
 
-    async def _close_when_idle(self, connection: Connection) -> None:
+    async def _close_when_idle(self, connection: ConnectionState) -> None:
         """A link that was made for transfers is not kept for anything else.
 
         Within a lease everything that waited for it has come, or has given up.

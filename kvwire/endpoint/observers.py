@@ -20,6 +20,7 @@ from kvwire.transfers.ports import ConnectionPort
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
+    from kvwire.endpoint.connection import ConnectionState
 
 logger = logging.getLogger("kvwire")
 
@@ -75,7 +76,7 @@ class Observers:
         """A transfer has an outcome."""
         if not self._all:
             return
-        ran_on = tuple(cast("Connection", one) for one in connections)
+        ran_on = tuple(cast("ConnectionState", c).public for c in connections)
         for watcher in tuple(self._all):
             with _logged():
                 watcher.ended(_public(transfer), outcome, ran_on)

@@ -6,7 +6,6 @@ They are the same two ends with the same arguments; what differs is who speaks f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from kvwire.errors import UsageError
@@ -17,17 +16,16 @@ from kvwire.transfer import Incoming, Outgoing
 from kvwire.transfers.dedup import Hashes, Have
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
+from kvwire.types import Deadline
 
 if TYPE_CHECKING:
-    from kvwire.communicator import Communicator
-
-Deadline = float | timedelta | None
+    from kvwire.endpoint.communicator import CommunicatorState
 
 
 class PullPush(ABC):
     """What a connection can ask its peer for."""
 
-    communicator: Communicator
+    communicator: CommunicatorState
 
     @abstractmethod
     def start(self, end: IncomingState | OutgoingState) -> None:
@@ -134,7 +132,7 @@ class PublishExpect(ABC):
 
     @property
     @abstractmethod
-    def communicator(self) -> Communicator:
+    def communicator(self) -> CommunicatorState:
         """Itself."""
 
     @abstractmethod

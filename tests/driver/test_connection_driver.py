@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvwire import Connection, ConnectionLost
+from kvwire import ConnectionLost
+from kvwire.endpoint.connection import ConnectionState
 from kvwire.limits import (
     CHUNK_BYTES,
     CHUNK_BYTES_MAX,
@@ -37,10 +38,10 @@ class FakeRoom:
     """
 
     def __init__(self, pair: Pair, stuck_bytes: int) -> None:
-        self._link = pair.left._pump.link
+        self._link = pair.left._state._pump.link
         self.queued_bytes = self.stuck_bytes = stuck_bytes
         self.sent: list[int] = []
-        pair.left._pump.link = self  # type: ignore[assignment]
+        pair.left._state._pump.link = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
@@ -67,9 +68,9 @@ class CountedLink:
     """
 
     def __init__(self, pair: Pair) -> None:
-        self._link = pair.left._pump.link
+        self._link = pair.left._state._pump.link
         self.sent_bytes = 0
-        pair.left._pump.link = self  # type: ignore[assignment]
+        pair.left._state._pump.link = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
@@ -84,7 +85,7 @@ async def moving(pair: Pair) -> None:
     """Begin a large message, and wait until chunks of it may leave."""
     pair.left.send(1, LARGE)
     pair.right.recv(1, bytearray(len(LARGE)))
-    await until(lambda: pair.left.core.sending)
+    await until(lambda: pair.left._state.core.sending)
 
 
 async def test_a_wake_up_is_spent_and_the_rest_comes_in_the_next() -> None:
@@ -122,7 +123,7 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
             out.ready(layers=layer)
             await inc.layer(layer)
             assert landed.pop() == link.sent_bytes
-            assert pair.left.core.sending
+            assert pair.left._state.core.sending
         assert not landed
         assert link.sent_bytes > WAKEUP_BYTES, "payload was sent all the while"
         pair.left.abort()
@@ -142,8 +143,8 @@ async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> Non
             """Be ahead of the payload, which queues up behind what an event wakes."""
             if sum(link.sent) == before:
                 loop.call_soon(step)
-            pair.left.core.outbox.report(event)
-            pair.left.run()
+            pair.left._state.core.outbox.report(event)
+            pair.left._state.run()
 
         step()
         for _ in range(100):
@@ -159,7 +160,7 @@ async def test_the_end_stops_a_pump_with_chunks_left_and_room_for_them() -> None
         await moving(pair)
         pair.left.abort()
         assert pair.left.closed
-        assert not pair.left.core.sending
+        assert not pair.left._state.core.sending
 
 
 async def test_no_chunk_goes_to_a_full_link() -> None:
@@ -168,7 +169,7 @@ async def test_no_chunk_goes_to_a_full_link() -> None:
         await moving(pair)
         assert sum(link.sent) == 0
         link.queued_bytes = link.stuck_bytes = 0
-        pair.left._pump.link_writable(link)  # type: ignore[arg-type]
+        pair.left._state._pump.link_writable(link)  # type: ignore[arg-type]
         assert sum(link.sent) > 0
         pair.left.abort()
 
@@ -231,7 +232,7 @@ async def test_a_bug_ends_its_own_connection_only(
         def bug(*_: Any) -> None:
             raise ZeroDivisionError("planted")
 
-        monkeypatch.setattr(pair.left.core, where, bug)
+        monkeypatch.setattr(pair.left._state.core, where, bug)
         await pair.left.wait_closed()
         assert pair.left.closed
         assert "a bug of kvwire" in caplog.text
@@ -246,16 +247,16 @@ async def test_a_bug_in_one_event_loses_none_of_those_behind_it(
     """Each of them is the only word on a request, or on memory."""
     async with connected() as pair:
         first, second = (pair.left.recv(tag) for tag in (1, 2))
-        done = Connection._request_done
+        done = ConnectionState._request_done
         seen: list[RequestDone] = []
 
-        def one_fails(connection: Connection, event: RequestDone) -> None:
+        def one_fails(connection: ConnectionState, event: RequestDone) -> None:
             seen.append(event)
             if len(seen) == 1:
                 raise ZeroDivisionError
             done(connection, event)
 
-        monkeypatch.setattr(Connection, "_request_done", one_fails)
+        monkeypatch.setattr(ConnectionState, "_request_done", one_fails)
         with pytest.raises(ZeroDivisionError):
             pair.left.abort("on purpose")
         with pytest.raises(ConnectionLost, match="on purpose"):

@@ -201,7 +201,7 @@ async def test_blocks_that_a_kernel_still_reads(
     used = compute.record()
 
     async def pull() -> Incoming:
-        await pair.right.communicator.fired(used)
+        await pair.right._state.communicator.fired(used)
         return pair.right.pull("t", target.paged, TARGET)
 
     pulling = asyncio.ensure_future(pull())
@@ -255,7 +255,7 @@ async def test_slots_are_all_that_waits_for_a_slow_device(
     source, target = Cache(None), Cache(near, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    staged = pair.right.staged
+    staged = pair.right._state.staged
     await until(lambda: staged.paused)
     # Whatever else comes waits in the wire: a message behind it as well.
     sent = pair.left.send(7, b"behind")
@@ -281,7 +281,7 @@ async def test_a_slow_device_is_given_no_more_than_its_slots(
     source, target = Cache(near), Cache(None, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    staged = pair.left.staged
+    staged = pair.left._state.staged
     await until(lambda: staged.full)
     assert not staged.quiet
     # Host memory is not held up by that: a message overtakes all of it.
@@ -305,7 +305,7 @@ async def test_memory_has_not_drained_while_a_device_copies(
     out, inc = begin(pair, source, target)
     end = out if device_side == "producer" else inc
     mine = pair.left if device_side == "producer" else pair.right
-    await until(lambda: not mine.staged.quiet)
+    await until(lambda: not mine._state.staged.quiet)
     if how == "abort":
         end.abort("enough")
     else:
@@ -315,10 +315,10 @@ async def test_memory_has_not_drained_while_a_device_copies(
     for _ in range(50):
         await asyncio.sleep(0)
     assert not end.is_drained
-    assert mine.communicator.quarantined_bytes > 0
+    assert mine._state.communicator.quarantined_bytes > 0
     near.release()
     await end.drained()
-    assert mine.communicator.quarantined_bytes == 0
+    assert mine._state.communicator.quarantined_bytes == 0
     other = inc if device_side == "producer" else out
     other.abort()
     await other.drained()
@@ -331,7 +331,7 @@ async def test_a_failed_device_keeps_its_memory(
     source, target = Cache(near), Cache(None, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    await until(lambda: not pair.left.staged.quiet)
+    await until(lambda: not pair.left._state.staged.quiet)
     near.fail("it fell off the bus")
     near.release()
     # No other link would help, so the lease is not waited for.
@@ -353,7 +353,7 @@ async def test_a_bug_behind_a_copy_ends_its_own_connection_only(
     other = await pair.near.connect(pair.address)
     there = await pair.far.accept()
     out, inc = begin(pair, Cache(near), Cache(far, seed=None))
-    monkeypatch.setattr(pair.right._pump, "_in_place", _bug)
+    monkeypatch.setattr(pair.right._state._pump, "_in_place", _bug)
     await pair.right.wait_closed()
     for end in (out, inc):
         end.abort()
@@ -380,7 +380,7 @@ async def test_a_lane_that_breaks_gives_its_slots_back(near: SimulatedDevice) ->
         out = pair.left.push("t", source.paged, SOURCE)
         out.ready(layers=0)
         await inc.layer(0)
-        for half in list(pair.left._pump.lanes.up):
+        for half in list(pair.left._state._pump.lanes.up):
             half.lane.abort()
         out.ready(layers=slice(1, None))
         out.finish()
@@ -414,9 +414,9 @@ async def test_a_device_that_is_gone_is_said_by_the_call(
 async def test_a_link_that_cannot_be_paused_is_refused(
     pair: Pair, near: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(pair.left._pump.link), "pausable", False)
+    monkeypatch.setattr(type(pair.left._state._pump.link), "pausable", False)
     with pytest.raises(BackendUnavailable, match="cannot be paused"):
-        pair.left.staged.open(near.device)
+        pair.left._state.staged.open(near.device)
 
 
 async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:

@@ -43,7 +43,9 @@ async def test_whatever_happens_memory_drains_and_bytes_are_right(
         for device in devices:
             device.release()
         assert any(outcomes), "every transfer was aborted: the seed shows nothing"
-        await until(lambda: not len(pair.near.buffers) + len(pair.far.buffers))
+        await until(
+            lambda: not len(pair.near._state.buffers) + len(pair.far._state.buffers)
+        )
         assert pair.near.quarantined_bytes == pair.far.quarantined_bytes == 0
 
 
@@ -56,7 +58,7 @@ async def disturb(
         device.hold()
         await turns(rng, 100)
         device.release()
-        up = pair.left._pump.lanes.up
+        up = pair.left._state._pump.lanes.up
         if up and rng.random() < 0.1:
             rng.choice(up).lane.abort()
         await turns(rng, 100)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import kvwire
+from kvwire.endpoint.connection import ConnectionState
 from kvwire.limits import REDIAL_S_MAX
 from kvwire_inproc import FaultPlan, injected
 from tests.scenarios.world import Scenario, World, play, same
@@ -60,21 +61,21 @@ def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -
     dialled = Counter[str]()
 
     async def scenario(w: World) -> None:
-        redial = w.d.redial
+        redial = w.d._state.redial
 
-        async def counted(lost: kvwire.Connection) -> kvwire.Connection:
+        async def counted(lost: ConnectionState) -> ConnectionState:
             dialled["times"] += 1
             return await redial(lost)
 
-        w.d.redial = counted  # type: ignore[method-assign]
+        w.d._state.redial = counted  # type: ignore[method-assign]
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
         out.ready()
         out.finish()
-        began = w.d.loop.time()
+        began = w.d._state.loop.time()
         assert not (await inc).complete
         assert not (await out).complete
-        assert w.d.loop.time() - began < 2 * LEASE_S
+        assert w.d._state.loop.time() - began < 2 * LEASE_S
 
     plan = FaultPlan(seed=1, kill=1.0, kill_after=4, spare=4)
     with injected(plan):
@@ -89,11 +90,11 @@ def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
     dialled_at: list[float] = []
 
     async def scenario(w: World) -> None:
-        async def nobody_listens(lost: kvwire.Connection) -> kvwire.Connection:
-            dialled_at.append(w.d.loop.time())
+        async def nobody_listens(lost: ConnectionState) -> ConnectionState:
+            dialled_at.append(w.d._state.loop.time())
             raise kvwire.ConnectError("nobody listens")
 
-        w.d.redial = nobody_listens  # type: ignore[method-assign]
+        w.d._state.redial = nobody_listens  # type: ignore[method-assign]
         _, inc = await half_way(w)
         w.cut()
         assert not (await inc).complete

@@ -7,6 +7,7 @@ import pytest
 
 import kvwire
 from kvwire import Connection, Incoming, Outcome, Outgoing
+from kvwire.endpoint.connection import ConnectionState
 from kvwire.testing.harness import loopback
 from kvwire.transfers.incoming import IncomingState
 
@@ -77,7 +78,7 @@ async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a link does that turns out to be lost when it is used."""
     notes, ask = Notes(), IncomingState.ask
 
-    def ask_and_end(self: IncomingState, connection: Connection) -> None:
+    def ask_and_end(self: IncomingState, connection: ConnectionState) -> None:
         ask(self, connection)
         self.abort()
 

@@ -35,7 +35,7 @@ def nothing_sent(w: World) -> Iterator[None]:
     """Neither side may say a word, or keep anything."""
     frames: list[object] = []
     for connection in (w.pull_side, w.push_side):
-        link: Any = connection.link
+        link: Any = connection._state.link
         send = link.send
 
         def noted(*args: Any, send: Any = send) -> None:
@@ -46,8 +46,8 @@ def nothing_sent(w: World) -> Iterator[None]:
     yield
     assert not frames
     for side in (w.p, w.d):
-        assert not side.exchange.live
-        assert not len(side.buffers)
+        assert not side._state.exchange.live
+        assert not len(side._state.buffers)
 
 
 def grouped() -> kvwire.PagedCache:
@@ -208,7 +208,7 @@ def test_an_id_that_is_in_use(verb: str) -> None:
 @pytest.mark.parametrize("form", ["number", "instant", "timedelta"])
 def test_deadlines_in_every_form(verb: str, form: str) -> None:
     async def scenario(w: World) -> None:
-        began = w.d.loop.time()
+        began = w.d._state.loop.time()
         deadline: Any = {
             "number": 5.0,
             "instant": began + 5.0,
@@ -216,7 +216,7 @@ def test_deadlines_in_every_form(verb: str, form: str) -> None:
         }[form]
         end = verbs(w)[verb]("t", w.source.cache, LIST, deadline=deadline)
         outcome = await end
-        assert w.d.loop.time() - began == pytest.approx(5.0, abs=0.1)
+        assert w.d._state.loop.time() - began == pytest.approx(5.0, abs=0.1)
         assert "deadline" in outcome.missing["kv", LIST[0]]
         await end.drained()
 
@@ -253,6 +253,6 @@ def test_on_what_is_closed(verb: str) -> None:
             with pytest.raises(kvwire.ConnectionClosed):
                 call("t", w.source.cache, LIST, deadline=0.1)
         for side in (w.p, w.d):
-            assert not side.exchange.live
+            assert not side._state.exchange.live
 
     play(scenario, "inproc")

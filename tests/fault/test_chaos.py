@@ -18,7 +18,7 @@ from kvwire import Connection, KVWireError, Request
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import schedule
 from tests.support.depth import parameters
-from tests.support.pairs import communicators, until
+from tests.support.pairs import communicators, registered, until
 
 SEEDS = range(30)
 # Of one direction: the handshake, small messages, and some chunks.
@@ -47,7 +47,7 @@ async def one_sided(
     user: Connection, owner: Connection, name: str, number: int, nbytes: int
 ) -> None:
     memory, back = bytearray(nbytes), bytearray(nbytes)
-    region = owner.communicator.register(memory, "readwrite")
+    region = registered(owner, memory, "readwrite")
     try:
         grant = region.grant(owner)
         data = stamped(name, number, nbytes)
@@ -102,9 +102,9 @@ async def test_a_bad_network(seed: int) -> None:
                 right = await far.accept()
             await work(left, right, random.Random(seed))
             await asyncio.gather(left.close(), right.close())
-        await until(lambda: not near._pumps)
+        await until(lambda: not near._state._pumps)
         near.abort()
         far.abort()
     for comm in (near, far):
-        await until(lambda comm=comm: not comm._pumps)  # type: ignore[misc]
-        assert len(comm.buffers) == 0
+        await until(lambda comm=comm: not comm._state._pumps)  # type: ignore[misc]
+        assert len(comm._state.buffers) == 0

@@ -135,8 +135,8 @@ async def test_nothing_is_left_of_a_thousand_failures() -> None:
                 left, right = await near.connect(address), await far.accept()
                 pair = Pair(near, far, left, right, address)
                 await cycle(pair, rng.choice(FAILURES))
-            await until(lambda: not near._pumps and not far._pumps)
-            await until(lambda: not far._reception._tasks)
+            await until(lambda: not near._state._pumps and not far._state._pumps)
+            await until(lambda: not far._state._reception._tasks)
 
         await run(len(FAILURES))
         objects, descriptors = counted(), open_descriptors()
@@ -144,9 +144,9 @@ async def test_nothing_is_left_of_a_thousand_failures() -> None:
         await run(CYCLES)
 
         assert counted() == objects
-        assert len(near.buffers) == len(far.buffers) == 0
-        assert len(near.buffers.holds) == len(far.buffers.holds) == 0
-        assert not near.exchange.live
+        assert len(near._state.buffers) == len(far._state.buffers) == 0
+        assert len(near._state.buffers.holds) == len(far._state.buffers.holds) == 0
+        assert not near._state.exchange.live
         assert len(open_descriptors()) == len(descriptors)
         assert asyncio.all_tasks() == tasks
         assert threading.active_count() == threads

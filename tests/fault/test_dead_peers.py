@@ -53,7 +53,7 @@ async def under_way(there: Child, what: str) -> list[Request[int]]:
     if what == "idle":
         return []
     request = there.connection.send(1, bytes(HUGE))
-    await until(lambda: there.connection.core.sending)
+    await until(lambda: there.connection._state.core.sending)
     return [request]
 
 
@@ -75,7 +75,7 @@ async def test_a_killed_peer_is_known_at_once(comm: Communicator, what: str) -> 
             with pytest.raises(ConnectionLost):
                 await request
             await request.released()
-    assert len(comm.buffers) == 0
+    assert len(comm._state.buffers) == 0
 
 
 # --- R13: silence ---------------------------------------------------------------------

@@ -92,28 +92,28 @@ async def test_every_byte(
     assert length > 256
 
     accepted: list[Link] = []
-    accept = far._reception.accept
+    accept = far._state._reception.accept
 
     def counted(link: Link, backend: Backend) -> None:
         accepted.append(link)
         accept(link, backend)
 
-    monkeypatch.setattr(far._reception, "accept", counted)
+    monkeypatch.setattr(far._state._reception, "accept", counted)
     caplog.set_level(logging.INFO, "kvwire")
     places = list(sample(range(length), every=7))
     cuts = (Cut(way, at, ending) for at in places)
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE[ending]):
             group.create_task(attempts(near, address, cuts))
-    await until(lambda: not near._pumps and not far._pumps)
-    await until(lambda: not far._reception._tasks)
+    await until(lambda: not near._state._pumps and not far._state._pumps)
+    await until(lambda: not far._state._reception._tasks)
 
     # Of a cut before the first byte the server may hear nothing.
     assert len(accepted) >= len(places) - 1
     assert len(caplog.records) == len(accepted)
     for comm in sides:
         assert not comm.live_connections
-        assert len(comm.buffers) == 0
+        assert len(comm._state.buffers) == 0
     # Where only the server's last words were cut, it had a connection; it has ended.
-    while len(far._reception.inbound):
+    while len(far._state._reception.inbound):
         assert (await far.accept()).closed

@@ -52,7 +52,7 @@ async def expect_rule(
     (broken,) = [cause for cause in causes if isinstance(cause, ProtocolError)]
     assert broken.rule == rule, broken
     assert rule in str(caught.value)
-    assert len(pair.far.buffers) == 0
+    assert len(pair.far._state.buffers) == 0
     await expect_fine(pair)
 
 
@@ -258,7 +258,7 @@ async def test_a_frame_that_is_cut_off(pair: Pair, kept: int) -> None:
         with pytest.raises(ConnectionLost):
             await there.recv(7)
     await expect_fine(pair)
-    assert len(pair.far.buffers) == 0
+    assert len(pair.far._state.buffers) == 0
 
 
 # --- numbers that would allocate ------------------------------------------------------
@@ -279,7 +279,7 @@ async def test_what_is_announced_costs_nothing(pair: Pair) -> None:
             await there.recv(7)
         with pytest.raises(kvwire.MessageTooLarge, match="larger buffer"):
             await there.recv(7, bytearray(1000))
-        assert len(pair.far.buffers) == 0
+        assert len(pair.far._state.buffers) == 0
         there.abort()
     await there.wait_closed()
 

@@ -97,7 +97,7 @@ async def expect_rule(w: World, rule: str) -> None:
         causes.append(causes[-1].__cause__)
     (broken,) = [cause for cause in causes if isinstance(cause, ProtocolError)]
     assert broken.rule == rule, broken
-    assert not len(w.ours.buffers)
+    assert not len(w.ours._state.buffers)
 
 
 async def expect_fine(w: World) -> None:

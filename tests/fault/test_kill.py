@@ -136,14 +136,14 @@ async def run(nursery: Nursery, order: Order) -> Child:
                 heir = await nursery.bear(again)
             end = await playing
             await conn.close()
-            assert not len(comm.buffers)
+            assert not len(comm._state.buffers)
             if isinstance(end, kvwire.Incoming):
                 survivor.check_landed(end, SALT)
         status = await victim.ended()
         assert status == (-signal.SIGKILL if victim.frames is None else 0)
         await survivor.play_again(again, heir)
-    assert not comm.exchange.live
-    assert not len(comm.buffers)
+    assert not comm._state.exchange.live
+    assert not len(comm._state.buffers)
     return victim
 
 

@@ -77,7 +77,7 @@ async def test_memory_comes_with_bytes_and_not_with_a_number(pair: Pair) -> None
         grown = memory_bytes()[1] - before
         assert COUNT * CHUNK_BYTES <= grown < 8 * MIB + 2 * COUNT * CHUNK_BYTES
     await there.wait_closed()
-    assert not len(pair.far.buffers)
+    assert not len(pair.far._state.buffers)
 
 
 async def test_a_message_that_there_is_no_memory_for(pair: Pair) -> None:
@@ -94,4 +94,4 @@ async def test_a_message_that_there_is_no_memory_for(pair: Pair) -> None:
     asked = pair.right.recv(1)
     await asyncio.gather(pair.left.send(1, bytes(MIB)), asked)
     assert asked.result() == bytes(MIB)
-    assert not len(pair.far.buffers)
+    assert not len(pair.far._state.buffers)

@@ -97,7 +97,7 @@ async def test_memory_that_is_received_into(pair: Pair, ends: Ends, then: str) -
             assert into != MESSAGE
         assert pair.far.quarantined_bytes == 0
     await there.wait_closed()
-    assert len(pair.far.buffers) == 0
+    assert len(pair.far._state.buffers) == 0
 
 
 @pytest.mark.parametrize("ends", [by_deadline, by_cancel])
@@ -112,7 +112,7 @@ async def test_memory_that_is_sent_from(pair: Pair, ends: Ends) -> None:
         number = announced.header.request
         ready = stranger.control(FrameType.READY, Ready(len(whole)), request=number)
         await stranger.say(ready)
-        await until(lambda: there._pump.link.queued_bytes)
+        await until(lambda: there._state._pump.link.queued_bytes)
         await ends(request)
 
         released = asyncio.create_task(request.released())
@@ -138,4 +138,4 @@ async def test_memory_of_a_region_that_is_put_into(pair: Pair) -> None:
         await stranger.say(rest)
         await closing
     await there.wait_closed()
-    assert len(pair.far.buffers) == 0
+    assert len(pair.far._state.buffers) == 0

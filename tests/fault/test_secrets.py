@@ -25,7 +25,7 @@ from kvwire.proto.auth import Keys, key_id
 from kvwire.security.keys import read_key_file, write_key_file
 from tests.fault.stranger import TERMS, dial
 from tests.support.core_pair.handshakes import identity
-from tests.support.pairs import connected
+from tests.support.pairs import connected, registered
 
 CANARY = b"canary payload: nobody writes this down"
 PAYLOADS = (CANARY, CANARY * 3000)
@@ -106,7 +106,7 @@ async def test_nothing_secret_is_written_down(
         await misuse(pair.left, pair.right, notes)
         for holder in (Connection, ConnectionDriver, Identity, Agreement, Keys):
             notes.show(*(i for i in gc.get_objects() if isinstance(i, holder)))
-        notes.show(pair, pair.near.config, pair.near.identity)
+        notes.show(pair, pair.near.config, pair.near._state.identity)
         secrets = [CANARY, read_key_file(path), *keys_alive()]
         assert len(secrets) > 6
     notes.show(*(record.__dict__ for record in caplog.records))
@@ -120,7 +120,7 @@ async def use(left: Connection, right: Connection, notes: Notes) -> None:
         received = right.recv(1)
         notes.show(request, received)
         assert await received == payload
-        region = right.communicator.register(bytearray(payload), "readwrite")
+        region = registered(right, bytearray(payload), "readwrite")
         grant = region.grant(right)
         notes.show(region, grant, Grant.from_bytes(grant.to_bytes()))
         assert grant.token.hex() not in repr(grant)

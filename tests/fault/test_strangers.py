@@ -133,11 +133,11 @@ async def test_a_stranger_pins_little_memory(monkeypatch: pytest.MonkeyPatch) ->
         Crowd(await comm.listen("127.0.0.1:0")) as crowd,
     ):
         await crowd.grow(50, b"0123456789")  # warms up what is only paid once
-        await until(lambda: len(comm._reception._pending) == 50)
+        await until(lambda: len(comm._state._reception._pending) == 50)
         gc.collect()
         before = resident_bytes()
         await crowd.grow(count, b"0123456789")
-        await until(lambda: len(comm._reception._pending) == 50 + count)
+        await until(lambda: len(comm._state._reception._pending) == 50 + count)
         gc.collect()
         each = (resident_bytes() - before) / count
         print(f"a stranger pins {each / KIB:.1f} KiB (S7: 32 KiB)")
@@ -152,13 +152,17 @@ async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
         Crowd(await far.listen("127.0.0.1:0")) as crowd,
     ):
         await crowd.grow(PENDING_HANDSHAKES_MAX)
-        await until(lambda: len(far._reception._pending) == PENDING_HANDSHAKES_MAX)
+        await until(
+            lambda: len(far._state._reception._pending) == PENDING_HANDSHAKES_MAX
+        )
         address = Address("tcp", *crowd._target)
         for _ in range(20):
             connection = await pair.near.connect(address)
             await connection.close()
         await crowd.grow(50)
-        await until(lambda: len(far._reception._pending) == PENDING_HANDSHAKES_MAX)
+        await until(
+            lambda: len(far._state._reception._pending) == PENDING_HANDSHAKES_MAX
+        )
         oldest = crowd.sockets[0]
         with pytest.raises(ConnectionError):
             await asyncio.get_running_loop().sock_recv(oldest, 1)
@@ -188,7 +192,7 @@ async def test_slow_strangers_are_gone_by_the_deadline(pair: Pair) -> None:
     worst_s = max(await healthy)
     print(f"gone after {took_s:.2f} s; slowest round trip {worst_s * 1e3:.0f} ms")
     assert took_s < HANDSHAKE_S + SLACK_S
-    assert not pair.far._reception._pending
+    assert not pair.far._state._reception._pending
     assert worst_s < SLACK_S
 
 
@@ -267,13 +271,13 @@ async def test_a_message_for_a_deaf_peer_waits_in_its_own_memory() -> None:
             await stranger.say(
                 stranger.control(FrameType.READY, Ready(64 << 20), request=number)
             )
-            await until(lambda: there._pump.link.queued_bytes)
+            await until(lambda: there._state._pump.link.queued_bytes)
             longest = 0
             while not there.closed:
-                longest = max(longest, there._pump.link.queued_bytes)
+                longest = max(longest, there._state._pump.link.queued_bytes)
                 await asyncio.sleep(0)
             assert longest <= LINK_QUEUE_BYTES + CHUNK_BYTES
             with pytest.raises(PeerUnresponsive):
                 await request
             await request.released()
-        assert len(pair.far.buffers) == 0
+        assert len(pair.far._state.buffers) == 0

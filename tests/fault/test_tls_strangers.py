@@ -96,11 +96,11 @@ async def test_every_byte(
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE[ending]):
             group.create_task(attempts(cuts))
-    await until(lambda: not near._pumps and not far._pumps)
-    await until(lambda: not far._reception._tasks)
+    await until(lambda: not near._state._pumps and not far._state._pumps)
+    await until(lambda: not far._state._reception._tasks)
     for comm in sides:
         assert not comm.live_connections
-        assert len(comm.buffers) == 0
+        assert len(comm._state.buffers) == 0
 
 
 # --- nonsense -------------------------------------------------------------------------
@@ -137,8 +137,8 @@ async def test_nonsense_costs_its_own_connection(
                 await crowd.expect_told()
             except ConnectionError:
                 pass
-    await until(lambda: not far._pumps)
-    await until(lambda: not far._reception._tasks)
+    await until(lambda: not far._state._pumps)
+    await until(lambda: not far._state._reception._tasks)
     assert len(caplog.records) == len(said)
     assert {record.levelno for record in caplog.records} == {logging.INFO}
     connection = await near.connect(address)
@@ -167,7 +167,7 @@ async def test_a_thousand_that_stall_do_not_stop_an_honest_one(
                 await crowd.grow(50, data)
                 connection = await near.connect(address)
                 await connection.close()
-                assert len(far._reception._pending) <= PENDING_HANDSHAKES_MAX
+                assert len(far._state._reception._pending) <= PENDING_HANDSHAKES_MAX
 
 
 async def test_who_stalls_is_gone_by_the_deadline(
@@ -212,11 +212,11 @@ async def test_a_stranger_pins_little_memory(
         Crowd(await comm.listen("127.0.0.1:0")) as crowd,
     ):
         await crowd.grow(30, data)  # warms up what is only paid once
-        await until(lambda: len(comm._reception._pending) == 30)
+        await until(lambda: len(comm._state._reception._pending) == 30)
         forget_freed()
         before = resident_bytes()
         await crowd.grow(count, data)
-        await until(lambda: len(comm._reception._pending) == 30 + count)
+        await until(lambda: len(comm._state._reception._pending) == 30 + count)
         for _ in range(100):
             await asyncio.sleep(0)
         gc.collect()
@@ -239,7 +239,7 @@ async def test_handshakes_that_fail_leave_nothing(authority: Authority) -> None:
             async with Crowd(address) as crowd:
                 await crowd.grow(count, hello[:100] + bytes(100) + hello[200:])
                 await crowd.expect_told()
-            await until(lambda: not comm._pumps)
+            await until(lambda: not comm._state._pumps)
 
         gc.collect()
         gc.disable()

@@ -20,7 +20,6 @@ from kvwire.kv.fragments import Fragments
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import HEADER_BYTES
-from kvwire.region import Grant
 from kvwire.store.server import messages as requests
 from kvwire.store.server.messages import (
     Find,
@@ -35,7 +34,7 @@ from kvwire.store.server.messages import (
     Welcome,
 )
 from kvwire.transfers.description import TransferOffer
-from kvwire.types import Access, Role
+from kvwire.types import Access, Grant, Role
 from kvwire_local.descriptor import PlaceKind, encode, encode_piece
 from kvwire_local.host import Host
 from kvwire_nccl.bootstrap import NcclBootstrap

@@ -49,7 +49,7 @@ async def w() -> AsyncIterator[World]:
 
 def lanes_of(connection: kvwire.Connection) -> list[LaneSocket]:
     """The sockets of the lanes that are up beside the control link."""
-    found: list[Any] = [half.lane for half in connection._pump.lanes.up]
+    found: list[Any] = [half.lane for half in connection._state._pump.lanes.up]
     return [lane._socket for lane in found]
 
 
@@ -150,8 +150,8 @@ async def test_a_lane_that_stalls_holds_its_own_chunks_only(w: World) -> None:
 
 def settled(w: World) -> bool:
     """Whether nothing is queued any more but on lanes."""
-    link: Any = w.push_side.link
-    return not w.push_side.core.sending and not link.queued_bytes
+    link: Any = w.push_side._state.link
+    return not w.push_side._state.core.sending and not link.queued_bytes
 
 
 @pytest.mark.parametrize("ends", ["resume", "abort"])

@@ -19,7 +19,7 @@ DEST = [10, 11, 12, 13, 14]
 def test_r40_a_completion_that_nobody_waits_for_any_more(play: Play) -> None:
     async def scenario(w: World) -> None:
         errors: list[object] = []
-        w.d.loop.set_exception_handler(lambda _, context: errors.append(context))
+        w.d._state.loop.set_exception_handler(lambda _, context: errors.append(context))
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
 
@@ -61,8 +61,8 @@ def test_r40_a_call_that_fails_leaves_nothing(play: Play) -> None:
                     verb("t", memory.cache, LIST, deadline=0.01)
         w.p.publish("t", w.source.cache, LIST).abort()
         for side in (w.p, w.d):
-            assert not side.exchange.live
-            assert not len(side.buffers)
+            assert not side._state.exchange.live
+            assert not len(side._state.buffers)
         w.pull_side = await w.d.connect(w.address)
         assert await w.moves("t", LIST, DEST)
 

@@ -51,8 +51,8 @@ def test_r12_peer_leaves_while_transfers_run(play: Play) -> None:
         out.ready()
         out.finish()
         await w.until(lambda: out._state.deliveries)
-        leaving = w.p.loop.create_task(w.push_side.close())
-        await w.until(lambda: w.push_side.core.phase.value != "open")
+        leaving = w.p._state.loop.create_task(w.push_side.close())
+        await w.until(lambda: w.push_side._state.core.phase.value != "open")
         assert not leaving.done(), "what is in flight is waited for"
         thaw()
         await leaving

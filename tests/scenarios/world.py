@@ -71,7 +71,7 @@ class Memory:
 
 def held(communicator: kvwire.Communicator) -> bool:
     """Whether some transport may touch memory of a communicator's users now."""
-    return any(communicator.buffers.holds._counts.values())
+    return any(communicator._state.buffers.holds._counts.values())
 
 
 def same(
@@ -149,7 +149,7 @@ class World:
 
     def freeze(self, connection: kvwire.Connection) -> Callable[[], None]:
         """Stop one end from reading; call the result to let it go on."""
-        link: Any = connection.link
+        link: Any = connection._state.link
         if connection.transport == "tcp":
             link._loop.remove_reader(link._sock)
             return lambda: link._loop.add_reader(link._sock, link._on_readable)
@@ -194,10 +194,10 @@ async def world(transport: str, **config: Any) -> AsyncIterator[World]:
         pull_side = await d.connect(address)
         push_side = await p.accept()
         yield World(p, d, pull_side, push_side, address)
-    assert not p.exchange.live
-    assert not d.exchange.live
-    assert not len(p.buffers)
-    assert not len(d.buffers)
+    assert not p._state.exchange.live
+    assert not d._state.exchange.live
+    assert not len(p._state.buffers)
+    assert not len(d._state.buffers)
 
 
 def play(scenario: Scenario, transport: str, **config: Any) -> None:

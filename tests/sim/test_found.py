@@ -66,7 +66,7 @@ async def test_messages_that_nobody_took_go_with_their_connection() -> None:
             await pair.left.send(7, b"never asked for")
         await pair.left.send(8, b"the last one")
         await pair.right.recv(8)
-        assert len(pair.far.buffers) == 0
+        assert len(pair.far._state.buffers) == 0
         assert bytes(await pair.right.recv(7)) == b"never asked for"
     gc.collect()
 

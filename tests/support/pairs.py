@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import kvwire
-from kvwire import Address, Communicator, Connection
+from kvwire import Address, Communicator, Connection, Region
 
 SCHEMES: Final = ("tcp", "inproc")
 _NAMES = itertools.count()
@@ -64,6 +64,12 @@ async def connected(scheme: str = "tcp", **config: Any) -> AsyncIterator[Pair]:
         left = await near.connect(address)
         right = await anext(far.connections())
         yield Pair(near, far, left, right, address)
+
+
+def registered(end: Connection, memory: bytearray, access: str) -> Region:
+    """Memory registered with the communicator that a connection is of."""
+    state = end._state.communicator
+    return Region(state, state.register(memory, access))
 
 
 async def until(condition: Callable[[], object]) -> None:

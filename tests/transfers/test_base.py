@@ -77,7 +77,7 @@ def test_the_outcome_is_a_record() -> None:
 
 def test_a_lease_runs_while_the_peer_is_missing() -> None:
     async def scenario(w: World) -> None:
-        began = w.p.loop.time()
+        began = w.p._state.loop.time()
         ends = {
             "offered": w.p.publish("a", w.source.cache, [1], lease_s=1.0),
             "expected": w.d.expect("b", w.target.cache, [1], lease_s=2.0),
@@ -85,7 +85,7 @@ def test_a_lease_runs_while_the_peer_is_missing() -> None:
         }
         for end, seconds in zip(ends.values(), (1.0, 2.0, 4.0), strict=True):
             outcome = await end
-            assert w.p.loop.time() - began == pytest.approx(seconds, abs=0.01)
+            assert w.p._state.loop.time() - began == pytest.approx(seconds, abs=0.01)
             (reason,) = set(outcome.missing.values())
             assert (
                 reason == f"the lease of {seconds:g} s ended while a peer was missing"
@@ -141,11 +141,11 @@ def test_closing_a_connection_ends_what_waits_on_it(verb: str) -> None:
         else:
             asked = w.push_side.push("t", w.source.cache, LIST)
             ends = [w.push_side, w.pull_side]
-        began = w.d.loop.time()
+        began = w.d._state.loop.time()
         await ends[1].close()
         outcome = await asked
         assert not outcome.landed
-        assert w.d.loop.time() - began < 0.1
+        assert w.d._state.loop.time() - began < 0.1
         await asked.drained()
         assert ends[0].closed
 

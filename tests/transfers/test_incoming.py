@@ -139,11 +139,11 @@ def lose_link(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
 
 
 def close_here(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
-    w.d.exchange.closing()
+    w.d._state.exchange.closing()
 
 
 def damage(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
-    core: Any = w.pull_side.core
+    core: Any = w.pull_side._state.core
     received = core.body_received
 
     def damaging(arrival: Any, now: float, **more: Any) -> None:
@@ -321,7 +321,7 @@ def test_memory_that_nothing_can_land_in() -> None:
         for verb in (w.d.expect, w.pull_side.pull):
             with pytest.raises(kvwire.UsageError, match="not writable"):
                 verb("t", cache, DEST, deadline=0.01)
-        assert not w.d.exchange.live
+        assert not w.d._state.exchange.live
 
     play(scenario, "inproc")
 
@@ -339,7 +339,7 @@ def test_a_list_too_long_to_say_what_is_here() -> None:
         for verb in (w.d.expect, w.pull_side.pull):
             with pytest.raises(kvwire.UsageError, match="or leave out have="):
                 verb("t", cache, range(count), hashes=names, have={b"h"})
-        assert not w.d.exchange.live
+        assert not w.d._state.exchange.live
         w.d.expect("t", cache, range(count), hashes=names).abort()
 
     play(scenario, "inproc")

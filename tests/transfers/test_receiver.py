@@ -48,8 +48,8 @@ class Hostile:
     async def broken(self, rule: str, by: kvwire.Connection) -> None:
         """The connection ends, naming the rule, and the process lives."""
         await by.wait_closed()
-        assert by.core.error is not None
-        assert rule in str(by.core.error)
+        assert by._state.core.error is not None
+        assert rule in str(by._state.core.error)
         self.inc.abort()
         self.out.abort()
         assert not (await self.inc).landed
@@ -257,13 +257,13 @@ def test_a_description_that_is_none(kind: RequestKind, description: bytes) -> No
     async def scenario(w: World) -> None:
         waits = w.p.publish("t", w.source.cache, LIST)
         expects = w.p.expect("t", w.source.cache, LIST)
-        request = w.pull_side.core.open_transfer(
+        request = w.pull_side._state.core.open_transfer(
             TransferRecord(id=waits._state.key),
             description,
             pull=kind is RequestKind.INCOMING,
             deadline=None,
         )
-        w.pull_side.run()
+        w.pull_side._state.run()
         await w.until(lambda: request.over)
         assert not waits.done()
         assert not expects.done()

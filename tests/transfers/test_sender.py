@@ -31,7 +31,7 @@ BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
 def chunks_of(connection: kvwire.Connection) -> Iterator[list[Chunk]]:
     """The chunks that one end of a connection sends, in their order."""
     sent: list[Chunk] = []
-    core: Any = connection.core
+    core: Any = connection._state.core
     following: Callable[[], Chunk | None] = core.next_chunk
 
     def noted() -> Chunk | None:
@@ -359,7 +359,7 @@ def test_damage_is_named_on_both_sides() -> None:
         out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
         await w.until(lambda: inc._state.planned)
-        core: Any = w.pull_side.core
+        core: Any = w.pull_side._state.core
         received = core.body_received
 
         def damaging(arrival: Any, now: float, **more: Any) -> None:

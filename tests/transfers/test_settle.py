@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import kvwire
+from kvwire.endpoint.connection import ConnectionState
 from kvwire.proto.records import TransferRecord
 from kvwire.transfers.sender import SendAttempt
 from kvwire.wire.control import SegmentBody
@@ -75,7 +76,7 @@ def test_the_consumer_has_not_heard_that_it_was_heard(push: bool) -> None:
         assert (await out).complete
         w.cut()
         await virtual_time.pass_time(2 * w.d.config.lease_s)
-        assert not w.d.exchange._last_words
+        assert not w.d._state.exchange._last_words
         assert (await inc).complete
         w.pull_side = await w.d.connect(w.address)
         assert await w.moves("t", [6, 7], [20, 21])
@@ -94,8 +95,8 @@ def test_a_producer_that_is_gone_is_not_told_for_ever() -> None:
         w.p.abort()
         await w.p.close()
         await virtual_time.pass_time(2 * w.d.config.lease_s)
-        assert not w.d.exchange._last_words
-        assert not w.d.exchange.interrupted(w.p.incarnation)
+        assert not w.d._state.exchange._last_words
+        assert not w.d._state.exchange.interrupted(w.p.incarnation)
 
     play(scenario, "inproc", lease_s=3.0)
 
@@ -135,13 +136,13 @@ def test_a_mark_for_a_transfer_that_is_settled(push: bool) -> None:
         for tensor in w.target.tensors:
             tensor[DEST] = 7.0
         broken: list[str] = []
-        fail = w.d.connection_ended
+        fail = w.d._state.connection_ended
 
-        def ended(connection: kvwire.Connection, error: Any) -> None:
+        def ended(connection: ConnectionState, error: Any) -> None:
             broken.append(str(error))
             fail(connection, error)
 
-        w.d.connection_ended = ended  # type: ignore[method-assign]
+        w.d._state.connection_ended = ended  # type: ignore[method-assign]
         w.cut()
         await w.until(lambda: any("KVW-TR-10" in error for error in broken))
         assert all((t[DEST] == 7.0).all() for t in w.target.tensors)
@@ -201,22 +202,22 @@ def test_going_on_with_an_end_that_is_over_is_refused() -> None:
         out.finish()
         await inc
         await out
-        request = w.pull_side.core.open_transfer(
+        request = w.pull_side._state.core.open_transfer(
             TransferRecord(id=inc._state.key),
             inc._state.description().encode(),
             pull=True,
             deadline=None,
         )
-        w.pull_side.run()
+        w.pull_side._state.run()
         await w.until(lambda: request.over)
-        assert not w.p.exchange.live
+        assert not w.p._state.exchange.live
 
     play(scenario, "inproc")
 
 
 def deafen(connection: kvwire.Connection) -> None:
     """Its link hears nothing any more, not even its own end."""
-    link: Any = connection.link
+    link: Any = connection._state.link
     link._turn = link.wake = lambda *_: None
 
 
@@ -245,27 +246,28 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
             out.finish()
             assert (await inc).complete
             deafen(pull_side)
-            push_side.dialled = None
+            push_side._state.dialled = None
             push_side.abort("a broken cable")
             await push_side.wait_closed()
             await p.connect(address)
-            await w.until(lambda: d.exchange._stashed)
+            await w.until(lambda: d._state.exchange._stashed)
             assert not out.done()
             if ends == "is lost":
-                pull_side.core.fail(kvwire.ConnectionLost("silence"))
+                pull_side._state.core.fail(kvwire.ConnectionLost("silence"))
             else:
-                pull_side.core.fail(kvwire.ClosedOK("this side has closed"))
-            pull_side.run()
+                pull_side._state.core.fail(kvwire.ClosedOK("this side has closed"))
+            pull_side._state.run()
             produced = await out
             if ends == "is lost":
                 assert produced.complete
             else:
                 (reason,) = produced.missing.reasons
                 assert "nothing is known of it" in reason
-            assert not d.exchange._settling
-            assert not d.exchange._asked
-            del pull_side.link._turn, pull_side.link.wake  # type: ignore[attr-defined]
-            pull_side.link.wake()  # type: ignore[attr-defined]
+            assert not d._state.exchange._settling
+            assert not d._state.exchange._asked
+            link: Any = pull_side._state.link
+            del link._turn, link.wake
+            link.wake()
 
     virtual_time.run(main())
 
@@ -295,12 +297,12 @@ def test_a_consumer_that_closes_says_its_last_word_first(
         out = await settled_unheard(w, push)
         w.cut()
         if noticed:
-            await w.turns_until(lambda: w.d.exchange._last_words)
+            await w.turns_until(lambda: w.d._state.exchange._last_words)
         await w.d.close()
         assert out.done()
         assert (await out).complete
         assert out.is_drained
-        assert not w.d.exchange.unsaid
+        assert not w.d._state.exchange.unsaid
         assert not w.p.live_connections
 
     play(scenario, "inproc")
@@ -317,7 +319,7 @@ def test_nor_does_one_that_waits_for_its_producer_to_come_back(push: bool) -> No
         w.pull_side, w.push_side = taken, dialled
         out = await settled_unheard(w, push)
         w.cut()
-        closing = w.d.loop.create_task(w.d.close())
+        closing = w.d._state.loop.create_task(w.d.close())
         await w.until(lambda: w.d.closed)
         with pytest.raises(kvwire.ClosedOK):
             await w.d.connect(w.address)
@@ -334,8 +336,8 @@ def test_nor_is_a_close_held_up_by_a_producer_that_is_gone() -> None:
         await settled_unheard(w, push=False)
         w.p.abort()
         await w.p.close()
-        begun = w.d.loop.time()
+        begun = w.d._state.loop.time()
         await w.d.close()
-        assert w.d.loop.time() - begun < w.d.config.close_timeout_s + 3
+        assert w.d._state.loop.time() - begun < w.d.config.close_timeout_s + 3
 
     play(scenario, "inproc")

@@ -38,7 +38,8 @@ class CacheDevice:
         if device is not None:
 
             async def copy_engine(communicator: Communicator) -> CopyEngine:
-                return communicator.devices.copy_engine(device)
+                state = communicator._state  # noqa: SLF001 - the library's own
+                return state.devices.copy_engine(device)
 
             # Before vLLM captures graphs: while it does, no thread may allocate.
             self._copy_engine = engine.start(copy_engine).result()

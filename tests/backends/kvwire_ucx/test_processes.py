@@ -74,7 +74,7 @@ async def all_end(
     assert all(isinstance(end, expected) for end in ends if end is not None)
     for request in requests:
         await request.released()
-    assert len(comm.buffers) == 0
+    assert len(comm._state.buffers) == 0
 
 
 @patient
@@ -122,7 +122,7 @@ async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> Non
             assert there.connection.transport == "ucx"
             there.signal(ending)
             await there.connection.wait_closed()
-    assert len(comm.buffers) == 0
+    assert len(comm._state.buffers) == 0
 
 
 # --- processes of their own -----------------------------------------------------------

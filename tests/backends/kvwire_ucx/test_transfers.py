@@ -105,7 +105,7 @@ async def test_the_control_link_takes_over_when_the_lane_breaks() -> None:
 
 
 async def _break_lanes(both: Loopback) -> None:
-    backend: Any = both.a._backends["ucx"]
+    backend: Any = both.a._state._backends["ucx"]
     for lane in list(backend._lanes):
         lane._endpoint_failed(-25)
         await lane.ended

@@ -51,7 +51,7 @@ def on_lanes(pair: Pair) -> int:
     return sum(
         half.lane.received_bytes
         for end in (pair.left, pair.right)
-        for half in end._pump.lanes.up
+        for half in end._state._pump.lanes.up
     )
 
 
@@ -117,9 +117,9 @@ async def test_require_against_forbid_is_an_error_with_the_reason() -> None:
 
 async def test_more_lanes_of_one_transport() -> None:
     async with connected(**BESIDE, lanes=3) as pair:
-        await until(lambda: len(pair.right._pump.lanes.up) == 3)
+        await until(lambda: len(pair.right._state._pump.lanes.up) == 3)
         await expect_moves(pair)
-        assert len(pair.left._pump.lanes.up) == 3
+        assert len(pair.left._state._pump.lanes.up) == 3
 
 
 # --- what does not come up ------------------------------------------------------------
@@ -220,7 +220,7 @@ async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_f
 
 def _is_joining(near: kvwire.Communicator) -> bool:
     """Whether a lane is known that is not up."""
-    return any(not c._pump.lanes.quiet for c in near.live_connections)
+    return any(not c._state._pump.lanes.quiet for c in near.live_connections)
 
 
 @pytest.mark.parametrize("role", ["client", "server"])
@@ -262,7 +262,7 @@ async def test_a_transport_without_any_lane_is_refused_at_once(
 @asynccontextmanager
 async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     """A pair whose lanes end when the block does, whatever is asked of them before."""
-    monkeypatch.setattr("kvwire.communicator.CLOSE_SLACK_S", 0.05)
+    monkeypatch.setattr("kvwire.endpoint.communicator.CLOSE_SLACK_S", 0.05)
     abort = InprocLane.abort
     stuck: dict[InprocLane, None] = {}
 
@@ -278,7 +278,7 @@ async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
         assert stuck
         for lane in stuck:
             abort(lane)
-        await until(lambda: not pair.near._pumps and not pair.far._pumps)
+        await until(lambda: not pair.near._state._pumps and not pair.far._state._pumps)
 
 
 async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
@@ -296,12 +296,12 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
 ) -> None:
     """Its transfers wait until the lane that it has lost is quiet: never, here."""
     async with endless_lanes(monkeypatch) as pair:
-        await pair.near.redial(pair.left)
+        await pair.near._state.redial(pair.left._state)
         await until(lambda: pair.right.closed)
         async with asyncio.timeout(5.0):
             await pair.near.close()
             await pair.far.close()
-        assert pair.near._pumps, "the lane's memory is not given up for that"
+        assert pair.near._state._pumps, "the lane's memory is not given up for that"
 
 
 # --- what comes back ------------------------------------------------------------------
@@ -309,7 +309,7 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
 
 def break_lanes(end: kvwire.Connection) -> None:
     """As when its device is reset: our halves of all lanes are gone at once."""
-    for half in list(end._pump.lanes.up):
+    for half in list(end._state._pump.lanes.up):
         half.lane.abort()
 
 
@@ -343,7 +343,7 @@ async def test_a_lane_that_broke_comes_back_and_carries_the_data(
             taken = next(c for c in end.transport_report if c.taken)
             assert taken.reason == "a copy within the process"
             assert reasons(end.transport_report)["tcp"] == "another was preferred"
-            counters = end.communicator.counters
+            counters = end._state.communicator.counters
             assert counters.lanes_raised == 2
             assert counters.lanes_failed == 1
             assert counters.transport_fallbacks == 1, "coming back is none"
@@ -368,8 +368,8 @@ async def test_it_comes_back_however_often_it_breaks() -> None:
             await restored(pair, count)
         assert pair.left.transport == pair.right.transport == "inproc"
         await region.close()
-        assert not len(pair.near.buffers.holds)
-        assert not len(pair.far.buffers.holds)
+        assert not len(pair.near._state.buffers.holds)
+        assert not len(pair.far._state.buffers.holds)
 
 
 @pytest.mark.parametrize("broken", [1, 2])
@@ -377,14 +377,14 @@ async def test_it_comes_back_however_often_it_breaks() -> None:
 async def test_as_many_come_back_as_there_were(broken: int) -> None:
     """Sockets beside the control link: it has its part of the data all the while."""
     async with connected(prefer=("tcp",), chunk_bytes=CHUNK, lanes=3) as pair:
-        await until(lambda: len(pair.right._pump.lanes.up) == 2)
-        for half in pair.right._pump.lanes.up[:broken]:
+        await until(lambda: len(pair.right._state._pump.lanes.up) == 2)
+        for half in pair.right._state._pump.lanes.up[:broken]:
             half.lane.abort()
         await restored(pair, broken)
         await expect_moves(pair)
         for end in (pair.left, pair.right):
-            assert len(end._pump.lanes.up) == 2
-            assert end._pump.lanes.shared
+            assert len(end._state._pump.lanes.up) == 2
+            assert end._state._pump.lanes.shared
             taken = next(c for c in end.transport_report if c.taken)
             assert (taken.name, taken.reason) == ("tcp", "offered by both sides")
 
@@ -392,26 +392,26 @@ async def test_as_many_come_back_as_there_were(broken: int) -> None:
 @pytest.mark.usefixtures("comes_back")
 async def test_a_required_transport_comes_back_while_some_of_it_is_left() -> None:
     async with connected(**ONLY, lanes=2) as pair:
-        await until(lambda: len(pair.right._pump.lanes.up) == 2)
-        pair.left._pump.lanes.up[0].lane.abort()
+        await until(lambda: len(pair.right._state._pump.lanes.up) == 2)
+        pair.left._state._pump.lanes.up[0].lane.abort()
         await restored(pair, 1)
         await expect_moves(pair)
-        assert len(pair.left._pump.lanes.up) == 2
+        assert len(pair.left._state._pump.lanes.up) == 2
 
 
 async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
     """It may ask for another one each time, for as long as the connection lives."""
     async with connected(**BESIDE) as pair:
-        lanes = pair.left.core.lanes
+        lanes = pair.left._state.core.lanes
         for turn in range(2 * LANES_MAX):
             number = lanes.next_number()
             assert number is not None
             lanes.ask(number, f"made up {turn}", b"")
-            pair.left.run()
+            pair.left._state.run()
             await until(lambda: lanes._lanes[number].lowered)  # noqa: B023
-            pair.left.core.lane_gone(number, "neither do I")
-            pair.left.run()
-        assert not pair.right.raising.carrier.failed
+            pair.left._state.core.lane_gone(number, "neither do I")
+            pair.left._state.run()
+        assert not pair.right._state.raising.carrier.failed
         await expect_moves(pair)
 
 
@@ -424,7 +424,7 @@ async def test_a_peer_that_refuses_is_not_asked_for_ever(
         use(monkeypatch, _Refusing, "server")
         break_lanes(pair.left)
         await until(lambda: pair.near.counters.lanes_failed == 1 + REFUSALS_MAX)
-        await until(lambda: not pair.left.raising.busy)
+        await until(lambda: not pair.left._state.raising.busy)
         await expect_moves(pair)
         assert pair.left.transport == pair.right.transport == "tcp"
         assert pair.near.counters.lanes_failed == 1 + REFUSALS_MAX
@@ -456,7 +456,7 @@ async def test_what_never_came_up_is_not_raised_again(
     use(monkeypatch, _Refusing, "server")
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
-        assert not pair.left.raising.busy
+        assert not pair.left._state.raising.busy
         assert pair.near.counters.lanes_failed == 1
 
 
@@ -471,9 +471,9 @@ async def test_the_end_of_a_connection_ends_the_raising(
             raise_again_after(monkeypatch, 0.0)
             use(monkeypatch, _Hanging, "client")
         break_lanes(pair.left)
-        await until(lambda: pair.left.raising.busy)
+        await until(lambda: pair.left._state.raising.busy)
         if stage == "joining":
-            await until(lambda: not pair.left._pump.lanes.quiet)
+            await until(lambda: not pair.left._state._pump.lanes.quiet)
         async with asyncio.timeout(LANE_TIMEOUT_S / 2):
             if how == "close":
                 await pair.left.close()
@@ -481,4 +481,4 @@ async def test_the_end_of_a_connection_ends_the_raising(
                 pair.left.abort("enough")
                 await pair.left.wait_closed()
             await pair.right.wait_closed()
-        assert not pair.left.raising.busy
+        assert not pair.left._state.raising.busy

@@ -5,8 +5,7 @@ from __future__ import annotations
 from kvwire.errors import AccessDenied, StaleRegion, UsageError
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.proto.regions import GrantRow, Grants, RegionRecord, RegionTable
-from kvwire.region import Grant
-from kvwire.types import Access, BufferId
+from kvwire.types import Access, BufferId, Grant
 from tests.fuzz.reader import Reader
 
 _DIRECTIONS = (Access.READ, Access.WRITE, Access.READWRITE)

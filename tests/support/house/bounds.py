@@ -229,7 +229,7 @@ def insert(table, key):
 CHECKS = (
     Check(
         name="containers that grow name their bound",
-        over=("kvwire/wire/", "kvwire/proto/", "kvwire/connection.py"),
+        over=("kvwire/wire/", "kvwire/proto/", "kvwire/endpoint/connection.py"),
         find=unbounded,
         bad=[
             ("kvwire/proto/a.py", _TABLE % ""),

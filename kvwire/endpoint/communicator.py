@@ -1,0 +1,471 @@
+"""What is behind a :class:`~kvwire.Communicator`: one identity and its connections."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
+from kvwire.backend.selection import control_refusal, local_refusal, wishes
+from kvwire.clock import at_most, yields_before_raising
+from kvwire.config import Config
+from kvwire.driver.acceptor import Acceptor
+from kvwire.driver.buffers import BufferTable
+from kvwire.driver.checksums import ChecksumPolicy
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.counters import Counters
+from kvwire.driver.devices import Devices
+from kvwire.driver.handshake import HandshakeDriver, hands_shaken, report_of
+from kvwire.driver.reconnect import Reconnector
+from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.observers import Observers
+from kvwire.endpoint.verbs import PublishExpect
+from kvwire.errors import (
+    BackendUnavailable,
+    ClosedOK,
+    ConnectError,
+    ConnectionClosed,
+    ConnectionLost,
+    ListenError,
+    UsageError,
+)
+from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
+from kvwire.memory.buffers import as_payload
+from kvwire.proto.agreement import Agreement, Identity
+from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.handshake import ClientHandshake
+from kvwire.proto.regions import RegionRecord, RegionTable
+from kvwire.security.keys import crosses_hosts, load_keys, resolve
+from kvwire.security.tls import CredentialFiles
+from kvwire.transfers.event_wait import fired
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.matching import TransferRegistry
+from kvwire.transfers.outgoing import OutgoingState
+from kvwire.types import Access, Address
+from kvwire.wire.control import BackendOffer, TransportOffer
+from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
+
+logger = logging.getLogger("kvwire")
+
+
+class CommunicatorState(PublishExpect):
+    """The state of one communicator, on the loop it was made on.
+
+    Args:
+        config: Its configuration.
+        publish_connection: Makes the object that users hold of a connection.
+
+    Attributes:
+        config: Its configuration.
+        buffers: The memory its users have lent it.
+        counters: What has happened so far.
+        devices: The devices that some of that memory belongs to.
+        watchers: Who is told when KV transfers begin and end.
+    """
+
+    def __init__(
+        self, config: Config, publish_connection: Callable[[ConnectionState], Any]
+    ) -> None:
+        self.publish_connection = publish_connection
+        trust, psk, keys = load_keys(config)
+        self._tls = CredentialFiles(config) if config.trust == "mtls" else None
+        if not config.name:
+            config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
+        self.config = config
+        self.buffers = BufferTable()
+        self.counters = Counters()
+        self.watchers = Observers()
+        self.loop = asyncio.get_running_loop()
+        self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
+        self.exchange = TransferRegistry()
+        self.recovery = Reconnector(self)
+        self._reception = Acceptor(self)
+        self.identity = Identity(
+            name=config.name,
+            incarnation=secrets.token_bytes(16),
+            trust=trust,
+            psk=psk,
+            keys=keys,
+            terms=ConnectionParameters(
+                chunk_bytes=config.chunk_bytes,
+                eager_bytes=config.eager_bytes,
+                window_bytes=config.window_bytes,
+                window_messages=config.window_messages,
+            ),
+            profile=tuple(sorted(config.profile.items())),
+        )
+        self._regions = RegionTable()
+        self._backends: dict[str, Backend] = {}
+        self._listeners: list[Listener] = []
+        self._pumps: set[ConnectionDriver] = set()
+        self._connections: set[ConnectionState] = set()
+        self._closed = False
+        # No link is made or taken any more, not even to say a last word.
+        self._links_ended = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._connections)} connections"
+        return (
+            f"<Communicator {self.config.name!r}, trust {self.config.trust}, {state}>"
+        )
+
+    @property
+    def incarnation(self) -> bytes:
+        """16 random bytes; a peer sees from them that this is a new start."""
+        return self.identity.incarnation
+
+    @property
+    def name(self) -> str:
+        """The name that peers see."""
+        return self.config.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closing, or closed."""
+        return self._closed
+
+    @property
+    def links_ended(self) -> bool:
+        """Whether it makes and takes no links any more, for nothing."""
+        return self._links_ended or (self._closed and not self.exchange.unsaid)
+
+    # --- connections ------------------------------------------------------------------
+
+    @yields_before_raising
+    async def listen(self, address: str | Address) -> Address:
+        """See :meth:`kvwire.Communicator.listen`."""
+        self._check_open()
+        where = Address.parse(address)
+        backend = self._backend(where.scheme, self.config)
+
+        def accept(link: Link) -> None:
+            self._reception.accept(link, backend)
+
+        try:
+            where = await self._resolved(where, backend)
+            listener = await backend.listen(where, accept)
+        except OSError as exc:
+            raise ListenError(
+                f"cannot listen on {where}: {exc.strerror or exc}",
+                address=str(where),
+                errno=exc.errno,
+            ) from exc
+        if self._closed:
+            await listener.close()
+            raise ClosedOK("the communicator was closed")
+        self._listeners.append(listener)
+        return listener.address
+
+    @yields_before_raising
+    async def connect(
+        self,
+        address: str | Address,
+        transport: str | Iterable[str] | None,
+        timeout_s: float | None,
+    ) -> ConnectionState:
+        """See :meth:`kvwire.Communicator.connect`."""
+        self._check_open()
+        connection = await self._connect(address, transport, timeout_s)
+        self.exchange.reattach(connection)
+        return connection
+
+    async def redial(self, lost: ConnectionState) -> ConnectionState:
+        """Connect again to where a lost connection went, and take its place.
+
+        Raises:
+            KVWireError: As :meth:`connect`.
+
+        Cancel safety: safe, a half-made connection is aborted.
+        """
+        assert lost.dialled is not None
+        address, transport = lost.dialled
+        connection = await self._connect(address, transport, None, lost.digest)
+        self.exchange.reattach(connection)
+        return connection
+
+    async def _connect(
+        self,
+        address: str | Address,
+        transport: str | Iterable[str] | None,
+        timeout_s: float | None,
+        resumes: bytes = b"",
+    ) -> ConnectionState:
+        config = wishes(self.config, transport)
+        where = Address.parse(address)
+        backend = self._backend(where.scheme, config)
+        timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
+        handshake = ClientHandshake(
+            self.identity,
+            secrets.token_bytes(NONCE_BYTES),
+            _offer(self.identity, config, where.scheme, resumes),
+        )
+        opening = HandshakeDriver(handshake, config, where.scheme, self.loop)
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                where, link = await self._dial(where, backend)
+                pump = self.open_link(link, opening)
+                connection = await hands_shaken(pump, opening)
+                await _lanes_up(connection, config.lanes)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise opening.timed_out(timeout_s) from None
+        except ConnectionLost:
+            self._check_open()
+            raise
+        connection.dialled = (where, transport)
+        return connection
+
+    async def _dial(self, address: Address, backend: Backend) -> tuple[Address, Link]:
+        """Open a link to an address; returns the numeric address too.
+
+        Raises:
+            ConnectError: Nobody listens there, or it cannot be reached.
+
+        Cancel safety: safe, nothing stays open.
+        """
+        try:
+            address = await self._resolved(address, backend)
+            return address, await backend.connect(address)
+        except OSError as exc:
+            raise ConnectError(
+                f"cannot connect to {address}: {exc.strerror or exc}",
+                address=str(address),
+                errno=exc.errno,
+            ) from exc
+
+    async def _resolved(self, address: Address, backend: Backend) -> Address:
+        if crosses_hosts(backend):
+            return await resolve(address, self.identity.trust)
+        return address
+
+    @property
+    def live_connections(self) -> tuple[ConnectionState, ...]:
+        """The connections that have not ended; a snapshot."""
+        return tuple(self._connections)
+
+    def connections(self) -> AsyncIterator[Any]:
+        """See :meth:`kvwire.Communicator.connections`."""
+        return self._reception.inbound
+
+    @yields_before_raising
+    async def accept(self) -> Any:
+        """See :meth:`kvwire.Communicator.accept`."""
+        return await self._reception.inbound.take()
+
+    # --- memory -----------------------------------------------------------------------
+
+    def register(self, buffer: Any, access: str | Access) -> RegionRecord:
+        """Lend memory that peers may reach, each with a grant."""
+        self._check_open()
+        allowed = Access.parse(access)
+        payload = as_payload(buffer, writable=bool(allowed & Access.WRITE))
+        lent = self.buffers.lend(payload)
+        try:
+            return self._regions.register(lent, payload.nbytes, allowed)
+        except UsageError:
+            self.buffers.holds.retire(lent)
+            self.buffers.collect()
+            raise
+
+    def revoke_region(self, core: RegionRecord) -> None:
+        """See :meth:`kvwire.Region.revoke`."""
+        self._regions.revoke(core)
+        for connection in list(self._connections):
+            connection.region_revoked(core)
+
+    def close_region(self, core: RegionRecord) -> None:
+        """See :meth:`kvwire.Region.close`."""
+        if not core.open:
+            return
+        self._regions.close(core)
+        for connection in list(self._connections):
+            connection.region_revoked(core)
+        self.buffers.holds.retire(core.buffer)
+        self.buffers.collect()
+
+    # --- KV transfers -----------------------------------------------------------------
+
+    @property
+    def communicator(self) -> CommunicatorState:
+        """See Offering."""
+        return self
+
+    def start(self, end: IncomingState | OutgoingState) -> None:
+        """See Offering."""
+        self._check_open()
+        self.exchange.offer(end)
+
+    @yields_before_raising
+    async def fired(self, event: Any) -> None:
+        """See :meth:`kvwire.Communicator.fired`."""
+        self._check_open()
+        await fired(event, self.devices)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes whose request is over while a transport may still touch them."""
+        return self.buffers.quarantined_bytes
+
+    # --- the end ----------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """See :meth:`kvwire.Communicator.close`."""
+        self._stop()
+        if self.links_ended:
+            await self._end_links()
+        self.exchange.closing()
+        patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
+        closing = [c.close() for c in self._connections]
+        await at_most(patience_s, [self.exchange.all_said(), *closing])
+        await self._end_links()
+        # Those that were made to say a last word.
+        await at_most(CLOSE_SLACK_S, [c.close() for c in self._connections])
+        self.exchange.stop(ClosedOK("the communicator was closed"))
+        for pump in self._pumps:
+            pump.link.abort()
+        if self._pumps:
+            await asyncio.wait([p.ended for p in self._pumps], timeout=patience_s)
+        if self._pumps:
+            logger.error(
+                "%d connections have transports that may still touch memory; %d bytes "
+                "of it stay in quarantine",
+                len(self._pumps),
+                self.quarantined_bytes,
+            )
+        await self._reception.close()
+        self.devices.close()
+        for backend in self._backends.values():
+            await backend.aclose()
+
+    def abort(self) -> None:
+        """End every connection now. Never raises; ``close`` waits for what is left."""
+        self._stop()
+        self._links_ended = True
+        for connection in list(self._connections):
+            connection.abort("the communicator was aborted")
+
+    def connection_ended(
+        self, connection: ConnectionState, error: ConnectionClosed
+    ) -> None:
+        """A connection has ended, for the reason given."""
+        self._connections.discard(connection)
+        if not isinstance(error, ClosedOK):
+            logger.info("connection to %s ended: %s", connection.peer, error)
+            self.counters.connections_lost += 1
+            if not self.links_ended:
+                self.recovery.lost(connection)
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._reception.inbound.close()
+
+    async def _end_links(self) -> None:
+        """Make and take no links any more."""
+        self._links_ended = True
+        await self.recovery.close()
+        for listener in self._listeners:
+            await listener.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedOK("the communicator is closed")
+
+    def _backend(self, scheme: str, config: Config) -> Backend:
+        reason = control_refusal(config, scheme)
+        if reason:
+            raise BackendUnavailable(f"transport {scheme!r}: {reason}")
+        return self.lane_backend(scheme)
+
+    def lane_backend(self, name: str) -> Backend:
+        """The backend called ``name``, of which there is one for all connections.
+
+        Raises:
+            BackendUnavailable: It is not installed.
+        """
+        if name not in self._backends:
+            backend = registry.load(name)()
+            if self._tls is not None and backend.capabilities.tls:
+                backend.use_tls(self._tls)
+            self._backends[name] = backend  # bounded: BACKENDS_MAX
+        return self._backends[name]
+
+    def open_link(self, link: Link, opening: HandshakeDriver) -> ConnectionDriver:
+        """Start a link; when the handshake on it has ended, it has a connection."""
+        pump = ConnectionDriver(
+            link,
+            self.buffers,
+            self.loop,
+            checks=ChecksumPolicy(self.config.checksum),
+        )
+        self._pumps.add(pump)
+        pump.ended.add_done_callback(lambda _: self._pumps.discard(pump))
+
+        def agreed(agreement: Agreement) -> ConnectionState:
+            return self._begin(pump, opening, agreement)
+
+        pump.open(opening, agreed)
+        if self.links_ended:
+            link.abort()
+        return pump
+
+    def _begin(
+        self, pump: ConnectionDriver, opening: HandshakeDriver, agreement: Agreement
+    ) -> ConnectionState:
+        core = ConnectionCore(
+            agreement,
+            opening.handshake.framing,
+            self.buffers.holds,
+            terms=self.identity.terms,
+            ping_interval_s=self.config.ping_interval_s,
+            ping_misses=self.config.ping_misses,
+            now=self.loop.time(),
+        )
+        connection = ConnectionState(
+            self,
+            pump,
+            core,
+            peer=replace(
+                agreement.peer,
+                address=pump.link.remote_address,
+                identity=opening.identity,
+            ),
+            report=report_of(agreement.choice),
+            scheme=opening.scheme,
+        )
+        self._connections.add(connection)
+        self.counters.connections += 1
+        return connection
+
+
+async def _lanes_up(connection: ConnectionState, count: int) -> None:
+    """Wait for the transport of the data; without it there is no connection."""
+    try:
+        await connection.raising.raise_lanes(count)
+    except BaseException as exc:
+        connection.abort(str(exc) or "no transport for the data came up")
+        raise
+
+
+def _offer(
+    identity: Identity, config: Config, scheme: str, resumes: bytes
+) -> TransportOffer:
+    return TransportOffer(
+        name=identity.name,
+        backends=tuple(
+            BackendOffer(name, API_VERSION)
+            for name in registry.names()
+            if not local_refusal(config, name, scheme)
+        ),
+        profile=identity.profile,
+        resumes=resumes,
+    )

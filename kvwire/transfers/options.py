@@ -1,0 +1,60 @@
+"""The options of the four verbs of KV transfers, by name and type."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from kvwire.kv.geometry import Tokens
+from kvwire.transfers.dedup import Hashes, Have
+from kvwire.types import Deadline
+
+
+class TransferOptions(TypedDict, total=False):
+    """What every verb takes.
+
+    Attributes:
+        deadline: An instant of the loop's clock, or a duration; see ``send``.
+        priority: 0 to 255; chunks of a higher one go first.
+        tokens: Valid tokens in the list, where the last block is not full.
+        hashes: One for each block.
+        lease_s: How long to wait for another link after a lost one.
+    """
+
+    deadline: Deadline
+    priority: int
+    tokens: Tokens
+    hashes: Hashes
+    lease_s: float | None
+
+
+class ReceiveOptions(TransferOptions, total=False):
+    """What ``pull`` and ``expect`` take.
+
+    Attributes:
+        have: Hashes this side has, or a predicate: those blocks are not sent.
+    """
+
+    have: Have
+
+
+class SendOptions(TransferOptions, total=False):
+    """What ``push`` takes.
+
+    Attributes:
+        group_bytes: Layers smaller than this together travel together; None for the
+            default, 1 for layer by layer.
+        growing: Not all blocks that ``tokens`` need are known yet.
+    """
+
+    group_bytes: int | None
+    growing: bool
+
+
+class PublishOptions(SendOptions, total=False):
+    """What ``publish`` takes.
+
+    Attributes:
+        consumers: How many pull it, such as the ranks of a tensor-parallel group.
+    """
+
+    consumers: int
