@@ -166,7 +166,7 @@ STORE_BATCH_BYTES: Final = 16 * MIB
 # Kept free of blocks that no other tier has, so that a put rarely waits for a disk.
 STORE_HEADROOM_BYTES: Final = 64 * MIB
 # Of models, shards and groups that a disk has descriptions of.
-STORE_SPACES_MAX: Final = 4096
+STORE_NAMESPACES_MAX: Final = 4096
 
 # --- store servers --------------------------------------------------------------------
 # Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked
@@ -185,8 +185,8 @@ STORE_CLIENTS_MAX: Final = 256
 # Pieces that a server copies an image in, for one transfer: heads of 16 bytes in a full
 # berth. What a client calls its order may make them single elements.
 STORE_PIECES_MAX: Final = 1024 * 1024
-# Descriptions of spaces that a server sends to a new client, for its error messages.
-STORE_SPACES_TOLD: Final = 64
+# Namespaces that a server describes to a new client, for its error messages.
+STORE_NAMESPACES_TOLD: Final = 64
 # A berth's bytes take 10 s at 1.6 MB/s; who is slower than that does not gain from it.
 STORE_TIMEOUT_S: Final = 10.0
 STORE_TIMEOUT_S_MAX: Final = 600.0

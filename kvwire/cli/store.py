@@ -131,8 +131,8 @@ def _show(report: StatsReport) -> None:
     for line in _lines(_TIER_COLUMNS, tiers):
         console.print(line)
     for tier in report.tiers:
-        if tier.trouble:
-            console.print(f"{tier.name}: {tier.trouble}")
+        if tier.error:
+            console.print(f"{tier.name}: {tier.error}")
     dropped = f", {report.dropped} dropped" if report.dropped else ""
     console.print(f"\nclients: {len(report.clients)}{dropped}")
     clients = [

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def quiet(transfer: Incoming | Outgoing, connection: Connection) -> None:
+async def drain_or_abort(transfer: Incoming | Outgoing, connection: Connection) -> None:
     """Wait until nothing touches the memory of a transfer that is over.
 
     A link that keeps it for longer than a moment is stuck in the middle of a chunk.
@@ -30,7 +30,7 @@ async def quiet(transfer: Incoming | Outgoing, connection: Connection) -> None:
         await transfer.drained()
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's text; drop the frames that it went through.
 
     An error of a connection is kept by each of its requests, and its frames keep what
@@ -44,7 +44,7 @@ def said(error: BaseException) -> str:
     return text
 
 
-async def finished(work: Awaitable[T]) -> T:
+async def run_to_completion(work: Awaitable[T]) -> T:
     """Run something to its end, whether its caller is cancelled meanwhile or not.
 
     Cancel safety: it is finished first; then the cancellation is raised.
@@ -66,7 +66,7 @@ async def finished(work: Awaitable[T]) -> T:
         del future, work, cancelled
 
 
-async def together(*works: Coroutine[Any, Any, T]) -> list[T]:
+async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
     """Run several things at once, and return what each of them returns.
 
     If one raises, the others go on to their ends before the first error is raised: so

@@ -26,29 +26,31 @@ class ImageCache:
     """Images as blocks of a cache.
 
     Args:
-        space: What they are blocks of.
+        namespace: What they are blocks of.
         order: The order of every image; see :mod:`kvwire.store.namespace`.
         images: One fragment each, of the length of an image; at least one.
 
     Attributes:
-        cache: It has one group, named as the space's.
+        cache: It has one group, named as the namespace's.
         ids: The id of each image in it.
     """
 
-    def __init__(self, space: Namespace, order: int, images: Fragments) -> None:
+    def __init__(self, namespace: Namespace, order: int, images: Fragments) -> None:
         axes = ORDERS[order]
         layout = " ".join(("block", *axes))
         # Only its shape counts: two blocks, so that the axis of blocks lies outside.
-        sample = np.empty((2, *_shape(space.spec, axes)), _dtype(space.spec))
-        self.cache = PagedCache.grouped({space.group: (space.spec, sample, layout)})
+        sample = np.empty((2, *_shape(namespace.spec, axes)), _dtype(namespace.spec))
+        self.cache = PagedCache.grouped(
+            {namespace.group: (namespace.spec, sample, layout)}
+        )
         first = images.addresses.min()
         distances = (images.addresses - first).astype(np.int64)
         # Images need not be equally far apart. A block's id is its distance in steps
         # that they all are multiples of: ids between them are of no block, and unused.
-        step = int(np.gcd.reduce(distances)) or space.image_bytes
+        step = int(np.gcd.reduce(distances)) or namespace.image_bytes
         self.ids: Ids = distances // step
         self._owners: list[object] = [images.owner]
-        group = self.cache.groups[space.group]
+        group = self.cache.groups[namespace.group]
         group.bases = group.bases + (int(first) - int(sample.ctypes.data))
         group.strides = {**group.strides, "block": step}
         group.num_blocks = int(self.ids.max()) + 1

@@ -2,8 +2,8 @@
 
 Theory
 ------
-A key names a block: the digest of its space (see :mod:`kvwire.store.namespace`) and its
-hash. A slot is *free*, *taken* (somebody is filling it: it has no name yet), or
+A key names a block: the digest of its namespace (see :mod:`kvwire.store.namespace`) and
+its hash. A slot is *free*, *taken* (somebody is filling it: it has no name yet), or
 *named*. A slot that is taken, read or written back is *pinned*, as often as there are
 users of it, and is not evicted meanwhile.
 

@@ -1,9 +1,9 @@
-"""The space of a block: what has to be equal for two blocks to be the same.
+"""The namespace of a block: what has to be equal for two blocks to be the same.
 
 A hash names tokens. What KV they make depends on the model, on the shard and the layers
-that a cache holds, and on the cache group. All of it goes into the digest of a *space*,
-and a block's key is that digest and its hash. So blocks of several models, shards and
-groups can be in one store, and none of them is ever found as one of another.
+that a cache holds, and on the cache group. All of it goes into the digest of a
+*namespace*, and a block's key is that digest and its hash. So blocks of several models,
+shards and groups can be in one store, and none of them is ever found as one of another.
 
 How the bytes of a block lie in its *image*, in the store, is not part of that: it is an
 order of the five axes, kept beside each block. A cache's own memory order makes the
@@ -64,8 +64,8 @@ class Namespace:
         return fields if self.group == other.group else ("group", *fields)
 
 
-def space_of(group: CacheGroup, hash_tokens: int | None) -> Namespace:
-    """Return the space of the blocks of a cache group.
+def namespace_of(group: CacheGroup, hash_tokens: int | None) -> Namespace:
+    """Return the namespace of the blocks of a cache group.
 
     Args:
         group: The group.

@@ -27,14 +27,14 @@ from kvwire.kv.plan import Side, TransferPlan
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import as_keys
-from kvwire.store.namespace import Namespace, space_of
+from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import (
     GroupRequest,
     Hashes,
     by_group,
+    group_requests,
     keys_of,
-    shares_of,
 )
 from kvwire.store.operations.put import PutOperation
 from kvwire.store.request import StoreRequest
@@ -146,11 +146,11 @@ class BlockStore:
         found: dict[str, int] = {}
         groups = tuple(cache.groups) if cache else self._groups(hashes)
         for name, listed in by_group(hashes, groups).items():
-            space = self._space(name, cache, hash_tokens)
-            if space is None or not listed:
+            namespace = self._namespace(name, cache, hash_tokens)
+            if namespace is None or not listed:
                 found[name] = 0
                 continue
-            there = await self._tiers.find(as_keys(keys_of(listed, space)))
+            there = await self._tiers.find(as_keys(keys_of(listed, namespace)))
             found[name] = there.size if there.all() else int(there.argmin())
         return found if isinstance(hashes, Mapping) else next(iter(found.values()))
 
@@ -183,8 +183,8 @@ class BlockStore:
         Cancel safety: cancelling the await stops the waiting and not the put; its
             blocks are free when ``drained()`` of the request returns.
         """
-        plan, shares = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
-        return self._begin(StoreRequest(PutOperation(self._tiers, shares, plan)))
+        plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
+        return self._begin(StoreRequest(PutOperation(self._tiers, requests, plan)))
 
     def get(
         self,
@@ -213,8 +213,8 @@ class BlockStore:
         Cancel safety: cancelling the await stops the waiting and not the get; its
             blocks are free when ``drained()`` of the request returns.
         """
-        plan, shares = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
-        return self._begin(StoreRequest(GetOperation(self._tiers, shares, plan)))
+        plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
+        return self._begin(StoreRequest(GetOperation(self._tiers, requests, plan)))
 
     # --- the store --------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class BlockStore:
     @property
     def report(self) -> dict[str, str]:
         """For each tier why it takes no blocks, or what failed last; empty if well."""
-        return {self._name: ""} | {t.name: t.trouble for t in self._tiers.below}
+        return {self._name: ""} | {t.name: t.error for t in self._tiers.below}
 
     @property
     def hierarchy(self) -> TierStack:
@@ -302,19 +302,19 @@ class BlockStore:
                 f"so stage the blocks in a cache of the host"
             )
         lists = cache.block_lists(blocks)
-        shares = shares_of(cache, lists, hashes, hash_tokens)
+        requests = group_requests(cache, lists, hashes, hash_tokens)
         images = Geometry(
             tuple(
                 GroupGeometry(
-                    name=share.group.name,
-                    spec=share.space.spec,
-                    order=share.group.order,
-                    blocks=len(share),
+                    name=request.group.name,
+                    spec=request.namespace.spec,
+                    order=request.group.order,
+                    blocks=len(request),
                 )
-                for share in shares
+                for request in requests
             )
         )
-        return TransferPlan(cache, lists, images, side), shares
+        return TransferPlan(cache, lists, images, side), requests
 
     def _begin(self, request: StoreRequest) -> StoreRequest:
         self._live.add(request)
@@ -335,21 +335,21 @@ class BlockStore:
         """Return the groups that hashes without a cache may be of."""
         if isinstance(hashes, Mapping):
             return tuple(hashes)
-        names = {space.group for space in self._tiers.spaces.values()}
+        names = {namespace.group for namespace in self._tiers.namespaces.values()}
         return tuple(sorted(names)) or ("",)
 
-    def _space(
+    def _namespace(
         self, group: str, cache: PagedCache | None, hash_tokens: HashTokens
     ) -> Namespace | None:
-        """Return the space that a group's hashes are in, if there is one yet."""
+        """Return the namespace that a group's hashes are in, if there is one yet."""
         tokens = hash_tokens
         if isinstance(hash_tokens, Mapping):
             tokens = hash_tokens.get(group)
         if cache is not None:
             if group not in cache.groups:
                 raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
-            return space_of(cache.groups[group], tokens)  # type: ignore[arg-type]
-        known = [s for s in self._tiers.spaces.values() if s.group == group]
+            return namespace_of(cache.groups[group], tokens)  # type: ignore[arg-type]
+        known = [s for s in self._tiers.namespaces.values() if s.group == group]
         if len(known) > 1:
             fields = ", ".join(known[0].differing(known[1]))
             raise UsageError(

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
-from kvwire.store.cleanup import finished
+from kvwire.store.cleanup import run_to_completion
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Threads:
         be stopped; then the cancellation is raised.
         """
         loop = asyncio.get_running_loop()
-        return await finished(loop.run_in_executor(self._pool, function))
+        return await run_to_completion(loop.run_in_executor(self._pool, function))
 
     def close(self) -> None:
         """End the threads, of which none has anything to do."""

@@ -8,7 +8,7 @@ from operator import itemgetter
 import numpy as np
 
 from kvwire.kv.blocks import Bits
-from kvwire.store.cleanup import together
+from kvwire.store.cleanup import gather_all
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
@@ -33,7 +33,7 @@ class TierStack:
         counters: What has happened so far.
         memory: The first tier.
         below: The others.
-        spaces: The spaces of blocks that are or were here, by digest.
+        namespaces: The namespaces of blocks that are or were here, by digest.
         through: Whether a put waits for a durable tier; False without one.
         threads: Where copies are made.
     """
@@ -46,8 +46,10 @@ class TierStack:
         self.below = tuple(below)
         self.through = through and bool(below)
         self.threads = threads
-        self.spaces: dict[bytes, Namespace] = {
-            space.digest: space for tier in below for space in tier.spaces()
+        self.namespaces: dict[bytes, Namespace] = {
+            namespace.digest: namespace
+            for tier in below
+            for namespace in tier.namespaces()
         }
 
     async def find(self, keys: Keys) -> Bits:
@@ -119,7 +121,7 @@ class TierStack:
         return tuple(t for t in self.below if t.durable) or self.below
 
     async def write_through(
-        self, space: Namespace, batch: Batch
+        self, namespace: Namespace, batch: Batch
     ) -> tuple[BlockResults, str]:
         """Bring images to every tier below that lacks them.
 
@@ -128,30 +130,32 @@ class TierStack:
 
         Cancel safety: the writes are finished first.
         """
-        writes = (self._write(tier, space, batch) for tier in self.below)
-        done = await together(*writes)
+        writes = (self._write(tier, namespace, batch) for tier in self.below)
+        done = await gather_all(*writes)
         keepers = self.keepers
         counted = [
-            (fates, tier)
-            for fates, tier in zip(done, self.below, strict=True)
+            (results, tier)
+            for results, tier in zip(done, self.below, strict=True)
             if tier in keepers
         ]
-        best = np.min([fates for fates, _ in counted], axis=0)
-        troubles = (f"{tier.name}: {tier.trouble}" for _, tier in counted)
-        return best, "; ".join(t for t in troubles if not t.endswith(": "))
+        best = np.min([results for results, _ in counted], axis=0)
+        errors = (f"{tier.name}: {tier.error}" for _, tier in counted)
+        return best, "; ".join(t for t in errors if not t.endswith(": "))
 
-    async def _write(self, tier: Tier, space: Namespace, batch: Batch) -> BlockResults:
+    async def _write(
+        self, tier: Tier, namespace: Namespace, batch: Batch
+    ) -> BlockResults:
         """Bring images to one tier, but those that it has."""
-        fates = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
+        results = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
         lacking = ~await tier.holds(batch.keys)
         tier.touch(batch.keys[~lacking])
         if not lacking.any():
-            return fates
+            return results
         if not tier.taking:
-            fates[lacking] = BlockResult.REFUSED
-            return fates
-        fates[lacking] = await tier.write(space, batch.selected(lacking))
-        return fates
+            results[lacking] = BlockResult.REFUSED
+            return results
+        results[lacking] = await tier.write(namespace, batch.selected(lacking))
+        return results
 
     async def flush(self) -> None:
         """Return when what was put survives a power cut, where anything does.
@@ -175,14 +179,14 @@ class TierStack:
         if not lacking.any():
             return ""
         if taker is None:
-            return "; ".join(f"{tier.name}: {tier.trouble}" for tier in self.below)
+            return "; ".join(f"{tier.name}: {tier.error}" for tier in self.below)
         taken = True
         keys, slots = named.keys[lacking], named.slots[lacking]
         digests = np.array(list(map(_digest, keys.tolist())), object)
         for digest in set(digests.tolist()):
-            space, mine = self.spaces[digest], digests == digest
+            namespace, mine = self.namespaces[digest], digests == digest
             orders = self.memory.index.orders(slots[mine])
-            images = self.memory.images(slots[mine], space.image_bytes)
-            fates = await taker.write(space, Batch(keys[mine], orders, images))
-            taken &= bool((fates == BlockResult.LANDED).all())
-        return "" if taken else f"{taker.name}: {taker.trouble}"
+            images = self.memory.images(slots[mine], namespace.image_bytes)
+            results = await taker.write(namespace, Batch(keys[mine], orders, images))
+            taken &= bool((results == BlockResult.LANDED).all())
+        return "" if taken else f"{taker.name}: {taker.error}"

@@ -196,9 +196,9 @@ def _backends() -> Iterator[bytes]:
 
 def _store() -> Iterator[bytes]:
     spec = KVSpec(layers=1, kv_heads=1, head_dim=1, block_tokens=1)
-    space = NamespaceText("kv", spec.to_pairs())
+    namespace = NamespaceText("kv", spec.to_pairs())
     names = Names(32, bytes(64))
-    fields = (7, 1, space, 0, names, 500)
+    fields = (7, 1, namespace, 0, names, 500)
     for request in (
         StoreHello(1),
         Find(1, names),
@@ -208,7 +208,7 @@ def _store() -> Iterator[bytes]:
     ):
         yield b"\0" + requests.encode(request)
     for reply in (
-        Welcome(1, spaces=(space,)),
+        Welcome(1, namespaces=(namespace,)),
         Found(1, b"\x00\x01"),
         StoreDone(1, b"\x00\x01", "why"),
     ):

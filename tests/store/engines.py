@@ -344,14 +344,16 @@ def tier(name: str, path: Path) -> None:
 async def _tier(path: Path) -> None:
     text = f"disk:{path}?size={ENTRIES * 4 // 1024}MiB&slab=4MiB"
     address = TierAddress.parse(text)
-    space = Namespace("kv", KVSpec(layers=1, kv_heads=1, head_dim=64, block_tokens=16))
+    namespace = Namespace(
+        "kv", KVSpec(layers=1, kv_heads=1, head_dim=64, block_tokens=16)
+    )
     made = await DiskTier.open(address, file_type=Sparse)
     numbers = np.arange(made.stats().size_bytes // 4096)
-    keys = as_keys(space.digest + n.to_bytes(32, "big") for n in numbers.tolist())
+    keys = as_keys(namespace.digest + n.to_bytes(32, "big") for n in numbers.tolist())
     blank = np.zeros(keys.size, np.uint8)
-    nbytes, sums = np.full(keys.size, space.image_bytes), numbers.astype(np.uint64)
+    nbytes, sums = np.full(keys.size, namespace.image_bytes), numbers.astype(np.uint64)
     rows = DiskRows(numbers, keys, blank, nbytes, sums, numbers)
-    made._rows.record(space, rows)
+    made._rows.record(namespace, rows)
     await made.close()
     before, began = resident(), time.process_time()
     opened = await DiskTier.open(address, file_type=Sparse)

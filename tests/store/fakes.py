@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvwire.kv.fragments import Fragments
-from kvwire.store.cleanup import finished
+from kvwire.store.cleanup import run_to_completion
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
@@ -54,19 +54,19 @@ class FakeTier(Tier):
         found = [self.orders.get(key, ABSENT) for key in keys.tolist()]
         return np.array(found, np.uint8)
 
-    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """See Tier."""
         self.moving.append(batch.images)
         try:
             if self.before is not None:
-                await finished(self.before())
+                await run_to_completion(self.before())
         finally:
             self.moving.remove(batch.images)
         self.written.append(batch.keys.tolist())
         self.orders |= zip(batch.keys.tolist(), batch.orders.tolist(), strict=True)
         return np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
 
-    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """See Tier; it has no bytes to give."""
         return np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, ConnectionLost
-from kvwire.store.cleanup import finished, said, together
+from kvwire.store.cleanup import error_text, gather_all, run_to_completion
 from tests.store.caches import Filled, chain
 
 
@@ -23,7 +23,7 @@ async def test_what_is_cancelled_is_finished_first() -> None:
         await go.wait()
         done.append(True)
 
-    waiting = asyncio.create_task(finished(work()))
+    waiting = asyncio.create_task(run_to_completion(work()))
     for _ in range(3):
         await asyncio.sleep(0)
         waiting.cancel()
@@ -39,12 +39,12 @@ async def test_what_fails_fails() -> None:
         raise ConnectionLost("gone")
 
     with pytest.raises(ConnectionLost, match="gone"):
-        await finished(work())
+        await run_to_completion(work())
 
 
 async def test_what_is_cancelled_itself_says_so() -> None:
     inner = asyncio.get_running_loop().create_future()
-    waiting = asyncio.create_task(finished(inner))
+    waiting = asyncio.create_task(run_to_completion(inner))
     await asyncio.sleep(0)
     inner.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -62,7 +62,7 @@ async def test_an_error_is_in_no_cycle() -> None:
     held: list[weakref.ref[np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
     gc.disable()
     try:
-        for call in (finished, together):
+        for call in (run_to_completion, gather_all):
             with pytest.raises(ConnectionLost):
                 await call(work())
             await asyncio.sleep(0)  # the loop still has what woke this task
@@ -81,7 +81,7 @@ async def test_all_have_ended_before_one_raises() -> None:
         await go.wait()
         ended.append(True)
 
-    both = asyncio.create_task(together(waits(), fails("first"), fails("second")))
+    both = asyncio.create_task(gather_all(waits(), fails("first"), fails("second")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not both.done()
@@ -95,13 +95,13 @@ async def test_all_have_ended_before_a_cancellation_is_raised() -> None:
     go, ended = asyncio.Event(), []
 
     async def holds() -> None:
-        await finished(go.wait())
+        await run_to_completion(go.wait())
         ended.append(True)
 
     async def lets_go() -> None:
         await asyncio.Event().wait()
 
-    both = asyncio.create_task(together(lets_go(), holds()))
+    both = asyncio.create_task(gather_all(lets_go(), holds()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     both.cancel()
@@ -120,8 +120,8 @@ async def test_results_come_in_the_order_of_the_calls() -> None:
             await asyncio.sleep(0)
         return turns
 
-    assert await together(after(3), after(1), after(2)) == [3, 1, 2]
-    assert await together() == []
+    assert await gather_all(after(3), after(1), after(2)) == [3, 1, 2]
+    assert await gather_all() == []
 
 
 def test_an_error_lets_go_of_what_its_frames_have() -> None:
@@ -140,9 +140,9 @@ def test_an_error_lets_go_of_what_its_frames_have() -> None:
     except ConnectionLost as exc:
         kept.append(exc)
     assert gone[0]() is not None
-    assert said(kept[0]) == "gone"
+    assert error_text(kept[0]) == "gone"
     assert gone[0]() is None
-    assert said(ConnectionLost()) == "ConnectionLost"
+    assert error_text(ConnectionLost()) == "ConnectionLost"
 
 
 async def test_a_store_waits_for_threads_that_still_have_its_memory(

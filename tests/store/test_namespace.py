@@ -16,12 +16,12 @@ from kvwire.store.namespace import (
     DIGEST_BYTES,
     ORDERS,
     Namespace,
+    namespace_of,
     order_of,
-    space_of,
 )
 from tests.store.caches import SPEC
 
-SPACE = Namespace("kv", SPEC)
+NAMESPACE = Namespace("kv", SPEC)
 
 
 @pytest.mark.parametrize(
@@ -42,26 +42,26 @@ SPACE = Namespace("kv", SPEC)
 )
 def test_whatever_differs_makes_another_space(change: dict[str, Any]) -> None:
     other = Namespace("kv", replace(SPEC, **change))
-    assert other.digest != SPACE.digest
-    assert other != SPACE
-    assert SPACE.differing(other) == other.differing(SPACE)
+    assert other.digest != NAMESPACE.digest
+    assert other != NAMESPACE
+    assert NAMESPACE.differing(other) == other.differing(NAMESPACE)
     (field,) = change
-    assert any(name.startswith(field) for name in SPACE.differing(other))
+    assert any(name.startswith(field) for name in NAMESPACE.differing(other))
 
 
 def test_the_group_is_a_part_of_it() -> None:
     other = Namespace("window", SPEC)
-    assert other.digest != SPACE.digest
-    assert SPACE.differing(other) == ("group",)
+    assert other.digest != NAMESPACE.digest
+    assert NAMESPACE.differing(other) == ("group",)
     both = Namespace("window", replace(SPEC, layers=1))
-    assert SPACE.differing(both)[0] == "group"
-    assert SPACE.differing(SPACE) == ()
+    assert NAMESPACE.differing(both)[0] == "group"
+    assert NAMESPACE.differing(NAMESPACE) == ()
 
 
 def test_a_digest_is_the_same_everywhere_and_for_ever() -> None:
     """It is on disks and in the names of objects."""
-    assert SPACE.digest.hex() == "583a701094f9b00b0095591c8ceb279d"
-    assert len(SPACE.digest) == DIGEST_BYTES
+    assert NAMESPACE.digest.hex() == "583a701094f9b00b0095591c8ceb279d"
+    assert len(NAMESPACE.digest) == DIGEST_BYTES
 
 
 @given(st.text(max_size=5), st.text(max_size=5), st.text(max_size=5))
@@ -97,9 +97,11 @@ def test_images_have_the_order_of_their_cache(layout: str, order: str) -> None:
     cache = PagedCache(SPEC, array, layout)
     (group,) = cache.groups.values()
     assert ORDERS[order_of(group)] == tuple(order.split())
-    assert space_of(group, None) == SPACE
-    assert space_of(group, 4) == SPACE
-    assert space_of(group, 8) == Namespace(group.name, replace(SPEC, block_tokens=8))
+    assert namespace_of(group, None) == NAMESPACE
+    assert namespace_of(group, 4) == NAMESPACE
+    assert namespace_of(group, 8) == Namespace(
+        group.name, replace(SPEC, block_tokens=8)
+    )
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 2**40, 1.5, True, "4"])
@@ -107,7 +109,7 @@ def test_tokens_of_a_hash_out_of_range(tokens: Any) -> None:
     cache = PagedCache(SPEC, np.zeros((2, 3, 2, 4, 2, 8), np.float16), _LAYOUT)
     (group,) = cache.groups.values()
     with pytest.raises(UsageError, match="tokens of one hash"):
-        space_of(group, tokens)
+        namespace_of(group, tokens)
 
 
 _LAYOUT = "layer block kv token head dim"
@@ -119,4 +121,4 @@ def test_a_spec_that_is_written_otherwise_is_the_same_space() -> None:
         layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16",
         model_layers=2, model_kv_heads=2,
     )  # fmt: skip
-    assert Namespace("kv", spec).digest == SPACE.digest
+    assert Namespace("kv", spec).digest == NAMESPACE.digest

@@ -58,7 +58,7 @@ async def test_storm(tmp_path: Path, write: Any, room: str, seed: int) -> None:
         for seed_of in range(CHAINS):
             assert (await put_chain(store, seed_of)).complete
             assert await get_chain(store, seed_of) == BLOCKS
-        assert not len(store._tiers.memory.filling)
+        assert not len(store._tiers.memory.in_flight)
         await check_no_pins(store)
 
 

@@ -23,7 +23,7 @@ from tests.store.caches import SPEC, chain
 from tests.store.fakes import FakeTier
 from tests.support.pairs import until
 
-SPACE = Namespace("kv", SPEC)
+NAMESPACE = Namespace("kv", SPEC)
 OTHER = Namespace("kv", replace(SPEC, layers=1))
 
 
@@ -39,14 +39,14 @@ async def hierarchy(*below: FakeTier, through: bool = True) -> AsyncIterator[Tie
     tiers.memory.close()
 
 
-def keys_of(count: int, space: Namespace = SPACE) -> Keys:
-    return as_keys(space.digest + one for one in chain(count))
+def keys_of(count: int, namespace: Namespace = NAMESPACE) -> Keys:
+    return as_keys(namespace.digest + one for one in chain(count))
 
 
 async def fill(tiers: TierStack, keys: Keys, order: int = 0) -> Ids:
     """Blocks that are in memory, and in nobody's use."""
     memory = tiers.memory
-    slots = await memory.take(SPACE.image_bytes, keys.size)
+    slots = await memory.take(NAMESPACE.image_bytes, keys.size)
     memory.index.mark(slots, np.full(keys.size, order, np.uint8))
     memory.index.name(keys, slots)
     memory.unpin(keys, slots)
@@ -55,7 +55,7 @@ async def fill(tiers: TierStack, keys: Keys, order: int = 0) -> Ids:
 
 def batch(tiers: TierStack, keys: Keys) -> Batch:
     """Images somewhere in memory; nobody reads them."""
-    images = tiers.memory.images(np.arange(keys.size), SPACE.image_bytes)
+    images = tiers.memory.images(np.arange(keys.size), NAMESPACE.image_bytes)
     return Batch(keys, np.zeros(keys.size, np.uint8), images)
 
 
@@ -129,9 +129,9 @@ async def test_only_what_a_tier_lacks_is_written_there() -> None:
     knowing(full, keys)
     knowing(some, keys[1:2])
     async with hierarchy(full, some) as tiers:
-        fates, trouble = await tiers.write_through(SPACE, batch(tiers, keys))
-        assert (fates == BlockResult.LANDED).all()
-        assert not trouble
+        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        assert (results == BlockResult.LANDED).all()
+        assert not error
     assert full.written == []
     assert some.written == [[keys[0], keys[2]]]
     assert some.touched == [[keys[1]]]
@@ -141,15 +141,15 @@ async def test_the_best_of_the_tiers_that_count_counts() -> None:
     """One that is not durable does not, if another one is."""
     keys = keys_of(2)
     disk, cache = FakeTier("disk"), FakeTier("cache", durable=False)
-    disk.refusing, disk.trouble = True, "it is full"
+    disk.refusing, disk.error = True, "it is full"
     async with hierarchy(cache, disk) as tiers:
-        fates, trouble = await tiers.write_through(SPACE, batch(tiers, keys))
-        assert (fates == BlockResult.REFUSED).all()
-        assert trouble == "disk: it is full"
+        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        assert (results == BlockResult.REFUSED).all()
+        assert error == "disk: it is full"
         assert cache.written == [keys.tolist()]
         disk.durable = False
-        fates, trouble = await tiers.write_through(SPACE, batch(tiers, keys))
-        assert (fates == BlockResult.LANDED).all()
+        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        assert (results == BlockResult.LANDED).all()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -163,7 +163,7 @@ async def test_a_cancelled_write_through_leaves_no_tier_with_the_images(
         tier.before = gate.wait
     async with hierarchy(*below) as tiers:
         writing = asyncio.create_task(
-            tiers.write_through(SPACE, batch(tiers, keys_of(2)))
+            tiers.write_through(NAMESPACE, batch(tiers, keys_of(2)))
         )
         await until(lambda: all(tier.moving for tier in below))
         writing.cancel()
@@ -189,7 +189,7 @@ async def test_a_tier_that_breaks_its_contract_does_not_hide_the_others() -> Non
     bad.before, slow.before = broken, gate.wait
     async with hierarchy(bad, slow) as tiers:
         writing = asyncio.create_task(
-            tiers.write_through(SPACE, batch(tiers, keys_of(2)))
+            tiers.write_through(NAMESPACE, batch(tiers, keys_of(2)))
         )
         await until(lambda: slow.moving)
         for _ in range(8):
@@ -210,7 +210,7 @@ async def test_what_leaves_memory_goes_to_the_first_tier_that_takes_it() -> None
     refusing.refusing = True
     knowing(last, keys[:1])
     async with hierarchy(refusing, taking, last, through=False) as tiers:
-        tiers.spaces[SPACE.digest] = SPACE
+        tiers.namespaces[NAMESPACE.digest] = NAMESPACE
         await fill(tiers, keys, order=5)
         await tiers.memory.empty()
         assert len(tiers.memory.index) == 0
@@ -225,7 +225,7 @@ async def test_blocks_of_two_spaces_leave_in_two_batches() -> None:
     both = np.concatenate((keys_of(2), keys_of(2, OTHER)))
     tier = FakeTier()
     async with hierarchy(tier, through=False) as tiers:
-        tiers.spaces |= {SPACE.digest: SPACE, OTHER.digest: OTHER}
+        tiers.namespaces |= {NAMESPACE.digest: NAMESPACE, OTHER.digest: OTHER}
         await fill(tiers, both)
         await tiers.memory.empty()
     assert sorted(map(len, tier.written)) == [2, 2]
@@ -236,7 +236,7 @@ async def test_what_nobody_takes_is_forgotten() -> None:
     tier = FakeTier()
     tier.refusing = True
     async with hierarchy(tier, through=False) as tiers:
-        tiers.spaces[SPACE.digest] = SPACE
+        tiers.namespaces[NAMESPACE.digest] = NAMESPACE
         await fill(tiers, keys_of(4))
         await tiers.memory.empty()
         assert len(tiers.memory.index) == 0

@@ -1,1 +1,1 @@
-"""Move blocks between caches and tiers: put, get, and what they share. Internal."""
+"""Move blocks between caches and tiers: put, get, and their common part. Internal."""

@@ -16,7 +16,7 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
-from kvwire.store.cleanup import together
+from kvwire.store.cleanup import gather_all
 from kvwire.store.operations.group_request import GroupRequest
 from kvwire.store.threads import copy_in_turns
 from kvwire.store.tier_stack import TierStack
@@ -31,7 +31,7 @@ class Operation(ABC):
 
     Args:
         tiers: The store's tiers.
-        shares: What is asked of each group.
+        requests: What is asked of each group.
         plan: The same as a transfer, for the outcome.
 
     Attributes:
@@ -39,15 +39,17 @@ class Operation(ABC):
     """
 
     def __init__(
-        self, tiers: TierStack, shares: Sequence[GroupRequest], plan: TransferPlan
+        self, tiers: TierStack, requests: Sequence[GroupRequest], plan: TransferPlan
     ) -> None:
         self.tiers = tiers
         self.drained = asyncio.Event()
         self._plan = plan
-        self._shares = shares
+        self._requests = requests
         self._reasons: list[str] = [""]
-        self._codes = {share: np.zeros(len(share), np.uint16) for share in shares}
-        self._left = sum(map(len, shares))
+        self._codes = {
+            request: np.zeros(len(request), np.uint16) for request in requests
+        }
+        self._left = sum(map(len, requests))
         self._created = monotonic()
         self._first = self._last = 0.0
 
@@ -58,16 +60,16 @@ class Operation(ABC):
         """
         batches = self._batches()
         try:
-            await together(*(self._lane(batches) for _ in range(_LANES)))
+            await gather_all(*(self._lane(batches) for _ in range(_LANES)))
         finally:
             self.drained.set()
-        for share in self._shares:
-            self.tiers.touch(share.keys)
+        for request in self._requests:
+            self.tiers.touch(request.keys)
         return await self._outcome()
 
     @abstractmethod
-    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
-        """Go on with some blocks of one share.
+    async def step(self, request: GroupRequest, positions: Ids) -> Bits:
+        """Go on with some blocks of one group request.
 
         Returns:
             Those of which the end is known; the others come again.
@@ -79,9 +81,9 @@ class Operation(ABC):
     def count(self, outcome: Outcome, there: int, blocks: int) -> None:
         """Count the end of it: so many of its blocks landed."""
 
-    def turns(self, share: GroupRequest) -> Iterable[Ids]:
-        """Return a share's positions by their turns, ascending in each."""
-        return (np.arange(len(share)),)
+    def turns(self, request: GroupRequest) -> Iterable[Ids]:
+        """Return a group request's positions by their turns, ascending in each."""
+        return (np.arange(len(request)),)
 
     async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
         """Say more of what is missing, now that all is known.
@@ -91,17 +93,17 @@ class Operation(ABC):
 
     # --- for the two directions -------------------------------------------------------
 
-    def lost(self, share: GroupRequest, positions: Ids, reason: str) -> None:
+    def lost(self, request: GroupRequest, positions: Ids, reason: str) -> None:
         """These blocks do not land, and why."""
         if reason not in self._reasons:
             self._reasons.append(reason)
-        self._codes[share][positions] = self._reasons.index(reason)
+        self._codes[request][positions] = self._reasons.index(reason)
 
-    def lacking(self, share: GroupRequest, reason: str) -> Ids:
+    def lacking(self, request: GroupRequest, reason: str) -> Ids:
         """Return the positions that do not land for one reason."""
         if reason not in self._reasons:
             return np.empty(0, np.int64)
-        return np.flatnonzero(self._codes[share] == self._reasons.index(reason))
+        return np.flatnonzero(self._codes[request] == self._reasons.index(reason))
 
     def settled(self, blocks: int) -> None:
         """So many of the caller's blocks are not touched any more."""
@@ -110,7 +112,7 @@ class Operation(ABC):
             self.drained.set()
 
     async def copy(
-        self, share: GroupRequest, positions: Ids, slots: Ids, *, into_cache: bool
+        self, request: GroupRequest, positions: Ids, slots: Ids, *, into_cache: bool
     ) -> None:
         """Copy images between slots and the caller's cache, on a thread.
 
@@ -121,8 +123,8 @@ class Operation(ABC):
         self._first = self._first or monotonic()
         for order in sorted(set(orders.tolist())):
             which = orders == order
-            cache = share.fragments(positions[which], order)
-            images = memory.images(slots[which], share.space.image_bytes)
+            cache = request.fragments(positions[which], order)
+            images = memory.images(slots[which], request.namespace.image_bytes)
             ends = (images, cache) if into_cache else (cache, images)
             await self.tiers.threads.run(partial(copy_in_turns, *ends))
         self._last = monotonic()
@@ -130,27 +132,27 @@ class Operation(ABC):
     # --- inside -----------------------------------------------------------------------
 
     def _batches(self) -> Iterator[tuple[GroupRequest, Ids]]:
-        for share in self._shares:
-            step = max(1, STORE_BATCH_BYTES // share.space.image_bytes)
-            for positions in self.turns(share):
+        for request in self._requests:
+            step = max(1, STORE_BATCH_BYTES // request.namespace.image_bytes)
+            for positions in self.turns(request):
                 # The tail first: where a chain has no room, its head is what stays.
                 for first in reversed(range(0, positions.size, step)):
-                    yield share, positions[first : first + step]
+                    yield request, positions[first : first + step]
 
     async def _lane(self, batches: Iterator[tuple[GroupRequest, Ids]]) -> None:
-        for share, positions in batches:
+        for request, positions in batches:
             todo = positions
             while todo.size:
-                todo = todo[~await self.step(share, todo)]
+                todo = todo[~await self.step(request, todo)]
 
     async def _outcome(self) -> Outcome:
         await self.explain()
         landed = Landed(self._plan)
         granules = []
-        for index, share in enumerate(self._shares):
+        for index, request in enumerate(self._requests):
             walk = self._plan.groups[index]
-            per_hash = share.space.spec.block_tokens // walk.granule_tokens
-            codes = np.repeat(self._codes[share], per_hash)
+            per_hash = request.namespace.spec.block_tokens // walk.granule_tokens
+            codes = np.repeat(self._codes[request], per_hash)
             landed.mark_granules(index, codes == _LANDED)
             per_block = self._plan.granules_per_block(index)
             granules.append((walk.group, codes.reshape(-1, per_block)))
@@ -163,7 +165,7 @@ class Operation(ABC):
             landed, otherwise="", reasons=reasons, timings=self._timings()
         )
         there = sum(int((codes == _LANDED).sum()) for codes in self._codes.values())
-        self.count(outcome, there, sum(map(len, self._shares)))
+        self.count(outcome, there, sum(map(len, self._requests)))
         return outcome
 
     def _timings(self) -> Timings:

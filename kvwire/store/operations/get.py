@@ -17,8 +17,8 @@ from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 
 NOT_THERE: Final = "it is not in the store"
 
-# Other spaces that are looked into to say why nothing was found.
-_SPACES_TRIED: Final = 16
+# Other namespaces that are looked into to say why nothing was found.
+_NAMESPACES_TRIED: Final = 16
 _NO_KEYS: Final = as_keys(())
 
 
@@ -27,148 +27,158 @@ class GetOperation(Operation):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        shares: Sequence[GroupRequest] = self._shares
+        requests: Sequence[GroupRequest] = self._requests
         # The first tier below that has not been asked for each block.
-        self._next = {share: np.zeros(len(share), np.int64) for share in shares}
+        self._next = {request: np.zeros(len(request), np.int64) for request in requests}
 
     def count(self, outcome: Outcome, there: int, blocks: int) -> None:
         """See Work."""
         self.tiers.counters.get_ended(outcome, there=there, blocks=blocks)
 
-    def turns(self, share: GroupRequest) -> Iterable[Ids]:
+    def turns(self, request: GroupRequest) -> Iterable[Ids]:
         """Put first what is in memory, before others take its room."""
-        here = self.tiers.memory.index.find(share.keys) >= 0
+        here = self.tiers.memory.index.find(request.keys) >= 0
         return np.flatnonzero(here), np.flatnonzero(~here)
 
-    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
+    async def step(self, request: GroupRequest, positions: Ids) -> Bits:
         """Copy what is in memory at once; bring the rest there.
 
         Cancel safety: a copy or read that is under way is finished first.
         """
         memory = self.tiers.memory
-        keys = share.keys[positions]
+        keys = request.keys[positions]
         slots = memory.index.find(keys)
         here = slots >= 0
         if here.any():
             memory.index.pin(keys[here], slots[here])
-            await self._hand_out(share, positions[here], slots[here])
+            await self._hand_out(request, positions[here], slots[here])
             return here
-        if busy := keys[memory.filling.busy(keys)].tolist():
-            await memory.filling.ended(busy[0])
+        if busy := keys[memory.in_flight.busy(keys)].tolist():
+            await memory.in_flight.ended(busy[0])
             return here
-        return await self._fetch(share, positions)
+        return await self._fetch(request, positions)
 
     async def explain(self) -> None:
-        """Say of blocks that are not there whether another space has them.
+        """Say of blocks that are not there whether another namespace has them.
 
         Cancel safety: safe, it only looks.
         """
         below = self.tiers.below
-        for share in self._shares:
-            positions = self.lacking(share, NOT_THERE)
-            spaces = [s for s in self.tiers.spaces.values() if s != share.space]
-            spaces = spaces[:_SPACES_TRIED]
+        for request in self._requests:
+            positions = self.lacking(request, NOT_THERE)
+            namespaces = [
+                s for s in self.tiers.namespaces.values() if s != request.namespace
+            ]
+            namespaces = namespaces[:_NAMESPACES_TRIED]
             if not positions.size:
                 continue
-            if away := "; ".join(f"{t.name}: {t.away}" for t in below if t.away):
-                self.lost(share, positions, f"{NOT_THERE}, but for {away}")
+            if unavailable_reason := "; ".join(
+                f"{t.name}: {t.unavailable_reason}"
+                for t in below
+                if t.unavailable_reason
+            ):
+                self.lost(
+                    request, positions, f"{NOT_THERE}, but for {unavailable_reason}"
+                )
             # In one call: a tier may be a round trip away.
-            keys = [_moved(share.keys[positions], other) for other in spaces]
+            keys = [_moved(request.keys[positions], other) for other in namespaces]
             found = await self.tiers.find(np.concatenate((*keys, _NO_KEYS)))
             table = found.reshape(-1, positions.size)
-            for other, there in zip(spaces, table, strict=True):
-                fields = ", ".join(share.space.differing(other))
+            for other, there in zip(namespaces, table, strict=True):
+                fields = ", ".join(request.namespace.differing(other))
                 why = f"{NOT_THERE} for this cache; it is for one with another {fields}"
                 if there.any():
-                    self.lost(share, positions[there], why)
+                    self.lost(request, positions[there], why)
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _fetch(self, share: GroupRequest, positions: Ids) -> Bits:
+    async def _fetch(self, request: GroupRequest, positions: Ids) -> Bits:
         """Bring blocks that are not in memory from the first tier that has some."""
         done = np.zeros(positions.size, np.bool_)
-        tried = self._next[share][positions]
-        which = np.flatnonzero((tried == tried.min()) & once(share.keys[positions]))
+        tried = self._next[request][positions]
+        which = np.flatnonzero((tried == tried.min()) & once(request.keys[positions]))
         asked = positions[which]
-        number, orders = await self.tiers.source(share.keys[asked], int(tried.min()))
+        number, orders = await self.tiers.source(request.keys[asked], int(tried.min()))
         if number == len(self.tiers.below):
-            fresh = asked[self._codes[share][asked] == 0]
-            self.lost(share, fresh, NOT_THERE)
+            fresh = asked[self._codes[request][asked] == 0]
+            self.lost(request, fresh, NOT_THERE)
             self.settled(asked.size)
             done[which] = True
             return done
         found = orders != ABSENT
-        self._next[share][asked[~found]] = number + 1
+        self._next[request][asked[~found]] = number + 1
         tier = self.tiers.below[number]
-        read = await self._read(share, asked[found], orders[found], tier)
-        self._next[share][read[1]] = number + 1
+        read = await self._read(request, asked[found], orders[found], tier)
+        self._next[request][read[1]] = number + 1
         done[among(positions, read[0])] = True
         return done
 
     async def _read(
-        self, share: GroupRequest, positions: Ids, orders: BlockResults, tier: Tier
+        self, request: GroupRequest, positions: Ids, orders: BlockResults, tier: Tier
     ) -> tuple[Ids, Ids]:
         """Read blocks into memory and copy them to the cache.
 
         Returns:
             The positions that have landed, and those that this tier does not give.
         """
-        memory, nbytes = self.tiers.memory, share.space.image_bytes
+        memory, nbytes = self.tiers.memory, request.namespace.image_bytes
         if not memory.fits(nbytes):
-            self.lost(share, positions, f"a block of {nbytes} bytes has no room here")
+            self.lost(request, positions, f"a block of {nbytes} bytes has no room here")
             return positions[:0], positions
         taken = await memory.take(nbytes, positions.size)
-        keys = share.keys[positions]
+        keys = request.keys[positions]
         # Taking may have waited: somebody else may have brought some of them.
-        free = (memory.index.find(keys) < 0) & ~memory.filling.busy(keys)
+        free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)
         mine = np.flatnonzero(free)[-taken.size :]
         memory.give_back(taken[mine.size :])
         taken, keys, orders = taken[: mine.size], keys[mine], orders[mine]
         positions = positions[mine]
         landed = np.zeros(mine.size, np.bool_)
-        memory.filling.begin(keys)
+        memory.in_flight.begin(keys)
         try:
             if mine.size:
                 batch = Batch(keys, orders, memory.images(taken, nbytes))
-                fates = await tier.read(share.space, batch)
-                self._note(share, positions, fates, tier)
-                landed = fates == BlockResult.LANDED
-                self.tiers.spaces[share.space.digest] = share.space
+                results = await tier.read(request.namespace, batch)
+                self._note(request, positions, results, tier)
+                landed = results == BlockResult.LANDED
+                self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.mark(taken[landed], orders[landed])
                 memory.index.name(keys[landed], taken[landed])
         finally:
-            memory.filling.end(keys)
+            memory.in_flight.end(keys)
             memory.give_back(taken[~landed])
         if landed.any():
-            await self._hand_out(share, positions[landed], taken[landed])
+            await self._hand_out(request, positions[landed], taken[landed])
         return positions[landed], positions[~landed]
 
-    async def _hand_out(self, share: GroupRequest, positions: Ids, slots: Ids) -> None:
+    async def _hand_out(
+        self, request: GroupRequest, positions: Ids, slots: Ids
+    ) -> None:
         """Copy pinned slots into the cache, and let go of them."""
         memory = self.tiers.memory
         try:
-            await self.copy(share, positions, slots, into_cache=True)
+            await self.copy(request, positions, slots, into_cache=True)
         finally:
-            memory.unpin(share.keys[positions], slots)
-        self._codes[share][positions] = 0
+            memory.unpin(request.keys[positions], slots)
+        self._codes[request][positions] = 0
         memory.counts.read_blocks += positions.size
         self.settled(positions.size)
 
     def _note(
-        self, share: GroupRequest, positions: Ids, fates: BlockResults, tier: Tier
+        self, request: GroupRequest, positions: Ids, results: BlockResults, tier: Tier
     ) -> None:
         """Keep why a tier did not give some blocks, in case no other one does."""
         reasons = {
             BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
             BlockResult.DAMAGED: f"its bytes in {tier.name} are damaged",
-            BlockResult.FAILED: f"{tier.name} could not read it: {tier.trouble}",
-            BlockResult.REFUSED: f"{tier.name} did not give it: {tier.trouble}",
+            BlockResult.FAILED: f"{tier.name} could not read it: {tier.error}",
+            BlockResult.REFUSED: f"{tier.name} did not give it: {tier.error}",
         }
-        for fate, reason in reasons.items():
-            if (fates == fate).any():
-                self.lost(share, positions[fates == fate], reason)
+        for result, reason in reasons.items():
+            if (results == result).any():
+                self.lost(request, positions[results == result], reason)
 
 
-def _moved(keys: Keys, space: Namespace) -> Keys:
-    """Keys of the same hashes in another space."""
-    return as_keys(space.digest + key[DIGEST_BYTES:] for key in keys.tolist())
+def _moved(keys: Keys, namespace: Namespace) -> Keys:
+    """Keys of the same hashes in another namespace."""
+    return as_keys(namespace.digest + key[DIGEST_BYTES:] for key in keys.tolist())

@@ -20,7 +20,7 @@ from kvwire.kv.mapping import GroupMap
 from kvwire.kv.paged import CacheGroup, PagedCache
 from kvwire.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.index import as_keys
-from kvwire.store.namespace import ORDERS, Namespace, order_of, space_of
+from kvwire.store.namespace import ORDERS, Namespace, namespace_of, order_of
 
 Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 """One hash for each block, of each group of a grouped cache."""
@@ -37,7 +37,7 @@ class GroupRequest:
 
     Attributes:
         group: The group of the caller's cache.
-        space: The space of its blocks.
+        namespace: The namespace of its blocks.
         keys: Their keys, one for each hash.
         order: The order of images that are made here.
 
@@ -45,7 +45,7 @@ class GroupRequest:
         UsageError: The hashes do not fit the blocks.
     """
 
-    __slots__ = ("_ids", "group", "keys", "order", "space")
+    __slots__ = ("_ids", "group", "keys", "namespace", "order")
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class GroupRequest:
         hash_tokens: int | None,
     ) -> None:
         self.group = group
-        self.space = space_of(group, hash_tokens)
+        self.namespace = namespace_of(group, hash_tokens)
         self.order = order_of(group)
-        self.keys = as_keys(keys_of(hashes, self.space))
+        self.keys = as_keys(keys_of(hashes, self.namespace))
         self._ids = ids
         held = ids.size * group.spec.block_tokens
-        named = len(hashes) * self.space.spec.block_tokens
+        named = len(hashes) * self.namespace.spec.block_tokens
         if held != named:
             raise UsageError(
                 f"hashes: {len(hashes)} of group {group.name!r} stand for {named} "
@@ -79,7 +79,7 @@ class GroupRequest:
             positions: Positions in the list of hashes, ascending.
             order: The order of each image.
         """
-        here, unit = self.group.spec.block_tokens, self.space.spec.block_tokens
+        here, unit = self.group.spec.block_tokens, self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
         # Only the blocks from the first to the last of them are looked at.
         first = int(positions[0]) * unit // here
@@ -110,7 +110,7 @@ class GroupRequest:
         )
 
 
-def shares_of(
+def group_requests(
     cache: PagedCache,
     lists: BlockLists,
     hashes: Hashes,
@@ -145,8 +145,8 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
     return {groups[0]: hashes}
 
 
-def keys_of(hashes: Sequence[bytes], space: Namespace) -> list[bytes]:
-    """Return the keys of some hashes in a space.
+def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> list[bytes]:
+    """Return the keys of some hashes in a namespace.
 
     Raises:
         UsageError: A hash is not bytes, too long, or as long as no other.
@@ -160,7 +160,7 @@ def keys_of(hashes: Sequence[bytes], space: Namespace) -> list[bytes]:
         raise UsageError(
             f"hashes: of {min(lengths)} bytes; 1 to {STORE_HASH_BYTES_MAX} are allowed"
         )
-    return list(map(space.digest.__add__, hashes))
+    return list(map(namespace.digest.__add__, hashes))
 
 
 def _of(hash_tokens: int | Mapping[str, int] | None, group: str) -> int | None:

@@ -28,13 +28,13 @@ class PutOperation(Operation):
             outcome, there=there, blocks=blocks, present=self._present
         )
 
-    async def step(self, share: GroupRequest, positions: Ids) -> Bits:
+    async def step(self, request: GroupRequest, positions: Ids) -> Bits:
         """Copy what is not in memory there, then write it below.
 
         Cancel safety: a copy or write that is under way is finished first.
         """
-        memory, nbytes = self.tiers.memory, share.space.image_bytes
-        keys = share.keys[positions]
+        memory, nbytes = self.tiers.memory, request.namespace.image_bytes
+        keys = request.keys[positions]
         done = await self.tiers.kept(keys)
         slots = memory.index.find(keys)
         if not self.tiers.through:
@@ -44,66 +44,66 @@ class PutOperation(Operation):
             self.settled(int(done.sum()))
             return done
         if not memory.fits(nbytes):
-            self.lost(share, positions, _too_large(nbytes))
+            self.lost(request, positions, _too_large(nbytes))
             self.settled(positions.size)
             return ~done
         lacking = (slots < 0) & once(keys)
-        if busy := keys[lacking & memory.filling.busy(keys)].tolist():
-            await memory.filling.ended(busy[0])
+        if busy := keys[lacking & memory.in_flight.busy(keys)].tolist():
+            await memory.in_flight.ended(busy[0])
             return done
         count = int(lacking.sum())
         slots = await memory.take(nbytes, count) if count else np.empty(0, np.int64)
-        return await self._fill(share, positions, slots)
+        return await self._fill(request, positions, slots)
 
-    async def _fill(self, share: GroupRequest, positions: Ids, taken: Ids) -> Bits:
+    async def _fill(self, request: GroupRequest, positions: Ids, taken: Ids) -> Bits:
         """Copy what is not in memory into the slots taken, then write all of it down.
 
         Taking may have waited, so what is in memory is looked up again.
         """
-        memory, keys = self.tiers.memory, share.keys[positions]
+        memory, keys = self.tiers.memory, request.keys[positions]
         slots = memory.index.find(keys)
         held = slots >= 0
-        lacking = np.flatnonzero(~held & once(keys) & ~memory.filling.busy(keys))
+        lacking = np.flatnonzero(~held & once(keys) & ~memory.in_flight.busy(keys))
         # Where there is no room for all, the head of the chain comes last and stays.
         mine = lacking[max(0, lacking.size - taken.size) :]
         memory.give_back(taken[mine.size :])
         taken = taken[: mine.size]
         memory.index.pin(keys[held], slots[held])
-        memory.filling.begin(keys[mine])
+        memory.in_flight.begin(keys[mine])
         try:
             if mine.size:
-                memory.index.mark(taken, np.full(mine.size, share.order, np.uint8))
-                await self.copy(share, positions[mine], taken, into_cache=False)
-                self.tiers.spaces[share.space.digest] = share.space
+                memory.index.mark(taken, np.full(mine.size, request.order, np.uint8))
+                await self.copy(request, positions[mine], taken, into_cache=False)
+                self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.name(keys[mine], taken)
         except BaseException:
             memory.give_back(taken)
             memory.unpin(keys[held], slots[held])
             raise
         finally:
-            memory.filling.end(keys[mine])
+            memory.in_flight.end(keys[mine])
         held[mine], slots[mine] = True, taken
         self.settled(int(held.sum()))
         memory.counts.written_blocks += mine.size
         try:
             if self.tiers.through:
-                await self._write_through(share, positions[held], slots[held])
+                await self._write_through(request, positions[held], slots[held])
         finally:
             memory.unpin(keys[held], slots[held])
         return held
 
     async def _write_through(
-        self, share: GroupRequest, positions: Ids, slots: Ids
+        self, request: GroupRequest, positions: Ids, slots: Ids
     ) -> None:
-        memory, keys = self.tiers.memory, share.keys[positions]
+        memory, keys = self.tiers.memory, request.keys[positions]
         first = once(keys)
-        images = memory.images(slots[first], share.space.image_bytes)
+        images = memory.images(slots[first], request.namespace.image_bytes)
         batch = Batch(keys[first], memory.index.orders(slots[first]), images)
-        fates, trouble = await self.tiers.write_through(share.space, batch)
-        failed = fates != BlockResult.LANDED
+        results, error = await self.tiers.write_through(request.namespace, batch)
+        failed = results != BlockResult.LANDED
         if failed.any():
             lost = np.isin(keys, batch.keys[failed])
-            self.lost(share, positions[lost], f"it is in memory only: {trouble}")
+            self.lost(request, positions[lost], f"it is in memory only: {error}")
 
 
 def _too_large(nbytes: int) -> str:

@@ -1,9 +1,9 @@
-"""A client's connection to a store server: requests and answers, and dialling again.
+"""A client of a store server: requests and answers, and dialling again.
 
-A line is *up* or *down*. What is asked while it is down fails at once, with the reason;
-so an engine whose store is gone goes on without it. A line goes down when its
-connection ends, and when a server does not answer within a request's deadline: it is
-then not asked any further, but dialled again, after pauses that grow.
+A client has an active connection or none. Without one a request fails at once, with the
+reason; so an engine whose store is gone goes on without it. A connection ends by itself,
+or is ended when the server does not answer within a request's deadline. The client then
+dials again, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvwire.errors import (
     VersionMismatch,
 )
 from kvwire.limits import STORE_GRACE_S, STORE_REDIAL_S, STORE_REDIAL_S_MAX
-from kvwire.store.cleanup import quiet, said
+from kvwire.store.cleanup import drain_or_abort, error_text
 from kvwire.store.image_cache import ImageCache
 from kvwire.store.server.messages import (
     TAG,
@@ -50,7 +50,7 @@ logger = logging.getLogger("kvwire")
 
 
 class ActiveConnection:
-    """One connection of a line, from its welcome to its end.
+    """Sends requests over one connection, from the server's welcome to its end.
 
     Attributes:
         connection: The connection.
@@ -143,7 +143,7 @@ class ActiveConnection:
         finally:
             self._transfers.discard(transfer)
             transfer.abort("it was not asked for")
-            await quiet(transfer, self.connection)
+            await drain_or_abort(transfer, self.connection)
             images.release()
 
     async def listen(self) -> None:
@@ -154,7 +154,7 @@ class ActiveConnection:
 
         Cancel safety: what waits is failed.
         """
-        why = "the line was closed"
+        why = "the client was closed"
         try:
             while True:
                 reply = decode_reply(await self.connection.recv(TAG))
@@ -188,11 +188,11 @@ class StoreClient:
         communicator: Connects.
         address: Where the server listens.
         timeout_s: Of each request, and of a handshake.
-        changed: Called when the line has gone up or down.
+        changed: Called when a connection has become active, or has ended.
 
     Attributes:
-        trouble: Why it is down; empty while it is up.
-        up: The connection, or None while it is down.
+        error: Why there is no active connection; empty while there is.
+        active: The active connection, or None.
     """
 
     def __init__(
@@ -202,8 +202,8 @@ class StoreClient:
         timeout_s: float,
         changed: Callable[[], None],
     ) -> None:
-        self.trouble = "it was not dialled yet"
-        self.up: ActiveConnection | None = None
+        self.error = "it was not dialled yet"
+        self.active: ActiveConnection | None = None
         self._communicator = communicator
         self._address = address
         self._timeout_s = timeout_s
@@ -222,9 +222,9 @@ class StoreClient:
         Raises:
             ConnectionLost: It is down, and why.
         """
-        if self.up is None or self.up.connection.closed:
-            raise ConnectionLost(self.trouble or "the connection has just ended")
-        return self.up
+        if self.active is None or self.active.connection.closed:
+            raise ConnectionLost(self.error or "the connection has just ended")
+        return self.active
 
     async def open(self) -> None:
         """Dial for the first time. A server that is not there yet is dialled again.
@@ -253,31 +253,31 @@ class StoreClient:
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _keep(self, up: ActiveConnection | None) -> None:
+    async def _keep(self, active: ActiveConnection | None) -> None:
         """Listen while it is up, dial while it is down."""
         while True:
             try:
-                if up is None:
+                if active is None:
                     await asyncio.sleep(self._backoff.pause_s())
-                    up = await self._dial()
-                await up.listen()
+                    active = await self._dial()
+                await active.listen()
             except KVWireError as exc:
                 self._went_down(exc)
-                up = None
+                active = None
 
     async def _dial(self) -> ActiveConnection:
         connection = await self._communicator.connect(
             self._address, timeout_s=self._timeout_s
         )
         try:
-            up = await self._welcomed(connection)
+            active = await self._welcomed(connection)
         except BaseException as exc:
             connection.abort(str(exc))
             raise
-        self.up, self.trouble = up, ""
-        up.works = self._backoff.reset
+        self.active, self.error = active, ""
+        active.works = self._backoff.reset
         self._changed()
-        return up
+        return active
 
     async def _welcomed(self, connection: Connection) -> ActiveConnection:
         within = timedelta(seconds=self._timeout_s)
@@ -294,8 +294,8 @@ class StoreClient:
         return ActiveConnection(connection, welcome, self._timeout_s)
 
     def _went_down(self, error: Exception) -> None:
-        if self.up is not None:
+        if self.active is not None:
             logger.warning("store server %s: %s", self._address, error)
-        self.up = None
-        self.trouble = said(error)
+        self.active = None
+        self.error = error_text(error)
         self._changed()

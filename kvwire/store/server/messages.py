@@ -41,8 +41,8 @@ from kvwire.limits import (
     STORE_CLIENTS_MAX,
     STORE_HASH_BYTES_MAX,
     STORE_KEYS_MAX,
+    STORE_NAMESPACES_TOLD,
     STORE_REQUESTS_MAX,
-    STORE_SPACES_TOLD,
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.index import Keys, Orders, as_keys
@@ -97,10 +97,10 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         """Return the keys."""
         return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
 
-    def all_in(self, space: Namespace) -> bool:
-        """Tell whether every key is of one space."""
+    def all_in(self, namespace: Namespace) -> bool:
+        """Tell whether every key is of one namespace."""
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width)
-        digest = np.frombuffer(space.digest, np.uint8)
+        digest = np.frombuffer(namespace.digest, np.uint8)
         return bool((table[:, :DIGEST_BYTES] == digest).all())
 
 
@@ -111,12 +111,12 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
     fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
 
     @classmethod
-    def of(cls, space: Namespace) -> Self:
+    def of(cls, namespace: Namespace) -> Self:
         """Spell out a namespace."""
-        return cls(space.group, space.spec.to_pairs())
+        return cls(namespace.group, namespace.spec.to_pairs())
 
-    def space(self) -> Namespace:
-        """Return the space.
+    def namespace(self) -> Namespace:
+        """Return the namespace.
 
         Raises:
             UsageError: A field is missing or out of range.
@@ -156,7 +156,7 @@ class TransferMessage(ClientMessage, array_like=True, frozen=True, gc=False):
     Attributes:
         number: Of the request.
         transfer: The id of the KV transfer.
-        space: The space of all of them.
+        namespace: The namespace of all of them.
         order: Of their images at the client.
         names: Their keys.
         timeout_ms: How long the client waits.
@@ -164,7 +164,7 @@ class TransferMessage(ClientMessage, array_like=True, frozen=True, gc=False):
 
     number: _Number
     transfer: _Number
-    space: NamespaceText
+    namespace: NamespaceText
     order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
     names: Names
     timeout_ms: _Milliseconds
@@ -207,7 +207,7 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
         requests: How many requests of one client may be open.
         berths: How many of them move blocks at once.
         berth_bytes: How many bytes of blocks one request may move.
-        spaces: What it has blocks of.
+        namespaces: What it has blocks of.
     """
 
     version: _Number
@@ -216,8 +216,8 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     requests: Annotated[int, Meta(ge=1, le=STORE_REQUESTS_MAX)] = 1
     berths: Annotated[int, Meta(ge=1, le=STORE_BERTHS_MAX)] = 1
     berth_bytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)] = 1
-    spaces: Annotated[
-        tuple[NamespaceText, ...], Meta(max_length=STORE_SPACES_TOLD)
+    namespaces: Annotated[
+        tuple[NamespaceText, ...], Meta(max_length=STORE_NAMESPACES_TOLD)
     ] = ()
 
 
@@ -246,29 +246,29 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
 class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     """Gives the result of each block, a byte each, and why some did not land."""
 
-    fates: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
+    results: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     reason: _Reason = ""
 
     def __post_init__(self) -> None:
         if (self.table > max(BlockResult)).any():
-            raise ValueError("a fate that there is not")
+            raise ValueError("an unknown block result")
 
     @classmethod
-    def of(cls, number: int, fates: BlockResults, reason: str = "") -> Self:
+    def of(cls, number: int, results: BlockResults, reason: str = "") -> Self:
         """Make the reply, with as much of the reason as it may have."""
-        return cls(number, fates.tobytes(), reason[:REASON_CHARS_MAX])
+        return cls(number, results.tobytes(), reason[:REASON_CHARS_MAX])
 
     @property
     def table(self) -> BlockResults:
-        """Return the fates."""
-        return np.frombuffer(self.fates, np.uint8)
+        """Return the results."""
+        return np.frombuffer(self.results, np.uint8)
 
 
 class TierRow(StoreMessage, array_like=True, frozen=True, gc=False):
     """One tier of a server."""
 
     name: _Text
-    trouble: _Reason
+    error: _Reason
     stats: TierStats
 
 

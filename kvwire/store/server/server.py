@@ -31,8 +31,8 @@ from kvwire.limits import (
     STORE_BERTHS,
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,
+    STORE_NAMESPACES_TOLD,
     STORE_REQUEST_BYTES_MAX,
-    STORE_SPACES_TOLD,
     STORE_TIER_BYTES_MAX,
 )
 from kvwire.store.server.messages import (
@@ -159,7 +159,7 @@ class StoreServer:
     def welcome(self, version: int, requests: int) -> Welcome:
         """Return what a new client has to know."""
         tiers = self.store.hierarchy
-        spaces = list(tiers.spaces.values())[:STORE_SPACES_TOLD]
+        namespaces = list(tiers.namespaces.values())[:STORE_NAMESPACES_TOLD]
         return Welcome(
             version=version,
             durable=any(tier.durable for tier in tiers.below),
@@ -167,14 +167,14 @@ class StoreServer:
             requests=requests,
             berths=self.berths,
             berth_bytes=self.berth_bytes,
-            spaces=tuple(map(NamespaceText.of, spaces)),
+            namespaces=tuple(map(NamespaceText.of, namespaces)),
         )
 
     def report(self, number: int) -> StatsReport:
         """Return what is there and what has happened."""
-        troubles = self.store.report
+        errors = self.store.report
         rows = [
-            TierRow(name[:NAME_CHARS_MAX], troubles[name][:REASON_CHARS_MAX], stats)
+            TierRow(name[:NAME_CHARS_MAX], errors[name][:REASON_CHARS_MAX], stats)
             for name, stats in self.store.stats().items()
         ]
         clients = list(self._clients)[:STORE_CLIENTS_MAX]
@@ -198,10 +198,10 @@ class StoreServer:
             while True:
                 connection = await self._communicator.accept()
                 # bounded: connections_max of the communicator
-                serving = ClientSession(self, connection)
-                task = asyncio.create_task(serving.run())
-                self._clients[serving] = task
-                task.add_done_callback(partial(self._gone, serving))
+                session = ClientSession(self, connection)
+                task = asyncio.create_task(session.run())
+                self._clients[session] = task
+                task.add_done_callback(partial(self._gone, session))
         except ClosedOK:
             return
 

@@ -20,12 +20,12 @@ from kvwire.kv.outcome import Outcome
 from kvwire.limits import (
     NAME_CHARS_MAX,
     REASON_CHARS_MAX,
+    STORE_NAMESPACES_MAX,
     STORE_PIECES_MAX,
     STORE_REQUESTS_MAX,
-    STORE_SPACES_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.cleanup import quiet
+from kvwire.store.cleanup import drain_or_abort
 from kvwire.store.image_cache import ImageCache, images_in
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
@@ -171,105 +171,110 @@ class ClientSession:
 
     async def _put(self, request: Put) -> StoreDone:
         """Pull blocks into a berth, and put those that landed into the store."""
-        space = request.space.space()
-        refusal = self._refusal(request, space) or self._write_refusal(space)
+        namespace = request.namespace.namespace()
+        refusal = self._refusal(request, namespace) or self._write_refusal(namespace)
         if refusal:
             return _all(request, BlockResult.REFUSED, refusal)
         async with self._berths.one() as berth:
-            images = _images(berth, request, space)
+            images = _images(berth, request, namespace)
             cache, ids = images.cache, images.ids
             pulled = self._connection.pull(
-                request.transfer, cache, {space.group: ids}, deadline=_deadline(request)
+                request.transfer,
+                cache,
+                {namespace.group: ids},
+                deadline=_deadline(request),
             )
             outcome = await pulled
-            await quiet(pulled, self._connection)
+            await drain_or_abort(pulled, self._connection)
             reasons = outcome.missing.reasons
-            kept = here = _landed(outcome, space, ids)
+            kept = here = _landed(outcome, namespace, ids)
             if here.any():
                 put = self._store.put(
-                    {space.group: _hashes(request)[here].tolist()},
+                    {namespace.group: _hashes(request)[here].tolist()},
                     cache,
-                    {space.group: ids[here]},
+                    {namespace.group: ids[here]},
                 )
                 stored = await put
                 await put.drained()
-                kept = here & _landed(stored, space, ids)
+                kept = here & _landed(stored, namespace, ids)
                 reasons += stored.missing.reasons
         self._written_bytes += outcome.nbytes
-        fates = np.where(kept, BlockResult.LANDED, BlockResult.FAILED).astype(np.uint8)
-        return StoreDone.of(request.number, fates, "; ".join(reasons))
+        results = np.where(kept, BlockResult.LANDED, BlockResult.FAILED).astype(
+            np.uint8
+        )
+        return StoreDone.of(request.number, results, "; ".join(reasons))
 
     async def _get(self, request: Get) -> None:
         """Get blocks into a berth, say which there are, and push those."""
-        space = request.space.space()
-        refusal = self._refusal(request, space)
+        namespace = request.namespace.namespace()
+        refusal = self._refusal(request, namespace)
         if refusal:
             await self._send(_all(request, BlockResult.REFUSED, refusal))
             return
         async with self._berths.one() as berth:
-            images = _images(berth, request, space)
+            images = _images(berth, request, namespace)
             cache, ids = images.cache, images.ids
-            hashes = {space.group: _hashes(request).tolist()}
-            got = await self._store.get(hashes, cache, {space.group: ids})
-            here = _landed(got, space, ids)
-            fates = np.full(ids.size, BlockResult.LANDED, np.uint8)
-            fates[~here] = _lost(got, space)
+            hashes = {namespace.group: _hashes(request).tolist()}
+            got = await self._store.get(hashes, cache, {namespace.group: ids})
+            here = _landed(got, namespace, ids)
+            results = np.full(ids.size, BlockResult.LANDED, np.uint8)
+            results[~here] = _lost(got, namespace)
             reason = "; ".join(got.missing.reasons)
-            await self._send(StoreDone.of(request.number, fates, reason))
+            await self._send(StoreDone.of(request.number, results, reason))
             if not here.any():
                 return
             pushed = self._connection.push(
                 request.transfer,
                 cache,
-                {space.group: ids[here]},
+                {namespace.group: ids[here]},
                 deadline=_deadline(request),
             )
             pushed.ready()
             pushed.finish()
             outcome = await pushed
-            await quiet(pushed, self._connection)
+            await drain_or_abort(pushed, self._connection)
         self._read_bytes += outcome.nbytes
 
     async def _flush(self, request: Flush) -> StoreDone:
-        said = ""
+        text = ""
         if not self._server.read_only:
             try:
                 await self._store.flush()
             except OSError as exc:
-                said = str(exc) or type(exc).__name__
-        return StoreDone(request.number, reason=said[:REASON_CHARS_MAX])
+                text = str(exc) or type(exc).__name__
+        return StoreDone(request.number, reason=text[:REASON_CHARS_MAX])
 
-    def _refusal(self, request: TransferMessage, space: Namespace) -> str:
+    def _refusal(self, request: TransferMessage, namespace: Namespace) -> str:
         """Return why blocks cannot move for a request; empty if they can."""
-        if not request.names.all_in(space):
-            return "a key is of another space than the request"
-        nbytes = len(request.names) * space.image_bytes
+        if not request.names.all_in(namespace):
+            return "a key is of another namespace than the request"
+        nbytes = len(request.names) * namespace.image_bytes
         if nbytes > self._berths.nbytes:
             return (
-                f"{len(request.names)} blocks of {space.image_bytes} bytes are more "
-                f"than the {self._berths.nbytes} that one transfer may have here"
+                f"{len(request.names)} blocks of {namespace.image_bytes} bytes are "
+                f"more than the {self._berths.nbytes} that one transfer may have here"
             )
         axes = ORDERS[request.order]
-        piece = space.spec.item_bytes
+        piece = namespace.spec.item_bytes
         if axes[-1] == "dim":
-            piece *= space.spec.head_dim
+            piece *= namespace.spec.head_dim
         if nbytes > STORE_PIECES_MAX * piece:
             return f"images in the order {', '.join(axes)} are in too many pieces"
         return ""
 
-    def _write_refusal(self, space: Namespace) -> str:
+    def _write_refusal(self, namespace: Namespace) -> str:
         if self._server.read_only:
             return "this server is read-only"
-        known = self._store.hierarchy.spaces
-        if space.digest not in known and len(known) >= STORE_SPACES_MAX:
-            return f"it has blocks of {STORE_SPACES_MAX} kinds of caches already"
+        known = self._store.hierarchy.namespaces
+        if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
+            return f"it has blocks of {STORE_NAMESPACES_MAX} kinds of caches already"
         return ""
 
 
-def _images(berth: Bytes, request: TransferMessage, space: Namespace) -> ImageCache:
+def _images(berth: Bytes, request: TransferMessage, namespace: Namespace) -> ImageCache:
     """Room in a berth for the images of a request."""
-    room = images_in(berth, space.image_bytes, len(request.names))
-    return ImageCache(space, request.order, room)
+    room = images_in(berth, namespace.image_bytes, len(request.names))
+    return ImageCache(namespace, request.order, room)
 
 
 def _deadline(request: TransferMessage) -> timedelta:
@@ -281,21 +286,21 @@ def _hashes(request: TransferMessage) -> Keys:
     return as_keys(key[DIGEST_BYTES:] for key in request.names.keys.tolist())
 
 
-def _landed(outcome: Outcome, space: Namespace, ids: Ids) -> Bits:
+def _landed(outcome: Outcome, namespace: Namespace, ids: Ids) -> Bits:
     """Return which blocks landed, by their position in the list."""
-    return among(ids, outcome.landed.ids(space.group))
+    return among(ids, outcome.landed.ids(namespace.group))
 
 
-def _lost(got: Outcome, space: Namespace) -> BlockResults:
+def _lost(got: Outcome, namespace: Namespace) -> BlockResults:
     """Return what became of each block of a get that did not land."""
     absent = np.array([why.startswith(NOT_THERE) for why in got.missing.meanings])
-    codes = got.missing.groups[space.group].codes
+    codes = got.missing.groups[namespace.group].codes
     return np.where(absent[codes], BlockResult.MISSING, BlockResult.FAILED).astype(
         np.uint8
     )
 
 
-def _all(request: TransferMessage, fate: BlockResult, reason: str) -> StoreDone:
+def _all(request: TransferMessage, result: BlockResult, reason: str) -> StoreDone:
     return StoreDone.of(
-        request.number, np.full(len(request.names), fate, np.uint8), reason
+        request.number, np.full(len(request.names), result, np.uint8), reason
     )

@@ -23,10 +23,10 @@ async def ask_report(address: str, config: Config) -> StatsReport:
     """
     config = config.replace(message_bytes=STORE_REQUEST_BYTES_MAX, resume=False)
     async with kvwire.open(config) as communicator:
-        line = StoreClient(communicator, address, STORE_TIMEOUT_S, lambda: None)
+        client = StoreClient(communicator, address, STORE_TIMEOUT_S, lambda: None)
         try:
-            await line.open()
-            number = line.number()
-            return await line.now().call(number, Stats(number), StatsReport)
+            await client.open()
+            number = client.number()
+            return await client.now().call(number, Stats(number), StatsReport)
         finally:
-            await line.close()
+            await client.close()

@@ -8,7 +8,8 @@ What the store promises:
 
 * It calls from one event loop. Calls overlap, for the same keys as well.
 * Images do not change, and their memory stays, until the call has returned.
-* A key is a space's digest and a hash, of 1 to 64 bytes. It names one content for ever.
+* A key is a namespace's digest and a hash, of 1 to 64 bytes. It names one content for
+  ever.
 
 What a tier promises:
 
@@ -20,7 +21,7 @@ What a tier promises:
 * ``write`` says LANDED of a block only when a ``find`` after it has it, and, if the
   tier is ``durable``, also one after this process was killed.
 * What fails is an answer for the blocks concerned and never an exception. A tier that
-  can take no more says why in ``trouble``, and goes on answering what it can.
+  can take no more says why in ``error``, and goes on answering what it can.
 * What it has no room for it forgets, least recently used first, tail before head.
 """
 
@@ -50,9 +51,9 @@ class BlockResult(enum.IntEnum):
     DAMAGED = 2
     """What is there are not the bytes that were written."""
     FAILED = 3
-    """Reading or writing failed; see ``trouble``."""
+    """Reading or writing failed; see ``error``."""
     REFUSED = 4
-    """It does not fit, or nothing is taken at the moment; see ``trouble``."""
+    """It does not fit, or nothing is taken at the moment; see ``error``."""
 
 
 BlockResults: TypeAlias = npt.NDArray[np.uint8]
@@ -99,15 +100,15 @@ class TierStats(msgspec.Struct, kw_only=True):
     damaged_blocks: int = 0
     failed_blocks: int = 0
 
-    def count(self, fates: BlockResults, *, written: bool) -> None:
+    def count(self, results: BlockResults, *, written: bool) -> None:
         """Count what became of the blocks of one call."""
-        landed = int(np.count_nonzero(fates == BlockResult.LANDED))
+        landed = int(np.count_nonzero(results == BlockResult.LANDED))
         if written:
             self.written_blocks += landed
         else:
             self.read_blocks += landed
-        self.damaged_blocks += int(np.count_nonzero(fates == BlockResult.DAMAGED))
-        self.failed_blocks += int(np.count_nonzero(fates == BlockResult.FAILED))
+        self.damaged_blocks += int(np.count_nonzero(results == BlockResult.DAMAGED))
+        self.failed_blocks += int(np.count_nonzero(results == BlockResult.FAILED))
 
 
 class Tier(ABC):
@@ -122,8 +123,8 @@ class Tier(ABC):
 
     name: str
     durable: bool
-    trouble: str = ""
-    away: str = ""
+    error: str = ""
+    unavailable_reason: str = ""
 
     @property
     def taking(self) -> bool:
@@ -146,14 +147,14 @@ class Tier(ABC):
         return held
 
     @abstractmethod
-    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Take blocks; those that are there already are touched.
 
         Cancel safety: the write is finished first.
         """
 
     @abstractmethod
-    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks that ``find`` has found, and touch them.
 
         Cancel safety: the read is finished first.
@@ -167,7 +168,7 @@ class Tier(ABC):
     def stats(self) -> TierStats:
         """Return what is in it."""
 
-    def spaces(self) -> Iterable[Namespace]:
+    def namespaces(self) -> Iterable[Namespace]:
         """Return the namespaces of what it had when it was opened."""
         return ()
 

@@ -51,7 +51,7 @@ class DiskTier(Tier):
 
     def __init__(self, name: str, directory: Directory, threads: Threads) -> None:
         self.name = name
-        self.trouble = ""
+        self.error = ""
         self._directory = directory
         self._rows = directory.index
         self._file = directory.file
@@ -65,7 +65,7 @@ class DiskTier(Tier):
         self._stale: set[int] = set()
         self._serial = 0
         self._counts = TierStats(size_bytes=len(self._slabs) * self._slabs.slab_bytes)
-        self._filling = InFlightFills()
+        self._in_flight = InFlightFills()
         self._writing = asyncio.Lock()
         self._threads = threads
         # What a flush has failed with since it was opened.
@@ -113,8 +113,8 @@ class DiskTier(Tier):
                 directory.close(in_order=False)
             threads.close()
             if _is_full(exc):
-                said = f"the disk has no room for {nbytes} bytes; give it less: ?size="
-                raise UsageError(f"tier {address.text!r}: {said}") from exc
+                text = f"the disk has no room for {nbytes} bytes; give it less: ?size="
+                raise UsageError(f"tier {address.text!r}: {text}") from exc
             if isinstance(exc, _ERRORS):
                 passes = isinstance(exc, OSError | sqlite3.OperationalError)
                 hint = "" if passes else "; delete the directory, or give another one"
@@ -145,51 +145,51 @@ class DiskTier(Tier):
         slots = self._index.find(keys)
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
-    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Take blocks; those that are held already are touched.
 
         Cancel safety: the write is finished first.
         """
-        fates = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
-        nbytes = space.image_bytes
+        results = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
+        nbytes = namespace.image_bytes
         if not self._slabs.capacity(nbytes):
-            self.trouble = (
+            self.error = (
                 f"a block of {nbytes} bytes has no room in a slab of "
                 f"{self._slabs.slab_bytes}; open an empty directory with ?slab= of "
                 f"several blocks"
             )
-            return fates
-        held = await self._look(space, batch.keys)
+            return results
+        held = await self._look(namespace, batch.keys)
         self.touch(batch.keys[held])
-        fates[held] = BlockResult.LANDED
+        results[held] = BlockResult.LANDED
         lacking = np.flatnonzero(~held)
         if not lacking.size:
-            return fates
+            return results
         slots = self._room(nbytes, lacking.size)
         mine = lacking[: slots.size]
         if mine.size:
-            fates[mine] = await self._write(space, batch.selected(mine), slots)
+            results[mine] = await self._write(namespace, batch.selected(mine), slots)
         if mine.size < lacking.size:
-            self.trouble = "every slot is being read or written"
-        self._counts.count(fates[mine], written=True)
-        return fates
+            self.error = "every slot is being read or written"
+        self._counts.count(results[mine], written=True)
+        return results
 
-    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, and compare them with their checksums.
 
         Cancel safety: the read is finished first.
         """
-        fates = np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
+        results = np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
         slots = self._index.find(batch.keys)
         here = np.flatnonzero(slots >= 0)
         if not here.size:
-            return fates
+            return results
         part, slots = batch.selected(here), slots[here]
         self._index.pin(part.keys, slots)
         bad = np.zeros(here.size, np.bool_)
         try:
             got = await self._threads.run(partial(self._read_slots, part, slots))
-            fates[here] = got
+            results[here] = got
             self._trusted[slots[got == BlockResult.LANDED]] = True
             # One that could not be read may be whole, and be read the next time.
             self._trusted[slots[got == BlockResult.FAILED]] = False
@@ -198,8 +198,8 @@ class DiskTier(Tier):
             self._index.unpin(part.keys[~bad], slots[~bad])
         if bad.any():
             await self._discard(part.keys[bad], slots[bad])
-        self._counts.count(fates, written=False)
-        return fates
+        self._counts.count(results, written=False)
+        return results
 
     def stats(self) -> TierStats:
         """See Tier."""
@@ -208,9 +208,9 @@ class DiskTier(Tier):
         self._counts.evicted_blocks = self._index.evicted
         return self._counts
 
-    def spaces(self) -> Iterable[Namespace]:
+    def namespaces(self) -> Iterable[Namespace]:
         """See Tier."""
-        return tuple(self._rows.spaces.values())
+        return tuple(self._rows.namespaces.values())
 
     async def flush(self) -> None:
         """Return when what was written survives a power cut as well.
@@ -227,8 +227,8 @@ class DiskTier(Tier):
             except _ERRORS as exc:
                 self._failed("flushing", exc)
                 if not _is_full(exc):
-                    self._unflushed = self.trouble
-                raise OSError(f"{self.name}: {self.trouble}") from exc
+                    self._unflushed = self.error
+                raise OSError(f"{self.name}: {self.error}") from exc
         if self._unflushed:
             raise OSError(f"{self.name}: {self._unflushed}")
 
@@ -242,7 +242,7 @@ class DiskTier(Tier):
             in_order = await self._settled()
             await self.flush()
         except OSError:
-            in_order = False  # `trouble` says why
+            in_order = False  # `error` says why
         finally:
             closing = partial(self._directory.close, in_order=in_order)
             try:
@@ -254,7 +254,7 @@ class DiskTier(Tier):
 
     # --- on the loop ------------------------------------------------------------------
 
-    async def _look(self, space: Namespace, keys: Keys) -> Bits:
+    async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
         """Tell which blocks are held, once nobody writes them.
 
         The others are not there. Nothing has been awaited since.
@@ -262,19 +262,21 @@ class DiskTier(Tier):
         while True:
             slots = self._index.find(keys)
             doubtful = (slots >= 0) & ~self._trusted[slots]
-            if busy := keys[self._filling.busy(keys)].tolist():
-                await self._filling.ended(busy[0])
+            if busy := keys[self._in_flight.busy(keys)].tolist():
+                await self._in_flight.ended(busy[0])
             elif doubtful.any():
-                await self._verify(space, keys[doubtful], slots[doubtful])
+                await self._verify(namespace, keys[doubtful], slots[doubtful])
             else:
                 return slots >= 0
 
-    async def _verify(self, space: Namespace, keys: Keys, slots: Ids) -> None:
+    async def _verify(self, namespace: Namespace, keys: Keys, slots: Ids) -> None:
         """Read blocks that may be damaged; those that cannot be read are forgotten."""
-        scratch = np.empty(keys.size * space.image_bytes, np.uint8)
-        images = images_in(scratch, space.image_bytes, keys.size)
-        fates = await self.read(space, Batch(keys, self._index.orders(slots), images))
-        failed = keys[fates == BlockResult.FAILED]
+        scratch = np.empty(keys.size * namespace.image_bytes, np.uint8)
+        images = images_in(scratch, namespace.image_bytes, keys.size)
+        results = await self.read(
+            namespace, Batch(keys, self._index.orders(slots), images)
+        )
+        failed = keys[results == BlockResult.FAILED]
         slots = self._index.find(failed)
         failed, slots = failed[slots >= 0], slots[slots >= 0]
         self._index.pin(failed, slots)
@@ -293,31 +295,35 @@ class DiskTier(Tier):
             slots = np.concatenate((slots, more))
         return np.sort(slots)
 
-    async def _write(self, space: Namespace, batch: Batch, slots: Ids) -> BlockResults:
+    async def _write(
+        self, namespace: Namespace, batch: Batch, slots: Ids
+    ) -> BlockResults:
         """Write images into slots that were taken for them, and name these."""
-        self._filling.begin(batch.keys)
+        self._in_flight.begin(batch.keys)
         written = False
         try:
             async with self._writing:
                 # What is said of them is not so from here on, whatever happens.
                 self._stale.update(slots.tolist())
-                await self._threads.run(partial(self._write_slots, space, batch, slots))
+                await self._threads.run(
+                    partial(self._write_slots, namespace, batch, slots)
+                )
                 self._stale.difference_update(slots.tolist())
                 written = True
         except _ERRORS as exc:
             self._failed("writing", exc)
         finally:
-            self._filling.end(batch.keys)
+            self._in_flight.end(batch.keys)
             if written:
-                self.trouble = ""
+                self.error = ""
                 self._trusted[slots] = True
                 self._index.mark(slots, batch.orders)
                 self._index.name(batch.keys, slots)
                 self._index.unpin(batch.keys, slots)
             else:
                 self._index.give_back(slots)
-        fate = BlockResult.LANDED if written else BlockResult.FAILED
-        return np.full(batch.keys.size, fate, np.uint8)
+        result = BlockResult.LANDED if written else BlockResult.FAILED
+        return np.full(batch.keys.size, result, np.uint8)
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
         """Forget pinned blocks that are no good, here and on the disk."""
@@ -341,8 +347,8 @@ class DiskTier(Tier):
         return not self._stale and bool(self._trusted[self._index.named().slots].all())
 
     def _failed(self, what: str, error: Exception) -> None:
-        said = getattr(error, "strerror", None) or str(error)
-        self.trouble = f"{what} failed: {said}"
+        text = getattr(error, "strerror", None) or str(error)
+        self.error = f"{what} failed: {text}"
 
     # --- on a thread ------------------------------------------------------------------
 
@@ -380,10 +386,10 @@ class DiskTier(Tier):
             mine = sizes == size
             self._index.adopt(rows.keys[mine], rows.slots[mine], rows.orders[mine])
 
-    def _write_slots(self, space: Namespace, batch: Batch, slots: Ids) -> None:
+    def _write_slots(self, namespace: Namespace, batch: Batch, slots: Ids) -> None:
         """Write images, and then their rows."""
         self._rows.dirty()
-        size = rounded(space.image_bytes)
+        size = rounded(namespace.image_bytes)
         slabs = np.unique(slots // self._slabs.stride)
         before = self._named_bytes[slabs]
         moved = slabs[(before != size) & (before > 0)]
@@ -393,16 +399,16 @@ class DiskTier(Tier):
             self._rows.erase(range(at, at + self._slabs.stride) for at in begins)
         self._named_bytes[slabs] = size
         sums = _sums_of(batch)
-        for run, offset in self._runs(slots, space.image_bytes):
+        for run, offset in self._runs(slots, namespace.image_bytes):
             self._file.write(_padded(batch.images.selected(run)), offset)
         if self._directory.synced:
             self._file.sync()
         # The head of a chain is younger than what follows it; see Index.unpin.
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
-        nbytes = np.full(slots.size, space.image_bytes)
+        nbytes = np.full(slots.size, namespace.image_bytes)
         rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)
-        self._rows.record(space, rows)
+        self._rows.record(namespace, rows)
         self._sums[slots] = sums
 
     def _sync(self) -> None:
@@ -412,18 +418,18 @@ class DiskTier(Tier):
     def _read_slots(self, batch: Batch, slots: Ids) -> BlockResults:
         """Read images, and say of each whether it is what was written."""
         order = np.argsort(slots)
-        fates = np.full(slots.size, BlockResult.LANDED, np.uint8)
+        results = np.full(slots.size, BlockResult.LANDED, np.uint8)
         nbytes = int(batch.images.lengths[0])
         for run, offset in self._runs(slots[order], nbytes):
             part = order[run]
             try:
                 self._file.read(_padded(batch.images.selected(part)), offset)
             except OSError as exc:
-                fates[part] = BlockResult.FAILED
+                results[part] = BlockResult.FAILED
                 self._failed("reading", exc)
         whole = _sums_of(batch) == self._sums[slots]
-        fates[(fates == BlockResult.LANDED) & ~whole] = BlockResult.DAMAGED
-        return fates
+        results[(results == BlockResult.LANDED) & ~whole] = BlockResult.DAMAGED
+        return results
 
     def _runs(self, slots: Ids, nbytes: int) -> Iterable[tuple[Ids, int]]:
         """Slots whose images lie side by side in the file, and where they begin."""

@@ -27,8 +27,8 @@ from kvwire.kv.spec import KVSpec
 from kvwire.limits import (
     NAME_CHARS_MAX,
     STORE_HASH_BYTES_MAX,
+    STORE_NAMESPACES_MAX,
     STORE_SLAB_BYTES_MAX,
-    STORE_SPACES_MAX,
 )
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
@@ -106,7 +106,8 @@ class DiskIndex:
     Attributes:
         slab_bytes: Bytes of a slab of the file of images.
         closed: Whether it was closed in order, and nothing has been written since.
-        spaces: The spaces of its blocks, by digest; for words only, since a key has all
+        namespaces: The namespaces of its blocks, by digest; for words only, since a key
+        has all
             that is needed to find a block.
 
     Raises:
@@ -128,7 +129,7 @@ class DiskIndex:
                 raise sqlite3.DatabaseError("its slabs have no length")
             self.slab_bytes: int = found[0]
             self.closed = bool(found[1])
-            self.spaces = dict(self._read_spaces())
+            self.namespaces = dict(self._read_namespaces())
         except BaseException:
             self._db.close()
             raise
@@ -155,20 +156,23 @@ class DiskIndex:
                 self._db.execute("UPDATE tier SET closed = 0")
             self.closed = False
 
-    def record(self, space: Namespace, rows: DiskRows) -> None:
+    def record(self, namespace: Namespace, rows: DiskRows) -> None:
         """Say what slots hold, of which the images are written.
 
         Args:
-            space: The space of all of them.
+            namespace: The namespace of all of them.
             rows: The slots; what was said of them before is gone.
         """
-        known = self.spaces
-        new = space.digest not in known and len(known) < STORE_SPACES_MAX
+        known = self.namespaces
+        new = namespace.digest not in known and len(known) < STORE_NAMESPACES_MAX
         with self._transaction():
             if new:
-                words = msgspec.json.encode((space.group, space.spec.to_pairs()))
+                words = msgspec.json.encode(
+                    (namespace.group, namespace.spec.to_pairs())
+                )
                 self._db.execute(
-                    "INSERT OR REPLACE INTO spaces VALUES (?, ?)", (space.digest, words)
+                    "INSERT OR REPLACE INTO spaces VALUES (?, ?)",
+                    (namespace.digest, words),
                 )
             signed = rows._replace(sums=rows.sums.view(np.int64))
             self._db.executemany(
@@ -176,7 +180,7 @@ class DiskIndex:
                 zip(*(column.tolist() for column in signed), strict=True),
             )
         if new:
-            known[space.digest] = space
+            known[namespace.digest] = namespace
 
     def erase(self, slots: Iterable[range]) -> None:
         """Say nothing of some slots any more."""
@@ -238,12 +242,12 @@ class DiskIndex:
                     self._db.execute("ROLLBACK")
             raise
 
-    def _read_spaces(self) -> Iterator[tuple[bytes, Namespace]]:
+    def _read_namespaces(self) -> Iterator[tuple[bytes, Namespace]]:
         """Return the described namespaces that can be read."""
         kind = tuple[str, list[tuple[str, str]]]
         for (words,) in self._db.execute("SELECT described FROM spaces"):
             with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):
                 group, pairs = msgspec.json.decode(words, type=kind)
                 if 1 <= len(group) <= NAME_CHARS_MAX:
-                    space = Namespace(group, KVSpec.from_pairs(pairs))
-                    yield space.digest, space
+                    namespace = Namespace(group, KVSpec.from_pairs(pairs))
+                    yield namespace.digest, namespace

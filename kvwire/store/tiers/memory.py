@@ -58,7 +58,7 @@ class MemoryTier:
 
     def __init__(self, slabs: Slabs, demote: Demote | None) -> None:
         self.index = Index(slabs)
-        self.filling = InFlightFills()
+        self.in_flight = InFlightFills()
         self.counts = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         self._base = int(self._bytes.ctypes.data)
@@ -151,11 +151,11 @@ class MemoryTier:
             self.index.pin(*named)
             try:
                 assert self._demote is not None
-                trouble = await self._demote(named)
+                error = await self._demote(named)
             finally:
                 self.unpin(*named)
-            if trouble:
-                raise OSError(f"some blocks are in memory only: {trouble}")
+            if error:
+                raise OSError(f"some blocks are in memory only: {error}")
 
     async def empty(self) -> None:
         """Evict everything, so that the tiers below have it; nothing is in use.
@@ -193,8 +193,8 @@ class MemoryTier:
             return False
         kept = True
         try:
-            trouble = await self._demote(named) if self._demote is not None else ""
-            kept = bool(trouble) and not lose
+            error = await self._demote(named) if self._demote is not None else ""
+            kept = bool(error) and not lose
         finally:
             if kept:  # they may be nowhere else
                 self.unpin(named.keys[::-1], named.slots[::-1])

@@ -37,7 +37,7 @@ from kvwire.limits import (
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import finished, together
+from kvwire.store.cleanup import gather_all, run_to_completion
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.threads import Threads
@@ -76,7 +76,7 @@ class ObjectTier(Tier):
     ) -> None:
         self.name = name
         self.durable = durable
-        self.trouble = ""
+        self.error = ""
         import obstore  # noqa: PLC0415 - an extra
 
         self._obstore = obstore
@@ -87,7 +87,7 @@ class ObjectTier(Tier):
         self._counts = TierStats()
         self._threads = Threads()
         self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
-        self._away_until = 0.0
+        self._unavailable_until = 0.0
         # The orders of blocks that are there, the ones found last at the end.
         self._present: OrderedDict[Key, int] = OrderedDict()
         # Until when blocks are taken to be absent; damaged ones until they are written.
@@ -123,7 +123,7 @@ class ObjectTier(Tier):
 
     @property
     def taking(self) -> bool:
-        """Tell whether it takes blocks: it was not away a moment ago."""
+        """Tell whether it takes blocks: it was not unavailable a moment ago."""
         return not self._resting()
 
     async def find(self, keys: Keys) -> Orders:
@@ -147,23 +147,23 @@ class ObjectTier(Tier):
         await self._each(look, asked)
         return orders
 
-    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Put an object for each block, in place of what may be there.
 
         Cancel safety: the write is finished first.
         """
-        fates = await finished(self._write(space, batch))
-        self._counts.count(fates, written=True)
-        return fates
+        results = await run_to_completion(self._write(namespace, batch))
+        self._counts.count(results, written=True)
+        return results
 
-    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fetch the objects of blocks, and compare them with their checksums.
 
         Cancel safety: the read is finished first.
         """
-        fates = await finished(self._read(space, batch))
-        self._counts.count(fates, written=False)
-        return fates
+        results = await run_to_completion(self._read(namespace, batch))
+        self._counts.count(results, written=False)
+        return results
 
     def touch(self, keys: Keys) -> None:
         """Nothing: an object store does not know what was used."""
@@ -201,8 +201,8 @@ class ObjectTier(Tier):
         self._has(key, head.order)
         return head.order
 
-    async def _write(self, space: Namespace, batch: Batch) -> BlockResults:
-        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         objects = await self._threads.run(partial(packed, batch))
 
         async def put(at: int) -> None:
@@ -216,35 +216,35 @@ class ObjectTier(Tier):
                 )
             )
             if not isinstance(done, BlockResult):
-                fates[at] = BlockResult.LANDED
+                results[at] = BlockResult.LANDED
                 self._has(key, int(batch.orders[at]))
 
         # The head of a chain first: without it the tail is worth nothing.
         await self._each(put, range(batch.keys.size))
-        return fates
+        return results
 
-    async def _read(self, space: Namespace, batch: Batch) -> BlockResults:
-        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
 
         async def get(at: int) -> None:
-            raw = await self._range(batch.keys[at], HEAD_BYTES + space.image_bytes)
+            raw = await self._range(batch.keys[at], HEAD_BYTES + namespace.image_bytes)
             if isinstance(raw, BlockResult):
-                fates[at] = raw
+                results[at] = raw
             else:
-                raws[at], fates[at] = raw, BlockResult.LANDED
+                raws[at], results[at] = raw, BlockResult.LANDED
 
         await self._each(get, range(batch.keys.size))
-        came = np.flatnonzero(fates == BlockResult.LANDED)
+        came = np.flatnonzero(results == BlockResult.LANDED)
         if came.size:
             job = partial(unpacked, batch.selected(came), [raws[at] for at in came])
-            fates[came] = await self._threads.run(job)
-        for key, fate in zip(batch.keys.tolist(), fates.tolist(), strict=True):
-            if fate == BlockResult.DAMAGED:
+            results[came] = await self._threads.run(job)
+        for key, result in zip(batch.keys.tolist(), results.tolist(), strict=True):
+            if result == BlockResult.DAMAGED:
                 self._lacks(key, math.inf)
-            elif fate == BlockResult.MISSING:
+            elif result == BlockResult.MISSING:
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
-        return fates
+        return results
 
     # --- requests ---------------------------------------------------------------------
 
@@ -281,11 +281,11 @@ class ObjectTier(Tier):
             except FileNotFoundError:
                 return BlockResult.MISSING
             except (OSError, self._obstore.exceptions.BaseError) as exc:
-                self._went_away(exc)
+                self._became_unavailable(exc)
                 return BlockResult.FAILED
         if not self._resting():  # it may be an answer from before a failure
             self._backoff.reset()
-            self.away = ""
+            self.unavailable_reason = ""
         return found
 
     async def _each(
@@ -298,18 +298,18 @@ class ObjectTier(Tier):
             for position in left:
                 await work(position)
 
-        await together(*(lane() for _ in range(self._requests)))
+        await gather_all(*(lane() for _ in range(self._requests)))
 
     def _resting(self) -> bool:
-        return asyncio.get_running_loop().time() < self._away_until
+        return asyncio.get_running_loop().time() < self._unavailable_until
 
-    def _went_away(self, error: Exception) -> None:
+    def _became_unavailable(self, error: Exception) -> None:
         """Report a failed request, and leave the store alone for a while."""
         first = str(error).partition("\n")[0] or f"no answer in {self._timeout_s:g} s"
-        self.trouble = self.away = first[:REASON_CHARS_MAX]
+        self.error = self.unavailable_reason = first[:REASON_CHARS_MAX]
         if not self._resting():
             now = asyncio.get_running_loop().time()
-            self._away_until = now + self._backoff.pause_s()
+            self._unavailable_until = now + self._backoff.pause_s()
 
     # --- what is remembered -----------------------------------------------------------
 

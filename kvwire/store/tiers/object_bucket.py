@@ -47,5 +47,5 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
             retry_config={"retry_timeout": timedelta(seconds=timeout_s)},
         )
     except (BaseError, ValueError) as exc:
-        said = str(exc).partition("\n")[0]
-        raise UsageError(f"tier {address.text!r}: {said}") from None
+        text = str(exc).partition("\n")[0]
+        raise UsageError(f"tier {address.text!r}: {text}") from None

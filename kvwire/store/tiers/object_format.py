@@ -94,23 +94,23 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
     On a thread. An image that is not LANDED may hold anything.
     """
     nbytes = int(batch.images.lengths[0])
-    fates = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
+    results = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
     sums = np.zeros(batch.keys.size, np.uint64)
     for at, raw in enumerate(raws):
         head = ObjectHead.read(raw)
         if head is None or raw.nbytes != HEAD_BYTES + nbytes or head.nbytes != nbytes:
             continue
         ours = head.key == batch.keys[at] and head.order == batch.orders[at]
-        fates[at], sums[at] = (
+        results[at], sums[at] = (
             (BlockResult.LANDED if ours else BlockResult.MISSING),
             head.image_sum,
         )
-    whole = np.flatnonzero(fates == BlockResult.LANDED)
+    whole = np.flatnonzero(results == BlockResult.LANDED)
     if whole.size:
         images = batch.images.selected(whole)
         copy_in_turns(_behind_heads([raws[at] for at in whole], nbytes), images)
-        fates[whole[image_sums(images) != sums[whole]]] = BlockResult.DAMAGED
-    return fates
+        results[whole[image_sums(images) != sums[whole]]] = BlockResult.DAMAGED
+    return results
 
 
 def _behind_heads(objects: list[memoryview], nbytes: int) -> Fragments:

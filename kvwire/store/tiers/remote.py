@@ -27,7 +27,7 @@ from kvwire.limits import (
     STORE_TOUCHES_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import finished, said
+from kvwire.store.cleanup import error_text, run_to_completion
 from kvwire.store.image_cache import ImageCache
 from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
@@ -57,10 +57,10 @@ class RemoteTier(Tier):
         self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
     ) -> None:
         self.name = name
-        self.trouble = ""
+        self.error = ""
         self._communicator = communicator
         self._timeout_s = timeout_s
-        self._line = StoreClient(communicator, where, timeout_s, self._changed)
+        self._client = StoreClient(communicator, where, timeout_s, self._changed)
         self._counts = TierStats()
         # Used elsewhere since the server was told last; the one used last at the end.
         self._touched: dict[Key, None] = {}
@@ -70,7 +70,7 @@ class RemoteTier(Tier):
         """Open a tier: ``kvwire://HOST:PORT?psk_file=FILE&timeout=SECONDS``.
 
         ``KVWIRE_*`` environment variables count as for every communicator. A server
-        that cannot be reached is no error: ``trouble`` says so, and it is dialled
+        that cannot be reached is no error: ``error`` says so, and it is dialled
         again.
 
         Args:
@@ -89,7 +89,7 @@ class RemoteTier(Tier):
         where = address.place.removeprefix("//")
         tier = cls(address.text, communicator, where, timeout_s)
         try:
-            await tier._line.open()
+            await tier._client.open()
         except BaseException as exc:
             await communicator.close()
             if isinstance(exc, KVWireError):
@@ -100,8 +100,8 @@ class RemoteTier(Tier):
     @property
     def taking(self) -> bool:
         """Tell whether it takes blocks: the server is there and does."""
-        up = self._line.up
-        return up is not None and not up.welcome.read_only
+        active = self._client.active
+        return active is not None and not active.welcome.read_only
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``; one round trip.
@@ -110,18 +110,18 @@ class RemoteTier(Tier):
         """
         orders = np.full(keys.size, ABSENT, np.uint8)
         try:
-            up = self._line.now()
-            await self._tell_touches(up)
+            active = self._client.now()
+            await self._tell_touches(active)
             for which in _by_width(keys):
-                number = self._line.number()
+                number = self._client.number()
                 find = Find(number, Names.of(keys[which]))
-                found = (await up.call(number, find, Found)).table
+                found = (await active.call(number, find, Found)).table
                 if found.size != which.size:
-                    raise _lie(up, f"{found.size} orders of {which.size} blocks")
+                    raise _lie(active, f"{found.size} orders of {which.size} blocks")
                 orders[which] = found
-            self.away = ""
+            self.unavailable_reason = ""
         except KVWireError as exc:
-            self.trouble = self.away = said(exc)
+            self.error = self.unavailable_reason = error_text(exc)
         return orders
 
     def touch(self, keys: Keys) -> None:
@@ -132,32 +132,32 @@ class RemoteTier(Tier):
         while len(self._touched) > STORE_TOUCHES_MAX:
             del self._touched[next(iter(self._touched))]
 
-    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Let the server pull blocks.
 
         Cancel safety: the write is finished first.
         """
-        fates = await finished(self._move(space, batch, self._put))
-        self._counts.count(fates, written=True)
-        return fates
+        results = await run_to_completion(self._move(namespace, batch, self._put))
+        self._counts.count(results, written=True)
+        return results
 
-    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Let the server push blocks.
 
         Cancel safety: the read is finished first.
         """
-        fates = await finished(self._move(space, batch, self._get))
-        self._counts.count(fates, written=False)
-        return fates
+        results = await run_to_completion(self._move(namespace, batch, self._get))
+        self._counts.count(results, written=False)
+        return results
 
     def stats(self) -> TierStats:
         """Return what this side has moved; ``kvwire store stats`` has the rest."""
         return self._counts
 
-    def spaces(self) -> Iterable[Namespace]:
+    def namespaces(self) -> Iterable[Namespace]:
         """See Tier."""
-        up = self._line.up
-        return tuple(_spaces(up.welcome.spaces)) if up else ()
+        active = self._client.active
+        return tuple(_namespaces(active.welcome.namespaces)) if active else ()
 
     async def flush(self) -> None:
         """Return when what was written survives a power cut as well.
@@ -168,14 +168,14 @@ class RemoteTier(Tier):
         Cancel safety: safe, it may be called again.
         """
         try:
-            up = self._line.now()
-            await self._tell_touches(up)
-            number = self._line.number()
-            self.trouble = (await up.call(number, Flush(number), StoreDone)).reason
+            active = self._client.now()
+            await self._tell_touches(active)
+            number = self._client.number()
+            self.error = (await active.call(number, Flush(number), StoreDone)).reason
         except KVWireError as exc:
-            self.trouble = said(exc)
-        if self.trouble:
-            raise OSError(f"{self.name}: {self.trouble}")
+            self.error = error_text(exc)
+        if self.error:
+            raise OSError(f"{self.name}: {self.error}")
 
     async def close(self) -> None:
         """End the connection. Never raises.
@@ -183,7 +183,7 @@ class RemoteTier(Tier):
         Cancel safety: the connection is ended in any case.
         """
         try:
-            await self._line.close()
+            await self._client.close()
         finally:
             await self._communicator.close()
 
@@ -191,101 +191,111 @@ class RemoteTier(Tier):
 
     def _changed(self) -> None:
         """Note that the client has connected or lost its connection."""
-        self.trouble = self.away = self._line.trouble
-        if self._line.up is not None:
-            welcome = self._line.up.welcome
+        self.error = self.unavailable_reason = self._client.error
+        if self._client.active is not None:
+            welcome = self._client.active.welcome
             self.durable = welcome.durable
-            self.trouble = _READ_ONLY if welcome.read_only else ""
+            self.error = _READ_ONLY if welcome.read_only else ""
 
-    async def _tell_touches(self, up: ActiveConnection) -> None:
+    async def _tell_touches(self, active: ActiveConnection) -> None:
         touched, self._touched = as_keys(self._touched), {}
         for which in _by_width(touched):
-            await up.tell(Touch(Names.of(touched[which])))
+            await active.tell(Touch(Names.of(touched[which])))
 
-    async def _move(self, space: Namespace, batch: Batch, step: _Step) -> BlockResults:
+    async def _move(
+        self, namespace: Namespace, batch: Batch, step: _Step
+    ) -> BlockResults:
         """Move a batch in parts, as large as the server's berths."""
-        fates = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         try:
-            up = self._line.now()
-            most = up.welcome.berth_bytes // space.image_bytes
+            active = self._client.now()
+            most = active.welcome.berth_bytes // namespace.image_bytes
             if not most:
-                self.trouble = (
-                    f"a block of {space.image_bytes} bytes is more than the "
-                    f"{up.welcome.berth_bytes} that this server moves at once; start "
-                    f"it with a larger --berth"
+                self.error = (
+                    f"a block of {namespace.image_bytes} bytes is more than the "
+                    f"{active.welcome.berth_bytes} that this server moves at once; "
+                    f"start it with a larger --berth"
                 )
                 return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
-            await self._tell_touches(up)
+            await self._tell_touches(active)
             for which in _parts(batch, min(most, STORE_KEYS_MAX)):
-                async with up.berth():
-                    fates[which] = await step(up, space, batch.selected(which))
+                async with active.berth():
+                    results[which] = await step(
+                        active, namespace, batch.selected(which)
+                    )
         except KVWireError as exc:
-            self.trouble = said(exc)
-        return fates
+            self.error = error_text(exc)
+        return results
 
     async def _put(
-        self, up: ActiveConnection, space: Namespace, batch: Batch
+        self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """One request: publish the images, and let the server pull them."""
-        number = self._line.number()
-        images = ImageCache(space, int(batch.orders[0]), batch.images)
+        number = self._client.number()
+        images = ImageCache(namespace, int(batch.orders[0]), batch.images)
         out = self._communicator.publish(
             number,
             images.cache,
-            {space.group: images.ids},
+            {namespace.group: images.ids},
             deadline=timedelta(seconds=self._timeout_s),
         )
-        async with up.moving(out, images):
+        async with active.moving(out, images):
             out.ready()
             out.finish()
-            put = Put(*self._asked(number, space, batch))
-            return self._checked(up, batch, await up.call(number, put, StoreDone))
+            put = Put(*self._asked(number, namespace, batch))
+            return self._checked(
+                active, batch, await active.call(number, put, StoreDone)
+            )
 
     async def _get(
-        self, up: ActiveConnection, space: Namespace, batch: Batch
+        self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """One request: hear which blocks there are, and expect the server's push."""
-        number = self._line.number()
-        get = Get(*self._asked(number, space, batch))
-        fates = self._checked(up, batch, await up.call(number, get, StoreDone))
-        coming = np.flatnonzero(fates == BlockResult.LANDED)
+        number = self._client.number()
+        get = Get(*self._asked(number, namespace, batch))
+        results = self._checked(
+            active, batch, await active.call(number, get, StoreDone)
+        )
+        coming = np.flatnonzero(results == BlockResult.LANDED)
         if not coming.size:
-            return fates
+            return results
         wanted = batch.images.selected(coming)
-        images = ImageCache(space, int(batch.orders[0]), wanted)
+        images = ImageCache(namespace, int(batch.orders[0]), wanted)
         incoming = self._communicator.expect(
             number,
             images.cache,
-            {space.group: images.ids},
+            {namespace.group: images.ids},
             deadline=timedelta(seconds=self._timeout_s),
         )
-        async with up.moving(incoming, images):
+        async with active.moving(incoming, images):
             outcome = await incoming
-        here = among(images.ids, outcome.landed.ids(space.group))
-        fates[coming[~here]] = BlockResult.FAILED
+        here = among(images.ids, outcome.landed.ids(namespace.group))
+        results[coming[~here]] = BlockResult.FAILED
         if not here.all():
-            self.trouble = "; ".join(outcome.missing.reasons)
-        return fates
+            self.error = "; ".join(outcome.missing.reasons)
+        return results
 
-    def _asked(self, number: int, space: Namespace, batch: Batch) -> _Asked:
+    def _asked(self, number: int, namespace: Namespace, batch: Batch) -> _Asked:
         """Return the fields of a request to move a batch."""
         order, names = int(batch.orders[0]), Names.of(batch.keys)
         timeout_ms = max(1, int(self._timeout_s * 1000))
-        return number, number, NamespaceText.of(space), order, names, timeout_ms
+        return number, number, NamespaceText.of(namespace), order, names, timeout_ms
 
     def _checked(
-        self, up: ActiveConnection, batch: Batch, done: StoreDone
+        self, active: ActiveConnection, batch: Batch, done: StoreDone
     ) -> BlockResults:
         """Return what the server says of each block."""
-        fates = done.table.copy()
-        if fates.size != batch.keys.size:
-            raise _lie(up, f"{fates.size} fates of {batch.keys.size} blocks")
+        results = done.table.copy()
+        if results.size != batch.keys.size:
+            raise _lie(active, f"{results.size} results of {batch.keys.size} blocks")
         if (
             done.reason
-            and ((fates == BlockResult.FAILED) | (fates == BlockResult.REFUSED)).any()
+            and (
+                (results == BlockResult.FAILED) | (results == BlockResult.REFUSED)
+            ).any()
         ):
-            self.trouble = done.reason
-        return fates
+            self.error = done.reason
+        return results
 
 
 _Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[BlockResults]]
@@ -321,14 +331,14 @@ def _parts(batch: Batch, most: int) -> Iterator[Ids]:
                 yield alike[first : first + most]
 
 
-def _spaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
+def _namespaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
     for text in told:
         # What a newer server knows of, and this side does not, has no blocks for it.
         with suppress(UsageError):
-            yield text.space()
+            yield text.namespace()
 
 
-def _lie(up: ActiveConnection, what: str) -> ConnectionLost:
+def _lie(active: ActiveConnection, what: str) -> ConnectionLost:
     """Return the server breaks the rules; nothing more is asked of it for now."""
-    up.connection.abort(what)
+    active.connection.abort(what)
     return ConnectionLost(f"the server's answer has {what}")

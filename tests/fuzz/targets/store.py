@@ -39,7 +39,7 @@ def _request(said: bytes) -> None:
     if isinstance(request, Find | Touch | TransferMessage):
         assert len(request.names.keys) == len(request.names)
     if isinstance(request, TransferMessage):
-        request.names.all_in(request.space.space())
+        request.names.all_in(request.namespace.namespace())
 
 
 def _reply(said: bytes) -> None:
@@ -48,5 +48,5 @@ def _reply(said: bytes) -> None:
     if isinstance(reply, Found | StoreDone):
         assert len(reply.table) <= STORE_KEYS_MAX
     if isinstance(reply, Welcome):
-        for text in reply.spaces:
-            text.space()
+        for text in reply.namespaces:
+            text.namespace()

@@ -36,7 +36,7 @@ class Block(NamedTuple):
     @property
     def key(self) -> bytes:
         """Its key in a tier."""
-        return space_of_kind(self.kind).digest + self.hash
+        return namespace_of_kind(self.kind).digest + self.hash
 
 
 def spec_of(kind: int) -> KVSpec:
@@ -52,8 +52,8 @@ def spec_of(kind: int) -> KVSpec:
 
 
 @cache
-def space_of_kind(kind: int) -> Namespace:
-    """The space of one kind of blocks."""
+def namespace_of_kind(kind: int) -> Namespace:
+    """The namespace of one kind of blocks."""
     return Namespace("kv", spec_of(kind))
 
 

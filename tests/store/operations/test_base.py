@@ -16,7 +16,7 @@ from tests.store.fakes import FakeTier
 from tests.store.files import store_on
 from tests.support.pairs import until
 
-SPACE = Namespace("kv", SPEC)
+NAMESPACE = Namespace("kv", SPEC)
 COUNT = 6
 
 
@@ -27,17 +27,17 @@ class Broken(FakeTier):
         super().__init__()
         self.go = asyncio.Event()
         self.asked = 0
-        self.orders = {SPACE.digest + one: 0 for one in chain(COUNT, "there")}
+        self.orders = {NAMESPACE.digest + one: 0 for one in chain(COUNT, "there")}
 
-    async def read(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """See Tier."""
         self.asked += 1
         await self.go.wait()
         raise ValueError("a bug")
 
-    async def write(self, space: Namespace, batch: Batch) -> BlockResults:
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """See Tier."""
-        return await self.read(space, batch)
+        return await self.read(namespace, batch)
 
 
 def nothing_held(store: BlockStore) -> bool:
@@ -46,7 +46,7 @@ def nothing_held(store: BlockStore) -> bool:
     named = len(memory.index) * 4096
     return (
         not memory.index._pins.any()
-        and not len(memory.filling)
+        and not len(memory.in_flight)
         and memory.stats().used_bytes == named
     )
 

@@ -22,9 +22,9 @@ SIZES = [(1, 1), (4, 4), (2, 4), (4, 2), (6, 4), (4, 6), (1, 3), (3, 1)]
 """Tokens of a block, and of a hash."""
 
 
-def image_bytes(share: GroupRequest, positions: list[int], order: int) -> bytes:
+def image_bytes(request: GroupRequest, positions: list[int], order: int) -> bytes:
     """The images, copied out of the cache."""
-    fragments = share.fragments(np.array(positions), order)
+    fragments = request.fragments(np.array(positions), order)
     gathered = bytearray(fragments.nbytes)
     copy(fragments, memoryview(gathered))
     return bytes(gathered)
@@ -66,7 +66,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     source = Store(spec, blocks + 1, data.draw(shapes(spec)))
     source.fill(ids)
     group = source.cache().groups["kv"]
-    share = GroupRequest(group, np.array(ids), chain(int(units)), hash_tokens)
+    request = GroupRequest(group, np.array(ids), chain(int(units)), hash_tokens)
     order = data.draw(st.integers(0, len(ORDERS) - 1))
     some = sorted(data.draw(st.sets(st.integers(0, int(units) - 1), min_size=1)))
 
@@ -74,7 +74,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
         slow_image(source, ids, range(p * hash_tokens, (p + 1) * hash_tokens), order)
         for p in some
     )
-    images = image_bytes(share, some, order)
+    images = image_bytes(request, some, order)
     assert images == expected
     assert 0 <= order_of(group) < len(ORDERS)
 

@@ -37,8 +37,8 @@ from kvwire.store.server.messages import (
 )
 from tests.store.caches import SPEC, chain
 
-SPACE = Namespace("kv", SPEC)
-NAMES = Names.of(as_keys(SPACE.digest + one for one in chain(3)))
+NAMESPACE = Namespace("kv", SPEC)
+NAMES = Names.of(as_keys(NAMESPACE.digest + one for one in chain(3)))
 
 
 def moving(kind: type[Put | Get], **changes: Any) -> Put | Get:
@@ -46,7 +46,7 @@ def moving(kind: type[Put | Get], **changes: Any) -> Put | Get:
     fields: dict[str, Any] = {
         "number": 7,
         "transfer": 7,
-        "space": NamespaceText.of(SPACE),
+        "namespace": NamespaceText.of(NAMESPACE),
         "order": 3,
         "names": NAMES,
         "timeout_ms": 1000,
@@ -74,19 +74,19 @@ def test_keys_and_space_come_through() -> None:
     put = decode_request(encode(moving(Put)))
     assert isinstance(put, Put)
     assert [key[DIGEST_BYTES:] for key in put.names.keys] == chain(3)
-    assert put.space.space() == SPACE
-    assert put.names.all_in(SPACE)
+    assert put.namespace.namespace() == NAMESPACE
+    assert put.names.all_in(NAMESPACE)
 
 
 def test_keys_with_zeros_at_their_ends_keep_them() -> None:
-    keys = [SPACE.digest + bytes(4), SPACE.digest + b"a\0\0\0"]
+    keys = [NAMESPACE.digest + bytes(4), NAMESPACE.digest + b"a\0\0\0"]
     assert Names.of(as_keys(keys)).keys.tolist() == keys
 
 
 def test_a_key_of_another_space_is_seen() -> None:
     stranger = bytes(DIGEST_BYTES) + chain(1)[0]
     keys = [*NAMES.keys.tolist(), stranger]
-    assert not Names.of(as_keys(keys)).all_in(SPACE)
+    assert not Names.of(as_keys(keys)).all_in(NAMESPACE)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_a_key_of_another_space_is_seen() -> None:
         {"names": [48, bytes(48 * (STORE_KEYS_MAX + 1))]},
         {"names": [DIGEST_BYTES + STORE_HASH_BYTES_MAX + 1, bytes(81)]},
         {"names": [0, bytes(48)]},
-        {"space": ["", []]},
-        {"space": ["x" * 129, []]},
-        {"space": ["kv", [["layers", "1"]] * 65]},
-        {"space": ["kv", [["layers", {"deep": 1}]]]},
+        {"namespace": ["", []]},
+        {"namespace": ["x" * 129, []]},
+        {"namespace": ["kv", [["layers", "1"]] * 65]},
+        {"namespace": ["kv", [["layers", {"deep": 1}]]]},
     ],
     ids=str,
 )
@@ -149,7 +149,7 @@ def test_the_largest_request_fits_its_limit() -> None:
     put = moving(
         Put,
         names=Names(len(longest), longest * STORE_KEYS_MAX),
-        space=NamespaceText("x" * 128, text),
+        namespace=NamespaceText("x" * 128, text),
         number=2**63 - 1,
     )
     assert len(encode(put)) <= STORE_REQUEST_BYTES_MAX

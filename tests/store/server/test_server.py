@@ -42,7 +42,7 @@ from kvwire.store.tiers.base import BlockResult
 from tests.store.caches import SPEC, Filled, chain
 from tests.support.pairs import until
 
-SPACE = Namespace("kv", SPEC)
+NAMESPACE = Namespace("kv", SPEC)
 
 
 class Client:
@@ -96,18 +96,21 @@ def where(server: StoreServer, options: str = "") -> str:
     return f"kvwire://{server.address.host}:{server.address.port}{options}"
 
 
-def names(hashes: list[bytes], space: Namespace = SPACE) -> Names:
-    return Names.of(as_keys(space.digest + one for one in hashes))
+def names(hashes: list[bytes], namespace: Namespace = NAMESPACE) -> Names:
+    return Names.of(as_keys(namespace.digest + one for one in hashes))
 
 
 def moving(
-    kind: type[Put | Get], hashes: list[bytes], of: Namespace = SPACE, **changes: Any
+    kind: type[Put | Get],
+    hashes: list[bytes],
+    of: Namespace = NAMESPACE,
+    **changes: Any,
 ) -> Put | Get:
     """A request to move some blocks."""
     fields: dict[str, Any] = {
         "number": 1,
         "transfer": 1,
-        "space": NamespaceText.of(of),
+        "namespace": NamespaceText.of(of),
         "order": 0,
         "names": names(hashes, of),
         "timeout_ms": 10_000,
@@ -182,7 +185,9 @@ async def test_a_bug_of_ours_costs_one_client(
         b"\x95",
         encode(StoreHello(1)),
         encode(moving(Put, chain(1)))[:-1],
-        encode(moving(Put, chain(1), space=NamespaceText("kv", (("layers", "0"),)))),
+        encode(
+            moving(Put, chain(1), namespace=NamespaceText("kv", (("layers", "0"),)))
+        ),
         bytes(STORE_REQUEST_BYTES_MAX + 1),
     ],
     ids=["cut", "hello again", "no end", "no spec", "too long"],
@@ -218,8 +223,8 @@ async def test_keys_of_another_space_are_refused() -> None:
             request = moving(kind, chain(2), names=names(chain(2), other))
             done = await liar.ask(request)
             assert done.table.tolist() == [BlockResult.REFUSED, BlockResult.REFUSED]
-            assert "another space" in done.reason
-        assert not store.hierarchy.spaces
+            assert "another namespace" in done.reason
+        assert not store.hierarchy.namespaces
         assert await works(server)
 
 
@@ -238,11 +243,11 @@ async def test_an_order_of_single_elements_is_refused_for_large_transfers() -> N
     spec = kvwire.KVSpec(
         layers=4, kv_heads=8, head_dim=128, block_tokens=256, dtype="uint8"
     )
-    space = Namespace("kv", spec)
+    namespace = Namespace("kv", spec)
     async with serving("memory:64MiB") as (_, server), client(server) as liar:
-        done = await liar.ask(moving(Get, chain(8), space, order=119))
+        done = await liar.ask(moving(Get, chain(8), namespace, order=119))
         assert "too many pieces" in done.reason
-        done = await liar.ask(moving(Get, chain(8), space))
+        done = await liar.ask(moving(Get, chain(8), namespace))
         assert set(done.table.tolist()) == {BlockResult.MISSING}
 
 
@@ -267,7 +272,9 @@ async def test_transfers_of_others_are_out_of_reach() -> None:
             got = []
             for each in (one, other):
                 memory = np.zeros(2 * SPEC.block_bytes, np.uint8)
-                images = ImageCache(SPACE, 0, images_in(memory, SPEC.block_bytes, 2))
+                images = ImageCache(
+                    NAMESPACE, 0, images_in(memory, SPEC.block_bytes, 2)
+                )
                 # Pulling what the server pushes is no way to it.
                 thief = each.connection.pull(1, images.cache, images.ids, deadline=0.05)
                 assert not (await thief).landed
@@ -281,7 +288,7 @@ async def test_transfers_of_others_are_out_of_reach() -> None:
 async def test_a_put_of_fewer_blocks_than_it_says_stores_none_of_them() -> None:
     async with serving() as (store, server), client(server) as liar:
         memory = np.ones(SPEC.block_bytes, np.uint8)
-        images = ImageCache(SPACE, 0, images_in(memory, SPEC.block_bytes, 1))
+        images = ImageCache(NAMESPACE, 0, images_in(memory, SPEC.block_bytes, 1))
         out = liar.communicator.publish(1, images.cache, images.ids)
         out.ready()
         out.finish()
@@ -294,7 +301,7 @@ async def test_a_put_of_fewer_blocks_than_it_says_stores_none_of_them() -> None:
 async def test_a_partly_marked_put_stores_what_was_marked() -> None:
     async with serving() as (store, server), client(server) as one:
         memory = np.arange(3 * SPEC.block_bytes).astype(np.uint8)
-        images = ImageCache(SPACE, 0, images_in(memory, SPEC.block_bytes, 3))
+        images = ImageCache(NAMESPACE, 0, images_in(memory, SPEC.block_bytes, 3))
         out = one.communicator.publish(1, images.cache, images.ids)
         out.ready(blocks=slice(0, 2))
         out.ready(layers=0, blocks=2)
@@ -311,7 +318,7 @@ async def test_a_partly_marked_put_stores_what_was_marked() -> None:
 
 
 async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> None:
-    """Each block has its own fate, and what is whole comes nevertheless."""
+    """Each block has its own result, and what is whole comes nevertheless."""
     source, hashes = Filled(seed=3), chain(3)
     async with serving("memory:64KiB", f"disk:{tmp_path}?size=1MiB") as (store, server):
         await store.put([hashes[0], hashes[2]], source.cache, [0, 2])
@@ -319,8 +326,8 @@ async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> No
         _damage(tmp_path / "images", source.tensors[0][2].tobytes())
         async with client(server) as one:
             done = await one.ask(moving(Get, hashes))
-            fates = [BlockResult.LANDED, BlockResult.MISSING, BlockResult.FAILED]
-            assert done.table.tolist() == fates
+            results = [BlockResult.LANDED, BlockResult.MISSING, BlockResult.FAILED]
+            assert done.table.tolist() == results
             assert "damaged" in done.reason
 
 
@@ -462,7 +469,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert row.name == one.communicator.name
         welcome = server.welcome(1, 1)
         assert welcome.durable
-        assert [text.space() for text in welcome.spaces] == [SPACE]
+        assert [text.namespace() for text in welcome.namespaces] == [NAMESPACE]
 
 
 @pytest.mark.parametrize("argument", [{"berths": 0}, {"berth_bytes": 0}], ids=str)

@@ -37,10 +37,10 @@ def test_a_selection_keeps_key_order_and_image_together(
 
 @given(st.lists(st.sampled_from(BlockResult)), st.booleans())
 @settings(max_examples=50, deadline=None, derandomize=True)
-def test_each_fate_is_counted_once(fates: list[BlockResult], written: bool) -> None:
+def test_each_fate_is_counted_once(results: list[BlockResult], written: bool) -> None:
     """Blocks that are missing or refused are in no number of a tier."""
-    stats, seen = TierStats(), Counter(fates)
-    stats.count(np.array(fates, np.uint8), written=written)
+    stats, seen = TierStats(), Counter(results)
+    stats.count(np.array(results, np.uint8), written=written)
     assert stats.written_blocks == (seen[BlockResult.LANDED] if written else 0)
     assert stats.read_blocks == (0 if written else seen[BlockResult.LANDED])
     assert stats.damaged_blocks == seen[BlockResult.DAMAGED]

@@ -23,7 +23,7 @@ from tests.store.files import Faults, scripted
 
 SLAB = 64 * KIB
 SIZE = 4 * SLAB
-SPACE = Namespace("kv", SPEC)
+NAMESPACE = Namespace("kv", SPEC)
 
 
 @contextmanager
@@ -45,9 +45,9 @@ def rows(*slots: int) -> DiskRows:
     count = len(slots)
     return DiskRows(
         np.array(slots),
-        as_keys(SPACE.digest + bytes([slot % 256]) for slot in slots),
+        as_keys(NAMESPACE.digest + bytes([slot % 256]) for slot in slots),
         np.zeros(count, np.uint8),
-        np.full(count, SPACE.image_bytes),
+        np.full(count, NAMESPACE.image_bytes),
         np.arange(count, dtype=np.uint64),
         np.arange(count),
     )
@@ -72,7 +72,7 @@ def test_a_directory_is_made_and_found_again(tmp_path: Path) -> None:
 
 def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
     with opened(tmp_path) as directory:
-        directory.index.record(SPACE, rows(1))
+        directory.index.record(NAMESPACE, rows(1))
         files = list(tmp_path.iterdir())
         assert len(files) == 3
         assert not any(file.stat().st_mode & 0o077 for file in files)
@@ -150,7 +150,7 @@ def test_a_place_that_is_no_directory(tmp_path: Path) -> None:
 def test_what_is_cut_off_is_not_there_when_it_grows_again(tmp_path: Path) -> None:
     with opened(tmp_path) as directory:
         directory.index.dirty()
-        directory.index.record(SPACE, rows(0, 15, 16, 63))
+        directory.index.record(NAMESPACE, rows(0, 15, 16, 63))
     with opened(tmp_path, SLAB) as directory:
         assert directory.file.nbytes == SLAB
         assert slots_in(directory) == [0, 15]

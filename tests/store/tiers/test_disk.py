@@ -22,7 +22,7 @@ from kvwire import BlockStore, KVSpec, UsageError
 from kvwire.store.address import TierAddress
 from kvwire.store.image_cache import images_in
 from kvwire.store.index import Keys, as_keys
-from kvwire.store.namespace import ABSENT, Namespace, space_of
+from kvwire.store.namespace import ABSENT, Namespace, namespace_of
 from kvwire.store.tiers.base import Batch, BlockResult
 from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.disk_index import DiskIndex
@@ -289,28 +289,28 @@ def full(index: DiskIndex) -> None:
 
 def blocks_of(spec: KVSpec, count: int) -> Chosen:
     """Some of so many blocks of random bytes, as a tier is given them."""
-    space = Namespace("kv", spec)
+    namespace = Namespace("kv", spec)
     memory = np.random.default_rng(1).integers(
-        0, 256, count * space.image_bytes, np.uint8
+        0, 256, count * namespace.image_bytes, np.uint8
     )
-    keys = as_keys(space.digest + one for one in chain(count))
-    images = images_in(memory, space.image_bytes, count)
+    keys = as_keys(namespace.digest + one for one in chain(count))
+    images = images_in(memory, namespace.image_bytes, count)
     whole = Batch(keys, np.zeros(count, np.uint8), images)
-    return lambda which: (space, whole.selected(np.array(which)))
+    return lambda which: (namespace, whole.selected(np.array(which)))
 
 
 async def expect_whole(path: Path, chosen: Chosen, which: range, found: int) -> None:
     """What a tier takes at its word can be read, and is so many blocks."""
     tier = await disk(path, "64KiB&slab=64KiB")
-    space, batch = chosen(which)
+    namespace, batch = chosen(which)
     held = await tier.holds(batch.keys)
     assert int(held.sum()) == found
     into = images_in(
-        np.empty(held.size * space.image_bytes, np.uint8),
-        space.image_bytes,
+        np.empty(held.size * namespace.image_bytes, np.uint8),
+        namespace.image_bytes,
         held.size,
     )
-    read = await tier.read(space, Batch(batch.keys, batch.orders, into))
+    read = await tier.read(namespace, Batch(batch.keys, batch.orders, into))
     assert (read[held] == BlockResult.LANDED).all()
     await tier.close()
 
@@ -322,26 +322,26 @@ def change(path: Path, statement: str) -> None:
 
 
 def store_keys(hashes: list[bytes], source: Filled) -> Keys:
-    space = space_of(source.cache.groups["kv"], None)
-    return as_keys(space.digest + one for one in hashes)
+    namespace = namespace_of(source.cache.groups["kv"], None)
+    return as_keys(namespace.digest + one for one in hashes)
 
 
 async def test_the_block_that_was_written_last_goes_last(tmp_path: Path) -> None:
     """After a restart as well, and where an older slot has the same block."""
-    space = Namespace("kv", SPEC)
-    keys = as_keys(space.digest + one for one in chain(3))
-    memory = np.zeros(space.image_bytes, np.uint8)
-    images = images_in(memory, space.image_bytes, 1)
+    namespace = Namespace("kv", SPEC)
+    keys = as_keys(namespace.digest + one for one in chain(3))
+    memory = np.zeros(namespace.image_bytes, np.uint8)
+    images = images_in(memory, namespace.image_bytes, 1)
     tier = await disk(tmp_path)
     for one in keys[:1], keys[1:2], keys[2:], keys[:1]:
         if (slot := tier._index.find(one)) >= 0:
             # Forgotten, and its entry is not written over.
             tier._index.pin(one, slot)
             tier._index.forget(one, slot)
-        await tier.write(space, Batch(one, np.zeros(1, np.uint8), images))
+        await tier.write(namespace, Batch(one, np.zeros(1, np.uint8), images))
     await tier.close()
     tier = await disk(tmp_path)
-    named = tier._index.victims(space.image_bytes, 3)
+    named = tier._index.victims(namespace.image_bytes, 3)
     assert named.keys.tolist() == [keys[1], keys[2], keys[0]]
     tier._index.unpin(*named)
     await tier.close()
@@ -502,7 +502,7 @@ async def test_a_file_that_cannot_be_closed_is_a_reason(tmp_path: Path) -> None:
     address = TierAddress.parse(f"disk:{tmp_path}?size=1MiB")
     tier = await DiskTier.open(address, file_type=Stuck)
     await tier.close()
-    assert "Input/output error" in tier.trouble
+    assert "Input/output error" in tier.error
     await (await disk(tmp_path)).close()
 
 

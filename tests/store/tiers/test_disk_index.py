@@ -1,4 +1,4 @@
-"""The index of a disk tier: rows that are all there or not at all, and spaces."""
+"""The index of a disk tier: rows that are all there or not at all, and namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvwire import UsageError
-from kvwire.limits import KIB, NAME_CHARS_MAX, STORE_SPACES_MAX
+from kvwire.limits import KIB, NAME_CHARS_MAX, STORE_NAMESPACES_MAX
 from kvwire.store.namespace import ORDERS, Namespace
 from kvwire.store.tiers.disk_index import FORMAT, DiskIndex, DiskRows
 from tests.store.caches import SPEC
@@ -24,7 +24,7 @@ from tests.store.tiers.test_directory import rows
 from tests.support.depth import examples
 
 SLAB = 64 * KIB
-SPACE = Namespace("kv", SPEC)
+NAMESPACE = Namespace("kv", SPEC)
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
         orders=np.array([0, 7, len(ORDERS) - 1], np.uint8),
     )
     with opened(tmp_path) as index:
-        index.record(SPACE, told)
+        index.record(NAMESPACE, told)
     with opened(tmp_path) as index:
         (found,) = index.rows()
     expected = told.selected(np.array([1, 0, 2]))
@@ -62,8 +62,8 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
 
 def test_a_slot_has_one_row(tmp_path: Path) -> None:
     with opened(tmp_path) as index:
-        index.record(SPACE, rows(1, 2, 3))
-        index.record(SPACE, rows(2, 3, 4))
+        index.record(NAMESPACE, rows(1, 2, 3))
+        index.record(NAMESPACE, rows(2, 3, 4))
         assert slots_in(index) == [1, 2, 3, 4]
         index.erase([range(2, 3), range(4, 9)])
         assert slots_in(index) == [1, 3]
@@ -71,21 +71,21 @@ def test_a_slot_has_one_row(tmp_path: Path) -> None:
 
 def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as index:
-        index.record(SPACE, rows(1))
+        index.record(NAMESPACE, rows(1))
         other = Namespace("other", SPEC)
         bad = rows(5, 6)._replace(keys=np.array([b"k" * 20, None], object))
         _expect_failure(index, other, bad)
         assert slots_in(index) == [1]
-        assert set(index.spaces) == {SPACE.digest}
+        assert set(index.namespaces) == {NAMESPACE.digest}
         index.record(other, rows(5))
     with opened(tmp_path) as index:
         assert slots_in(index) == [1, 5]
-        assert set(index.spaces) == {SPACE.digest, other.digest}
+        assert set(index.namespaces) == {NAMESPACE.digest, other.digest}
 
 
-def _expect_failure(index: DiskIndex, space: Namespace, told: DiskRows) -> None:
+def _expect_failure(index: DiskIndex, namespace: Namespace, told: DiskRows) -> None:
     with pytest.raises(sqlite3.IntegrityError):
-        index.record(space, told)
+        index.record(namespace, told)
 
 
 def test_it_knows_whether_it_was_closed_in_order(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_row_of_anything_makes_sense_or_is_none(
 ) -> None:
     """Of an index that somebody else has written to, or that is damaged."""
     with opened(tmp_path) as index:
-        index.record(SPACE, rows(1, 2))
+        index.record(NAMESPACE, rows(1, 2))
     change(tmp_path, "REPLACE INTO blocks VALUES (1, ?, ?, ?, ?, ?)", *values)
     with opened(tmp_path) as index:
         for found in index.rows():
@@ -162,31 +162,34 @@ def test_a_row_of_anything_makes_sense_or_is_none(
             assert (found.nbytes > 0).all()
 
 
-# --- spaces in words ------------------------------------------------------------------
+# --- namespaces in words
+# ------------------------------------------------------------------
 
 
 def test_spaces_are_found_again(tmp_path: Path) -> None:
     others = [Namespace("kv", replace(SPEC, layers=n)) for n in (1, 3)]
     with opened(tmp_path) as index:
-        for slot, space in enumerate((SPACE, *others, SPACE)):
-            index.record(space, rows(slot))
+        for slot, namespace in enumerate((NAMESPACE, *others, NAMESPACE)):
+            index.record(namespace, rows(slot))
     with opened(tmp_path) as index:
-        assert set(index.spaces) == {s.digest for s in (SPACE, *others)}
-        for space in (SPACE, *others):
-            found = index.spaces[space.digest]
-            assert found.group == space.group
-            assert found.spec.to_pairs() == space.spec.to_pairs()
+        assert set(index.namespaces) == {s.digest for s in (NAMESPACE, *others)}
+        for namespace in (NAMESPACE, *others):
+            found = index.namespaces[namespace.digest]
+            assert found.group == namespace.group
+            assert found.spec.to_pairs() == namespace.spec.to_pairs()
 
 
 def test_so_many_spaces_and_no_more(tmp_path: Path) -> None:
     with opened(tmp_path) as index:
-        index.spaces.update({bytes([0, *divmod(n, 256)]): SPACE for n in range(4096)})
-        assert len(index.spaces) == STORE_SPACES_MAX
-        index.record(SPACE, rows(1))
-        assert len(index.spaces) == STORE_SPACES_MAX
+        index.namespaces.update(
+            {bytes([0, *divmod(n, 256)]): NAMESPACE for n in range(4096)}
+        )
+        assert len(index.namespaces) == STORE_NAMESPACES_MAX
+        index.record(NAMESPACE, rows(1))
+        assert len(index.namespaces) == STORE_NAMESPACES_MAX
         assert slots_in(index) == [1]
     with opened(tmp_path) as index:
-        assert index.spaces == {}
+        assert index.namespaces == {}
 
 
 _FIELDS = sorted(dict(SPEC.to_pairs()))
@@ -216,6 +219,6 @@ def test_any_description_is_a_space_or_none(
         pass
     change(tmp_path, "REPLACE INTO spaces VALUES (x'00', ?)", told)
     with opened(tmp_path) as index:
-        for space in index.spaces.values():
-            assert 1 <= len(space.group) <= NAME_CHARS_MAX
-            assert space.image_bytes > 0
+        for namespace in index.namespaces.values():
+            assert 1 <= len(namespace.group) <= NAME_CHARS_MAX
+            assert namespace.image_bytes > 0

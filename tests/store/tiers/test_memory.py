@@ -28,13 +28,13 @@ class Below:
     def __init__(self) -> None:
         self.given: list[bytes] = []
         self.before: Callable[[], Awaitable[object]] | None = None
-        self.trouble = ""
+        self.error = ""
 
     async def demote(self, named: IndexedSlots) -> str:
         if self.before is not None:
             await self.before()
         self.given += named.keys.tolist()
-        return self.trouble
+        return self.error
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ async def test_what_is_written_down_stays(memory: MemoryTier, below: Below) -> N
     await memory.write_down()
     assert sorted(below.given) == sorted(keys.tolist())
     assert (memory.index.find(keys) == slots).all()
-    below.trouble = "no room"
+    below.error = "no room"
     with pytest.raises(OSError, match="some blocks are in memory only: no room"):
         await memory.write_down()
     # And nothing is held: all of it may go.

@@ -27,7 +27,7 @@ from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from tests.store.caches import SPEC, Filled, chain
 from tests.support.pairs import until
 
-SPACE = Namespace("kv", SPEC)
+NAMESPACE = Namespace("kv", SPEC)
 
 # Its threads start with the first request of a process, and stay.
 obstore.put(obstore.store.MemoryStore(), "first", b"")
@@ -47,7 +47,7 @@ def tier_of(store: BlockStore) -> ObjectTier:
 
 def file_of(folder: Path, one: bytes) -> Path:
     """Where the object of a hash is."""
-    return folder / path_of(SPACE.digest + one)
+    return folder / path_of(NAMESPACE.digest + one)
 
 
 class Requests:
@@ -190,7 +190,7 @@ async def test_a_wrong_object_is_missing_until_it_is_put_again(
         assert outcome.landed.ids().tolist() == [0, 2]
         assert np.array_equal(source.tokens([0, 2]), target.tokens([0, 2]))
         # It is that object, and not the store.
-        assert not tier_of(store).away
+        assert not tier_of(store).unavailable_reason
         assert await store.match(hashes, target.cache) == 1
         assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
     async with BlockStore.open([tier]) as store:
@@ -228,7 +228,7 @@ async def test_an_object_that_was_deleted_is_missing(tmp_path: Path) -> None:
 
 async def test_what_is_known_is_not_asked_for_again(tmp_path: Path) -> None:
     source, hashes = Filled(seed=1), chain(8)
-    keys = as_keys(SPACE.digest + one for one in hashes)
+    keys = as_keys(NAMESPACE.digest + one for one in hashes)
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
         tier = tier_of(store)
         requests = Requests(tier)
@@ -282,9 +282,9 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
         assert "no route to it" in got.missing["kv", 0]
         assert len(requests.made) == 2
         requests.before = None
-        tier._away_until = 0.0
+        tier._unavailable_until = 0.0
         assert (await store.put(hashes, source.cache, range(8))).complete
-        assert not tier.away
+        assert not tier.unavailable_reason
 
 
 @pytest.mark.usefixtures("long_pauses")
@@ -303,13 +303,13 @@ async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> 
                 raise OSError(errno.ECONNRESET, "reset by peer")
 
         requests.before = fail_last
-        keys = as_keys(SPACE.digest + one for one in chain(2))
+        keys = as_keys(NAMESPACE.digest + one for one in chain(2))
         finding = asyncio.create_task(tier.find(keys))
-        await until(lambda: tier.away)
+        await until(lambda: tier.unavailable_reason)
         go.set()
         await finding
         assert not tier.taking
-        assert "reset by peer" in tier.away
+        assert "reset by peer" in tier.unavailable_reason
 
 
 async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     async with BlockStore.open([tier]) as store:
         put = await store.put(chain(1), Filled(seed=1).cache, [0])
         assert "127.0.0.1:1" in put.missing["kv", 0]
-        assert tier_of(store).away
+        assert tier_of(store).unavailable_reason
 
 
 async def test_a_cancelled_write_is_finished_first(tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ async def test_a_server_killed_in_the_middle_of_a_put() -> None:
         assert not outcome.complete
         assert len(outcome.landed) + len(outcome.missing) == BLOCKS
         assert all("it is in memory only" in why for why in outcome.missing.reasons)
-        await until(lambda: tier.away)
+        await until(lambda: tier.unavailable_reason)
         assert not tier.taking
-        assert tier.trouble in store.report[tier.name]
+        assert tier.error in store.report[tier.name]
         # What is in memory is still there; what is not, is said to be unknown.
         target = Filled(BLOCKS, LARGE)
         assert (await store.get(hashes, target.cache, range(BLOCKS))).complete
@@ -107,7 +107,7 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
         tier = server.where + PATIENT
         async with BlockStore.open(["memory:64MiB", tier]) as store:
             get = store.get(hashes, target.cache, range(BLOCKS))
-            await until(lambda: len(store.hierarchy.memory.filling))
+            await until(lambda: len(store.hierarchy.memory.in_flight))
             server.signal(signal.SIGSTOP)
             assert not get.done()
             server.signal(signal.SIGKILL)
@@ -166,7 +166,7 @@ async def test_a_server_that_stands_still_is_given_up() -> None:
             outcome = await store.put(hashes, source.cache, range(BLOCKS))
             assert len(outcome.missing) == BLOCKS
             await until(lambda: not tier_of(store).taking)
-            assert tier_of(store).away
+            assert tier_of(store).unavailable_reason
             server.signal(signal.SIGCONT)
             await until(lambda: tier_of(store).taking)
             outcome = await store.put(hashes[:4], source.cache, range(4))
@@ -242,7 +242,7 @@ async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
         lying = asyncio.create_task(_lie(liar, answer))
         async with BlockStore.open([f"kvwire://{address.host}:{address.port}"]) as s:
             assert await s.match(chain(2), Filled().cache) == 0
-            assert said in tier_of(s).trouble
+            assert said in tier_of(s).error
         lying.cancel()
         await asyncio.wait((lying,))
 
