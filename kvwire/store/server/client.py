@@ -1,9 +1,9 @@
 """A client of a store server: requests and answers, and dialling again.
 
 A client has an active connection or none. Without one a request fails at once, with the
-reason; so an engine whose store is gone goes on without it. A connection ends by itself,
-or is ended when the server does not answer within a request's deadline. The client then
-dials again, after pauses that grow.
+reason; so an engine whose store is gone goes on without it. A connection ends by
+itself, or is ended when the server does not answer within a request's deadline. The
+client then dials again, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class StoreClient:
         """Return the connection.
 
         Raises:
-            ConnectionLost: It is down, and why.
+            ConnectionLost: There is no active connection, and why.
         """
         if self.active is None or self.active.connection.closed:
             raise ConnectionLost(self.error or "the connection has just ended")
@@ -254,7 +254,7 @@ class StoreClient:
     # --- inside -----------------------------------------------------------------------
 
     async def _keep(self, active: ActiveConnection | None) -> None:
-        """Listen while it is up, dial while it is down."""
+        """Listen while a connection is active, dial while none is."""
         while True:
             try:
                 if active is None:

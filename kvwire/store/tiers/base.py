@@ -117,8 +117,8 @@ class Tier(ABC):
     Attributes:
         name: How the caller named it, for reports and reasons.
         durable: Whether what it has taken is found again after a restart.
-        trouble: Why it takes no blocks, or what failed last; empty if all is well.
-        away: Why ``find`` cannot say what is there; empty while it can.
+        error: Why it takes no blocks, or what failed last; empty if all is well.
+        unavailable_reason: Why ``find`` cannot say what is there; empty while it can.
     """
 
     name: str
