@@ -51,11 +51,12 @@ app.command(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, command: App | None = None) -> int:
     """Run a command line.
 
     Args:
         arguments: Instead of ``sys.argv[1:]``.
+        command: The command; ``kvwire`` unless it is said.
 
     Returns:
         The exit status.
@@ -63,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = None if arguments is None else list(arguments)
     try:
         # A command that has an exit status of its own returns it.
-        status = app(tokens, exit_on_error=False, result_action="return_value")
+        status = (command or app)(
+            tokens, exit_on_error=False, result_action="return_value"
+        )
     except CycloptsError:
         return CALLED_WRONG  # it has been printed
     except kvwire.KVWireError as exc:

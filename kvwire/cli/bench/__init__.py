@@ -1,4 +1,4 @@
-"""``kvwire bench``: kvwire beside its peers, in one run, with medians and ratios.
+"""``kvwire bench``: kvwire over your transports, in one run, with medians and ratios.
 
 A figure alone says more about a machine than about a library. So whatever is measured
 is measured beside something that does the same work on the same machine in the same
@@ -8,11 +8,10 @@ minute, and what counts is the ratio.
 * :mod:`~kvwire.cli.bench.turns`: rounds, in which everybody takes turns.
 * :mod:`~kvwire.cli.bench.pair`: two processes that do the work.
 * :mod:`~kvwire.cli.bench.sides`: what runs in them, one module for each contender.
-* :mod:`~kvwire.cli.bench.peer`: libraries that do the same, in their own interpreters.
-* :mod:`~kvwire.cli.bench.peers`: what runs there, one program for each of them.
-* :mod:`~kvwire.cli.bench.solo`: contenders that are one process, or runs of a program.
+* :mod:`~kvwire.cli.bench.solo`: contenders that are one process.
 * :mod:`~kvwire.cli.bench.summary`: medians, percentiles, ratios.
 * :mod:`~kvwire.cli.bench.table`, ``document``, ``plot``: how it is shown.
 
 A new benchmark is a module like :mod:`~kvwire.cli.bench.messages`: a list of cases.
+That of others' software stands beside it in ``tests/bench`` of the source tree.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -161,6 +161,24 @@ class Missing:
 
     def __str__(self) -> str:
         return f"{self.name} {self.reason} and was left out: {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Who stands beside kvwire.
+
+    Attributes:
+        movers: Those who move bytes; of a store by tier: ``"disk"``, ``"server over
+            tcp"``.
+        matchers: Those who look hashes up, likewise.
+        missing: Who could not take part, and what would change that.
+        notes: Lines that a reader of the table needs.
+    """
+
+    movers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
+    matchers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
+    missing: Sequence[Missing] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from kvwire.cli.bench import (
-    cost_command,
     fragments_command,
     many_command,
     overlap_command,
     setup_command,
     store_command,
 )
+from kvwire.cli.bench.case import Others
 from kvwire.cli.bench.document import document
 from kvwire.cli.bench.messages import messages as benchmark_messages
 from kvwire.cli.bench.output import Output, Rounds, measure, show
@@ -34,13 +35,8 @@ app = App(
     ),
 )
 app.command(overlap_command.command, name="overlap")
-app.command(
-    fragments_command.command,
-    name="fragments",
-    help_epilogue=fragments_command.how_to_install(),
-)
+app.command(fragments_command.command, name="fragments")
 app.command(many_command.command, name="many")
-app.command(cost_command.command, name="cost")
 app.command(setup_command.command, name="setup")
 app.command(store_command.command, name="store")
 
@@ -54,11 +50,11 @@ def messages(
     round_mib: Mebibytes = 256,
     json: Output = None,
     plot: Plot = None,
+    others: Annotated[Callable[[], Others], Parameter(parse=False)] = Others,
 ) -> None:
     """Round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
 
-    Beside a ping-pong over bare streams of the same loop, blocking sockets, and iperf3
-    with one stream where it is installed (apt-get install iperf3).
+    Beside a ping-pong over bare streams of the same loop, and blocking sockets.
 
     Args:
         transport: The transport of kvwire.
@@ -67,9 +63,13 @@ def messages(
         round_mib: MiB that each contender of a rate moves in a round.
         json: Write every sample, and what ran where, to this file; - is the output.
         plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
+        others: Returns who stands beside kvwire as well; no option of the command.
     """
     benchmark = benchmark_messages(
-        transport=transport, loop=loop, round_bytes=round_mib * MIB
+        transport=transport,
+        loop=loop,
+        round_bytes=round_mib * MIB,
+        others=others(),
     )
     settings = {
         "transport": transport,

@@ -10,38 +10,31 @@ processes are on one host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Final
 
 from kvwire import UsageError
 from kvwire.backend import registry
-from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.case import Contender, Missing
 from kvwire.cli.bench.fragment_work import ARENA, FragmentWork, work_of
-from kvwire.cli.bench.peer import PEERS, FragmentPair, PeerContender
-from kvwire.cli.bench.solo import (
-    NO_UCX_PERFTEST,
-    SoloContender,
-    UcxPerftest,
-    ucx_perftest,
-)
+from kvwire.cli.bench.pair import FragmentPair
+from kvwire.cli.bench.solo import SoloContender
 from kvwire.types import MemoryKind
 
 TCP: Final = "TCP"
 SAME_HOST: Final = "same host"
 WIRES: Final = (TCP, SAME_HOST)
 VERBS: Final = ("push", "pull")
+MEMCPY: Final = "memcpy"
 # Blocks across layers differ from others where the others' fragments are small.
 CROSS_LAYER_BYTES_MAX: Final = 64 * 1024
 # What UCX may use, for kvwire as for NIXL.
 UCX_TCP: Final = {"UCX_TLS": "tcp"}
 UCX_SHM: Final = {"UCX_TLS": "self,sm,tcp"}
-OTHER_PEERS: Final = ("iperf3", "ucx_perftest", "memcpy")
-ALL_PEERS: Final = (*PEERS, *OTHER_PEERS)
-# One buffer again and again stays in the cache: shown, and never the best.
-UNFAIR: Final = ("ucx_perftest",)
+# Bytes side by side, which have no layout.
+STREAMS: Final = ("iperf3", MEMCPY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +81,6 @@ class Choice:
 
     Attributes:
         transports: Of kvwire.
-        peers: Names of :data:`ALL_PEERS`.
-        interpreters: Where libraries are looked for.
         layer_bytes: Sizes of one layer of one block.
         verbs: Of :data:`VERBS`.
         layouts: False for a tensor for each layer, True for blocks across layers.
@@ -98,8 +89,6 @@ class Choice:
     """
 
     transports: Sequence[str]
-    peers: Sequence[str]
-    interpreters: Sequence[str]
     layer_bytes: Sequence[int]
     verbs: Sequence[str] = VERBS
     layouts: Sequence[bool] = (False, True)
@@ -108,8 +97,13 @@ class Choice:
 
 
 @dataclass(slots=True)
-class _Team:
-    """Who takes part, by wire."""
+class Team:
+    """Who takes part, by wire.
+
+    Attributes:
+        by_wire: Contenders.
+        missing: Who could not take part, and what would change that.
+    """
 
     by_wire: dict[str, list[Contender]] = field(
         default_factory=lambda: {wire: [] for wire in WIRES}
@@ -117,23 +111,33 @@ class _Team:
     missing: list[Missing] = field(default_factory=list)
 
     def add(self, wire: str, contender: Contender) -> None:
+        """Let somebody take part."""
         self.by_wire[wire].append(contender)
 
 
-def fragments(choice: Choice) -> Fragments:
+def fragments(
+    choice: Choice, others: Callable[[Team, int], None] | None = None
+) -> Fragments:
     """The benchmark.
 
+    Args:
+        choice: What the user wants to see.
+        others: Adds those who stand beside kvwire to the team; the number is that of
+            bytes of the largest pool.
+
     Raises:
-        UsageError: A transport or a peer that nobody knows.
+        UsageError: A transport that nobody knows.
     """
     works = _works(choice)
     pool_bytes = max(work.pool_bytes for work in works)
-    team = _Team()
+    team = Team()
     for transport in choice.transports:
         _add_transport(team, transport, choice.loop, pool_bytes)
     ours = [c.name for wire in WIRES for c in team.by_wire[wire]]
-    for peer in choice.peers:
-        _add_peer(team, peer, choice.interpreters, pool_bytes)
+    if others is not None:
+        others(team, pool_bytes)
+    memcpy = SoloContender(MEMCPY, MEMCPY, [f"pool_bytes={pool_bytes}"])
+    team.add(SAME_HOST, memcpy)
     rows = [
         Row(wire, work, contenders)
         for work in works
@@ -169,7 +173,7 @@ def size_name(nbytes: int) -> str:
 
 def _has_layout(work: FragmentWork, contender: Contender) -> bool:
     """Bytes side by side have none: they are measured once."""
-    return not (work.cross_layer and contender.name.startswith(OTHER_PEERS))
+    return not (work.cross_layer and contender.name in STREAMS)
 
 
 def _works(choice: Choice) -> list[FragmentWork]:
@@ -182,7 +186,7 @@ def _works(choice: Choice) -> list[FragmentWork]:
     ]
 
 
-def _add_transport(team: _Team, transport: str, loop: str, pool_bytes: int) -> None:
+def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> None:
     options = [f"transport={transport}", f"loop={loop}", f"pool_bytes={pool_bytes}"]
     name = f"kvwire {transport}"
     if transport not in registered():
@@ -209,61 +213,3 @@ def _add_transport(team: _Team, transport: str, loop: str, pool_bytes: int) -> N
     if transport == "local":
         in_arenas = [*options, f"memory={ARENA}"]
         team.add(SAME_HOST, FragmentPair(f"{name} {ARENA}", "fragments", in_arenas))
-
-
-def _add_peer(
-    team: _Team, name: str, interpreters: Sequence[str], pool_bytes: int
-) -> None:
-    if name in PEERS:
-        _add_library(team, name, interpreters, pool_bytes)
-    elif name in _OTHERS:
-        _OTHERS[name](team, interpreters, pool_bytes)
-    else:
-        raise UsageError(f"--peers {name}: there are {', '.join(ALL_PEERS)}")
-
-
-def _add_library(
-    team: _Team, name: str, interpreters: Sequence[str], pool_bytes: int
-) -> None:
-    peer = PEERS[name]
-    interpreter = peer.interpreter(interpreters)
-    if interpreter is None:
-        team.missing.append(peer.missing)
-        return
-    for setting in peer.settings:
-        wire = SAME_HOST if setting == "shm" else TCP
-        team.add(wire, PeerContender(peer, setting, interpreter, pool_bytes))
-
-
-def _add_iperf3(team: _Team, interpreters: Sequence[str], pool_bytes: int) -> None:
-    del interpreters, pool_bytes
-    absent = iperf3.missing()
-    if absent:
-        team.missing.append(absent)
-    else:
-        team.add(TCP, iperf3.Iperf3())
-
-
-def _add_ucx_perftest(
-    team: _Team, interpreters: Sequence[str], pool_bytes: int
-) -> None:
-    del pool_bytes
-    program = ucx_perftest(interpreters)
-    if program is None:
-        team.missing.append(NO_UCX_PERFTEST)
-        return
-    team.add(TCP, UcxPerftest("tcp", UCX_TCP, program))
-    team.add(SAME_HOST, UcxPerftest("shm", UCX_SHM, program))
-
-
-def _add_memcpy(team: _Team, interpreters: Sequence[str], pool_bytes: int) -> None:
-    del interpreters
-    options = [f"pool_bytes={pool_bytes}"]
-    team.add(SAME_HOST, SoloContender("memcpy", "memcpy", options))
-
-
-_OTHERS: Final[Mapping[str, Callable[[_Team, Sequence[str], int], Any]]] = {
-    "iperf3": _add_iperf3,
-    "ucx_perftest": _add_ucx_perftest,
-    "memcpy": _add_memcpy,
-}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.fragments import (
-    ALL_PEERS,
     VERBS,
     Choice,
     fragments,
@@ -20,8 +16,6 @@ from kvwire.cli.bench.fragments import (
 from kvwire.cli.bench.fragments_plot import draw
 from kvwire.cli.bench.fragments_report import document, render
 from kvwire.cli.bench.output import Output, Rounds, measure, show
-from kvwire.cli.bench.peer import PEERS, interpreters
-from kvwire.cli.bench.solo import NO_UCX_PERFTEST
 from kvwire.cli.plot import Plot
 from kvwire.limits import KIB, MIB
 
@@ -33,17 +27,11 @@ Kibibytes = Annotated[
     ),
 ]
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
-Pythons = Annotated[
-    tuple[Path, ...],
-    Parameter(consume_multiple=True, negative_iterable=(), env_var="BENCH_PEER_PYTHON"),
-]
 
 
 def command(  # noqa: PLR0913 - each is an option
     *,
     transport: str = "all",
-    peers: str = "all",
-    peer_python: Pythons = (),
     sizes_kib: Kibibytes = SIZES_KIB,
     verb: Literal["push", "pull", "both"] = "both",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
@@ -59,10 +47,6 @@ def command(  # noqa: PLR0913 - each is an option
         transport: Of kvwire, separated by commas, or all that are installed. One that
             cannot run here is named with the reason; local runs twice, with caches in
             ordinary memory and in arenas.
-        peers: Of nixl, mooncake, gloo, ucxx, iperf3, ucx_perftest and memcpy, separated
-            by commas; or all, or none. They do the same work in the same run; one that
-            is not installed is named with how to install it.
-        peer_python: Interpreters in which the peers are looked for, before this one.
         sizes_kib: Sizes of one layer of one block.
         verb: Which side asks.
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
@@ -78,8 +62,6 @@ def command(  # noqa: PLR0913 - each is an option
     """
     choice = Choice(
         transports=registered() if transport == "all" else transport.split(","),
-        peers=_peers(peers),
-        interpreters=interpreters(peer_python),
         layer_bytes=[kib * KIB for kib in sizes_kib],
         verbs=VERBS if verb == "both" else (verb,),
         layouts={"per-layer": (False,), "cross-layer": (True,)}.get(
@@ -91,7 +73,6 @@ def command(  # noqa: PLR0913 - each is an option
     benchmark = fragments(choice)
     settings: dict[str, Any] = {
         "transport": list(choice.transports),
-        "peers": list(choice.peers),
         "sizes_kib": list(sizes_kib),
         "loop": loop,
         "rounds": rounds,
@@ -106,20 +87,5 @@ def command(  # noqa: PLR0913 - each is an option
         plot=plot,
     )
     failed = [name for f in findings for name in f.failures if name in benchmark.ours]
-    failed += [m.name for m in benchmark.missing if m.name not in choice.peers]
+    failed += [absent.name for absent in benchmark.missing]
     return int(transport != "all" and bool(failed))
-
-
-def how_to_install() -> str:
-    """How to get each peer; the end of the help."""
-    lines = [
-        *(f"{peer.name}: {peer.install}" for peer in PEERS.values()),
-        f"iperf3: {iperf3.INSTALL}",
-        f"{NO_UCX_PERFTEST.name}: {NO_UCX_PERFTEST.remedy}",
-        "memcpy: nothing; it is NumPy's",
-    ]
-    return "How to install the peers:\n\n" + "\n\n".join(lines)
-
-
-def _peers(said: str) -> Sequence[str]:
-    return {"all": ALL_PEERS, "none": ()}.get(said, tuple(said.split(",")))

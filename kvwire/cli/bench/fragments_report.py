@@ -15,9 +15,8 @@ from rich.text import Text
 import kvwire
 from kvwire.cli.bench.case import GIGABYTES_PER_SECOND, Samples
 from kvwire.cli.bench.document import machine, samples_of
-from kvwire.cli.bench.fragment_claims import Rates, Verdict, judge, peers_of
 from kvwire.cli.bench.fragments import TCP, VERBS, WIRES, Fragments, Row, size_name
-from kvwire.cli.bench.table import MET, MISSED, WIDTH, new_table, short
+from kvwire.cli.bench.table import WIDTH, new_table, short
 from kvwire.cli.bench.turns import Finding
 
 Findings = Sequence[Finding[Row]]
@@ -28,8 +27,7 @@ _DISPLAYED: Final = {False: "a tensor for each layer", True: "blocks across laye
 
 
 def render(benchmark: Fragments, findings: Findings) -> RenderableType:
-    """Rates by wire and verb, the layouts side by side, targets, and who failed."""
-    rates = Rates(findings)
+    """Rates by wire and verb, the layouts side by side, and who failed."""
     parts: list[RenderableType] = []
     for wire in WIRES:
         for verb in VERBS:
@@ -44,10 +42,7 @@ def render(benchmark: Fragments, findings: Findings) -> RenderableType:
                 if rows:
                     parts += _rates(benchmark, rows)
     if {f.case.work.cross_layer for f in findings if f.samples} == {False, True}:
-        parts += _layouts(findings, rates)
-    verdicts = judge(rates, VERBS)
-    if verdicts:
-        parts += _targets(verdicts)
+        parts += _layouts(findings)
     parts += [Text(line) for line in _lines(benchmark, findings)]
     return Group(*parts)
 
@@ -75,10 +70,6 @@ def document(
                 "failures": finding.failures,
             }
             for finding in findings
-        ],
-        "targets": [
-            {**asdict(verdict), "met": verdict.met}
-            for verdict in judge(Rates(findings), VERBS)
         ],
         "contenders": {c.name: dict(c.facts()) for c in benchmark.contenders},
         "missing": [asdict(absent) for absent in benchmark.missing],
@@ -132,19 +123,25 @@ def _gigabytes(samples: Samples) -> str:
 def _ratio(benchmark: Fragments, row: Finding[Row], name: str) -> str:
     medians = {
         other: median(row.samples[other].values)
-        for other in peers_of(row.case, benchmark.ours)
-        if other in row.samples
+        for other in row.samples
+        if other not in benchmark.ours
     }
     if not medians or name not in row.samples:
         return ""
     return f"{short(median(row.samples[name].values) / max(medians.values()))}x    "
 
 
-def _layouts(findings: Findings, rates: Rates) -> Iterator[RenderableType]:
+def _layouts(findings: Findings) -> Iterator[RenderableType]:
     """The smallest size in both layouts, for everybody to whom they differ."""
     wide = [f for f in findings if f.case.work.cross_layer and f.samples]
     smallest = min(f.case.work.layer_bytes for f in wide)
     layers = wide[0].case.work.layers
+    found = {
+        (name, f.case.work.verb, f.case.work.cross_layer): samples
+        for f in findings
+        for name, samples in f.samples.items()
+        if f.case.work.layer_bytes == smallest
+    }
     yield Text(
         f"{size_name(smallest)} a layer, {layers} layers, GB/s: a tensor for each "
         "layer, blocks across layers; CPU: how many times less of it",
@@ -158,8 +155,7 @@ def _layouts(findings: Findings, rates: Rates) -> Iterator[RenderableType]:
         cells: list[str] = []
         for verb in VERBS:
             cells += _both_layouts(
-                rates.samples(name, verb, smallest),
-                rates.samples(name, verb, smallest, cross_layer=True),
+                *(found.get((name, verb, across)) for across in (False, True))
             )
         table.add_row(name, *cells)
     yield table
@@ -173,37 +169,6 @@ def _both_layouts(layered: Samples | None, across: Samples | None) -> list[str]:
     ratio = median(across.values) / median(layered.values)
     cpu_ratio = layered.cpu_s_per_gib / across.cpu_s_per_gib
     return [*shown, short(ratio), short(cpu_ratio)]
-
-
-def _targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
-    yield Text(
-        "targets: kvwire's median rate divided by the best of these; their CPU s/GiB "
-        "divided by kvwire's",
-        style="italic",
-    )
-    table = new_table()
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("beside", no_wrap=True)
-    table.add_column("verb", no_wrap=True)
-    table.add_column("ratio", justify="right", no_wrap=True)
-    table.add_column("target", no_wrap=True)
-    table.add_column("CPU", justify="right", no_wrap=True)
-    for verdict in verdicts:
-        claim = verdict.claim
-        others = verdict.best
-        if claim.others_bytes:
-            others = f"{others}, {size_name(claim.others_bytes)}"
-        table.add_row(
-            claim.ours,
-            size_name(claim.layer_bytes),
-            others,
-            verdict.verb,
-            short(verdict.ratio),
-            Text(f">= {claim.target:g} ") + (MET if verdict.met else MISSED),
-            short(verdict.cpu_ratio),
-        )
-    yield table
-    yield Text()
 
 
 def _lines(benchmark: Fragments, findings: Findings) -> Iterator[str]:
@@ -223,15 +188,5 @@ def _notes(benchmark: Fragments) -> Iterator[str]:
     yield "CPU seconds are of both sides. Of these only kvwire checks what it moves."
     if "iperf3" in names:
         yield "iperf3 moves a stream of bytes, not fragments."
-    if "gloo" in names:
-        yield (
-            "gloo sends tensors: fragments below 256 KiB are gathered and scattered by "
-            "NumPy."
-        )
-    if "ucx_perftest tcp" in names:
-        yield (
-            "ucx_perftest sends one buffer again and again, which stays in the cache; "
-            "it is never the best other."
-        )
     if "memcpy" in names:
         yield "memcpy is one copy of the same bytes side by side."

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from kvwire import UsageError
-from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.case import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
     Benchmark,
     Case,
     Contender,
+    Others,
     Work,
 )
 from kvwire.cli.bench.pair import PairContender
@@ -28,13 +28,16 @@ PING_TARGET: Final = 1.3
 RATE_TARGET: Final = 0.9
 
 
-def messages(*, transport: str, loop: str, round_bytes: int) -> Benchmark:
+def messages(
+    *, transport: str, loop: str, round_bytes: int, others: Others | None = None
+) -> Benchmark:
     """The benchmark.
 
     Args:
         transport: Of kvwire.
         loop: The event loop of kvwire and of the bare streams.
         round_bytes: Moved by each contender of a rate in each round.
+        others: Those who stand beside kvwire as well.
 
     Raises:
         UsageError: The transport does not join two processes.
@@ -46,10 +49,9 @@ def messages(*, transport: str, loop: str, round_bytes: int) -> Benchmark:
         )
     ours = PairContender("kvwire", "kvwire", [f"transport={transport}", f"loop={loop}"])
     streams = PairContender(f"{loop} streams", "streams", [f"loop={loop}"])
+    others = others or Others()
     beside: list[Contender] = [PairContender("bare sockets", "sockets")]
-    absent = iperf3.missing()
-    if absent is None:
-        beside.append(iperf3.Iperf3())
+    beside += others.movers.get("messages", ())
     ping = Work(verb="round trip", nbytes=PING_BYTES, count=PINGS)
     rates = [
         Work(
@@ -85,6 +87,6 @@ def messages(*, transport: str, loop: str, round_bytes: int) -> Benchmark:
                 for work in rates
             ),
         ],
-        missing=[absent] if absent else [],
+        missing=others.missing,
         notes=[f"{IN_FLIGHT} operations in flight. Only kvwire checks what it moves."],
     )

@@ -158,6 +158,7 @@ class PairContender(Contender):
         role: What both sides play.
         options: For that role.
         environment: Variables that both sides get.
+        program: What is run with role and options; None for our own sides.
     """
 
     _left: Side
@@ -169,8 +170,10 @@ class PairContender(Contender):
         role: str,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] | None = None,
     ) -> None:
         self.name = name
+        self._program = program
         self._role = role
         self._options = options
         self._environment = environment
@@ -228,7 +231,38 @@ class PairContender(Contender):
         return self._facts
 
     def _new_side(self) -> Side:
-        return Side(self._role, self._options, environment=self._environment)
+        return Side(
+            self._role,
+            self._options,
+            program=self._program,
+            environment=self._environment,
+        )
 
     def _cpu_s(self) -> list[float]:
         return [float(side.call("cpu")["cpu_s"]) for side in self._sides]
+
+
+class FragmentPair(PairContender):
+    """kvwire with fragments; getting ready for a work is not part of a round."""
+
+    _prepared: Work | None = None
+
+    def start(self) -> None:
+        """See Contender."""
+        self._prepared = None
+        super().start()
+
+    def check(self, work: Work) -> None:
+        """See Contender."""
+        super().check(work)
+        self._prepared = work
+
+    def round(self, work: Work) -> Sample:
+        """See Contender."""
+        self._prepare_once(work)
+        return super().round(work)
+
+    def _prepare_once(self, work: Work) -> None:
+        if work != self._prepared:
+            self.prepare(work)
+            self._prepared = work

@@ -1,9 +1,4 @@
-"""``kvwire bench store``: blocks into the tiers of a store and out of them again.
-
-Each tier stands beside what is left of the same work without a store: a copy, a file, a
-transfer, a socket, objects. Nobody of those has hashes, an index, eviction, blocks that
-lie scattered or, but for the transfer, checksums; so the ratio is what that costs.
-"""
+"""``kvwire bench store``: blocks into the tiers of a store and out of them again."""
 
 from __future__ import annotations
 
@@ -15,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from kvwire import UsageError
-from kvwire.cli.bench import redis
 from kvwire.cli.bench.case import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
@@ -23,12 +17,11 @@ from kvwire.cli.bench.case import (
     Case,
     Contender,
     Missing,
+    Others,
 )
 from kvwire.cli.bench.filesystem import filesystem
 from kvwire.cli.bench.fragments import registered, size_name
-from kvwire.cli.bench.peer import FragmentPair
 from kvwire.cli.bench.sides.page_cache import can_drop
-from kvwire.cli.bench.solo import SoloContender
 from kvwire.cli.bench.store_contender import ServedContender, StoreContender
 from kvwire.cli.bench.store_work import (
     COLD_GET,
@@ -90,80 +83,54 @@ class Choice:
         return [work_of(DISK, PUT, shape, self.round_bytes) for shape in shapes]
 
 
-def store(choice: Choice) -> Benchmark:
+def store(choice: Choice, others: Others | None = None) -> Benchmark:
     """The benchmark.
+
+    Args:
+        choice: What the user wants to see.
+        others: Those who stand beside kvwire.
 
     Raises:
         UsageError: There is no such tier, transport or directory, or no room in it.
     """
     _require_known(choice)
-    missing: list[Missing] = []
+    others = others or Others()
+    missing = list(others.missing)
     cases: list[Case] = []
-    memcpy = SoloContender("memcpy", "store-memcpy")
     for tier in choice.tiers:
-        if tier == MEMORY:
-            cases += _memory(choice, memcpy)
-        elif tier == DISK:
-            cases += _disk(choice, memcpy)
-        elif tier == SERVER:
-            beside, absent = _servers()
-            missing += absent
+        if tier == SERVER:
             for transport in choice.transports:
-                cases += _server(choice, transport, beside)
-        elif find_spec("obstore") is None:
+                cases += _server(choice, transport, others)
+        elif tier == OBJECT and find_spec("obstore") is None:
             missing.append(_no_obstore())
         else:
-            cases += _object(choice)
+            cases += _local(choice, tier, others)
     if not cases:
         raise UsageError(f"--tiers {OBJECT} needs obstore: {_no_obstore().remedy}")
-    return Benchmark(name="store", cases=cases, missing=missing, notes=_notes(choice))
+    return Benchmark(
+        name="store",
+        cases=cases,
+        missing=missing,
+        notes=[*_notes(choice), *others.notes],
+    )
 
 
 def _no_obstore() -> Missing:
     return Missing("the object tier", install_command("store"))
 
 
-def _memory(choice: Choice, memcpy: Contender) -> list[Case]:
-    ours = StoreContender("kvwire memory", "store", _options(choice, MEMORY))
-    table = SoloContender("dict", "store-dict")
-    return _cases(choice, MEMORY, MEMORY, ours, [memcpy], [table])
+def _local(choice: Choice, tier: str, others: Others) -> list[Case]:
+    place = {DISK: choice.directory / "kv", OBJECT: choice.directory / "objects" / "kv"}
+    options = _options(choice, tier, place.get(tier))
+    ours = StoreContender(f"kvwire {tier}", "store", options)
+    return _cases(choice, tier, tier, ours, others)
 
 
-def _disk(choice: Choice, memcpy: Contender) -> list[Case]:
-    place = choice.directory
-    ours = StoreContender("kvwire disk", "store", _options(choice, DISK, place / "kv"))
-    file = SoloContender("file", "store-file", [f"place={place}"])
-    return _cases(choice, DISK, DISK, ours, [memcpy, file], [])
-
-
-def _servers() -> tuple[list[Contender], list[Missing]]:
-    """Who stands beside a server over every transport, and who is not there."""
-    sockets = FragmentPair("sockets", "store-sockets")
-    absent = redis.missing()
-    if absent is not None:
-        return [sockets], [absent]
-    return [sockets, redis.RedisContender()], []
-
-
-def _server(choice: Choice, transport: str, beside: Sequence[Contender]) -> list[Case]:
+def _server(choice: Choice, transport: str, others: Others) -> list[Case]:
     ours = ServedContender(
         f"kvwire server {transport}", _options(choice, SERVER), transport
     )
-    pool_bytes = max(work.transfer.pool_bytes for work in choice.works)
-    options = [f"transport={transport}", f"pool_bytes={pool_bytes}"]
-    options.append(f"loop={choice.loop}")
-    transfer = FragmentPair(f"transfer {transport}", "store-transfer", options)
-    name = f"{SERVER} over {transport}"
-    return _cases(choice, SERVER, name, ours, [transfer, *beside], beside)
-
-
-def _object(choice: Choice) -> list[Case]:
-    place = choice.directory / "objects"
-    ours = StoreContender(
-        "kvwire object", "store", _options(choice, OBJECT, place / "kv")
-    )
-    bare = SoloContender("obstore", "store-obstore", [f"place={place / 'bare'}"])
-    return _cases(choice, OBJECT, OBJECT, ours, [bare], [])
+    return _cases(choice, SERVER, f"{SERVER} over {transport}", ours, others)
 
 
 def _cases(
@@ -171,11 +138,11 @@ def _cases(
     tier: str,
     name: str,
     ours: Contender,
-    peers: Sequence[Contender],
-    matchers: Sequence[Contender],
+    others: Others,
 ) -> list[Case]:
     """The rows of one tier, shape by shape, and the match at the end."""
     shapes = [SHAPES[shape] for shape in choice.shapes]
+    peers = others.movers.get(name, ())
     found = [
         _case(choice, name, verb, shape, ours, _able(verb, peers))
         for shape in shapes
@@ -183,7 +150,9 @@ def _cases(
         if verb != COLD_GET or can_drop(choice.directory)
     ]
     if tier != OBJECT:
-        found.append(_case(choice, name, MATCH, shapes[0], ours, matchers))
+        found.append(
+            _case(choice, name, MATCH, shapes[0], ours, others.matchers.get(name, ()))
+        )
     return found
 
 
@@ -244,21 +213,14 @@ def _notes(choice: Choice) -> list[str]:
         f"{work.layers} fragments of {size_name(work.layer_bytes)}, scattered."
         for work in choice.works
     ]
-    notes += [
-        "Of every get of kvwire each byte is compared with what was put. Of the others",
-        "only a transfer has checksums, and blocks that lie scattered.",
-    ]
+    notes.append("Of every get each byte is compared with what was put.")
     if DISK in choice.tiers:
         notes += [
             f"disk: {filesystem(choice.directory)}. A put ends in the page cache, or",
             "flushed with an fsync; a get reads the page cache, or cold the device.",
-            "file: pwrite and preadv of 16 MiB at once.",
         ]
         if not can_drop(choice.directory):
             notes.append("No cold get: here files stay in memory, or nobody can tell.")
     if SERVER in choice.tiers:
-        notes += [
-            "server: another process of this host, with the blocks in memory.",
-            "redis: SET and GET in a row over loopback, a value for each block.",
-        ]
+        notes.append("server: another process of this host, with blocks in memory.")
     return notes

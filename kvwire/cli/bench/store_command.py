@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from kvwire import UsageError
+from kvwire.cli.bench.case import Others
 from kvwire.cli.bench.document import document
 from kvwire.cli.bench.filesystem import filesystem
 from kvwire.cli.bench.output import Output, Rounds, measure, show
@@ -28,6 +29,12 @@ QUICK_ROUNDS = 2
 QUICK_MIB = 8
 
 
+def nobody(choice: Choice) -> Others:
+    """Return nobody who stands beside kvwire."""
+    del choice
+    return Others()
+
+
 def command(  # noqa: PLR0913 - each is an option
     *,
     tiers: str = "all",
@@ -40,11 +47,11 @@ def command(  # noqa: PLR0913 - each is an option
     quick: bool = False,
     json: Output = None,
     plot: Plot = None,
+    beside: Annotated[Callable[[Choice], Others], Parameter(parse=False)] = nobody,
 ) -> None:
     """Blocks into each tier of a store, and out of it: put, get, one block, match.
 
-    Beside a memcpy, a file, a transfer of kvwire without a store, bare sockets, and
-    obstore. Each tier is in its steady state: it is full, and what is got is in no
+    Each tier is in its steady state: it is full, and what is got is in no
     tier above it. With all tiers and --round-mib 64 it takes some 8 GiB of memory.
 
     Args:
@@ -63,6 +70,7 @@ def command(  # noqa: PLR0913 - each is an option
         json: Write every sample, and what ran where, to this file; - is the output.
         plot: Write a picture of the rates to this file, .svg, .png or .pdf, and one of
             the times beside it: found.svg and found-times.svg. Needs matplotlib.
+        beside: Returns who stands beside kvwire; no option of the command.
     """
     if quick:
         rounds, round_mib = QUICK_ROUNDS, QUICK_MIB
@@ -75,7 +83,7 @@ def command(  # noqa: PLR0913 - each is an option
             round_bytes=round_mib * MIB,
             loop=loop,
         )
-        benchmark = store(choice)
+        benchmark = store(choice, beside(choice))
         settings: dict[str, Any] = {
             "tiers": list(choice.tiers),
             "transport": list(choice.transports),

@@ -16,7 +16,7 @@ from tests.cli.bench.contenders import Scripted
 RATES: Final = {
     "kvwire tcp": {4 * KIB: 3.0, 1 * MIB: 4.0},
     "nixl tcp": {4 * KIB: 0.5, 1 * MIB: 2.0},
-    "ucx_perftest tcp": {4 * KIB: 50.0, 1 * MIB: 90.0},
+    "iperf3": {4 * KIB: 0.25, 1 * MIB: 1.0},
 }
 ACROSS: Final = {"kvwire tcp": 3.6, "nixl tcp": 2.5}
 

@@ -11,7 +11,7 @@ import pytest
 from kvwire.cli.bench import command, messages
 from kvwire.cli.bench.messages import SIZES
 from kvwire.cli.main import CALLED_WRONG, main
-from kvwire.limits import KIB, MIB
+from kvwire.limits import KIB
 from tests.cli.bench.contenders import Scripted, benchmark, case
 
 VERBS = ("send", "put", "get")
@@ -26,7 +26,6 @@ def test_messages_measures_everything_once(
 ) -> None:
     """One round, with small bulk sizes; every case has our samples and the peers'."""
     monkeypatch.setattr(messages, "SIZES", (64 * KIB, 256 * KIB))
-    monkeypatch.setattr("kvwire.cli.bench.iperf3.ROUND_BYTES_MIN", 32 * MIB)
     out, plot = tmp_path / "found.json", tmp_path / "found.svg"
     arguments = ["bench", "messages", "--rounds", "1", "--round-mib", "1"]
     assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
@@ -58,15 +57,6 @@ def test_the_cases_are_those_of_the_documentation() -> None:
     assert {row.work.nbytes for row in found.cases[1:]} == set(SIZES)
     for row in found.cases[1:]:
         assert row.work.count >= row.work.in_flight
-
-
-def test_without_iperf3_it_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = messages.messages(transport="tcp", loop="uvloop", round_bytes=1)
-    assert [absent.name for absent in found.missing] == ["iperf3"]
-    assert [peer.name for peer in found.cases[1].beside] == ["bare sockets"]
 
 
 def test_inproc_cannot_join_two_processes(capsys: pytest.CaptureFixture[str]) -> None:

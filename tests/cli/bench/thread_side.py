@@ -16,7 +16,8 @@ from typing import Any, Final
 import uvloop
 
 from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, Side
-from kvwire.cli.bench.sides.__main__ import HALVES, Role, answer
+from kvwire.cli.bench.sides.__main__ import Role, answer
+from tests.bench.sides import PROGRAM, ROLES
 
 _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
     "asyncio": asyncio.new_event_loop,
@@ -36,7 +37,7 @@ class ThreadSide(Side):
         environment: Mapping[str, str] | None = None,
         quiet: bool = False,
     ) -> None:
-        assert program is None, "a peer is a program of its own"
+        assert program in (None, PROGRAM), "a peer is a program of its own"
         assert not quiet, "nothing is written to a standard error"
         # Undone by the fixture; all sides of one test get the same.
         os.environ.update(environment or {})
@@ -70,7 +71,7 @@ class ThreadSide(Side):
             runner.run(self._obey())
 
     async def _obey(self) -> None:
-        half = HALVES[self.role](self._options)
+        half = ROLES[self.role](self._options)
         obeying = asyncio.create_task(self._answer_all(half))
         await self._stopped.wait()
         # It may wait for somebody who will never come; a process is killed then.

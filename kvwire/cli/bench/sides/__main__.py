@@ -8,36 +8,28 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from kvwire.cli.bench.fragment_work import ARENA
-from kvwire.cli.bench.sides.cost_half import CostHalf
 from kvwire.cli.bench.sides.fragments_half import FragmentsHalf
 from kvwire.cli.bench.sides.half import CALLS, Half
 from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
 from kvwire.cli.bench.sides.many_half import ManyHalf
 from kvwire.cli.bench.sides.overlap_half import OverlapHalf
-from kvwire.cli.bench.sides.redis_solo import RedisSolo
 from kvwire.cli.bench.sides.setup_half import SetupHalf, StreamsSetupHalf
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
 from kvwire.cli.bench.sides.solo import SOLO_CALLS, InprocSolo, MemcpySolo, Solo
-from kvwire.cli.bench.sides.store_halves import BlockSocketsHalf, TransferHalf
-from kvwire.cli.bench.sides.store_peers import (
-    CopySolo,
-    DictSolo,
-    FileSolo,
-    ObjectSolo,
-)
 from kvwire.cli.bench.sides.store_server import SERVER_CALLS, StoreServerSide
 from kvwire.cli.bench.sides.store_solo import StoreSolo
 from kvwire.cli.bench.sides.streams_half import StreamsHalf
 
 Role: TypeAlias = Half | Solo | StoreServerSide
 
-HALVES: Final[dict[str, Callable[[dict[str, str]], Role]]] = {
+Roles: TypeAlias = Mapping[str, Callable[[dict[str, str]], Role]]
+
+HALVES: Final[Roles] = {
     "kvwire": lambda options: KvwireHalf(options["transport"]),
-    "cost": lambda options: CostHalf(options["transport"], int(options["pool_bytes"])),
     "fragments": lambda options: FragmentsHalf(
         options["transport"],
         int(options["pool_bytes"]),
@@ -52,16 +44,7 @@ HALVES: Final[dict[str, Callable[[dict[str, str]], Role]]] = {
     "setup": lambda options: SetupHalf(options["transport"]),
     "setup-streams": lambda _: StreamsSetupHalf(),
     "store": lambda options: StoreSolo(options["tier"], options.get("place", "")),
-    "store-dict": lambda _: DictSolo(),
-    "store-file": lambda options: FileSolo(options["place"]),
-    "store-memcpy": lambda _: CopySolo(),
-    "store-obstore": lambda options: ObjectSolo(options["place"]),
-    "store-redis": lambda options: RedisSolo(int(options["port"])),
     "store-server": lambda _: StoreServerSide(),
-    "store-sockets": lambda _: BlockSocketsHalf(),
-    "store-transfer": lambda options: TransferHalf(
-        options["transport"], int(options["pool_bytes"])
-    ),
     "streams": lambda _: StreamsHalf(),
     "sockets": lambda _: SocketsHalf(),
 }
@@ -104,13 +87,13 @@ async def obey(half: Role) -> None:
         await half.close()
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], halves: Roles = HALVES) -> None:
     """Play a role: ``python -m kvwire.cli.bench.sides ROLE [KEY=VALUE ...]``."""
     # Ctrl-C reaches every process of a terminal; this one ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     role, *pairs = arguments
     options = dict(pair.split("=", 1) for pair in pairs)
-    half = HALVES[role](options)
+    half = halves[role](options)
     if options.get("loop") == "uvloop":
         import uvloop  # noqa: PLC0415 - not on every platform
 

@@ -11,14 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire.cli.bench.sides.store_halves import BlockSocketsHalf, TransferHalf
-from kvwire.cli.bench.sides.store_peers import (
-    CopySolo,
-    DictSolo,
-    FileSolo,
-    ObjectSolo,
-    PeerSolo,
-)
 from kvwire.cli.bench.store_work import (
     FIRST_PUT,
     FLUSHED_PUT,
@@ -34,6 +26,14 @@ from kvwire.cli.bench.store_work import (
     work_of,
 )
 from kvwire.limits import MIB
+from tests.bench.store_halves import BlockSocketsHalf, TransferHalf
+from tests.bench.store_peers import (
+    CopySolo,
+    DictSolo,
+    FileSolo,
+    ObjectSolo,
+    PeerSolo,
+)
 
 HAS_OBSTORE = find_spec("obstore") is not None
 if HAS_OBSTORE:

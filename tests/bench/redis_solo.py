@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.sides.half import HOST
-from kvwire.cli.bench.sides.store_peers import FlatSet, PeerSolo
 from kvwire.cli.bench.store_work import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
 from kvwire.store.namespace import DIGEST_BYTES
+from tests.bench.store_peers import FlatSet, PeerSolo
 
 _TIMEOUT_S: Final = 60.0
 _END: Final = b"\r\n"

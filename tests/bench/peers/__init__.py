@@ -2,7 +2,7 @@
 
 They run in whatever interpreter has the peer installed, which need not have kvwire. So
 nothing here imports kvwire: a program needs NumPy, its peer, and
-:mod:`~kvwire.cli.bench.peers.serving` beside it.
+:mod:`~tests.bench.peers.serving` beside it.
 
 Like a half of a pair, a program reads calls as lines of JSON and writes an answer to
 each. A work names two files with the offsets of the fragments, so that everybody moves

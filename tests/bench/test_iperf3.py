@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvwire.cli.bench import iperf3
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.errors import BenchError
+from kvwire.cli.bench.messages import messages
 from kvwire.limits import GIB, MIB
+from tests.bench import iperf3
 
 REPORT = {
     "end": {
@@ -102,3 +103,19 @@ def test_the_real_one(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample.values[0] > 0
     assert sample.cpu_s > 0
     assert contender.facts()["version"].startswith("iperf 3")
+
+
+def test_it_stands_beside_messages_or_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(iperf3, "missing", lambda: None)
+    found = messages(
+        transport="tcp", loop="uvloop", round_bytes=1, others=iperf3.installed()
+    )
+    assert [peer.name for peer in found.cases[1].beside] == ["bare sockets", "iperf3"]
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    others = iperf3.installed()
+    found = messages(transport="tcp", loop="uvloop", round_bytes=1, others=others)
+    assert [absent.name for absent in found.missing] == ["iperf3"]
+    assert [peer.name for peer in found.cases[1].beside] == ["bare sockets"]

@@ -42,7 +42,7 @@ def watched() -> Iterator[Stalls]:
     """Time the callbacks of this process's asyncio loops until the end."""
     found = Stalls()
     handle: Any = asyncio.Handle
-    run = handle._run  # noqa: SLF001 - there is no public place to stand in
+    run = handle._run
 
     def timed(self: asyncio.Handle) -> None:
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
@@ -50,11 +50,11 @@ def watched() -> Iterator[Stalls]:
         found.cpu_s.append(time.thread_time() - cpu_s)
         found.wall_s.append(time.perf_counter() - wall_s)
 
-    handle._run = timed  # noqa: SLF001 - likewise
+    handle._run = timed
     try:
         yield found
     finally:
-        handle._run = run  # noqa: SLF001 - likewise
+        handle._run = run
 
 
 def _p999(values: list[float]) -> float:

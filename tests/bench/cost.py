@@ -1,4 +1,4 @@
-"""``kvwire bench cost``: memory of connections and transfers, stalls of the loop, CPU.
+"""Memory of connections and transfers, stalls of the loop, CPU.
 
 What a transport takes from the process that uses it, at each side. Nobody stands
 beside it: what counts are the bounds.
@@ -21,9 +21,10 @@ from kvwire.cli.bench.errors import BenchError
 from kvwire.cli.bench.fragment_work import FragmentWork, work_of
 from kvwire.cli.bench.fragments import size_name
 from kvwire.cli.bench.pair import PairContender
-from kvwire.cli.bench.sides.cost_half import CPU, IDLE, OPEN, PEAK, STALLS
 from kvwire.cli.bench.table import MET, MISSED, new_table
 from kvwire.limits import GIB, KIB
+from tests.bench.cost_half import CPU, IDLE, OPEN, PEAK, STALLS
+from tests.bench.sides import PROGRAM
 
 CONNECTIONS: Final = 128
 TRANSFERS: Final = 256
@@ -120,7 +121,7 @@ def cost(
 
 def render(found: Sequence[Cost]) -> RenderableType:
     """A row for each transport and measure; both sides, and what is aimed at."""
-    table = new_table("kvwire bench cost: medians")
+    table = new_table("cost: medians")
     for column in ("measure", "left", "right"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
@@ -163,7 +164,7 @@ def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
 
 def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
     options = [f"transport={transport}", f"pool_bytes={result.work.pool_bytes}"]
-    pair = CostPair(result.name, "cost", options)
+    pair = CostPair(result.name, "cost", options, program=PROGRAM)
     try:
         pair.start()
         result.facts = pair.facts()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Final, Literal
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from kvwire.cli.bench.case import Samples
-from kvwire.cli.bench.fragments import UNFAIR, Row
+from kvwire.cli.bench.fragments import Row, size_name
+from kvwire.cli.bench.table import MET, MISSED, new_table, short
 from kvwire.cli.bench.turns import Finding
 from kvwire.limits import KIB, MIB
 
@@ -36,7 +40,7 @@ class Claim:
 
 
 CLAIMS: Final = (
-    Claim("kvwire tcp", LARGE, ("iperf3", "nixl tcp", "gloo"), 1.0),
+    Claim("kvwire tcp", LARGE, ("iperf3", "nixl tcp"), 1.0),
     Claim("kvwire tcp", SMALL, ("nixl tcp",), 5.0),
     Claim("kvwire tcp", SMALL, ("kvwire tcp",), 0.6, LARGE),
     Claim("kvwire local", LARGE, ("memcpy",), 0.85),
@@ -131,10 +135,31 @@ def judge(rates: Rates, verbs: Sequence[str]) -> list[Verdict]:
     return found
 
 
-def peers_of(row: Row, ours: Sequence[str]) -> list[str]:
-    """Who may be the best beside kvwire."""
-    return [
-        contender.name
-        for contender in row.contenders
-        if contender.name not in ours and not contender.name.startswith(UNFAIR)
-    ]
+def targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
+    """Show what was aimed at, and how it came out."""
+    yield Text(
+        "targets: kvwire's median rate divided by the best of these; their CPU s/GiB "
+        "divided by kvwire's",
+        style="italic",
+    )
+    table = new_table()
+    for name in ("size", "beside", "verb", "ratio", "target", "CPU"):
+        justify: Literal["left", "right"] = "left"
+        if name in ("size", "ratio", "CPU"):
+            justify = "right"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for verdict in verdicts:
+        claim = verdict.claim
+        others = verdict.best
+        if claim.others_bytes:
+            others = f"{others}, {size_name(claim.others_bytes)}"
+        table.add_row(
+            claim.ours,
+            size_name(claim.layer_bytes),
+            others,
+            verdict.verb,
+            short(verdict.ratio),
+            Text(f">= {claim.target:g} ") + (MET if verdict.met else MISSED),
+            short(verdict.cpu_ratio),
+        )
+    yield table

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvwire.cli.bench import redis
 from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.redis import PROGRAM, RedisContender
 from kvwire.cli.bench.sides.half import HOST
-from kvwire.cli.bench.sides.redis_solo import RedisSolo
 from kvwire.cli.bench.store import store
 from kvwire.cli.bench.store_work import (
     GET,
@@ -28,6 +25,10 @@ from kvwire.cli.bench.store_work import (
     work_of,
 )
 from kvwire.limits import MIB
+from tests.bench import redis
+from tests.bench.redis import PROGRAM, RedisContender
+from tests.bench.redis_solo import RedisSolo
+from tests.bench.store import beside
 from tests.cli.bench.test_store import choice
 
 pytestmark = pytest.mark.timeout(120)
@@ -76,7 +77,8 @@ def test_where_it_is_not_installed_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = store(choice(tmp_path, tiers=["server"]))
+    chosen = choice(tmp_path, tiers=["server"])
+    found = store(chosen, beside(chosen))
     assert [(m.name, m.remedy) for m in found.missing] == [(PROGRAM, redis.INSTALL)]
     assert "redis" not in {contender.name for contender in found.contenders}
 

@@ -15,8 +15,8 @@ import kvwire
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.fragment_work import LEFT, RIGHT
 from kvwire.cli.bench.sides.fragments_half import GO, FragmentsHalf, Pool
-from kvwire.cli.bench.sides.loop_watch import watched
 from kvwire.limits import KIB
+from tests.bench.loop_watch import watched
 
 IDLE: Final = "idle"
 OPEN: Final = "open"

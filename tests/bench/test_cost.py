@@ -1,4 +1,4 @@
-"""``kvwire bench cost``, and the clock it times callbacks with."""
+"""``python -m tests.bench cost``, and the clock it times callbacks with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvwire.cli.bench import cost
-from kvwire.cli.bench.sides.loop_watch import watched
 from kvwire.cli.main import main
+from tests.bench import cost
+from tests.bench.__main__ import app
+from tests.bench.loop_watch import watched
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -26,7 +27,7 @@ def test_everything_is_measured_and_written(
     monkeypatch.setattr(cost, "MEASURES", dict.fromkeys(cost.MEASURES, 4))
     out = tmp_path / "found.json"
     arguments = ["--rounds", "1", "--round-mib", "1", "--json", str(out)]
-    assert main(["bench", "cost", *arguments]) == 0
+    assert main(["cost", *arguments], app) == 0
 
     printed = capsys.readouterr().out
     assert "idle connection" in printed
@@ -46,7 +47,7 @@ def test_everything_is_measured_and_written(
 @pytest.mark.usefixtures("threads")
 def test_a_transport_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--transport", "pigeons", "--rounds", "1", "--round-mib", "1"]
-    assert main(["bench", "cost", *arguments]) == 1
+    assert main(["cost", *arguments], app) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "kvwire pigeons failed: the cost side of the benchmark: connect:" in printed
 

@@ -19,7 +19,7 @@ import numpy as np
 from kvwire.cli.bench.case import Missing, Sample, Work
 from kvwire.cli.bench.errors import BenchError
 from kvwire.cli.bench.fragment_work import LEFT, RIGHT, FragmentWork, offsets
-from kvwire.cli.bench.pair import PairContender, Side
+from kvwire.cli.bench.pair import FragmentPair, Side
 
 PROGRAMS: Final = Path(__file__).parent / "peers"
 # A cold import of torch is not even tried: the module is only looked for.
@@ -80,11 +80,6 @@ PEERS: Final = {
             settings={"": {}, "by 1024": {"BENCH_BATCH": "1024"}},
         ),
         Peer(
-            name="gloo",
-            module="torch",
-            install="pip install torch numpy",
-        ),
-        Peer(
             name="ucxx",
             module="ucxx",
             install="pip install ucxx-cu12 numpy",
@@ -92,32 +87,6 @@ PEERS: Final = {
         ),
     )
 }
-
-
-class FragmentPair(PairContender):
-    """kvwire with fragments; getting ready for a work is not part of a round."""
-
-    _prepared: Work | None = None
-
-    def start(self) -> None:
-        """See Contender."""
-        self._prepared = None
-        super().start()
-
-    def check(self, work: Work) -> None:
-        """See Contender."""
-        super().check(work)
-        self._prepared = work
-
-    def round(self, work: Work) -> Sample:
-        """See Contender."""
-        self._prepare_once(work)
-        return super().round(work)
-
-    def _prepare_once(self, work: Work) -> None:
-        if work != self._prepared:
-            self.prepare(work)
-            self._prepared = work
 
 
 class PeerContender(FragmentPair):
@@ -141,7 +110,7 @@ class PeerContender(FragmentPair):
             [f"pool_bytes={pool_bytes}"],
             peer.settings[setting],
         )
-        self._program = (interpreter, str(PROGRAMS / "__main__.py"))
+        self._program: Sequence[str] = (interpreter, str(PROGRAMS / "__main__.py"))
 
     def start(self) -> None:
         """See Contender."""
@@ -238,7 +207,7 @@ def _has(interpreter: str, module: str) -> bool:
         "sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
     )
     try:
-        done = subprocess.run(  # noqa: S603 - an interpreter that the user named
+        done = subprocess.run(
             [interpreter, "-c", code, module],
             timeout=_PROBE_TIMEOUT_S,
             capture_output=True,

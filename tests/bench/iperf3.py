@@ -14,7 +14,7 @@ import socket
 import subprocess
 from typing import Any, Final
 
-from kvwire.cli.bench.case import Contender, Missing, Sample, Work
+from kvwire.cli.bench.case import Contender, Missing, Others, Sample, Work
 from kvwire.cli.bench.errors import BenchError
 from kvwire.limits import GIB, MIB
 
@@ -36,6 +36,14 @@ def missing() -> Missing | None:
     return Missing("iperf3", INSTALL)
 
 
+def installed() -> Others:
+    """Return it as one who stands beside messages, or as one who is missing."""
+    absent = missing()
+    if absent:
+        return Others(missing=[absent])
+    return Others(movers={"messages": [Iperf3()]})
+
+
 class Iperf3(Contender):
     """A server that stays, and a client for each round."""
 
@@ -48,7 +56,7 @@ class Iperf3(Contender):
     def start(self) -> None:
         """See Contender."""
         self._port = free_port()
-        self._server = subprocess.Popen(  # noqa: S603 - arguments of ours
+        self._server = subprocess.Popen(
             _command("-s", "-B", HOST, "-p", str(self._port), "--forceflush"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -69,7 +77,7 @@ class Iperf3(Contender):
         """See Contender."""
         total = max(work.nbytes * work.count, ROUND_BYTES_MIN)
         block = min(work.nbytes, _BLOCK_BYTES_MAX)
-        done = subprocess.run(  # noqa: S603 - arguments of ours
+        done = subprocess.run(
             _command(
                 *("-J", "-c", HOST, "-p", str(self._port)),
                 *("-n", str(total), "-l", str(block)),
@@ -95,7 +103,7 @@ class Iperf3(Contender):
 
     def facts(self) -> dict[str, Any]:
         """See Contender."""
-        done = subprocess.run(  # noqa: S603 - arguments of ours
+        done = subprocess.run(
             _command("--version"), capture_output=True, text=True, check=False
         )
         return {"version": done.stdout.partition("\n")[0]}

@@ -1,7 +1,7 @@
 """redis-server: what a cache of KV blocks is often kept in, beside a store server.
 
 It keeps everything in memory and writes nothing to a disk. What drives it is
-:mod:`kvwire.cli.bench.sides.redis_solo`.
+:mod:`tests.bench.redis_solo`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Final
 
 from kvwire.cli.bench.case import Missing
 from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.iperf3 import HOST, free_port
 from kvwire.cli.bench.solo import SoloContender
+from tests.bench.iperf3 import HOST, free_port
+from tests.bench.sides import PROGRAM as PROGRAM_OF_SIDES
 
 PROGRAM: Final = "redis-server"
 INSTALL: Final = "apt-get install redis-server, or brew install redis"
@@ -34,13 +35,13 @@ class RedisContender(SoloContender):
     _server: subprocess.Popen[str] | None = None
 
     def __init__(self) -> None:
-        super().__init__("redis", "store-redis")
+        super().__init__("redis", "store-redis", program=PROGRAM_OF_SIDES)
 
     def start(self) -> None:
         """See Contender."""
         port = free_port()
         self.options = [f"port={port}"]
-        self._server = subprocess.Popen(  # noqa: S603 - arguments of ours
+        self._server = subprocess.Popen(
             _command(port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert self._server.stdout is not None

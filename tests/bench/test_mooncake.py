@@ -47,7 +47,7 @@ def module(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in.TransferEngine = lambda: engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.engine", stand_in)
-    name = "kvwire.cli.bench.peers.mooncake"
+    name = "tests.bench.peers.mooncake"
     monkeypatch.delitem(sys.modules, name, raising=False)
     found = importlib.import_module(name)
     versions = SimpleNamespace(version=lambda package: f"{package} 1")
