@@ -43,6 +43,14 @@ from kvwire.proto.events import (
 from kvwire.proto.requests import RequestRecord
 from kvwire.transfers.description import END_BYTES, TransferOffer
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
+from kvwire.transfers.state import (
+    AttemptInput,
+    AttemptState,
+    TransferInput,
+    TransferState,
+    after_attempt,
+    after_transfer,
+)
 from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
 
@@ -101,16 +109,59 @@ class UnnotifiedPeers(NamedTuple):
 
 
 class Attempt:
-    """A transfer on one connection. Subclassed by the two ends."""
+    """A transfer as one peer has it, on the connection that carries it now.
 
-    def __init__(self, connection: ConnectionPort) -> None:
+    Attributes:
+        connection: The last one that has carried it.
+        origin: The peer's.
+        asks: This side asks for it, and asks again after a lost link.
+        state: See kvwire.transfers.state.
+        core: Its request on the connection; None where no link can touch its memory.
+    """
+
+    def __init__(
+        self,
+        connection: ConnectionPort,
+        *,
+        asks: bool,
+        state: AttemptState = AttemptState.ASKED,
+    ) -> None:
         self.connection = connection
+        self.origin = connection.peer.origin
+        self.asks = asks
+        self.state = state
         self.core: RequestRecord | None = None
-        self.over = False
         # The peer's end of the transfer, over all its links.
         self.peer_end = b""
-        # This side has ended it; the peer hears of that, unless the link is lost.
-        self.refused = False
+
+    def advance(self, event: AttemptInput) -> None:
+        """Take one step of the table."""
+        self.state = after_attempt(self.state, event)
+
+    def ask(
+        self,
+        connection: ConnectionPort,
+        *,
+        key: bytes,
+        priority: int,
+        description: bytes,
+        pull: bool,
+    ) -> None:
+        """Ask the peer of a connection for the transfer.
+
+        Raises:
+            UsageError: The peer has too many transfers to answer already.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        self.connection = connection
+        try:
+            connection.start_transfer(
+                self, key=key, priority=priority, description=description, pull=pull
+            )
+        except KVWireError:
+            self.advance(AttemptInput.LOSE)
+            self.advance(AttemptInput.RELEASE)
+            raise
 
     def agreed(self, description: TransferOffer) -> None:
         """The peer has answered our OPEN."""
@@ -127,7 +178,7 @@ class Attempt:
     def refuse(self, error: KVWireError, code: WireCode) -> None:
         """End it, and tell the peer."""
         if self.core is not None and not self.core.over:
-            self.refused = True
+            self.advance(AttemptInput.REFUSE)
             self.connection.refuse(self.core, error, code)
             self.connection.run()
 
@@ -138,11 +189,17 @@ class Attempt:
         return self.connection.transfers.retire(self.core)
 
     def forget(self) -> None:
-        """Leave its connection, if its request is over."""
+        """Leave its connection, if its request is over.
+
+        Called where the memory of the request is watched by holds, or the link has
+        ended: from here on a lost attempt may be resumed.
+        """
         if self.core is not None and self.core.over:
             self.connection.transfers.forget(self.core)
             self.core.context = None
             self.core = None
+            if self.state is AttemptState.LOST:
+                self.advance(AttemptInput.RELEASE)
 
 
 class CommonOptions(TypedDict):
@@ -199,12 +256,12 @@ class KVTransfer:
         self.lease_s = self.communicator.config.lease_s if lease_s is None else lease_s
         self.phases = PhaseTimer()
         self.end = secrets.token_bytes(END_BYTES)
-        # Its end has begun; it has an outcome as soon as there is memory for one.
-        self.ending = False
-        self._begun = False
+        self.state = TransferState.NEW
+        # Makes and records the outcome of a transfer that has not begun yet.
+        self._ends: Callable[[], None] | None = None
         self._outcome: Outcome | None = None
         self._done: asyncio.Future[Outcome] = self.loop.create_future()
-        self._drained = asyncio.Event()
+        self._free = asyncio.Event()
         self._busy = 0
         self._lease: asyncio.TimerHandle | None = None
         self._lease_until: float | None = None
@@ -228,14 +285,14 @@ class KVTransfer:
     @property
     def is_drained(self) -> bool:
         """Whether nothing of kvwire can touch the transfer's blocks any more."""
-        return self._drained.is_set()
+        return self.state is TransferState.DRAINED
 
     async def drained(self) -> None:
         """See :meth:`kvwire.Outgoing.drained`.
 
         Cancel safety: safe, it only watches.
         """
-        await self._drained.wait()
+        await self._free.wait()
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""
@@ -260,12 +317,12 @@ class KVTransfer:
             )
 
     def begin(self) -> None:
-        """It is taken on: from here on its deadline counts, and watchers know it."""
-        self._begun = True
+        """Start: notify observers and arm the deadline."""
+        self._advance(TransferInput.BEGIN)
         self.observers.begun(self)
-        if self._outcome is not None:  # to ask was enough to end it
-            self.observers.ended(self, self._outcome, ())
-        elif self.deadline is not None:
+        if self._ends is not None:  # to ask was enough to end it
+            self._try_to_end(self._ends)
+        elif self.deadline is not None and self.state is TransferState.OPEN:
             self._expiry = self.loop.call_at(self.deadline, self._expired)
 
     # --- for the two ends -------------------------------------------------------------
@@ -325,8 +382,12 @@ class KVTransfer:
         Where there is no memory for an outcome it is called again in a moment: nobody
         would ever end the transfer otherwise.
         """
-        if not self.ending:
-            self.ending = True
+        if self.state is TransferState.NEW:
+            self._ends = end
+        elif self.state is not TransferState.OPEN:
+            return
+        self._advance(TransferInput.END)
+        if self._ends is None:
             self._try_to_end(end)
 
     def _try_to_end(self, end: Callable[[], None]) -> None:
@@ -340,7 +401,7 @@ class KVTransfer:
 
     def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
         """Record the outcome; the memory drains when the attempts' buffers have."""
-        assert self._outcome is None, "a transfer ended twice"
+        self._advance(TransferInput.RECORD)
         self._outcome = outcome
         self.communicator.counters.transfer_ended(outcome, received=self.receives)
         self._done.set_result(outcome)
@@ -353,8 +414,7 @@ class KVTransfer:
             ran_on.append(attempt.connection)
             self.release(attempt)
         self._one_free()
-        if self._begun:
-            self.observers.ended(self, outcome, ran_on)
+        self.observers.ended(self, outcome, ran_on)
 
     def lend(self, payload: Payload) -> BufferId:
         """Lend memory of the cache to links, until they have drained it."""
@@ -381,8 +441,12 @@ class KVTransfer:
 
     def _one_free(self) -> None:
         self._busy -= 1
-        if not self._busy and self._outcome is not None:
-            self._drained.set()
+        if not self._busy and self.state is TransferState.ENDED:
+            self._advance(TransferInput.DRAIN)
+            self._free.set()
+
+    def _advance(self, event: TransferInput) -> None:
+        self.state = after_transfer(self.state, event)
 
     def _expired(self) -> None:
         if self._outcome is None:

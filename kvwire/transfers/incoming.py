@@ -37,6 +37,13 @@ from kvwire.transfers.description import TransferOffer, pack_have
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
 from kvwire.transfers.settle import SettleAttempt
+from kvwire.transfers.state import (
+    OFF_LINK,
+    UNNOTIFIED,
+    AttemptInput,
+    AttemptState,
+    TransferState,
+)
 
 
 class IncomingState(KVTransfer):
@@ -68,7 +75,6 @@ class IncomingState(KVTransfer):
         self.hashes = digest(listed)
         self.receipt: ReceiveAttempt | None = None
         self.met = b""
-        self.planned = False
         self.told: list[Segment] = []
         self._layers_grouped = 1
         self._damaged: list[Segment] = []
@@ -127,13 +133,19 @@ class IncomingState(KVTransfer):
         same_peer = receipt.origin == connection.peer.origin
         if not same_peer or self.met != description.end:
             return Answer.NO
-        return Answer.YES if receipt.waits else Answer.LATER
+        if receipt.state is AttemptState.WAITING:
+            return Answer.YES
+        return Answer.LATER
+
+    @property
+    def planned(self) -> bool:
+        """Whether a producer was met, on this link or an earlier one."""
+        return bool(self.met)
 
     @property
     def settling(self) -> bool:
         """Whether its link has not said yet that the producer knows of the end."""
-        core = None if self.receipt is None else self.receipt.core
-        return core is not None and not core.over
+        return self._in(AttemptState.SETTLED)
 
     @property
     def unheard(self) -> UnnotifiedPeers:
@@ -141,30 +153,27 @@ class IncomingState(KVTransfer):
         receipt = self.receipt
         if receipt is None:
             return UnnotifiedPeers(1, frozenset())
-        lost = receipt.suspended or receipt.refused
-        return UnnotifiedPeers(0, frozenset([receipt.peer_end] if lost else ()))
+        known = [receipt.peer_end] if receipt.state in UNNOTIFIED else []
+        return UnnotifiedPeers(0, frozenset(known))
 
     def interrupted(self, origin: bytes) -> bool:
         """Whether it waits for another link to a peer."""
         receipt = self.receipt
-        return receipt is not None and receipt.suspended and receipt.origin == origin
+        return self._in(*OFF_LINK) and receipt is not None and receipt.origin == origin
 
     def asks(self, origin: bytes) -> bool:
         """Whether it is this side that asks again on another link."""
-        return (
-            self.interrupted(origin)
-            and self.receipt is not None
-            and self.receipt.asked
-            and self.receipt.waits
-        )
+        receipt = self.receipt
+        if receipt is None or not self._in(AttemptState.WAITING):
+            return False
+        return receipt.asks and receipt.origin == origin
 
     def ask(self, connection: ConnectionPort) -> None:
         """Pull: ask the peer of a connection for it."""
-        before, receipt = self.receipt, self._new_receipt(connection)
-        receipt.asked = True
+        before, receipt = self.receipt, self._new_receipt(connection, asks=True)
         try:
-            connection.start_transfer(
-                receipt,
+            receipt.ask(
+                connection,
                 key=self.key,
                 priority=self.priority,
                 description=self.description().encode(),
@@ -180,7 +189,7 @@ class IncomingState(KVTransfer):
         self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
         """Push: the peer of a connection offers it."""
-        receipt = self._new_receipt(connection)
+        receipt = self._new_receipt(connection, asks=False)
         receipt.core, core.context = core, receipt
         receipt.peer_end = description.end
         try:
@@ -236,9 +245,9 @@ class IncomingState(KVTransfer):
             tokens=self.tokens,
             have=self.have if comparable else None,
         )
-        self.met = description.end
-        if not self.planned:
-            self.plan, self.landed, self.planned = plan, Landed(plan), True
+        first, self.met = not self.planned, description.end
+        if first:
+            self.plan, self.landed = plan, Landed(plan)
             # What is not carried, or was here before, is not waited for.
             self._open_gates()
         self.phases.note("agreed")
@@ -265,19 +274,18 @@ class IncomingState(KVTransfer):
         """The request of the receipt is over."""
         receipt = self.receipt
         assert receipt is not None
+        lost = recoverable(error) and self.communicator.config.resume
+        if lost and self.state is TransferState.OPEN:
+            receipt.advance(AttemptInput.LOSE)
+            self.start_lease()
+            return
+        receipt.advance(AttemptInput.END)
         if self.outcome is not None:
             receipt.forget()
-            if recoverable(error) and self.communicator.config.resume:
-                self.registry.unconfirmed(
-                    SettleAttempt(self, receipt, asks=receipt.asked)
-                )
+            if lost:
+                self.registry.unconfirmed(SettleAttempt(self, receipt))
             self.registry.settled(self)
-        elif self.ending:
-            return
-        elif recoverable(error) and self.communicator.config.resume:
-            receipt.suspended = True
-            self.start_lease()
-        else:
+        elif self.state is TransferState.OPEN:
             assert error is not None, "a receipt ended well before its transfer"
             self._end(error)
 
@@ -287,10 +295,14 @@ class IncomingState(KVTransfer):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _new_receipt(self, connection: ConnectionPort) -> ReceiveAttempt:
+    def _new_receipt(self, connection: ConnectionPort, *, asks: bool) -> ReceiveAttempt:
         self.stop_lease()
-        self.receipt = ReceiveAttempt(self, connection)
+        self.receipt = ReceiveAttempt(self, connection, asks=asks)
         return self.receipt
+
+    def _in(self, *states: AttemptState) -> bool:
+        """Whether there is an attempt, in one of these states."""
+        return self.receipt is not None and self.receipt.state in states
 
     def description(self, plan: bytes = b"") -> TransferOffer:
         """This side's half; ``plan`` is the digest of its plan, in an answer."""

@@ -146,11 +146,15 @@ class TransferRegistry:
             return
         key = (event.id, request.kind is RequestKind.OUTGOING)
         word = self._heard_before(key, description)
-        if word is not None:
+        if word is not None and word.waits:
             word.meet(connection, request)
             return
         settling = not key[1] and (event.id, description.met) in self._settling
-        reason = "" if settling else self._ended(key, description)
+        if settling or word is not None:
+            # What is said of that on its last link comes first.
+            self._stash(key, connection, event)
+            return
+        reason = self._ended(key, description)
         if reason:
             error = PeerError(f"it has ended: {reason}")
             _refuse(connection, request, error, WireCode.OTHER)
@@ -163,9 +167,15 @@ class TransferRegistry:
             case Answer.NO:
                 _refuse(connection, request, PeerError("it is taken"), WireCode.OTHER)
             case Answer.LATER:
-                # bounded: TRANSFERS_WAITING_MAX per connection, by the core
-                self._stashed[request] = key
-                self._asked.setdefault(key, {})[request] = (connection, event)
+                self._stash(key, connection, event)
+
+    def _stash(
+        self, key: Key, connection: ConnectionPort, event: TransferOpened
+    ) -> None:
+        """Let a peer wait for an answer."""
+        # bounded: TRANSFERS_WAITING_MAX per connection, by the core
+        self._stashed[event.request] = key
+        self._asked.setdefault(key, {})[event.request] = (connection, event)
 
     def request_over(self, request: RequestRecord, connection: ConnectionPort) -> None:
         """A question has ended: refused, or the peer gave up, or is gone."""
@@ -278,6 +288,7 @@ class TransferRegistry:
         if self._last_words.get(last_word.key) is last_word:
             del self._last_words[last_word.key]
             self._note_said()
+            self._ask_again(_key(last_word.incoming))
 
     @property
     def unsaid(self) -> bool:
@@ -322,9 +333,9 @@ class TransferRegistry:
                 with suppress(ConnectionClosed, UsageError):
                     end.ask(connection)
         for word in list(self._last_words.values()):
-            if word.asks and word.origin == origin and word.core is None:
+            if word.asks and word.origin == origin and word.waits:
                 with suppress(ConnectionClosed, UsageError):
-                    word.ask(connection)
+                    word.pull(connection)
 
     def _heard_before(
         self, key: Key, description: TransferOffer

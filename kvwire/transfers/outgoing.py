@@ -34,6 +34,14 @@ from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.ready_log import ReadyLog
 from kvwire.transfers.sender import SendAttempt
+from kvwire.transfers.state import (
+    OFF_LINK,
+    ON_LINK,
+    UNNOTIFIED,
+    AttemptInput,
+    AttemptState,
+    TransferState,
+)
 
 
 class OutgoingState(KVTransfer):
@@ -105,25 +113,29 @@ class OutgoingState(KVTransfer):
         known = self._known(connection, description)
         if known is None:
             return Answer.YES if len(self.deliveries) < self.consumers else Answer.NO
-        if known.over:
-            return Answer.NO
-        return Answer.YES if known.waits else Answer.LATER
+        match known.state:
+            case AttemptState.WAITING:
+                return Answer.YES
+            case AttemptState.OVER:
+                return Answer.NO
+        return Answer.LATER
 
     @property
     def unheard(self) -> UnnotifiedPeers:
         """The consumers who may still ask once it is over."""
         return UnnotifiedPeers(
             self.consumers - len(self.deliveries),
-            frozenset(d.peer_end for d in self.deliveries if d.suspended or d.refused),
+            frozenset(d.peer_end for d in self._in(*UNNOTIFIED)),
         )
 
     def interrupted(self, origin: bytes) -> bool:
         """Whether it waits for another link to a peer."""
-        return any(d.suspended and d.origin == origin for d in self.deliveries)
+        return any(d.origin == origin for d in self._in(*OFF_LINK))
 
     def asks(self, origin: bytes) -> bool:
         """Whether it is this side that asks again on another link."""
-        return any(d.waits and d.asked and d.origin == origin for d in self.deliveries)
+        waiting = self._in(AttemptState.WAITING)
+        return any(d.asks and d.origin == origin for d in waiting)
 
     def description(self, met: bytes = b"", plan: bytes = b"") -> TransferOffer:
         """This side's half.
@@ -143,21 +155,19 @@ class OutgoingState(KVTransfer):
     def ask(self, connection: ConnectionPort) -> None:
         """Push: ask the peer of a connection to take it."""
         self.waits_for_memory = True
-        waiting = [d for d in self.deliveries if d.waits]
-        delivery = self._delivery(connection, waiting[0] if waiting else None)
-        delivery.asked = True
+        waiting = self._in(AttemptState.WAITING)
+        known = waiting[0] if waiting else None
+        delivery = self._delivery(connection, known, asks=True)
         try:
-            connection.start_transfer(
-                delivery,
+            delivery.ask(
+                connection,
                 key=self.key,
                 priority=self.priority,
                 description=self.description(met=delivery.peer_end).encode(),
                 pull=False,
             )
         except KVWireError:
-            if waiting:
-                delivery.suspend()
-            else:
+            if known is None:
                 self.deliveries.remove(delivery)
             self._watch()
             raise
@@ -166,7 +176,8 @@ class OutgoingState(KVTransfer):
         self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
         """Pull: the peer of a connection asks for it."""
-        delivery = self._delivery(connection, self._known(connection, description))
+        known = self._known(connection, description)
+        delivery = self._delivery(connection, known, asks=False)
         delivery.core, core.context = core, delivery
         transfer = connection.transfers.transfer(core)
         # Chunks are scheduled here, for whichever side is in the greater hurry.
@@ -178,7 +189,7 @@ class OutgoingState(KVTransfer):
             return
         answer = self.description(plan=delivery.plan.digest)
         connection.transfers.agree(core, answer.encode())
-        delivery.send_marks()
+        delivery.begin(settled=description.settled)
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
         """See KVTransfer."""
@@ -193,33 +204,37 @@ class OutgoingState(KVTransfer):
 
     def runs_on(self, connection: ConnectionPort) -> bool:
         """See KVTransfer."""
-        return any(d.connection is connection and not d.over for d in self.deliveries)
+        return any(
+            delivery.connection is connection
+            for delivery in self.deliveries
+            if delivery.state is not AttemptState.OVER
+        )
 
     def lost(self, connection: ConnectionPort) -> None:
         """See KVTransfer."""
-        for delivery in self.deliveries:
-            if delivery.connection is connection and delivery.suspended:
+        for delivery in self._in(*OFF_LINK):
+            if delivery.connection is connection:
                 self.release(delivery)
 
     # --- inside -----------------------------------------------------------------------
 
     def delivery_ended(self, delivery: SendAttempt, error: KVWireError | None) -> None:
         """One consumer is served, or lost."""
-        if self.ending:
-            return
-        if recoverable(error) and self.communicator.config.resume:
-            delivery.suspend()
+        going_on = self.state is TransferState.OPEN
+        if going_on and recoverable(error) and self.communicator.config.resume:
+            delivery.advance(AttemptInput.LOSE)
             self._watch()
             return
-        delivery.over = True
+        delivery.advance(AttemptInput.END)
+        if not going_on:
+            return
         delivery.reason = "" if error is None else str(error)
         if error is not None:
             # What one rank of a group lacks, the group cannot use.
-            rest = [d for d in self.deliveries if not d.over]
-            for other in rest:
+            for other in self._in(*ON_LINK):
                 other.refuse(RequestCancelled(str(error)), WireCode.CANCELLED)
             self._finish(str(error))
-        elif sum(d.over for d in self.deliveries) == self.consumers:
+        elif len(self._in(AttemptState.OVER)) == self.consumers:
             self._finish(UNMARKED)
 
     def require_same_tokens(self, plan: TransferPlan) -> None:
@@ -251,11 +266,11 @@ class OutgoingState(KVTransfer):
         return None
 
     def _delivery(
-        self, connection: ConnectionPort, known: SendAttempt | None
+        self, connection: ConnectionPort, known: SendAttempt | None, *, asks: bool
     ) -> SendAttempt:
         """A new consumer, or one whose last connection was lost."""
         if known is None:
-            delivery = SendAttempt(self, connection)
+            delivery = SendAttempt(self, connection, asks=asks)
             self.deliveries.append(delivery)  # bounded by `consumers`
             self.renew_lease()
         else:
@@ -267,8 +282,12 @@ class OutgoingState(KVTransfer):
     def _watch(self) -> None:
         """Let the lease run while a consumer is missing."""
         self.stop_lease()
-        if sum(not d.suspended for d in self.deliveries) < self.consumers:
+        if len(self.deliveries) - len(self._in(*OFF_LINK)) < self.consumers:
             self.start_lease()
+
+    def _in(self, *states: AttemptState) -> list[SendAttempt]:
+        """The deliveries in one of these states."""
+        return [d for d in self.deliveries if d.state in states]
 
     def _marked(self) -> None:
         if self.ready_log.failed and self.outcome is None:

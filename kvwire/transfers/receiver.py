@@ -25,6 +25,7 @@ from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
 from kvwire.transfers.base import Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
+from kvwire.transfers.state import AttemptInput
 
 if TYPE_CHECKING:
     from kvwire.transfers.incoming import IncomingState
@@ -33,21 +34,16 @@ if TYPE_CHECKING:
 class ReceiveAttempt(Attempt):
     """An incoming transfer on one connection."""
 
-    def __init__(self, incoming: IncomingState, connection: ConnectionPort) -> None:
-        super().__init__(connection)
+    def __init__(
+        self, incoming: IncomingState, connection: ConnectionPort, *, asks: bool
+    ) -> None:
+        super().__init__(connection, asks=asks)
         self.incoming = incoming
-        self.origin = connection.peer.origin
-        self.asked = False
-        self.suspended = False
         self._segments: dict[int, Segment] = {}
-
-    @property
-    def waits(self) -> bool:
-        """Whether its link is lost, and has touched memory for the last time."""
-        return self.suspended and self.core is None
 
     def begin(self) -> None:
         """The plan is made; what was told to have landed does not come again."""
+        self.advance(AttemptInput.AGREE)
         self._promised = Landed(self.incoming.plan)
         for segment in self.incoming.told:
             self._promised.mark(segment)
@@ -76,13 +72,13 @@ class ReceiveAttempt(Attempt):
             segment = self._segments[event.segment.number]
             self.incoming.segment_landed(event.segment, segment)
         elif isinstance(event, TransferSettled):
+            self.advance(AttemptInput.SETTLE)
             self.incoming.settled()
         else:
             assert isinstance(event, TransferCommitted)
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""
-        self.over = True
         if self.incoming.outcome is None:
             self._note_parts()
         self.incoming.receipt_ended(error)

@@ -14,11 +14,11 @@ from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
 from kvwire.proto.events import SegmentsAcknowledged
-from kvwire.proto.state import RequestState
 from kvwire.transfers.base import DAMAGED, Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.ready_log import ReadyRange
+from kvwire.transfers.state import AttemptInput, AttemptState
 from kvwire.transfers.timings import PhaseTimer
 
 if TYPE_CHECKING:
@@ -29,28 +29,22 @@ class SendAttempt(Attempt):
     """An outgoing transfer on its way to one consumer.
 
     Attributes:
-        asked: This side asked, so it asks again after a lost link.
-        suspended: Its link was lost, and it waits for another.
-        origin: The consumer's.
-        planned: The consumer was met, and this is its plan.
         confirmed: The consumer has said something that shows that it knows our half:
             only then does what it had before count as landed on its side too.
     """
 
-    plan: TransferPlan
     landed: Landed
 
-    def __init__(self, outgoing: OutgoingState, connection: ConnectionPort) -> None:
-        super().__init__(connection)
+    def __init__(
+        self, outgoing: OutgoingState, connection: ConnectionPort, *, asks: bool
+    ) -> None:
+        super().__init__(connection, asks=asks)
         self.outgoing = outgoing
-        self.origin = connection.peer.origin
-        self.asked = False
-        self.suspended = False
-        self.planned = False
+        self._plan: TransferPlan | None = None
         self.confirmed = False
         self.reason = ""
         self._phases = PhaseTimer(outgoing.phases.created)
-        self._resumed = False
+        self._links = 1
         self._cursor = 0
         # Marks that wait for their neighbours, each also in the words of the plan.
         self._held: list[tuple[ReadyRange, tuple[Segment, ...]]] = []
@@ -58,14 +52,18 @@ class SendAttempt(Attempt):
         self._under_way = 0
         self._sent: dict[int, Segment] = {}
         self._damaged: list[Segment] = []
-        self._settled = False
-        self._committed = False
         self._grouped = 1
 
     @property
-    def waits(self) -> bool:
-        """Whether its link is lost, and has touched memory for the last time."""
-        return self.suspended and self.core is None
+    def planned(self) -> bool:
+        """Whether the consumer was met, on this link or an earlier one."""
+        return self._plan is not None
+
+    @property
+    def plan(self) -> TransferPlan:
+        """What the consumer gets of the transfer, once it is planned."""
+        assert self._plan is not None
+        return self._plan
 
     def agreed(self, description: TransferOffer) -> None:
         """See Attempt."""
@@ -75,6 +73,13 @@ class SendAttempt(Attempt):
         except KVWireError as exc:
             self.refuse(exc, WireCode.PROFILE)
             return
+        self.begin(settled=description.settled)
+
+    def begin(self, *, settled: bool) -> None:
+        """Both sides have agreed: send what was marked, unless all of it is there."""
+        self.advance(AttemptInput.AGREE)
+        if settled:
+            self.advance(AttemptInput.SETTLE)
         self.send_marks()
 
     def plan_with(self, description: TransferOffer) -> None:
@@ -104,20 +109,20 @@ class SendAttempt(Attempt):
         )
         out.require_same_tokens(plan)
         if not self.planned:
-            self.plan, self.landed, self.planned = plan, Landed(plan), True
+            self._plan, self.landed = plan, Landed(plan)
         before = self.landed.left
         self.landed.mark_boxes([Segment(*box) for box in description.landed])
         if self.landed.left < before:
             out.renew_lease()
-        self._settled = description.settled
         self._phases.note("agreed")
 
     def send_marks(self) -> None:
         """Turn the marks that have come since the last time into segments."""
-        core, marks = self.core, self.outgoing.ready_log
-        if core is None or core.over or not self.planned or self._committed:
+        if self.state not in (AttemptState.MOVING, AttemptState.SETTLED):
             return
-        if core.state is not RequestState.MOVING:
+        core, marks = self.core, self.outgoing.ready_log
+        assert core is not None
+        if core.over:  # and this attempt is about to hear of it
             return
         # Asked before the log is read: another thread may add the last mark meanwhile.
         all_in = marks.all_in
@@ -131,7 +136,7 @@ class SendAttempt(Attempt):
             self.outgoing.stop(exc, WireCode.TOO_LARGE)
             return
         if all_in:
-            self._committed = True
+            self.advance(AttemptInput.COMMIT)
             self.connection.transfers.commit(core, complete=marks.complete)
         self.connection.run()
 
@@ -155,18 +160,14 @@ class SendAttempt(Attempt):
             self._damaged = [self._sent[number] for number in damaged]
         self.outgoing.delivery_ended(self, error)
 
-    def suspend(self) -> None:
-        """The link is lost; what was not acknowledged is sent again on the next."""
-        self.suspended = True
-
     def resume(self, connection: ConnectionPort) -> None:
-        """Go on with another link."""
+        """Go on with another link: what was not acknowledged is sent again."""
+        self.advance(AttemptInput.RESUME)
         self.connection = connection
-        self.suspended = False
-        self._resumed = True
+        self._links += 1
         self._cursor = 0
         self._held, self._held_bytes = [], 0
-        self._sent, self._committed = {}, False
+        self._sent = {}
         self._under_way = 0
 
     def outcome(self, reason: str) -> Outcome:
@@ -175,7 +176,7 @@ class SendAttempt(Attempt):
             self.landed if self.confirmed else Landed(self.plan, held=False),
             reasons=[(DAMAGED, self.plan.covering(self._damaged))],
             otherwise=self.reason or reason,
-            timings=self._phases.timings(memory=self.asked),
+            timings=self._phases.timings(memory=self.asks),
             layers_grouped=self._grouped,
         )
 
@@ -205,7 +206,7 @@ class SendAttempt(Attempt):
 
     def _send(self, segment: Segment) -> None:
         nbytes = self.plan.nbytes_of(segment)
-        if not nbytes or self._settled:
+        if not nbytes or self.state is AttemptState.SETTLED:
             return
         if len(self._sent) >= SEGMENTS_MAX:
             raise UsageError(
@@ -230,7 +231,7 @@ class SendAttempt(Attempt):
 
     def _lacking(self, segment: Segment) -> list[Segment]:
         """What of a segment is to be sent: after a lost link, what has not landed."""
-        return self.landed.lacking(segment) if self._resumed else [segment]
+        return self.landed.lacking(segment) if self._links > 1 else [segment]
 
     def _cut(self, segment: Segment) -> list[Segment]:
         """A segment as pieces, none much larger than SEGMENT_BYTES.

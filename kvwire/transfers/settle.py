@@ -9,6 +9,7 @@ from kvwire.proto.events import SegmentMarked
 from kvwire.transfers.base import Attempt, TransferEvent, recoverable
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
+from kvwire.transfers.state import AttemptInput, AttemptState
 
 if TYPE_CHECKING:
     from kvwire.transfers.incoming import IncomingState
@@ -22,21 +23,24 @@ class SettleAttempt(Attempt):
     nothing may land any more: the producer is told that everything has.
     """
 
-    def __init__(
-        self, incoming: IncomingState, receipt: ReceiveAttempt, *, asks: bool
-    ) -> None:
-        super().__init__(receipt.connection)
+    def __init__(self, incoming: IncomingState, receipt: ReceiveAttempt) -> None:
+        super().__init__(
+            receipt.connection, asks=receipt.asks, state=AttemptState.WAITING
+        )
         self.incoming = incoming
         self.peer_end = incoming.met
         self.key = (incoming.key, incoming.end)
-        self.origin = receipt.origin
-        self.asks = asks
 
-    def ask(self, connection: ConnectionPort) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether no link carries it, so that the next one may."""
+        return self.state is AttemptState.WAITING
+
+    def pull(self, connection: ConnectionPort) -> None:
         """Pull again, to say it."""
-        self.connection = connection
-        connection.start_transfer(
-            self,
+        self.advance(AttemptInput.RESUME)
+        self.ask(
+            connection,
             key=self.incoming.key,
             priority=0,
             description=self.incoming.description().encode(),
@@ -45,14 +49,21 @@ class SettleAttempt(Attempt):
 
     def meet(self, connection: ConnectionPort, core: Any) -> None:
         """The producer pushes again, not having heard it."""
+        self.advance(AttemptInput.RESUME)
         self.connection = connection
         self.core, core.context = core, self
         answer = self.incoming.description(self.incoming.plan.digest)
         connection.transfers.agree(core, answer.encode())
+        self._settle()
         connection.run()
 
     def agreed(self, description: TransferOffer) -> None:
         """See Attempt."""
+        self._settle()
+
+    def _settle(self) -> None:
+        self.advance(AttemptInput.AGREE)
+        self.advance(AttemptInput.SETTLE)
 
     def event(self, event: TransferEvent) -> None:
         """See Attempt."""
@@ -63,6 +74,8 @@ class SettleAttempt(Attempt):
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""
+        lost = recoverable(error)
+        self.advance(AttemptInput.LOSE if lost else AttemptInput.END)
         self.forget()
-        if not recoverable(error):
+        if not lost:
             self.incoming.registry.confirmed(self)

@@ -86,7 +86,7 @@ async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.a.watchers.add(notes)
         monkeypatch.setattr(IncomingState, "ask", ask_and_end)
         assert not (await pair.ab.pull("x", cache(), [0])).complete
-    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
+    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", ["b"])]
 
 
 async def test_what_was_never_taken_on_is_not_told() -> None:

@@ -251,7 +251,7 @@ def test_no_piece_is_longer_than_a_consumer_takes(
     order = ("block", "layer") if by_block else ("layer", "block")
     walk = SimpleNamespace(order=order)
     delivery: Any = delivery_module.SendAttempt.__new__(delivery_module.SendAttempt)
-    delivery.plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
+    delivery._plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
     whole = Segment(0, 3, layers, 0, granules)
     pieces = delivery._cut(whole)
     assert sum(map(nbytes_of, pieces)) == nbytes_of(whole)

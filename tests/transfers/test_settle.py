@@ -10,6 +10,7 @@ import kvwire
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.proto.records import TransferRecord
 from kvwire.transfers.sender import SendAttempt
+from kvwire.transfers.state import AttemptState
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import LAYERS, World, play, same
@@ -107,7 +108,7 @@ def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
     real = SendAttempt.send_marks
 
     def send_marks(self: Any) -> None:
-        if not self._settled:
+        if self.state is not AttemptState.SETTLED:
             real(self)
         elif self.core is not None and not self.core.over:
             outbox, body = (
