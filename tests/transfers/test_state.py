@@ -1,0 +1,243 @@
+"""The tables of transfers and attempts: every state with every input, and sequences."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+
+import kvwire
+from kvwire.errors import WireCode
+from kvwire.proto.requests import RequestRecord
+from kvwire.proto.state import Input, Kind
+from kvwire.transfers.base import Attempt, recoverable
+from kvwire.transfers.state import (
+    ATTEMPT_TRANSITIONS,
+    OFF_LINK,
+    ON_LINK,
+    TRANSFER_TRANSITIONS,
+    UNNOTIFIED,
+    AttemptInput,
+    AttemptState,
+    TransferInput,
+    TransferState,
+    after_attempt,
+    after_transfer,
+)
+from tests.support.depth import examples
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(TransferState, TransferInput))
+)
+def test_every_state_of_a_transfer_with_every_input(
+    state: TransferState, event: TransferInput
+) -> None:
+    """A step of the table, or an error that names both."""
+    target = TRANSFER_TRANSITIONS.get((state, event))
+    if target is None:
+        with pytest.raises(ValueError, match=f"{event.value} of .* {state.value}"):
+            after_transfer(state, event)
+    else:
+        assert after_transfer(state, event) is target
+        assert target is not state
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(AttemptState, AttemptInput))
+)
+def test_every_state_of_an_attempt_with_every_input(
+    state: AttemptState, event: AttemptInput
+) -> None:
+    target = ATTEMPT_TRANSITIONS.get((state, event))
+    if target is None:
+        with pytest.raises(ValueError, match=f"{event.value} of .* {state.value}"):
+            after_attempt(state, event)
+    else:
+        assert after_attempt(state, event) is target
+        assert target is not state or state is AttemptState.REFUSED
+
+
+def test_a_transfer_ends_once_and_drains_last() -> None:
+    """There is no way back, and one way to each end."""
+    order = list(TransferState)
+    for (state, _), target in TRANSFER_TRANSITIONS.items():
+        assert order.index(target) > order.index(state)
+    for event in (TransferInput.RECORD, TransferInput.DRAIN):
+        assert sum(taken is event for _, taken in TRANSFER_TRANSITIONS) == 1
+    assert not [s for s, _ in TRANSFER_TRANSITIONS if s is TransferState.DRAINED]
+
+
+def test_memory_is_used_anew_only_after_its_link_has_let_go() -> None:
+    """No step but RELEASE leads to WAITING, and none but RESUME back to a link."""
+    into = {event for (_, event), to in ATTEMPT_TRANSITIONS.items() if to in OFF_LINK}
+    assert into == {AttemptInput.LOSE, AttemptInput.RELEASE}
+    for (state, event), target in ATTEMPT_TRANSITIONS.items():
+        if target is AttemptState.WAITING:
+            assert (state, event) == (AttemptState.LOST, AttemptInput.RELEASE)
+        if state not in ON_LINK and target in ON_LINK:
+            assert (state, event) == (AttemptState.WAITING, AttemptInput.RESUME)
+    assert not [s for s, _ in ATTEMPT_TRANSITIONS if s is AttemptState.OVER]
+
+
+def test_the_sets_of_states_share_nothing_and_lack_nothing() -> None:
+    assert not ON_LINK & UNNOTIFIED
+    assert ON_LINK | UNNOTIFIED | {AttemptState.OVER} == set(AttemptState)
+
+
+# --- sequences ------------------------------------------------------------------------
+
+
+class Link:
+    """A connection of which only requests are there; it says what may touch memory."""
+
+    class peer:  # noqa: N801 - stands for the attribute
+        origin = b"peer"
+
+    def __init__(self) -> None:
+        self.request = RequestRecord(
+            kind=Kind.OUTGOING, wire_id=None, buffer=None, nbytes=0
+        )
+        self.transfers = self
+        self.lost = False
+        self.full = False
+        self.forgotten = False
+        # What the core has reported, and the attempt has not heard of yet.
+        self.error: kvwire.KVWireError | None = None
+
+    def start_transfer(self, attempt: Attempt, **more: object) -> None:
+        if self.full:
+            raise kvwire.UsageError("full")
+        attempt.core, self.request.context = self.request, attempt
+
+    def refuse(
+        self, request: RequestRecord, error: kvwire.KVWireError, code: WireCode
+    ) -> None:
+        assert request is self.request
+        self.end(error)
+
+    def end(self, error: kvwire.KVWireError) -> None:
+        self.request.advance(Input.FAIL)
+        self.error = error
+
+    def forget(self, request: RequestRecord) -> None:
+        assert request.over
+        self.forgotten = True
+
+    def run(self) -> None:
+        """Nothing to carry out."""
+
+
+class OneAttempt(Attempt):
+    """What both ends do when a request is over, without plans and memory."""
+
+    def ended(self, error: kvwire.KVWireError | None) -> None:
+        goes_on = recoverable(error) and self.state in ON_LINK
+        self.advance(AttemptInput.LOSE if goes_on else AttemptInput.END)
+
+
+class Life(RuleBasedStateMachine):
+    """One attempt over any number of links, which do whatever links do.
+
+    Every rule is something that can happen then: the table has a step for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[Link] = []
+        link: Any = Link()
+        self.attempt = OneAttempt(link, asks=True)
+        self._ask(link)
+
+    def _ask(self, link: Any) -> None:
+        self.attempt.ask(link, key=b"t", priority=0, description=b"", pull=False)
+        self.links.append(link)
+
+    @property
+    def link(self) -> Link:
+        return self.links[-1]
+
+    @precondition(
+        lambda self: self.attempt.state in (AttemptState.ASKED, AttemptState.REFUSED)
+    )
+    @rule()
+    def the_peer_agrees(self) -> None:
+        self.attempt.advance(AttemptInput.AGREE)
+
+    @precondition(
+        lambda self: self.attempt.state in (AttemptState.MOVING, AttemptState.REFUSED)
+    )
+    @rule()
+    def all_has_landed(self) -> None:
+        self.attempt.advance(AttemptInput.SETTLE)
+
+    @precondition(
+        lambda self: self.attempt.state in (AttemptState.MOVING, AttemptState.SETTLED)
+    )
+    @rule()
+    def the_producer_commits(self) -> None:
+        self.attempt.advance(AttemptInput.COMMIT)
+
+    @rule()
+    def this_side_ends_it(self) -> None:
+        self.attempt.refuse(kvwire.RequestCancelled("no"), WireCode.CANCELLED)
+
+    @precondition(lambda self: not self.link.request.over)
+    @rule(lost=st.booleans())
+    def the_core_ends_its_request(self, lost: bool) -> None:
+        """The attempt hears of that later; this side may refuse meanwhile."""
+        error: kvwire.KVWireError = kvwire.PeerCancelled("the peer")
+        self.link.end(kvwire.ConnectionLost("cut") if lost else error)
+
+    @precondition(lambda self: self.link.error is not None)
+    @rule()
+    def the_attempt_hears_of_it(self) -> None:
+        error, self.link.error = self.link.error, None
+        assert self.attempt.core is self.link.request
+        self.attempt.ended(error)
+        self.link.lost = recoverable(error)
+
+    @precondition(lambda self: self.link.request.over and self.link.error is None)
+    @rule()
+    def the_link_has_let_go_of_memory(self) -> None:
+        self.attempt.forget()
+
+    @precondition(lambda self: self.attempt.state is AttemptState.WAITING)
+    @rule(full=st.booleans())
+    def another_link_comes(self, full: bool) -> None:
+        link: Any = Link()
+        link.full = full
+        self.attempt.advance(AttemptInput.RESUME)
+        try:
+            self._ask(link)
+        except kvwire.UsageError:
+            assert self.attempt.state is AttemptState.WAITING
+
+    @invariant()
+    def what_waits_has_no_link_that_may_touch_its_memory(self) -> None:
+        if self.attempt.state is AttemptState.WAITING:
+            assert self.attempt.core is None
+        for link in self.links[:-1]:
+            assert link.request.over
+            assert link.forgotten
+        if not self.link.request.over:
+            assert self.attempt.core is self.link.request
+            assert self.attempt.state in ON_LINK
+
+    @invariant()
+    def what_is_over_stays_over(self) -> None:
+        if self.attempt.state is AttemptState.OVER:
+            assert self.link.request.over
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=examples(300), stateful_step_count=30)
