@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 import kvwire
 from kvwire.errors import WireCode
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import Input, Kind
+from kvwire.proto.state import RequestInput, RequestKind
 from kvwire.transfers.base import Attempt, recoverable
 from kvwire.transfers.state import (
     ATTEMPT_TRANSITIONS,
@@ -105,7 +105,7 @@ class Link:
 
     def __init__(self) -> None:
         self.request = RequestRecord(
-            kind=Kind.OUTGOING, wire_id=None, buffer=None, nbytes=0
+            kind=RequestKind.OUTGOING, wire_id=None, buffer=None, nbytes=0
         )
         self.transfers = self
         self.lost = False
@@ -126,7 +126,7 @@ class Link:
         self.end(error)
 
     def end(self, error: kvwire.KVWireError) -> None:
-        self.request.advance(Input.FAIL)
+        self.request.advance(RequestInput.FAIL)
         self.error = error
 
     def forget(self, request: RequestRecord) -> None:
