@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Self, Unpack, overload
 
 from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.request import RequestState
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.request import Request
@@ -73,7 +74,7 @@ class Connection:
             Cancelling the await does not stop the message. ``buffer`` must stay
             unchanged until ``await request.released()`` returns.
         """
-        return self._state.send(tag, buffer, deadline=deadline)
+        return Request(self._state.send(tag, buffer, deadline))
 
     @overload
     def recv(self, tag: int, *, deadline: Deadline = None) -> Request[bytearray]: ...
@@ -111,7 +112,8 @@ class Connection:
             Once a message is on its way the receive goes on without the waiter;
             ``into`` is busy until ``await request.released()`` returns.
         """
-        return self._state.recv(tag, into, deadline=deadline)
+        state: RequestState[Any] = self._state.recv(tag, into, deadline)
+        return Request(state)
 
     # --- one-sided --------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Connection:
             Cancelling the await does not stop the write. ``buffer`` must stay unchanged
             until ``await request.released()`` returns.
         """
-        return self._state.put(buffer, grant, deadline=deadline)
+        return Request(self._state.put(buffer, grant, deadline))
 
     def get(
         self, grant: Grant, into: Any, *, deadline: Deadline = None
@@ -161,7 +163,7 @@ class Connection:
             Cancelling the await does not stop the read. ``into`` is busy until
             ``await request.released()`` returns.
         """
-        return self._state.get(grant, into, deadline=deadline)
+        return Request(self._state.get(grant, into, deadline))
 
     # --- KV transfers -----------------------------------------------------------------
 

@@ -177,17 +177,13 @@ class Engine:
             self._thread.post(self._communicator.abort)
         self.close()
 
-    @property
-    def thread(self) -> IOThread:
-        """Where its communicator lives; for what it hands out, and for tests."""
-        return self._thread
-
 
 class EngineConnection:
     """A connection, from synchronous code."""
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
-        self._engine = engine
+        self._engine = engine  # which would close if nobody held it
+        self._thread = engine._thread  # noqa: SLF001 - of this file
         self._connection = connection
 
     def __repr__(self) -> str:
@@ -219,7 +215,7 @@ class EngineConnection:
         pull = self._connection.pull
         return EngineIncoming(
             self._engine,
-            self._engine.thread.run(lambda: pull(id, cache, blocks, **options)),
+            self._thread.run(lambda: pull(id, cache, blocks, **options)),
         )
 
     def push(
@@ -233,23 +229,24 @@ class EngineConnection:
         push = self._connection.push
         return EngineOutgoing(
             self._engine,
-            self._engine.thread.run(lambda: push(id, cache, blocks, **options)),
+            self._thread.run(lambda: push(id, cache, blocks, **options)),
         )
 
     def close(self) -> None:
         """See :meth:`kvwire.Connection.close`."""
-        self._engine.thread.call(self._connection.close())
+        self._thread.call(self._connection.close())
 
     def abort(self, reason: str = "aborted by this side") -> None:
         """See :meth:`kvwire.Connection.abort`."""
-        self._engine.thread.post(lambda: self._connection.abort(reason))
+        self._thread.post(lambda: self._connection.abort(reason))
 
 
 class _EngineTransfer:
     """What both ends of a transfer have from synchronous code."""
 
     def __init__(self, engine: Engine, end: Outgoing | Incoming) -> None:
-        self._engine = engine
+        self._engine = engine  # which would close if nobody held it
+        self._thread = engine._thread  # noqa: SLF001 - of this file
         self._end = end
 
     def __repr__(self) -> str:
@@ -274,7 +271,7 @@ class _EngineTransfer:
         known = self._end.outcome
         if known is not None:
             return known
-        return self._engine.thread.call(_outcome(self._end), timeout)
+        return self._thread.call(_outcome(self._end), timeout)
 
     def wait_drained(self, timeout: float | None = None) -> None:
         """Wait until nothing of kvwire can touch the blocks any more.
@@ -283,11 +280,11 @@ class _EngineTransfer:
             TimeoutError: Not within ``timeout`` seconds. The blocks are *not* free.
         """
         if not self._end.is_drained:
-            self._engine.thread.call(self._end.drained(), timeout)
+            self._thread.call(self._end.drained(), timeout)
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; memory is free once drained. Does not wait."""
-        self._engine.thread.post(lambda: self._end.abort(reason))
+        self._thread.post(lambda: self._end.abort(reason))
 
 
 class EngineOutgoing(_EngineTransfer):
@@ -308,17 +305,17 @@ class EngineOutgoing(_EngineTransfer):
         Once the transfer is over, or the engine closed, a mark has no effect: a forward
         pass need not know.
         """
-        self._engine.thread.check_process()
+        self._thread.check_process()
         self._end.ready(layers, blocks, group=group, after=after)
 
     def extend(self, blocks: Blocks) -> None:
         """See :meth:`kvwire.Outgoing.extend`; does not wait."""
-        self._engine.thread.check_process()
+        self._thread.check_process()
         self._end.extend(blocks)
 
     def finish(self, *, partial: bool = False) -> None:
         """See :meth:`kvwire.Outgoing.finish`; does not wait."""
-        self._engine.thread.check_process()
+        self._thread.check_process()
         self._end.finish(partial=partial)
 
 
@@ -339,7 +336,7 @@ class EngineIncoming(_EngineTransfer):
             TimeoutError: Not within ``timeout`` seconds; the transfer goes on.
         """
         if not self._end.layer_landed(layer, group):
-            self._engine.thread.call(self._end.layer(layer, group), timeout)
+            self._thread.call(self._end.layer(layer, group), timeout)
 
     def layer_landed(self, layer: int, *, group: str | None = None) -> bool:
         """Whether a layer of every block has landed; does not wait."""

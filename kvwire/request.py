@@ -1,14 +1,9 @@
 """A request as its owner sees it: one movement of bytes, with exactly one completion.
 
-The completion is a record in the request, written before anybody is woken. So it cannot
-get lost with a cancelled task, several tasks may await one request, and awaiting it
-again gives the same answer.
-
 Cancelling an ``await`` stops the waiting and not the movement: the hardware goes on,
 and so does the request. ``cancel()`` ends the request, and ``released()`` says when
 its memory is free. The one exception is a receive that has met no message yet: while
-nobody waits for it, it is not posted, so a message can never vanish into a forgotten
-buffer. Awaiting it again posts it again.
+nobody waits for it, it is not posted.
 """
 
 from __future__ import annotations
@@ -16,13 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvwire.backend import Payload
-from kvwire.errors import KVWireError
-
-if TYPE_CHECKING:
-    from kvwire.proto.requests import RequestRecord
+from kvwire.endpoint.request import RequestState
 
 T = TypeVar("T")
 
@@ -35,91 +26,40 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     not be awaited.
     """
 
-    __slots__ = (
-        "_drivers",
-        "_error",
-        "_owner",
-        "_result",
-        "_waiters",
-        "core",
-        "into",
-        "over",
-        "post",
-    )
+    __slots__ = ("_state", "_waits")
 
-    def __init__(
-        self,
-        owner: RequestOwner | None = None,
-        *,
-        into: Payload | None = None,
-        post: Callable[[], RequestRecord] | None = None,
-    ) -> None:
-        self.over = False
-        self.core: RequestRecord | None = None
-        # Of a receive: where its bytes go, and how to post it (again).
-        self.into = into
-        self.post = post
-        self._owner = owner
-        self._result: T | None = None
-        self._error: KVWireError | None = None
-        self._waiters: tuple[asyncio.Future[None], ...] = ()
+    def __init__(self, state: RequestState[T]) -> None:
+        self._state = state
         # Of each task that was made of this request, its wait.
-        self._drivers: dict[asyncio.Task[Any] | None, Generator[Any, Any, T]] | None
-        self._drivers = None
-
-    @classmethod
-    def completed(cls, result: T) -> Request[T]:
-        """A request that was over at once.
-
-        Cancel safety: nothing is left that could be cancelled.
-        """
-        request = cls()
-        request.over = True
-        request._result = result
-        return request
-
-    @classmethod
-    def failed(cls, error: KVWireError) -> Request[T]:
-        """A request that failed at once.
-
-        Cancel safety: nothing is left that could be cancelled.
-        """
-        request = cls()
-        request.over = True
-        request._error = error
-        return request
+        self._waits: dict[asyncio.Task[Any] | None, Generator[Any, Any, T]] | None
+        self._waits = None
 
     def __repr__(self) -> str:
-        state = "pending"
-        if self.over:
-            state = f"failed: {self._error}" if self._error else "done"
-        return f"<Request {state}>"
+        state, text = self._state, "pending"
+        if state.over:
+            text = f"failed: {state.error}" if state.error else "done"
+        return f"<Request {text}>"
 
     def done(self) -> bool:
-        """Whether the completion is known."""
-        return self.over
+        """Tell whether the completion is known."""
+        return self._state.over
 
     def result(self) -> T:
-        """The result, or the error raised.
+        """Return the result, or raise the error.
 
         Raises:
             asyncio.InvalidStateError: It is not known yet.
             KVWireError: The request failed.
         """
-        if not self.over:
-            raise asyncio.InvalidStateError("the request is not done")
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
+        return self._state.result()
 
     def cancel(self) -> None:
-        """End the request, for both sides; does nothing if it is over.
+        """End the request, for both sides; do nothing if it is over.
 
         Its awaiters get :exc:`~kvwire.RequestCancelled`. The memory is free once
         :meth:`released` returns: what a transport has begun, it finishes.
         """
-        if self._owner is not None and not self.over:
-            self._owner.cancel_request(self)
+        self._state.cancel()
 
     async def released(self) -> None:
         """Wait until nothing of kvwire can touch the request's memory any more.
@@ -129,48 +69,15 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
 
         Cancel safety: safe, it only watches.
         """
-        if self._owner is None:
-            return
-        free = asyncio.Event()
-        self._owner.when_released(self, free.set)
-        await free.wait()
-
-    def complete(self, result: T | None, error: KVWireError | None) -> None:
-        """Record the completion; called once, by the connection."""
-        assert not self.over, "a request was completed twice"
-        self.over = True
-        self._result = result
-        self._error = error
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters = ()
+        await self._state.released()
 
     def __await__(self) -> Generator[Any, Any, T]:
-        if not self.over:
-            owner = self._owner
-            assert owner is not None
-            if self.core is None:
-                owner.post_again(self)
-            # Posting it again may have completed it.
-            if not self.over:
-                loop = asyncio.get_running_loop()
-                waiter: asyncio.Future[None] = loop.create_future()
-                self._waiters += (waiter,)
-                try:
-                    yield from waiter
-                except BaseException:
-                    self._stop_waiting(waiter, owner)
-                    raise
-        if self._error is not None:
-            yield  # one turn of the loop: see kvwire.clock
-            raise self._error
-        return self._result  # type: ignore[return-value]
+        return self._state.wait()
 
     # --- what asyncio expects of a coroutine object -----------------------------------
 
     def send(self, value: Any) -> Any:
-        """Run the coroutine on, as ``asyncio.Task`` does."""
+        """Run the wait of the current task on, as ``asyncio.Task`` does."""
         return self._drive(lambda waiting: waiting.send(value))
 
     def throw(
@@ -179,62 +86,36 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         val: BaseException | object = None,
         tb: TracebackType | None = None,
     ) -> Any:
-        """Raise inside the coroutine, as a cancelled ``asyncio.Task`` does."""
+        """Raise inside the wait of the current task, as its cancellation does."""
         error = typ if val is None else val
         if isinstance(error, type):
             error = error()
         assert isinstance(error, BaseException)
-        drivers = self._drivers or {}
-        if self._owner is not None and asyncio.current_task() not in drivers:
+        if asyncio.current_task() not in (self._waits or {}):
             # Cancelled before its first step: this task has never waited.
-            self._neglect_if_alone(self._owner)
+            self._state.neglect_if_alone()
         raised = error.with_traceback(tb) if tb else error
         return self._drive(lambda waiting: waiting.throw(raised))
 
     def close(self) -> None:
-        """Stop waiting; the request goes on."""
-        if self._drivers is None:
+        """Stop the wait of the current task; the request goes on."""
+        if self._waits is None:
             return
-        waiting = self._drivers.pop(asyncio.current_task(), None)
+        waiting = self._waits.pop(asyncio.current_task(), None)
         if waiting is not None:
             waiting.close()
 
     def _drive(self, step: Callable[[Generator[Any, Any, T]], Any]) -> Any:
         """Take one step of the current task's own wait for this request."""
         task = asyncio.current_task()
-        if self._drivers is None:
-            self._drivers = {}
-        drivers = self._drivers
-        waiting = drivers.get(task)
+        if self._waits is None:
+            self._waits = {}
+        waits = self._waits
+        waiting = waits.get(task)
         if waiting is None:
-            waiting = drivers[task] = self.__await__()
+            waiting = waits[task] = self._state.wait()
         try:
             return step(waiting)
         except BaseException:  # StopIteration with the result, mostly
-            del drivers[task]
+            del waits[task]
             raise
-
-    def _stop_waiting(self, waiter: asyncio.Future[None], owner: RequestOwner) -> None:
-        if not self.over:
-            self._waiters = tuple(w for w in self._waiters if w is not waiter)
-            self._neglect_if_alone(owner)
-
-    def _neglect_if_alone(self, owner: RequestOwner) -> None:
-        if not self.over and not self._waiters:
-            owner.neglect(self)
-
-
-class RequestOwner(Protocol):
-    """The connection a request runs on, as the request sees it."""
-
-    def cancel_request(self, request: Request[Any]) -> None:
-        """End it."""
-
-    def post_again(self, request: Request[Any]) -> None:
-        """Somebody waits again for a receive that was neglected."""
-
-    def neglect(self, request: Request[Any]) -> None:
-        """Nobody waits for it any more: take it back if it has met no message."""
-
-    def when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
-        """Call once its memory is free."""

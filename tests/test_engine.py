@@ -106,7 +106,7 @@ def test_marks_from_several_threads_while_the_loop_is_busy() -> None:
 
         def spin() -> None:
             if busy.is_set():
-                e.p.thread.post(spin)
+                e.p._thread.post(spin)
 
         spin()
         for number in range(25):
@@ -291,14 +291,14 @@ def test_close_from_several_threads() -> None:
         ends = [pool.submit(engine.close) for engine in (e.p, e.c) for _ in range(4)]
         for end in ends:
             end.result(PATIENCE_S)
-        assert e.p.thread.ended
+        assert e.p._thread.ended
 
 
 def test_its_own_thread_is_refused() -> None:
     with kvwire.Engine() as engine:
         for call in (engine.close, engine.accept):
             with pytest.raises(kvwire.UsageError, match="own thread"):
-                engine.thread.run(call)
+                engine._thread.run(call)
 
 
 def test_a_block_left_by_an_exception_does_not_wait() -> None:
@@ -337,7 +337,7 @@ def _open_and_forget(ended: queue.Queue[bool]) -> None:
         await communicator.close()
         ended.put(True)
 
-    engine.thread.at_end(end)
+    engine._thread.at_end(end)
     del engine
     gc.collect()
 

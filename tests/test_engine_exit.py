@@ -66,7 +66,7 @@ def test_exit_of_the_interpreter_ends_connections_properly() -> None:
     out = _run(
         """
         import atexit
-        atexit.register(lambda: print(out.outcome.complete, p.thread.ended))
+        atexit.register(lambda: print(out.outcome.complete, p._thread.ended))
         """
     )
     assert out == "False True\n"
@@ -113,7 +113,7 @@ def test_exit_by_a_signal(state: str) -> None:
         "runs": "print('now', flush=True); sys.stdin.read()",
         "main waits": "print('now', flush=True); inc.wait()",
         "closing": (
-            "p.thread.at_end(lambda: print('now', flush=True) or stuck()); p.close()"
+            "p._thread.at_end(lambda: print('now', flush=True) or stuck()); p.close()"
         ),
         "closed": "p.close(), c.close(); print('now', flush=True); sys.stdin.read()",
     }[state]

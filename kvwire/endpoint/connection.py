@@ -12,6 +12,7 @@ from kvwire.backend import Link
 from kvwire.clock import absolute
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.lanes.setup import LaneEvent, LaneSetup, Route
+from kvwire.endpoint.request import RequestState
 from kvwire.endpoint.verbs import PullPush
 from kvwire.errors import (
     ConnectionClosed,
@@ -46,7 +47,6 @@ from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind
 from kvwire.proto.transfers import Transfers
-from kvwire.request import Request
 from kvwire.transfers.base import Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import IncomingState
@@ -152,7 +152,7 @@ class ConnectionState(PullPush):
 
     # --- messages ---------------------------------------------------------------------
 
-    def send(self, tag: int, buffer: Any, *, deadline: Deadline = None) -> Request[int]:
+    def send(self, tag: int, buffer: Any, deadline: Deadline) -> RequestState[int]:
         """See :meth:`kvwire.Connection.send`."""
         payload = as_payload(buffer, writable=False)
         nbytes = payload.nbytes
@@ -165,40 +165,36 @@ class ConnectionState(PullPush):
             try:
                 header = self.core.eager_header(tag, nbytes, check)
             except ConnectionClosed as exc:
-                return Request.failed(exc)
+                return RequestState.failed(exc)
             if header is not None:
                 self._pump.send_eager(header, payload if nbytes else None)
-                return Request.completed(nbytes)
+                return RequestState.completed(nbytes)
         _check_size(nbytes)
         post = partial(self._message, self.core.send, tag, payload, at)
-        return self._begin(Request(self, post=post))
+        return self._begin(RequestState.begun(self, post))
 
     def recv(
-        self, tag: int, into: Any = None, *, deadline: Deadline = None
-    ) -> Request[int] | Request[bytearray]:
+        self, tag: int, into: Any, deadline: Deadline
+    ) -> RequestState[int] | RequestState[bytearray]:
         """See :meth:`kvwire.Connection.recv`."""
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
         at = None if deadline is None else absolute(deadline)
         if into is None:
             post = partial(self.core.recv, tag, None, self._message_bytes, at)
-            return self._begin(Request(self, post=post))
+            return self._begin(RequestState.begun(self, post))
         payload = as_payload(into, writable=True, what="into")
         post = partial(self._message, self.core.recv, tag, payload, at)
-        return self._begin(Request(self, into=payload, post=post))
+        return self._begin(RequestState.begun(self, post, payload))
 
     # --- one-sided --------------------------------------------------------------------
 
-    def put(
-        self, buffer: Any, grant: Grant, *, deadline: Deadline = None
-    ) -> Request[int]:
+    def put(self, buffer: Any, grant: Grant, deadline: Deadline) -> RequestState[int]:
         """See :meth:`kvwire.Connection.put`."""
         payload = as_payload(buffer, writable=False)
         return self._one_sided(payload, grant, self.core.put, deadline)
 
-    def get(
-        self, grant: Grant, into: Any, *, deadline: Deadline = None
-    ) -> Request[int]:
+    def get(self, grant: Grant, into: Any, deadline: Deadline) -> RequestState[int]:
         """See :meth:`kvwire.Connection.get`."""
         payload = as_payload(into, writable=True, what="into")
         return self._one_sided(payload, grant, self.core.get, deadline)
@@ -297,7 +293,7 @@ class ConnectionState(PullPush):
 
     # --- what requests ask for --------------------------------------------------------
 
-    def cancel_request(self, request: Request[Any]) -> None:
+    def cancel_request(self, request: RequestState[Any]) -> None:
         """See RequestOwner."""
         if request.core is None:
             error = RequestCancelled("the receive was cancelled on this side")
@@ -306,7 +302,7 @@ class ConnectionState(PullPush):
         self.core.cancel(request.core)
         self._pump.run()
 
-    def neglect(self, request: Request[Any]) -> None:
+    def neglect(self, request: RequestState[Any]) -> None:
         """See RequestOwner."""
         core = request.core
         if core is None or core.kind is not RequestKind.RECV:
@@ -318,11 +314,13 @@ class ConnectionState(PullPush):
         else:
             core.context = request
 
-    def post_again(self, request: Request[Any]) -> None:
+    def post_again(self, request: RequestState[Any]) -> None:
         """See RequestOwner."""
         self._begin(request)
 
-    def when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
+    def when_released(
+        self, request: RequestState[Any], call: Callable[[], None]
+    ) -> None:
         """See RequestOwner."""
         core = request.core
         if core is None or core.buffer is None:
@@ -336,7 +334,7 @@ class ConnectionState(PullPush):
         self.raising.cancel()
         return not self.raising.busy
 
-    def _begin(self, request: Request[Any]) -> Request[Any]:
+    def _begin(self, request: RequestState[Any]) -> RequestState[Any]:
         """Start a request in the core and carry out what it says."""
         assert request.post is not None
         try:
@@ -385,7 +383,7 @@ class ConnectionState(PullPush):
         grant: Grant,
         start: Callable[[BufferId, int, AccessBody, float | None], RequestRecord],
         deadline: Deadline,
-    ) -> Request[int]:
+    ) -> RequestState[int]:
         nbytes = payload.nbytes
         if grant.connection != self.digest:
             raise UsageError(
@@ -399,15 +397,15 @@ class ConnectionState(PullPush):
             )
         _check_size(nbytes)
         if not nbytes:
-            return Request.completed(0)
+            return RequestState.completed(0)
         where = AccessBody(
             grant.grant, grant.generation, grant.token, grant.offset, nbytes
         )
         at = absolute(deadline)
         return self._begin(
-            Request(
+            RequestState.begun(
                 self,
-                post=lambda: self._lend(
+                lambda: self._lend(
                     payload, lambda lent: start(lent, nbytes, where, at)
                 ),
             )
@@ -479,7 +477,7 @@ class ConnectionState(PullPush):
         # Each names the other; without this only the garbage collector would end both.
         core.context = None
         held = None if event.held is None else self._pump.held.pop(event.held)
-        if not isinstance(request, Request):
+        if not isinstance(request, RequestState):
             return
         if event.error is not None:
             request.complete(None, event.error)
@@ -490,7 +488,7 @@ class ConnectionState(PullPush):
 
     def _received(
         self,
-        request: Request[Any],
+        request: RequestState[Any],
         core: RequestRecord,
         nbytes: int,
         held: memoryview | Fragments | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 from kvwire.kv.outcome import Outcome
@@ -18,9 +18,9 @@ class StoreRequest:
     may be used for something else from :meth:`drained` on, and not before.
     """
 
-    def __init__(self, work: Operation) -> None:
+    def __init__(self, work: Operation, task: asyncio.Task[Outcome]) -> None:
         self._work = work
-        self._task = asyncio.get_running_loop().create_task(work.run())
+        self._task = task
 
     def __repr__(self) -> str:
         state = "over" if self.done() else "under way"
@@ -53,14 +53,3 @@ class StoreRequest:
         Cancel safety: safe, it only watches.
         """
         await self._work.drained.wait()
-
-    def on_end(self, call: Callable[[], None]) -> None:
-        """Call something when it is over, however it ends."""
-        self._task.add_done_callback(lambda _: call())
-
-    async def ended(self) -> None:
-        """Wait until it is over, however it ended.
-
-        Cancel safety: safe, it only watches.
-        """
-        await asyncio.wait((self._task,))

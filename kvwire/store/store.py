@@ -22,12 +22,14 @@ from kvwire.clock import yields_before_raising
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
+from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Side, TransferPlan
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace, namespace_of
+from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import (
     GroupRequest,
@@ -68,7 +70,7 @@ class BlockStore:
             through=write == "through",
             threads=self._threads,
         )
-        self._live: set[StoreRequest] = set()
+        self._live: set[asyncio.Task[Outcome]] = set()
         self._closed = False
         self._closing = asyncio.Lock()
         # The tiers below that are not closed yet.
@@ -184,7 +186,7 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
-        return self._begin(StoreRequest(PutOperation(self._tiers, requests, plan)))
+        return self._begin(PutOperation(self._tiers, requests, plan))
 
     def get(
         self,
@@ -214,7 +216,7 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
-        return self._begin(StoreRequest(GetOperation(self._tiers, requests, plan)))
+        return self._begin(GetOperation(self._tiers, requests, plan))
 
     # --- the store --------------------------------------------------------------------
 
@@ -237,11 +239,6 @@ class BlockStore:
     def report(self) -> dict[str, str]:
         """For each tier why it takes no blocks, or what failed last; empty if well."""
         return {self._name: ""} | {t.name: t.error for t in self._tiers.below}
-
-    @property
-    def hierarchy(self) -> TierStack:
-        """Its tiers together, for whoever serves the store to others."""
-        return self._tiers
 
     @yields_before_raising
     async def flush(self) -> None:
@@ -316,15 +313,16 @@ class BlockStore:
         )
         return TransferPlan(cache, lists, images, side), requests
 
-    def _begin(self, request: StoreRequest) -> StoreRequest:
-        self._live.add(request)
-        request.on_end(lambda: self._live.discard(request))
-        return request
+    def _begin(self, operation: Operation) -> StoreRequest:
+        task = asyncio.get_running_loop().create_task(operation.run())
+        self._live.add(task)
+        task.add_done_callback(self._live.discard)
+        return StoreRequest(operation, task)
 
     async def _settled(self) -> None:
         """Wait for every request so far, and for what goes on in the background."""
         while self._live:
-            await next(iter(self._live)).ended()
+            await asyncio.wait((next(iter(self._live)),))
         await self._tiers.memory.settle()
 
     def _check_open(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import kvwire
 from tests.support.reference import FOLDER, PAGES
-from tests.support.reference.api import GROUPS, OFFERED
+from tests.support.reference.api import GROUPS
 from tests.support.reference.words import attributes, markdown, table
 
 
@@ -27,12 +27,6 @@ def test_every_public_name_has_its_place() -> None:
         and issubclass(cls, kvwire.KVWireError)
     } | {"Config", "__version__"}
     assert set(kvwire.__all__) - elsewhere <= placed
-
-
-@pytest.mark.parametrize("cls", OFFERED, ids=lambda cls: cls.__name__)
-def test_what_is_offered_is_there(cls: type) -> None:
-    known = {*dir(cls), *attributes(cls)}
-    assert set(OFFERED[cls].split()) <= known
 
 
 def test_a_section_of_attributes() -> None:

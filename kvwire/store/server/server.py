@@ -156,9 +156,9 @@ class StoreServer:
 
     # --- what clients are told --------------------------------------------------------
 
-    def welcome(self, version: int, requests: int) -> Welcome:
+    def _welcome(self, version: int, requests: int) -> Welcome:
         """Return what a new client has to know."""
-        tiers = self.store.hierarchy
+        tiers = self.store._tiers  # noqa: SLF001 - the library's own
         namespaces = list(tiers.namespaces.values())[:STORE_NAMESPACES_TOLD]
         return Welcome(
             version=version,
@@ -170,7 +170,7 @@ class StoreServer:
             namespaces=tuple(map(NamespaceText.of, namespaces)),
         )
 
-    def report(self, number: int) -> StatsReport:
+    def _report(self, number: int) -> StatsReport:
         """Return what is there and what has happened."""
         errors = self.store.report
         rows = [

@@ -72,6 +72,7 @@ class ClientSession:
     def __init__(self, server: StoreServer, connection: Connection) -> None:
         self._server = server
         self._store = server.store
+        self._tiers = server.store._tiers  # noqa: SLF001 - the library's own
         self._connection = connection
         self._berths = TransferBuffers(server.berths, server.berth_bytes)
         self._open: set[asyncio.Task[None]] = set()
@@ -100,7 +101,11 @@ class ClientSession:
             if not isinstance(hello, StoreHello):
                 raise UsageError(f"it began with {type(hello).__name__}")
             version = min(VERSION, hello.version)
-            await self._send(self._server.welcome(version, STORE_REQUESTS_MAX))
+            await self._send(
+                self._server._welcome(  # noqa: SLF001
+                    version, STORE_REQUESTS_MAX
+                )
+            )
             while True:
                 self._begin(await self._received())
         except ConnectionClosed:
@@ -126,7 +131,7 @@ class ClientSession:
         if isinstance(request, StoreHello):
             raise UsageError("it says hello twice")
         if isinstance(request, Touch):
-            self._store.hierarchy.touch(request.names.keys)
+            self._tiers.touch(request.names.keys)
             return
         if len(self._open) >= STORE_REQUESTS_MAX:
             raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
@@ -138,7 +143,7 @@ class ClientSession:
         try:
             match request:
                 case Find():
-                    orders = await self._store.hierarchy.orders(request.names.keys)
+                    orders = await self._tiers.orders(request.names.keys)
                     await self._send(Found(request.number, orders.tobytes()))
                 case Put():
                     await self._send(await self._put(request))
@@ -147,7 +152,11 @@ class ClientSession:
                 case Flush():
                     await self._send(await self._flush(request))
                 case Stats():
-                    await self._send(self._server.report(request.number))
+                    await self._send(
+                        self._server._report(  # noqa: SLF001
+                            request.number
+                        )
+                    )
         except ConnectionClosed as exc:
             self._connection.abort(str(exc))
         except KVWireError as exc:
@@ -265,7 +274,7 @@ class ClientSession:
     def _write_refusal(self, namespace: Namespace) -> str:
         if self._server.read_only:
             return "this server is read-only"
-        known = self._store.hierarchy.namespaces
+        known = self._tiers.namespaces
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
             return f"it has blocks of {STORE_NAMESPACES_MAX} kinds of caches already"
         return ""

@@ -112,7 +112,7 @@ async def test_what_is_matched_is_never_in_the_memory_in_front(solo: StoreSolo) 
     done = work(MATCH)
     await solo.prepare(done)
     await solo.check(done)
-    memory = solo._stocks[done.nbytes]._store.hierarchy.memory
+    memory = solo._stocks[done.nbytes]._store._tiers.memory
     find, found = Index.find, set()
 
     def watched(index: Index, keys: Keys) -> Ids:

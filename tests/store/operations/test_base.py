@@ -42,7 +42,7 @@ class Broken(FakeTier):
 
 def nothing_held(store: BlockStore) -> bool:
     """No pin, no slot without a name, no fill that goes on."""
-    memory = store.hierarchy.memory
+    memory = store._tiers.memory
     named = len(memory.index) * 4096
     return (
         not memory.index._pins.any()
@@ -53,7 +53,7 @@ def nothing_held(store: BlockStore) -> bool:
 
 async def begun(store: BlockStore, verb: Literal["put", "get"]) -> StoreRequest:
     """A request whose blocks the tier below is asked for, or given."""
-    (tier,) = store.hierarchy.below
+    (tier,) = store._tiers.below
     assert isinstance(tier, Broken)
     call, name = (store.put, "new") if verb == "put" else (store.get, "there")
     request = call(chain(COUNT, name), Filled(COUNT, seed=1).cache, range(COUNT))
@@ -92,7 +92,7 @@ async def test_a_request_that_is_torn_down_holds_nothing(
     store = store_on(tier)
     request = await begun(store, verb)
     request._task.cancel()
-    await request.ended()
+    await asyncio.wait((request._task,))
     assert request.is_drained
     assert request.outcome is None
     assert nothing_held(store)

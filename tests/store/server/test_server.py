@@ -170,7 +170,7 @@ async def test_a_bug_of_ours_costs_one_client(
 
     async with serving() as (store, server), client(server) as one:
         with monkeypatch.context() as patch:
-            patch.setattr(store.hierarchy, "touch", broken)
+            patch.setattr(store._tiers, "touch", broken)
             await one.say(Touch(names(chain(1))))
             assert await one.dropped()
         await until(lambda: not server.clients())
@@ -224,7 +224,7 @@ async def test_keys_of_another_space_are_refused() -> None:
             done = await liar.ask(request)
             assert done.table.tolist() == [BlockResult.REFUSED, BlockResult.REFUSED]
             assert "another namespace" in done.reason
-        assert not store.hierarchy.namespaces
+        assert not store._tiers.namespaces
         assert await works(server)
 
 
@@ -258,7 +258,7 @@ async def test_an_id_that_nobody_published_fails_by_its_deadline() -> None:
         assert "deadline" in done.reason
         # The only berth is free again.
         assert (await liar.ask(moving(Get, chain(2)))).table.tolist() == [1, 1]
-        assert not len(store.hierarchy.memory.index)
+        assert not len(store._tiers.memory.index)
 
 
 async def test_transfers_of_others_are_out_of_reach() -> None:
@@ -295,7 +295,7 @@ async def test_a_put_of_fewer_blocks_than_it_says_stores_none_of_them() -> None:
         done = await liar.ask(moving(Put, chain(2)))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "tokens" in done.reason
-        assert not len(store.hierarchy.memory.index)
+        assert not len(store._tiers.memory.index)
 
 
 async def test_a_partly_marked_put_stores_what_was_marked() -> None:
@@ -314,7 +314,7 @@ async def test_a_partly_marked_put_stores_what_was_marked() -> None:
         ]
         found = await one.ask(Find(2, names(chain(3))))
         assert (found.table != ABSENT).tolist() == [True, True, False]
-        assert len(store.hierarchy.memory.index) == 2
+        assert len(store._tiers.memory.index) == 2
 
 
 async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> No
     source, hashes = Filled(seed=3), chain(3)
     async with serving("memory:64KiB", f"disk:{tmp_path}?size=1MiB") as (store, server):
         await store.put([hashes[0], hashes[2]], source.cache, [0, 2])
-        await store.hierarchy.memory.empty()
+        await store._tiers.memory.empty()
         _damage(tmp_path / "images", source.tensors[0][2].tobytes())
         async with client(server) as one:
             done = await one.ask(moving(Get, hashes))
@@ -358,8 +358,8 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         # It does not expect what is pushed. Others are served meanwhile.
         assert await works(server)
         # Nor does it pin anything: all of it can be evicted.
-        index = store.hierarchy.memory.index
-        await store.hierarchy.memory.empty()
+        index = store._tiers.memory.index
+        await store._tiers.memory.empty()
         assert not len(index)
         # By the deadline its berth is free again.
         again = await idle.ask(moving(Get, hashes, number=2, transfer=2))
@@ -432,9 +432,9 @@ async def test_eight_clients_at_once_under_eviction() -> None:
         assert stats.evicted_blocks > 100
         await until(lambda: not server.clients())
         # No slot and no pin is left behind: all of it can go.
-        await store.hierarchy.memory.empty()
-        assert not len(store.hierarchy.memory.index)
-        assert not store.hierarchy.memory.index.slabs.used_bytes
+        await store._tiers.memory.empty()
+        assert not len(store._tiers.memory.index)
+        assert not store._tiers.memory.index.slabs.used_bytes
 
 
 async def _storm(server: StoreServer, seed: int) -> int:
@@ -461,13 +461,13 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
     async with serving(*tiers) as (_, server), client(server) as one:
         assert await works(server)
         await until(lambda: len(server.clients()) == 1)
-        report = server.report(5)
+        report = server._report(5)
         assert isinstance(decode_reply(encode(report)), NumberedReply)
         assert [row.name for row in report.tiers] == list(tiers)
         assert [row.stats.blocks for row in report.tiers] == [4, 4]
         (row,) = report.clients
         assert row.name == one.communicator.name
-        welcome = server.welcome(1, 1)
+        welcome = server._welcome(1, 1)
         assert welcome.durable
         assert [text.namespace() for text in welcome.namespaces] == [NAMESPACE]
 

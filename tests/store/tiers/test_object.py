@@ -40,7 +40,7 @@ def objects_in(folder: Path) -> list[Path]:
 
 def tier_of(store: BlockStore) -> ObjectTier:
     """The tier below memory."""
-    (tier,) = store.hierarchy.below
+    (tier,) = store._tiers.below
     assert isinstance(tier, ObjectTier)
     return tier
 
@@ -111,7 +111,7 @@ async def test_in_memory() -> None:
     async with BlockStore.open(["memory:64KiB", "object:memory:///"]) as store:
         assert not tier_of(store).durable
         assert (await store.put(hashes, source.cache, range(40))).complete
-        assert len(store.hierarchy.memory.index) < 40
+        assert len(store._tiers.memory.index) < 40
         assert (await store.get(hashes, target.cache, range(40))).complete
     assert np.array_equal(
         source.tokens(list(range(40))), target.tokens(list(range(40)))
@@ -215,7 +215,7 @@ async def test_an_object_that_was_deleted_is_missing(tmp_path: Path) -> None:
     source, hashes = Filled(seed=1), chain(2)
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
         await store.put(hashes, source.cache, [0, 1])
-        await store.hierarchy.memory.empty()
+        await store._tiers.memory.empty()
         file_of(tmp_path, hashes[0]).unlink()
         target = Filled()
         outcome = await store.get(hashes, target.cache, [0, 1])
@@ -277,7 +277,7 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
         # Those that were under way, and none after them.
         assert len(requests.made) == 2
         assert not tier.taking
-        await store.hierarchy.memory.empty()
+        await store._tiers.memory.empty()
         got = await store.get(hashes, target.cache, range(8))
         assert "no route to it" in got.missing["kv", 0]
         assert len(requests.made) == 2

@@ -42,7 +42,7 @@ ARGUMENTS = ("--tier", "memory:64MiB", "--berth", f"{BERTH}B")
 
 def tier_of(store: BlockStore) -> RemoteTier:
     """The tier below memory."""
-    (tier,) = store.hierarchy.below
+    (tier,) = store._tiers.below
     assert isinstance(tier, RemoteTier)
     return tier
 
@@ -107,7 +107,7 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
         tier = server.where + PATIENT
         async with BlockStore.open(["memory:64MiB", tier]) as store:
             get = store.get(hashes, target.cache, range(BLOCKS))
-            await until(lambda: len(store.hierarchy.memory.in_flight))
+            await until(lambda: len(store._tiers.memory.in_flight))
             server.signal(signal.SIGSTOP)
             assert not get.done()
             server.signal(signal.SIGKILL)
@@ -120,7 +120,7 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
                 source.tokens(here.tolist()), target.tokens(here.tolist())
             )
             # Nothing is left pinned or taken: all of memory can go.
-            memory = store.hierarchy.memory
+            memory = store._tiers.memory
             await memory.empty()
             assert not memory.index.slabs.used_bytes
 
@@ -196,15 +196,15 @@ async def test_a_client_killed_in_the_middle(verb: str) -> None:
         await until(lambda: not server.clients())
         assert not server._communicator._state.exchange.live
         if verb == "put":
-            assert len(store.hierarchy.memory.index) < BLOCKS
+            assert len(store._tiers.memory.index) < BLOCKS
         target = Filled(BLOCKS, LARGE)
         async with BlockStore.open([where]) as other:
             outcome = await other.get(hashes, target.cache, range(BLOCKS))
             assert outcome.complete or verb == "put"
             here = outcome.landed.ids().tolist()
             assert np.array_equal(source.tokens(here), target.tokens(here))
-        await store.hierarchy.memory.empty()
-        assert not store.hierarchy.memory.index.slabs.used_bytes
+        await store._tiers.memory.empty()
+        assert not store._tiers.memory.index.slabs.used_bytes
 
 
 @contextlib.asynccontextmanager
@@ -288,7 +288,7 @@ async def test_a_server_that_pushes_less_than_it_has_said() -> None:
             outcome = await s.get(hashes, target.cache, [5, 6, 7])
             assert outcome.landed.ids().tolist() == [5, 6]
             assert "not marked" in outcome.missing[group, 7]
-            assert len(s.hierarchy.memory.index) == 2
+            assert len(s._tiers.memory.index) == 2
         assert np.array_equal(source.tokens([0, 1]), target.tokens([5, 6]))
         assert not target.tokens([7]).any()
         await asyncio.wait((serving,))

@@ -63,28 +63,6 @@ GROUPS: Final[dict[str, tuple[object, ...]]] = {
     ),
 }
 
-# Of these classes a part is for the rest of kvwire, and this is the part that is not.
-OFFERED: Final[dict[object, str]] = {
-    kvwire.memory.LayerCounter: "word begin close position",
-    kvwire.open: "",
-    kvwire.Communicator: (
-        "name config closed incarnation counters live_connections quarantined_bytes "
-        "watchers listen connect accept connections register publish expect fired "
-        "abort close"
-    ),
-    kvwire.Connection: (
-        "peer transport transport_report closed send recv put get pull push "
-        "abort close wait_closed"
-    ),
-    kvwire.Request: "done result cancel released",
-    kvwire.StoreRequest: "outcome is_drained done drained",
-    kvwire.StoreServer: "address dropped clients close closed",
-    kvwire.BlockStore: "name counters report open match put get flush stats close",
-    kvwire.observe.opentelemetry.TransferTracer: "close",
-    kvwire.observe.prometheus.CommunicatorCollector: "",
-    kvwire.observe.prometheus.StoreCollector: "",
-}
-
 _INTRODUCTION: Final = """\
 # The Python API
 
@@ -124,11 +102,10 @@ def _heading(thing: Any) -> str:
 
 
 def _rows(cls: type) -> Iterator[tuple[str, str, str]]:
-    """Attributes, then properties, then methods."""
+    """Attributes, then the rest in the order of the code, the class's own first."""
     texts = attributes(cls)
-    names = [*texts, *(name for name in dir(cls) if name[0] != "_")]
-    if cls in OFFERED:
-        names = OFFERED[cls].split()
+    members = (name for base in cls.__mro__ for name in vars(base))
+    names = [*texts, *(name for name in members if name[0] != "_")]
     for name in dict.fromkeys(names):
         member = inspect.getattr_static(cls, name, None)
         if isinstance(member, classmethod | staticmethod):

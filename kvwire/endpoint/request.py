@@ -1,0 +1,162 @@
+"""The state of a request: one movement of bytes, with exactly one completion.
+
+The completion is a record in the state, written before anybody is woken. So it cannot
+get lost with a cancelled task, several tasks may await one request, and awaiting it
+again gives the same answer.
+
+A receive that has met no message is posted only while somebody waits for it, so that a
+message can never vanish into a forgotten buffer. Awaiting it again posts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvwire.backend import Payload
+from kvwire.errors import KVWireError
+from kvwire.proto.requests import RequestRecord
+
+T = TypeVar("T")
+
+
+class RequestState(Generic[T]):
+    """What a connection and the tasks that wait know of one request.
+
+    Attributes:
+        over: The completion is known.
+        error: Why it failed; None while it is not over, and after a success.
+        core: The core's record, while the request is posted.
+        into: Where the bytes of a receive go.
+        post: Posts the request in the core, or posts it again.
+    """
+
+    # Defaults, so that a request that is over at once sets two attributes and no more.
+    over = False
+    error: KVWireError | None = None
+    core: RequestRecord | None = None
+    into: Payload | None = None
+    post: Callable[[], RequestRecord] | None = None
+    _owner: RequestOwner | None = None
+    _result: T | None = None
+    _waiters: tuple[asyncio.Future[None], ...] = ()
+
+    @classmethod
+    def begun(
+        cls,
+        owner: RequestOwner,
+        post: Callable[[], RequestRecord],
+        into: Payload | None = None,
+    ) -> RequestState[T]:
+        """Make the state of a request that its owner is about to post."""
+        request = cls()
+        request._owner = owner
+        request.post = post
+        request.into = into
+        return request
+
+    @classmethod
+    def completed(cls, result: T) -> RequestState[T]:
+        """Make the state of a request that was over at once."""
+        request = cls()
+        request.over = True
+        request._result = result
+        return request
+
+    @classmethod
+    def failed(cls, error: KVWireError) -> RequestState[T]:
+        """Make the state of a request that failed at once."""
+        request = cls()
+        request.over = True
+        request.error = error
+        return request
+
+    def result(self) -> T:
+        """Return the result, or raise the error.
+
+        Raises:
+            asyncio.InvalidStateError: It is not known yet.
+            KVWireError: The request failed.
+        """
+        if not self.over:
+            raise asyncio.InvalidStateError("the request is not done")
+        if self.error is not None:
+            raise self.error
+        return self._result  # type: ignore[return-value]
+
+    def cancel(self) -> None:
+        """End the request, for both sides; do nothing if it is over."""
+        if self._owner is not None and not self.over:
+            self._owner.cancel_request(self)
+
+    async def released(self) -> None:
+        """Wait until nothing of kvwire can touch the request's memory any more.
+
+        Cancel safety: safe, it only watches.
+        """
+        if self._owner is None:
+            return
+        free = asyncio.Event()
+        self._owner.when_released(self, free.set)
+        await free.wait()
+
+    def complete(self, result: T | None, error: KVWireError | None) -> None:
+        """Record the completion; called once, by the connection."""
+        assert not self.over, "a request was completed twice"
+        self.over = True
+        self._result = result
+        self.error = error
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters = ()
+
+    def wait(self) -> Generator[Any, Any, T]:
+        """Wait for the completion, as ``__await__`` of a request does."""
+        if not self.over:
+            owner = self._owner
+            assert owner is not None
+            if self.core is None:
+                owner.post_again(self)
+            # Posting it again may have completed it.
+            if not self.over:
+                loop = asyncio.get_running_loop()
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._waiters += (waiter,)
+                try:
+                    yield from waiter
+                except BaseException:
+                    if not self.over:
+                        self._waiters = tuple(
+                            w for w in self._waiters if w is not waiter
+                        )
+                        self.neglect_if_alone()
+                    raise
+        if self.error is not None:
+            yield  # one turn of the loop: see kvwire.clock
+            raise self.error
+        return self._result  # type: ignore[return-value]
+
+    def neglect_if_alone(self) -> None:
+        """Take a receive back that has met no message and that nobody waits for."""
+        if self._owner is not None and not self.over and not self._waiters:
+            self._owner.neglect(self)
+
+
+class RequestOwner(Protocol):
+    """The connection a request runs on, as the request sees it."""
+
+    def cancel_request(self, request: RequestState[Any]) -> None:
+        """End it."""
+
+    def post_again(self, request: RequestState[Any]) -> None:
+        """Post a receive that was neglected, since somebody waits for it again."""
+
+    def neglect(self, request: RequestState[Any]) -> None:
+        """Take a request back if it has met no message: nobody waits for it."""
+
+    def when_released(
+        self, request: RequestState[Any], call: Callable[[], None]
+    ) -> None:
+        """Call once its memory is free."""

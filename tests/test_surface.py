@@ -1,0 +1,56 @@
+"""What a user's object shows is what the reference documents, no more and no less."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+import kvwire
+from kvwire.testing import loopback
+from tests.support.reference import FOLDER
+
+SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
+
+
+def cache() -> kvwire.PagedCache:
+    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 2, 1, 4), np.float32)])
+
+
+def documented(cls: type) -> set[str]:
+    """The members that docs/reference/api.md lists."""
+    text = (FOLDER / "api.md").read_text()
+    section = text.partition(f"### `kvwire.{cls.__name__}`\n")[2].partition("\n#")[0]
+    return set(re.findall(r"^\| `(\w+)", section, re.MULTILINE))
+
+
+def shown(thing: object) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+async def test_objects_show_what_is_documented() -> None:
+    async with (
+        loopback() as pair,
+        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+    ):
+        region = pair.b.register(bytearray(8))
+        request = pair.ab.recv(1)
+        outgoing = pair.b.publish("x", cache(), [0])
+        incoming = pair.ab.pull("x", cache(), [1])
+        outgoing.ready()
+        outgoing.finish()
+        put = store.put([b"hash"], cache(), [0])
+        things = (pair.a, pair.ab, region, request, outgoing, incoming, store, put)
+        for thing in things:
+            names = documented(type(thing))
+            assert names, thing
+            assert shown(thing) == names, thing
+        assert (await incoming).complete
+        await put
+        await region.close()
+        request.cancel()
+
+
+def test_an_engine_shows_what_is_documented() -> None:
+    with kvwire.Engine(trust="loopback") as engine:
+        assert shown(engine) == documented(kvwire.Engine)
