@@ -482,7 +482,7 @@ class ConnectionDriver(LinkHandler):
     def _check_slow_peer(self) -> None:
         assert self.core is not None
         # The last chunk was queued while there was room for a byte of it.
-        payload_bytes = LINK_QUEUE_BYTES + self.core.agreement.terms.chunk_bytes
+        payload_bytes = LINK_QUEUE_BYTES + self.core.agreement.parameters.chunk_bytes
         if self.link.queued_bytes > payload_bytes + CONTROL_QUEUE_BYTES_MAX:
             self.core.fail(
                 ConnectionLost(

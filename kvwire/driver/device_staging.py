@@ -100,7 +100,7 @@ class DeviceStaging:
                 f"memory of {device}: the control link cannot be paused, so nothing "
                 f"would bound what waits to be copied; use another transport"
             )
-        nbytes = self._core.agreement.terms.chunk_bytes
+        nbytes = self._core.agreement.parameters.chunk_bytes
         span_bytes = max(nbytes, SPAN_BYTES_MAX)
         # bounded by the devices of this host
         self._slots[device] = (

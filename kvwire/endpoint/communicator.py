@@ -92,7 +92,7 @@ class CommunicatorState(PublishExpect):
             trust=trust,
             psk=psk,
             keys=keys,
-            terms=ConnectionParameters(
+            parameters=ConnectionParameters(
                 chunk_bytes=config.chunk_bytes,
                 eager_bytes=config.eager_bytes,
                 window_bytes=config.window_bytes,
@@ -425,7 +425,7 @@ class CommunicatorState(PublishExpect):
             agreement,
             opening.handshake.framing,
             self.buffers.holds,
-            terms=self.identity.terms,
+            parameters=self.identity.parameters,
             ping_interval_s=self.config.ping_interval_s,
             ping_misses=self.config.ping_misses,
             now=self.loop.time(),

@@ -230,7 +230,7 @@ class ConnectionState(PullPush):
     @property
     def chunk_bytes(self) -> int:
         """See ConnectionPort."""
-        return self.core.agreement.terms.chunk_bytes
+        return self.core.agreement.parameters.chunk_bytes
 
     def open_staging(self, device: Device | None) -> None:
         """See ConnectionPort."""

@@ -25,7 +25,7 @@ class Identity:
         trust: How the sides know each other.
         psk: The key this side connects with; empty but in psk mode.
         keys: Every key this side accepts, by :func:`~kvwire.proto.auth.key_id`.
-        terms: This side's limits.
+        parameters: This side's limits.
         profile: (field, value) pairs that must agree where both sides name the field.
         versions: The lowest and the highest version of the protocol it speaks.
     """
@@ -33,7 +33,7 @@ class Identity:
     name: str
     incarnation: bytes
     trust: TrustMode
-    terms: ConnectionParameters
+    parameters: ConnectionParameters
     psk: bytes = field(default=b"", repr=False)
     keys: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
     profile: tuple[tuple[str, str], ...] = ()
@@ -48,8 +48,8 @@ class Agreement:
         role: Of this side.
         digest: 32 bytes over HELLO and ACCEPT; names the connection.
         keys: The connection's keys.
-        terms: What both sides can live with.
-        peer_terms: The peer's own; its windows bound what it is sent unasked.
+        parameters: What both sides can live with.
+        peer_parameters: The peer's own; its windows bound what it is sent unasked.
         peer: Who the peer is.
         choice: The verdict on each transport.
         offer: What the client offered.
@@ -58,14 +58,14 @@ class Agreement:
     role: Role
     digest: bytes = field(repr=False)
     keys: Keys
-    terms: ConnectionParameters
-    peer_terms: ConnectionParameters
+    parameters: ConnectionParameters
+    peer_parameters: ConnectionParameters
     peer: PeerInfo
     choice: TransportChoice
     offer: TransportOffer
 
 
-def common_terms(
+def common_parameters(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> ConnectionParameters:
     """Return the connection parameters that both sides can live with."""

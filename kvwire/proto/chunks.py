@@ -118,7 +118,7 @@ class ChunkMover:
         self._requests = requests
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self._turns = Scheduler(chunk_bytes)
+        self._scheduler = Scheduler(chunk_bytes)
         self._on_segment_sent: Callable[[SegmentRecord], None] | None = None
         # Ordered, so that a run of the core is the same each time.
         self._leaving: dict[Chunk, None] = {}
@@ -132,11 +132,11 @@ class ChunkMover:
         """From now on the request takes its turn."""
         assert request.kind in SENDING
         assert request.state is RequestState.MOVING
-        self._turns.add(request)
+        self._scheduler.add(request)
 
     def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
         """From now on a segment waits for its transfer's turn, behind earlier ones."""
-        self._turns.add_segment(segment, priority)
+        self._scheduler.add_segment(segment, priority)
 
     def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
         """Call when the link is through with all chunks of a segment."""
@@ -145,7 +145,7 @@ class ChunkMover:
     @property
     def sending(self) -> bool:
         """Tell whether there may be a chunk to send."""
-        some = self._turns.count or self._again
+        some = self._scheduler.count or self._again
         return bool(some) and len(self._leaving) < LINK_CHUNKS_MAX
 
     def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
@@ -164,7 +164,7 @@ class ChunkMover:
                 chunk.mover.in_flight -= 1
                 self._holds.drop(chunk.buffer)
                 continue
-            mover = self._turns.head()
+            mover = self._scheduler.head()
             if mover is None:
                 break
             position = mover.moved
@@ -174,7 +174,7 @@ class ChunkMover:
             mover.moved += length
             mover.in_flight += 1
             chunk = Chunk(mover, position, length)
-            self._turns.sent(length)
+            self._scheduler.sent(length)
             return self._hold(chunk)
         return None
 
@@ -345,7 +345,7 @@ class ChunkMover:
         for arrival in [a for a in self._landing if not a.lane]:
             self.release(arrival)
         self._again.clear()
-        self._turns.clear()
+        self._scheduler.clear()
 
     # --- inside -----------------------------------------------------------------------
 

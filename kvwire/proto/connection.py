@@ -91,7 +91,7 @@ class ConnectionCore:
         framing: Framing,
         holds: Holds,
         *,
-        terms: ConnectionParameters,
+        parameters: ConnectionParameters,
         ping_interval_s: float,
         ping_misses: int,
         now: float,
@@ -103,37 +103,41 @@ class ConnectionCore:
         self.phase = CloseState.OPEN
         self.error: ConnectionClosed | None = None
         self._requests = RequestTable(role, self.outbox, holds)
-        self._flows = ChunkMover(self._requests, holds, agreement.terms.chunk_bytes)
+        self._chunks = ChunkMover(
+            self._requests, holds, agreement.parameters.chunk_bytes
+        )
         self._messages = Messages(
             self.outbox,
             self._requests,
-            self._flows,
+            self._chunks,
             holds,
-            mine=terms,
-            theirs=agreement.peer_terms,
+            mine=parameters,
+            theirs=agreement.peer_parameters,
         )
         self.transfers = Transfers(
             self.outbox,
             self._requests,
-            self._flows,
+            self._chunks,
             holds,
-            agreement.terms.chunk_bytes,
+            agreement.parameters.chunk_bytes,
         )
         self.lanes = LaneTable(
             role,
             self.outbox,
-            self._flows,
+            self._chunks,
             place=self._data_header,
             landed=self._data_landed,
         )
         self._grants = Grants(agreement.keys.grant[role])
         self._onesided = OneSided(
-            self.outbox, self._requests, self._flows, self._grants
+            self.outbox, self._requests, self._chunks, self._grants
         )
         self._liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
-        self._voice = Keepalive(interval_s=ping_interval_s, now=now, said=framing.sent)
+        self._keepalive = Keepalive(
+            interval_s=ping_interval_s, now=now, said=framing.sent
+        )
         self._close_by: float | None = None
         # Says which side closed first.
         self._closing: ClosedOK | None = None
@@ -238,7 +242,7 @@ class ConnectionCore:
         if chunk.lane:
             self.lanes.payload_sent(chunk)
         else:
-            self._flows.chunk_sent(chunk)
+            self._chunks.chunk_sent(chunk)
         self._settle()
 
     def lane_gone(self, number: int, reason: str) -> None:
@@ -248,7 +252,7 @@ class ConnectionCore:
 
     def link_lost(self, error: ConnectionClosed | None = None) -> None:
         """End the link, which touches no memory any more."""
-        self._flows.link_gone()
+        self._chunks.link_gone()
         self.lanes.link_gone()
         self._messages.link_gone()
         if not self.closed:
@@ -260,12 +264,12 @@ class ConnectionCore:
         """Return the next piece of payload to send, if any."""
         if self.error is not None:
             return None
-        return self._flows.next_chunk(span)
+        return self._chunks.next_chunk(span)
 
     @property
     def sending(self) -> bool:
         """Tell whether ``next_chunk`` may have something."""
-        return self.error is None and self._flows.sending
+        return self.error is None and self._chunks.sending
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """Return a chunk's header; frames are numbered as called."""
@@ -285,7 +289,7 @@ class ConnectionCore:
     @property
     def next_tick(self) -> float:
         """Return when to call ``tick`` at the latest."""
-        due = min(self._liveness.due, self._voice.due)
+        due = min(self._liveness.due, self._keepalive.due)
         for other in (self._requests.next_deadline, self._close_by):
             if other is not None and other < due:
                 due = other
@@ -306,8 +310,8 @@ class ConnectionCore:
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
         said = self.outbox.framing.sent
-        asks = verdict is LivenessVerdict.PING and self._voice.is_quiet(said)
-        if self._voice.is_missed(now, said) or asks:
+        asks = verdict is LivenessVerdict.PING and self._keepalive.is_idle(said)
+        if self._keepalive.is_due(now, said) or asks:
             self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
         self._settle()
 
@@ -454,13 +458,13 @@ class ConnectionCore:
     def _data_header(self, header: Header) -> ChunkArrival:
         if header.segment:
             return self.transfers.data_header(header)
-        return self._flows.data_header(header)
+        return self._chunks.data_header(header)
 
     def _data_landed(self, arrival: ChunkArrival, intact: bool) -> None:
         if arrival.header.segment:
             self.transfers.data_landed(arrival, intact=intact)
         else:
-            self._flows.data_landed(arrival, intact=intact)
+            self._chunks.data_landed(arrival, intact=intact)
 
     def _peer_closed(self, body: Close) -> None:
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):

@@ -3,8 +3,8 @@
 ::
 
     client                              server
-      HELLO   versions, terms, nonce ->            256 bytes
-              <- ACCEPT  version, terms, nonce, proof over HELLO and ACCEPT
+      HELLO   versions, parameters, nonce ->            256 bytes
+              <- ACCEPT  version, parameters, nonce, proof over HELLO and ACCEPT
       CONFIRM proof over HELLO, ACCEPT ->
       OFFER   name, transports, profile ->         first body of unknown length
               <- CHOICE  name, verdict per transport, profile
@@ -38,7 +38,7 @@ from kvwire.errors import (
     shown,
 )
 from kvwire.limits import BINDING_BYTES, KEY_ID_BYTES
-from kvwire.proto.agreement import Agreement, Identity, common_terms
+from kvwire.proto.agreement import Agreement, Identity, common_parameters
 from kvwire.proto.auth import Keys, key_id, same, transcript_hash
 from kvwire.proto.framing import Framing
 from kvwire.types import PeerInfo, Role, TrustMode
@@ -239,7 +239,7 @@ class ClientHandshake(Handshake):
             version_min=identity.versions[0],
             version_max=identity.versions[1],
             trust=identity.trust,
-            terms=identity.terms,
+            parameters=identity.parameters,
             incarnation=identity.incarnation,
             key_id=key_id(identity.psk) if identity.psk else bytes(KEY_ID_BYTES),
             nonce=nonce,
@@ -299,8 +299,8 @@ class ClientHandshake(Handshake):
             role=self.role,
             digest=self._digest,
             keys=keys,
-            terms=common_terms(self.identity.terms, accept.terms),
-            peer_terms=accept.terms,
+            parameters=common_parameters(self.identity.parameters, accept.parameters),
+            peer_parameters=accept.parameters,
             peer=PeerInfo(
                 name=choice.name,
                 incarnation=accept.incarnation,
@@ -352,8 +352,8 @@ class ServerHandshake(Handshake):
             role=self.role,
             digest=self._digest,
             keys=keys,
-            terms=common_terms(self.identity.terms, hello.terms),
-            peer_terms=hello.terms,
+            parameters=common_parameters(self.identity.parameters, hello.parameters),
+            peer_parameters=hello.parameters,
             peer=PeerInfo(
                 name=offer.name,
                 incarnation=hello.incarnation,
@@ -396,7 +396,7 @@ class ServerHandshake(Handshake):
         accept = Accept(
             version=version,
             trust=identity.trust,
-            terms=identity.terms,
+            parameters=identity.parameters,
             incarnation=identity.incarnation,
             nonce=self._nonce,
         )
@@ -408,7 +408,7 @@ class ServerHandshake(Handshake):
         proved = Accept(
             version=version,
             trust=accept.trust,
-            terms=accept.terms,
+            parameters=accept.parameters,
             incarnation=accept.incarnation,
             nonce=accept.nonce,
             mac=self._proof,
@@ -443,7 +443,7 @@ def accepted_digest(hello: bytes, accept: Accept) -> bytes:
     bare = Accept(
         version=accept.version,
         trust=accept.trust,
-        terms=accept.terms,
+        parameters=accept.parameters,
         incarnation=accept.incarnation,
         nonce=accept.nonce,
     )

@@ -31,11 +31,11 @@ class Keepalive:
         self._said = said
         self.due = now + self._period_s
 
-    def is_quiet(self, said: int) -> bool:
+    def is_idle(self, said: int) -> bool:
         """Tell whether nothing was sent since the last look."""
         return said == self._said
 
-    def is_missed(self, now: float, said: int) -> bool:
+    def is_due(self, now: float, said: int) -> bool:
         """Tell whether to send something; call it when ``due`` has come.
 
         Args:

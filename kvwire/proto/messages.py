@@ -66,7 +66,7 @@ class Messages:
         self,
         outbox: Outbox,
         requests: RequestTable,
-        flows: ChunkMover,
+        chunks: ChunkMover,
         holds: Holds,
         *,
         mine: ConnectionParameters,
@@ -74,7 +74,7 @@ class Messages:
     ) -> None:
         self._outbox = outbox
         self._requests = requests
-        self._flows = flows
+        self._chunks = chunks
         self._holds = holds
         self._eager_bytes = min(mine.eager_bytes, theirs.eager_bytes)
         self._send_credit = SendCredit(theirs.window_messages, theirs.window_bytes)
@@ -117,7 +117,7 @@ class Messages:
             )
         request.advance(RequestInput.GO)
         if request.nbytes:
-            self._flows.begin_send(request)
+            self._chunks.begin_send(request)
         else:
             self._nothing_to_move(request)
 
@@ -178,7 +178,7 @@ class Messages:
                 self._unpost(tag)
                 request.nbytes = header.length
                 request.advance(RequestInput.GO)
-                return self._flows.land(header, request.buffer, request.base, request)
+                return self._chunks.land(header, request.buffer, request.base, request)
         buffer = self._holds.new()
         self._holds.take(buffer)
         waiting = UnreceivedMessage(nbytes=header.length, buffer=buffer, whole=False)
@@ -198,7 +198,7 @@ class Messages:
             return
         request = arrival.request
         assert request is not None
-        self._flows.release(arrival)
+        self._chunks.release(arrival)
         self._taken(arrival.header.length)
         if request.over:
             return
@@ -330,7 +330,7 @@ class Messages:
         )
         request.advance(RequestInput.GO)
         if request.nbytes:
-            self._flows.begin_receive(request)
+            self._chunks.begin_receive(request)
         else:
             self._nothing_to_move(request)
 

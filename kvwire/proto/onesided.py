@@ -29,22 +29,22 @@ class OneSided:
     """Runs the puts and gets of one connection, asked and served."""
 
     def __init__(
-        self, outbox: Outbox, requests: RequestTable, flows: ChunkMover, grants: Grants
+        self, outbox: Outbox, requests: RequestTable, chunks: ChunkMover, grants: Grants
     ) -> None:
         self._outbox = outbox
         self._requests = requests
-        self._flows = flows
+        self._chunks = chunks
         self._grants = grants
 
     def put(self, request: RequestRecord, target: AccessBody) -> None:
         """Write the request's bytes into the peer's memory."""
         self._ask(FrameType.PUT, request, target)
-        self._flows.begin_send(request)
+        self._chunks.begin_send(request)
 
     def get(self, request: RequestRecord, source: AccessBody) -> None:
         """Read the peer's memory into the request's."""
         self._ask(FrameType.GET, request, source)
-        self._flows.begin_receive(request)
+        self._chunks.begin_receive(request)
 
     def asked(self, header: Header, body: AccessBody) -> None:
         """Handle PUT and GET: the peer wants to put into or get from our memory."""
@@ -74,9 +74,9 @@ class OneSided:
         )
         self._requests.serve(request)
         if put:
-            self._flows.begin_receive(request)
+            self._chunks.begin_receive(request)
         else:
-            self._flows.begin_send(request)
+            self._chunks.begin_send(request)
 
     def done_received(self, header: Header, body: Fin) -> None:
         """Handle FIN: the peer has every byte of a put of ours.

@@ -70,8 +70,8 @@ class Scheduler:
         """Return the mover whose turn it is, after removing those that are over."""
         for level in self._levels:
             while level.new or level.old:
-                an_old_one = level.old and (level.owed or not level.new)
-                turn = level.old if an_old_one else level.new
+                take_old = level.old and (level.old_turn_due or not level.new)
+                turn = level.old if take_old else level.new
                 mover = turn[0]
                 if mover.state is not RequestState.MOVING:
                     self._left(turn.popleft())
@@ -165,20 +165,20 @@ class _Level:
     Attributes:
         new: Those that have not had a turn since they came.
         old: Those that have.
-        owed: The next turn is an old one's.
+        old_turn_due: The next turn is an old one's.
     """
 
-    __slots__ = ("new", "old", "owed", "priority")
+    __slots__ = ("new", "old", "old_turn_due", "priority")
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
         self.new: deque[Mover] = deque()
         self.old: deque[Mover] = deque()
-        self.owed = False
+        self.old_turn_due = False
 
     def end_turn(self, turn: deque[Mover]) -> None:
         """After a new one's turn comes an old one's, if there is one."""
-        self.owed = turn is self.new and bool(self.old)
+        self.old_turn_due = turn is self.new and bool(self.old)
 
 
 def _request(mover: Mover) -> RequestRecord:

@@ -72,13 +72,13 @@ class Transfers:
         self,
         outbox: Outbox,
         requests: RequestTable,
-        flows: ChunkMover,
+        chunks: ChunkMover,
         holds: Holds,
         chunk_bytes: int,
     ) -> None:
         self._outbox = outbox
         self._requests = requests
-        self._flows = flows
+        self._chunks = chunks
         self._holds = holds
         self._chunk_bytes = chunk_bytes
         self._transfers: dict[RequestRecord, TransferRecord] = {}
@@ -86,7 +86,7 @@ class Transfers:
         self._asked: dict[RequestRecord, None] = {}
         self._unanswered: dict[RequestRecord, None] = {}
         self._to_acknowledge: dict[RequestRecord, None] = {}
-        flows.on_segment_sent(self.sent)
+        chunks.on_segment_sent(self.sent)
 
     # --- meeting ----------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Transfers:
         assert request.wire_id is not None
         self._outbox.send(FrameType.SEGMENT, body, request=request.wire_id)
         transfer.sending += 1
-        self._flows.begin_segment(segment, transfer.priority)
+        self._chunks.begin_segment(segment, transfer.priority)
         return segment
 
     def sent(self, segment: SegmentRecord) -> None:
@@ -340,24 +340,24 @@ class Transfers:
             raise UnexpectedFrame(
                 "KVW-TR-07", f"payload for segment {header.segment}, not marked"
             )
-        numbers = self._flows.chunk_numbers(header, segment.nbytes)
+        numbers = self._chunks.chunk_numbers(header, segment.nbytes)
         if any(segment.arrived[number] for number in numbers):
             raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
         for number in numbers:
             segment.arrived[number] = CHUNK_ARRIVING
-        return self._flows.land(header, segment.buffer, header.offset, segment=segment)
+        return self._chunks.land(header, segment.buffer, header.offset, segment=segment)
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """Note a chunk of a segment that is in place."""
         segment = arrival.segment
         assert segment is not None
-        self._flows.release(arrival)
+        self._chunks.release(arrival)
         request = segment.request
         if request.over:
             return
         segment.moved += arrival.length
         if intact:
-            for number in self._flows.numbers(arrival):
+            for number in self._chunks.numbers(arrival):
                 segment.arrived[number] = CHUNK_LANDED
         else:
             segment.damaged = True

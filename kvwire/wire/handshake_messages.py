@@ -61,15 +61,15 @@ class ConnectionParameters:
             MalformedFrame: A field is out of its range.
         """
         chunk_bytes, eager_bytes, window_bytes, window_messages, features = numbers
-        terms = cls(
+        parameters = cls(
             chunk_bytes=chunk_bytes,
             eager_bytes=eager_bytes,
             window_bytes=window_bytes,
             window_messages=window_messages,
             features=features,
         )
-        terms.check()
-        return terms
+        parameters.check()
+        return parameters
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class Hello:
     version_min: int
     version_max: int
     trust: TrustMode
-    terms: ConnectionParameters
+    parameters: ConnectionParameters
     incarnation: bytes
     key_id: bytes
     nonce: bytes
@@ -128,7 +128,7 @@ class Hello:
                 self.version_max,
                 Role.CLIENT,
                 self.trust,
-                *self.terms.numbers,
+                *self.parameters.numbers,
                 self.incarnation,
                 self.key_id,
                 self.nonce,
@@ -144,14 +144,14 @@ class Hello:
         """
         fields = _unpack(_HELLO, body)
         _check_role(fields[3], Role.CLIENT)
-        terms = ConnectionParameters.read(fields[5:10])
+        parameters = ConnectionParameters.read(fields[5:10])
         if not 1 <= fields[1] <= fields[2]:
             raise MalformedFrame("KVW-HS-02", f"versions {fields[1]} to {fields[2]}")
         return cls(
             version_min=fields[1],
             version_max=fields[2],
             trust=_trust(fields[4]),
-            terms=terms,
+            parameters=parameters,
             incarnation=fields[10],
             key_id=fields[11],
             nonce=fields[12],
@@ -164,7 +164,7 @@ class Accept:
 
     version: int
     trust: TrustMode
-    terms: ConnectionParameters
+    parameters: ConnectionParameters
     incarnation: bytes
     nonce: bytes
     mac: bytes = bytes(MAC_BYTES)
@@ -177,7 +177,7 @@ class Accept:
                 self.version,
                 Role.SERVER,
                 self.trust,
-                *self.terms.numbers,
+                *self.parameters.numbers,
                 self.incarnation,
                 self.nonce,
                 self.mac,
@@ -193,11 +193,11 @@ class Accept:
         """
         fields = _unpack(_ACCEPT, body)
         _check_role(fields[2], Role.SERVER)
-        terms = ConnectionParameters.read(fields[4:9])
+        parameters = ConnectionParameters.read(fields[4:9])
         return cls(
             version=fields[1],
             trust=_trust(fields[3]),
-            terms=terms,
+            parameters=parameters,
             incarnation=fields[9],
             nonce=fields[10],
             mac=fields[11],

@@ -35,7 +35,7 @@ def client_handshake() -> ClientHandshake:
         name="by hand",
         incarnation=bytes(16),
         trust=TrustMode.LOOPBACK,
-        terms=_TERMS,
+        parameters=_TERMS,
     )
     offer = TransportOffer(
         name="by hand", backends=(BackendOffer("tcp", 1),), profile=()

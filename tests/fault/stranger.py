@@ -114,7 +114,7 @@ async def dial(
         sock.setblocking(False)
         target = (address.host, address.port)
         await asyncio.get_running_loop().sock_connect(sock, target)
-        mine = who or identity("stranger", terms=TERMS)
+        mine = who or identity("stranger", parameters=TERMS)
         nonces = (secrets.token_bytes(NONCE_BYTES), bytes(NONCE_BYTES))
         stranger = Stranger(sock, begin(mine, nonces=nonces, backends=("tcp",)).client)
         assert isinstance(stranger.handshake, ClientHandshake)
@@ -132,7 +132,7 @@ async def answering(
     listening.setblocking(False)
     loop = asyncio.get_running_loop()
     answered: asyncio.Queue[Stranger] = asyncio.Queue()
-    mine = who or identity("stranger", terms=TERMS)
+    mine = who or identity("stranger", parameters=TERMS)
     made: list[Stranger] = []
 
     async def answer() -> None:

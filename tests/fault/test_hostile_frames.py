@@ -314,7 +314,7 @@ async def sealed(folder: Path) -> AsyncIterator[tuple[Pair, Identity]]:
     key = str(folder / "key")
     async with connected(trust="psk", psk_file=key) as pair:
         psk = read_key_file(key)
-        yield pair, identity("stranger", trust=TrustMode.PSK, psk=psk, terms=TERMS)
+        yield pair, identity("stranger", trust=TrustMode.PSK, psk=psk, parameters=TERMS)
 
 
 async def test_a_sealed_frame_is_not_taken_again(tmp_path: Path) -> None:

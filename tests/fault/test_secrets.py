@@ -172,7 +172,7 @@ async def test_a_peer_cannot_write_lines_of_its_own_into_the_log(
     caplog.set_level(logging.DEBUG)
     name = "mallory\n2026-01-01 ERROR forged line\x1b[31m" + "x" * 80
     async with connected() as pair:
-        who = identity(name, terms=TERMS)
+        who = identity(name, parameters=TERMS)
         async with dial(pair.address, who) as stranger:
             there = await pair.far.accept()
             await stranger.say(bytes(32))

@@ -25,11 +25,11 @@ class Side:
     outbox: Outbox = field(default_factory=lambda: Outbox(Framing()))
     holds: Holds = field(default_factory=Holds)
     requests: RequestTable = field(init=False)
-    flows: ChunkMover = field(init=False)
+    chunks: ChunkMover = field(init=False)
 
     def __post_init__(self) -> None:
         self.requests = RequestTable(Role.CLIENT, self.outbox, self.holds)
-        self.flows = ChunkMover(self.requests, self.holds, CHUNK)
+        self.chunks = ChunkMover(self.requests, self.holds, CHUNK)
 
     def request(self, kind: RequestKind, nbytes: int, base: int = 0) -> RequestRecord:
         request = RequestRecord(
@@ -44,14 +44,14 @@ class Side:
 
     def put(self, nbytes: int, base: int = 0) -> RequestRecord:
         request = self.request(RequestKind.PUT, nbytes, base)
-        self.flows.begin_send(request)
+        self.chunks.begin_send(request)
         return request
 
     def get(
         self, nbytes: int, base: int = 0, kind: RequestKind = RequestKind.GET
     ) -> RequestRecord:
         request = self.request(kind, nbytes, base)
-        self.flows.begin_receive(request)
+        self.chunks.begin_receive(request)
         return request
 
     def segment(self, nbytes: int, priority: int, number: int = 1) -> SegmentRecord:
@@ -69,11 +69,11 @@ class Side:
             nbytes=nbytes,
             buffer=self.holds.new(),
         )
-        self.flows.begin_segment(segment, priority)
+        self.chunks.begin_segment(segment, priority)
         return segment
 
     def chunk(self) -> Chunk:
-        chunk = self.flows.next_chunk()
+        chunk = self.chunks.next_chunk()
         assert chunk is not None
         return chunk
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.proto.agreement import Identity, common_terms
+from kvwire.proto.agreement import Identity, common_parameters
 from kvwire.types import TrustMode
 from kvwire.wire.handshake_messages import ConnectionParameters
 
 counts = st.integers(0, 2**32 - 1)
-terms = st.builds(
+parameters = st.builds(
     ConnectionParameters,
     chunk_bytes=counts,
     eager_bytes=counts,
@@ -21,28 +21,28 @@ terms = st.builds(
 LIMITS = ("chunk_bytes", "eager_bytes", "window_bytes", "window_messages")
 
 
-@given(mine=terms, theirs=terms)
+@given(mine=parameters, theirs=parameters)
 def test_both_sides_come_to_the_same_terms(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> None:
-    assert common_terms(mine, theirs) == common_terms(theirs, mine)
+    assert common_parameters(mine, theirs) == common_parameters(theirs, mine)
 
 
-@given(mine=terms, theirs=terms)
+@given(mine=parameters, theirs=parameters)
 def test_the_smaller_limit_holds(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> None:
-    agreed = common_terms(mine, theirs)
+    agreed = common_parameters(mine, theirs)
     for limit in LIMITS:
         both = (getattr(mine, limit), getattr(theirs, limit))
         assert getattr(agreed, limit) == min(both), limit
 
 
-@given(mine=terms, theirs=terms)
+@given(mine=parameters, theirs=parameters)
 def test_a_feature_is_used_if_both_have_it(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> None:
-    features = common_terms(mine, theirs).features
+    features = common_parameters(mine, theirs).features
     for bit in range(32):
         assert features >> bit & 1 == mine.features >> bit & theirs.features >> bit & 1
 
@@ -53,7 +53,7 @@ def test_an_identity_that_is_printed_keeps_its_keys() -> None:
         name="p-0",
         incarnation=bytes(16),
         trust=TrustMode.PSK,
-        terms=ConnectionParameters(
+        parameters=ConnectionParameters(
             chunk_bytes=1, eager_bytes=1, window_bytes=1, window_messages=1
         ),
         psk=secret,

@@ -32,16 +32,16 @@ def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
     side = Side()
     request = side.put(nbytes, base)
     chunks = []
-    while (chunk := side.flows.next_chunk()) is not None:
+    while (chunk := side.chunks.next_chunk()) is not None:
         assert chunk.buffer == request.buffer
         assert chunk.request_and_segment == (request, 0)
         assert chunk.offset == base + chunk.position
         chunks.append(chunk)
     assert [(c.position, c.length) for c in chunks] == pieces(nbytes)
-    assert not side.flows.sending
+    assert not side.chunks.sending
     for chunk in chunks:
         assert request.state is RequestState.MOVING
-        side.flows.chunk_sent(chunk)
+        side.chunks.chunk_sent(chunk)
     assert request.state is RequestState.WAITING
 
 
@@ -55,13 +55,13 @@ def test_a_chunk_of_a_segment_names_it() -> None:
 def test_a_segment_is_sent_when_its_last_chunk_is() -> None:
     """Not when the link still works on one, and once."""
     side, sent = Side(), list[SegmentRecord]()
-    side.flows.on_segment_sent(sent.append)
+    side.chunks.on_segment_sent(sent.append)
     segment = side.segment(25, priority=3)
     first, second, third = (side.chunk() for _ in range(3))
-    side.flows.chunk_sent(third)
-    side.flows.chunk_sent(first)
+    side.chunks.chunk_sent(third)
+    side.chunks.chunk_sent(first)
     assert sent == []
-    side.flows.chunk_sent(second)
+    side.chunks.chunk_sent(second)
     assert sent == [segment]
 
 
@@ -73,7 +73,7 @@ def test_completions_in_any_order(order: tuple[int, ...]) -> None:
     chunks = [side.chunk() for _ in range(3)]
     for number in order:
         assert request.state is RequestState.MOVING
-        side.flows.chunk_sent(chunks[number])
+        side.chunks.chunk_sent(chunks[number])
     assert request.state is RequestState.WAITING
     assert side.holds.drained == []
 
@@ -85,7 +85,7 @@ def test_confirmed_before_the_link_was_through() -> None:
     chunk = side.chunk()
     request.confirmed = True
     assert side.done() == []
-    side.flows.chunk_sent(chunk)
+    side.chunks.chunk_sent(chunk)
     (done,) = side.done()
     assert (done.request, done.error) == (request, None)
     assert side.holds.drained == [request.buffer]
@@ -97,10 +97,10 @@ def test_memory_is_held_while_the_link_sends() -> None:
     request = side.put(25)
     chunks = [side.chunk(), side.chunk()]
     side.requests.fail(request, ConnectionLost("x"), tell=None)
-    assert side.flows.next_chunk() is None
+    assert side.chunks.next_chunk() is None
     for chunk in chunks:
         assert side.holds.drained == []
-        side.flows.chunk_sent(chunk)
+        side.chunks.chunk_sent(chunk)
     assert side.holds.drained == [request.buffer]
     assert len(side.done()) == 1
 
@@ -110,15 +110,15 @@ def test_a_link_that_reports_nothing_gets_no_more() -> None:
     side = Side()
     for _ in range(LINK_CHUNKS_MAX + 1):
         side.put(1)
-    leaving = [side.flows.next_chunk() for _ in range(LINK_CHUNKS_MAX)]
+    leaving = [side.chunks.next_chunk() for _ in range(LINK_CHUNKS_MAX)]
     assert None not in leaving
-    sending = [side.flows.sending]
-    assert side.flows.next_chunk() is None
+    sending = [side.chunks.sending]
+    assert side.chunks.next_chunk() is None
     assert leaving[7] is not None
-    side.flows.chunk_sent(leaving[7])
-    sending.append(side.flows.sending)
+    side.chunks.chunk_sent(leaving[7])
+    sending.append(side.chunks.sending)
     assert sending == [False, True]
-    assert side.flows.next_chunk() is not None
+    assert side.chunks.next_chunk() is not None
 
 
 def test_a_request_that_is_over_gives_up_its_turn() -> None:
@@ -129,9 +129,9 @@ def test_a_request_that_is_over_gives_up_its_turn() -> None:
     assert [side.chunk().mover, side.chunk().mover] == [second, second]
     third = side.put(15)
     side.requests.fail(third, ConnectionLost("x"), tell=None)
-    assert side.flows.sending
-    assert side.flows.next_chunk() is None
-    assert not side.flows.sending
+    assert side.chunks.sending
+    assert side.chunks.next_chunk() is None
+    assert not side.chunks.sending
 
 
 # --- chunks on lanes that break
@@ -143,12 +143,12 @@ def test_a_chunk_that_was_lost_goes_first() -> None:
     request, other = side.put(25), side.put(25)
     lost = side.chunk()
     lost.lane = 3
-    side.flows.chunk_missed(lost)
-    assert side.flows.sending
+    side.chunks.chunk_missed(lost)
+    assert side.chunks.sending
     again = side.chunk()
     assert (again.mover, again.position, again.lane) == (request, lost.position, 0)
     assert side.chunk().mover is other
-    side.flows.chunk_sent(again)
+    side.chunks.chunk_sent(again)
     assert request.state is RequestState.MOVING
 
 
@@ -157,12 +157,12 @@ def test_a_lane_may_take_several_chunks_at_once() -> None:
     side = Side()
     request = side.put(48)
     spans = []
-    while (chunk := side.flows.next_chunk(lambda buffer: 25)) is not None:
+    while (chunk := side.chunks.next_chunk(lambda buffer: 25)) is not None:
         assert chunk.buffer == request.buffer
         spans.append((chunk.position, chunk.length))
     assert spans == [(0, 20), (20, 20), (40, 8)]
     side.put(30)
-    chunk = side.flows.next_chunk(lambda buffer: 0)
+    chunk = side.chunks.next_chunk(lambda buffer: 0)
     assert chunk is not None
     assert chunk.length == CHUNK
 
@@ -171,14 +171,14 @@ def test_a_span_that_was_lost_goes_as_chunks() -> None:
     """What carries it now may take no more at once."""
     side = Side()
     request = side.put(35)
-    span = side.flows.next_chunk(lambda buffer: 30)
+    span = side.chunks.next_chunk(lambda buffer: 30)
     assert span is not None
-    side.flows.chunk_missed(span)
+    side.chunks.chunk_missed(span)
     again = [side.chunk() for _ in range(4)]
     assert [(c.position, c.length) for c in again] == pieces(35)
     assert request.in_flight == 4
     for chunk in again:
-        side.flows.chunk_sent(chunk)
+        side.chunks.chunk_sent(chunk)
     assert request.state is RequestState.WAITING
 
 
@@ -186,11 +186,11 @@ def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
     """Its memory is given back instead."""
     side = Side()
     request = side.put(35)
-    span = side.flows.next_chunk(lambda buffer: 30)
+    span = side.chunks.next_chunk(lambda buffer: 30)
     assert span is not None
     side.requests.fail(request, ConnectionLost("x"), tell=None)
-    side.flows.chunk_missed(span)
-    assert side.flows.next_chunk() is None
+    side.chunks.chunk_missed(span)
+    assert side.chunks.next_chunk() is None
     assert side.holds.drained == [request.buffer]
     assert request.in_flight == 0
 
@@ -202,14 +202,14 @@ def test_a_span_arrives_as_its_chunks(offset: int, length: int) -> None:
     span = msgspec.structs.replace(
         data(request.wire_id, offset, length), type=FrameType.LANE_DATA
     )
-    arrival = side.flows.data_header(span)
-    assert list(side.flows.numbers(arrival)) == list(
+    arrival = side.chunks.data_header(span)
+    assert list(side.chunks.numbers(arrival)) == list(
         range(offset // CHUNK, -(-(offset + length) // CHUNK))
     )
     with pytest.raises(UnexpectedFrame, match="came twice"):
-        side.flows.data_header(data(request.wire_id, offset, min(CHUNK, length)))
-    side.flows.missed(arrival)
-    assert side.flows.data_header(span).length == length
+        side.chunks.data_header(data(request.wire_id, offset, min(CHUNK, length)))
+    side.chunks.missed(arrival)
+    assert side.chunks.data_header(span).length == length
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_what_is_no_span_is_refused(kind: FrameType, offset: int, length: int) -
     request = side.get(35)
     header = msgspec.structs.replace(data(request.wire_id, offset, length), type=kind)
     with pytest.raises(MalformedFrame, match="KVW-DT-02"):
-        side.flows.data_header(header)
+        side.chunks.data_header(header)
 
 
 def test_the_last_chunk_may_be_the_lost_one() -> None:
@@ -235,10 +235,10 @@ def test_the_last_chunk_may_be_the_lost_one() -> None:
     side = Side()
     request = side.put(15)
     chunks = [side.chunk(), side.chunk()]
-    side.flows.chunk_missed(chunks[1])
-    side.flows.chunk_sent(chunks[0])
+    side.chunks.chunk_missed(chunks[1])
+    side.chunks.chunk_sent(chunks[0])
     assert request.in_flight == 1
-    side.flows.chunk_sent(side.chunk())
+    side.chunks.chunk_sent(side.chunk())
     assert request.state is RequestState.WAITING
 
 
@@ -249,8 +249,8 @@ def test_a_lost_chunk_of_a_request_that_is_over_is_not_sent() -> None:
     lost = side.chunk()
     side.requests.fail(request, ConnectionLost("x"), tell=None)
     assert side.holds.drained == []
-    side.flows.chunk_missed(lost)
-    assert side.flows.next_chunk() is None
+    side.chunks.chunk_missed(lost)
+    assert side.chunks.next_chunk() is None
     assert side.holds.drained == [request.buffer]
     assert request.in_flight == 0
 
@@ -259,10 +259,10 @@ def test_a_request_ends_while_its_lost_chunk_waits() -> None:
     """It is not sent any more, and its memory is given back."""
     side = Side()
     request = side.put(15)
-    side.flows.chunk_missed(side.chunk())
+    side.chunks.chunk_missed(side.chunk())
     side.requests.fail(request, ConnectionLost("x"), tell=None)
     assert side.holds.drained == []
-    assert side.flows.next_chunk() is None
+    assert side.chunks.next_chunk() is None
     assert side.holds.drained == [request.buffer]
     assert request.in_flight == 0
 
@@ -273,12 +273,12 @@ def test_the_end_of_the_link_frees_what_no_lane_holds() -> None:
     requests = [side.put(5) for _ in range(3)]
     on_link, on_lane, lost = (side.chunk() for _ in range(3))
     on_lane.lane = 1
-    side.flows.chunk_missed(lost)
-    side.flows.link_gone()
+    side.chunks.chunk_missed(lost)
+    side.chunks.link_gone()
     for request in requests:
         side.requests.fail(request, ConnectionLost("x"), tell=None)
     assert side.holds.drained == [on_link.buffer, lost.buffer]
-    side.flows.chunk_sent(on_lane)
+    side.chunks.chunk_sent(on_lane)
     assert side.holds.drained[2:] == [on_lane.buffer]
 
 
@@ -287,16 +287,16 @@ def test_an_arrival_that_was_lost_may_come_again(again: bool) -> None:
     """And one that was not, may not."""
     side = Side()
     request = side.get(25)
-    first = side.flows.data_header(data(request.wire_id, 10, 10))
+    first = side.chunks.data_header(data(request.wire_id, 10, 10))
     if again:
-        side.flows.missed(first)
-        side.flows.data_landed(
-            side.flows.data_header(data(request.wire_id, 10, 10)), intact=True
+        side.chunks.missed(first)
+        side.chunks.data_landed(
+            side.chunks.data_header(data(request.wire_id, 10, 10)), intact=True
         )
         assert request.moved == 10
     else:
         with pytest.raises(UnexpectedFrame) as caught:
-            side.flows.data_header(data(request.wire_id, 10, 10))
+            side.chunks.data_header(data(request.wire_id, 10, 10))
         assert caught.value.rule == "KVW-DT-03"
 
 
@@ -306,8 +306,8 @@ def test_a_lost_arrival_of_a_segment_may_come_again() -> None:
     segment = side.segment(25, priority=0)
     segment.arrived = bytearray([1, 1, 1])
     assert segment.buffer is not None
-    arrival = side.flows.land(data(1, 10, 10), segment.buffer, 10, segment=segment)
-    side.flows.missed(arrival)
+    arrival = side.chunks.land(data(1, 10, 10), segment.buffer, 10, segment=segment)
+    side.chunks.missed(arrival)
     assert list(segment.arrived) == [1, 0, 1]
 
 
@@ -315,12 +315,12 @@ def test_the_end_of_the_link_lets_go_of_its_own_arrivals() -> None:
     """What comes on a lane is held until that has ended."""
     side = Side()
     request = side.get(20)
-    arrivals = [side.flows.data_header(data(request.wire_id, o, 10)) for o in (0, 10)]
+    arrivals = [side.chunks.data_header(data(request.wire_id, o, 10)) for o in (0, 10)]
     arrivals[1].lane = 1
-    side.flows.link_gone()
+    side.chunks.link_gone()
     side.requests.fail(request, ConnectionLost("x"), tell=None)
     assert side.holds.drained == []
-    side.flows.release(arrivals[1])
+    side.chunks.release(arrivals[1])
     assert side.holds.drained == [request.buffer]
 
 
@@ -341,10 +341,10 @@ def test_chunks_in_any_order(kind: RequestKind, nbytes: int) -> None:
     random.Random(nbytes).shuffle(order)
     for offset, length in order:
         assert side.done() == []
-        arrival = side.flows.data_header(data(request.wire_id, offset, length))
+        arrival = side.chunks.data_header(data(request.wire_id, offset, length))
         assert (arrival.place, arrival.buffer) == (ChunkPlace.BUFFER, request.buffer)
         assert (arrival.offset, arrival.length) == (100 + offset, length)
-        side.flows.data_landed(arrival, intact=True)
+        side.chunks.data_landed(arrival, intact=True)
     (done,) = side.done()
     assert (done.error, done.nbytes) == (None, nbytes)
     said = [decode_header(header).type for header, _ in side.outbox.frames]
@@ -361,7 +361,7 @@ def test_payload_for_what_does_not_receive() -> None:
     put, receive = side.put(5), side.request(RequestKind.RECV, 5)
     for request in (put, receive):
         with pytest.raises(UnexpectedFrame, match=request.state.value) as caught:
-            side.flows.data_header(data(request.wire_id, 0, 5))
+            side.chunks.data_header(data(request.wire_id, 0, 5))
         assert caught.value.rule == "KVW-DT-01"
 
 
@@ -376,7 +376,7 @@ def test_chunks_that_are_none() -> None:
         if (offset, length) in good:
             continue
         with pytest.raises(MalformedFrame) as caught:
-            side.flows.data_header(data(request.wire_id, offset, length))
+            side.chunks.data_header(data(request.wire_id, offset, length))
         assert caught.value.rule == "KVW-DT-02"
     assert side.holds.drained == []
 
@@ -390,9 +390,9 @@ def test_a_chunk_that_comes_again(order: list[int]) -> None:
     headers = [data(request.wire_id, at, length) for at, length in pieces(25)]
     *good, again = order
     for number in good:
-        side.flows.data_header(headers[number])
+        side.chunks.data_header(headers[number])
     with pytest.raises(UnexpectedFrame) as caught:
-        side.flows.data_header(headers[again])
+        side.chunks.data_header(headers[again])
     assert caught.value.rule == "KVW-DT-03"
 
 
@@ -401,7 +401,7 @@ def test_payload_for_a_request_of_the_past_goes_nowhere() -> None:
     side = Side()
     request = side.get(25)
     side.requests.fail(request, ConnectionLost("x"), tell=None)
-    arrival = side.flows.data_header(data(request.wire_id, 0, 10))
+    arrival = side.chunks.data_header(data(request.wire_id, 0, 10))
     assert (arrival.place, arrival.buffer) == (ChunkPlace.NOWHERE, None)
 
 
@@ -410,15 +410,15 @@ def test_damage_fails_the_request_and_nothing_else() -> None:
     """The peer is told, and a chunk that is right does not repair it."""
     side = Side()
     damaged, other = side.get(25), side.get(5)
-    first = side.flows.data_header(data(damaged.wire_id, 0, 10))
-    side.flows.data_landed(first, intact=False)
+    first = side.chunks.data_header(data(damaged.wire_id, 0, 10))
+    side.chunks.data_landed(first, intact=False)
     (done,) = side.done()
     assert isinstance(done.error, IntegrityError)
     assert [decode_header(h).type for h, _ in side.outbox.frames] == [FrameType.FAIL]
-    late = side.flows.data_header(data(damaged.wire_id, 10, 10))
+    late = side.chunks.data_header(data(damaged.wire_id, 10, 10))
     assert late.place is ChunkPlace.NOWHERE
-    arrival = side.flows.data_header(data(other.wire_id, 0, 5))
-    side.flows.data_landed(arrival, intact=True)
+    arrival = side.chunks.data_header(data(other.wire_id, 0, 5))
+    side.chunks.data_landed(arrival, intact=True)
     assert [event.error for event in side.done()] == [None]
 
 
@@ -427,8 +427,8 @@ def test_damage_in_the_last_chunk() -> None:
     """It does not end the request well after all."""
     side = Side()
     request = side.get(5)
-    arrival = side.flows.data_header(data(request.wire_id, 0, 5))
-    side.flows.data_landed(arrival, intact=False)
+    arrival = side.chunks.data_header(data(request.wire_id, 0, 5))
+    side.chunks.data_landed(arrival, intact=False)
     (done,) = side.done()
     assert isinstance(done.error, IntegrityError)
     assert request.state is RequestState.FAILED
@@ -439,10 +439,10 @@ def test_memory_is_held_while_the_link_writes(intact: bool) -> None:
     """A request that ends meanwhile has its memory back when the bytes are in."""
     side = Side()
     request = side.get(25)
-    arrival = side.flows.data_header(data(request.wire_id, 0, 10))
+    arrival = side.chunks.data_header(data(request.wire_id, 0, 10))
     side.requests.fail(request, ConnectionLost("x"), tell=None)
     assert side.holds.drained == []
-    side.flows.data_landed(arrival, intact=intact)
+    side.chunks.data_landed(arrival, intact=intact)
     assert side.holds.drained == [request.buffer]
     assert len(side.done()) == 1
 
@@ -455,17 +455,17 @@ def test_a_link_that_is_gone_holds_nothing() -> None:
     side = Side()
     put, get, waiting = side.put(25), side.get(25), side.put(25)
     leaving = side.chunk()
-    side.flows.data_header(data(get.wire_id, 0, 10))
+    side.chunks.data_header(data(get.wire_id, 0, 10))
     for request in (put, get, waiting):
         side.requests.fail(request, ConnectionLost("x"), tell=None)
     assert side.holds.drained == [waiting.buffer]
-    side.flows.link_gone()
+    side.chunks.link_gone()
     assert set(side.holds.drained) == {put.buffer, get.buffer, waiting.buffer}
     assert leaving.mover.in_flight == 0
-    assert not side.flows.sending
-    assert not side.flows._turns.count
+    assert not side.chunks.sending
+    assert not side.chunks._scheduler.count
     assert len(side.holds) == 0
-    side.flows.link_gone()
+    side.chunks.link_gone()
 
 
 def test_arrivals_are_told_apart_by_identity() -> None:

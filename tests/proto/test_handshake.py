@@ -19,7 +19,7 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import HANDSHAKE_BODY_BYTES, SEAL_BYTES
-from kvwire.proto.agreement import Identity, common_terms
+from kvwire.proto.agreement import Identity, common_parameters
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Handshake, HandshakeState, accepted_digest
 from kvwire.types import Role, TrustMode
@@ -69,14 +69,14 @@ OTHER_PSK = bytes(range(1, 33))
 @pytest.mark.rule("KVW-HS-08", "keeps")
 @both_modes
 def test_both_sides_agree(trust: TrustMode) -> None:
-    """On keys, digest, terms, names, and the transport."""
+    """On keys, digest, parameters, names, and the transport."""
     shaking = shake(start(trust))
     client, server = shaking.client.agreement, shaking.server.agreement
     assert client is not None
     assert server is not None
     assert client.keys == server.keys
     assert client.digest == server.digest
-    assert client.terms == server.terms
+    assert client.parameters == server.parameters
     assert (client.role, server.role) == (Role.CLIENT, Role.SERVER)
     assert (client.peer.name, server.peer.name) == ("server", "client")
     assert client.peer.incarnation == b"server.........."
@@ -128,19 +128,21 @@ def test_terms_are_the_smaller_of_both() -> None:
         window_messages=30,
         features=0b0011,
     )
-    shaking = shake(begin(identity("c", terms=mine), identity("s", terms=theirs)))
+    shaking = shake(
+        begin(identity("c", parameters=mine), identity("s", parameters=theirs))
+    )
     client, server = shaking.client.agreement, shaking.server.agreement
     assert client is not None
     assert server is not None
-    assert client.terms == server.terms == common_terms(mine, theirs)
-    assert client.terms == ConnectionParameters(
+    assert client.parameters == server.parameters == common_parameters(mine, theirs)
+    assert client.parameters == ConnectionParameters(
         chunk_bytes=2**17,
         eager_bytes=500,
         window_bytes=8_000,
         window_messages=3,
         features=0b0010,
     )
-    assert (client.peer_terms, server.peer_terms) == (theirs, mine)
+    assert (client.peer_parameters, server.peer_parameters) == (theirs, mine)
 
 
 @pytest.mark.parametrize(
@@ -584,7 +586,7 @@ def test_this_build_speaks_version_1() -> None:
         name="c",
         incarnation=bytes(16),
         trust=TrustMode.LOOPBACK,
-        terms=identity("c").terms,
+        parameters=identity("c").parameters,
     )
     assert plain.versions == (1, 1)
 

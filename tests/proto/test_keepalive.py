@@ -19,17 +19,17 @@ def voice() -> Keepalive:
 def test_nothing_is_missed_before_it_is_due() -> None:
     """A look in between changes nothing."""
     mine = voice()
-    assert not mine.is_missed(100.9, 5)
+    assert not mine.is_due(100.9, 5)
     assert mine.due == 101.0
 
 
 def test_silence_is_noticed_within_an_interval() -> None:
     mine = voice()
-    assert mine.is_quiet(5)
-    assert not mine.is_quiet(6)
-    assert mine.is_missed(101.0, 5)
-    assert not mine.is_missed(102.0, 6), "the reminder itself was sent"
-    assert mine.is_missed(103.0, 6)
+    assert mine.is_idle(5)
+    assert not mine.is_idle(6)
+    assert mine.is_due(101.0, 5)
+    assert not mine.is_due(102.0, 6), "the reminder itself was sent"
+    assert mine.is_due(103.0, 6)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -41,7 +41,7 @@ def test_no_gap_is_longer_than_an_interval(seed: int) -> None:
         if chance.random() < 0.5:
             spoke_at, said = mine.due - chance.uniform(0.0, 1.0), said + 1
         now = mine.due
-        if mine.is_missed(now, said):
+        if mine.is_due(now, said):
             assert INTERVAL_S / 2 <= now - spoke_at <= INTERVAL_S
             spoke_at, said = now, said + 1
 

@@ -23,20 +23,20 @@ def side() -> Side:
 
 def new_side() -> Side:
     side = Side()
-    side.flows.on_segment_sent(lambda segment: None)
+    side.chunks.on_segment_sent(lambda segment: None)
     return side
 
 
 def send(side: Side, piece: int = CHUNK) -> Mover:
     """Let whose turn it is send one piece; returns whose it was."""
-    chunk = side.flows.next_chunk(lambda buffer: piece)
+    chunk = side.chunks.next_chunk(lambda buffer: piece)
     assert chunk is not None
-    side.flows.chunk_sent(chunk)
+    side.chunks.chunk_sent(chunk)
     return chunk.mover
 
 
 def turns_of(side: Side) -> Scheduler:
-    return side.flows._turns
+    return side.chunks._scheduler
 
 
 def queued(turns: Scheduler) -> int:
@@ -60,7 +60,7 @@ def test_a_higher_priority_goes_first(side: Side) -> None:
     high, plain = side.segment(15, priority=200), side.put(5)
     order = [send(side) for _ in range(5)]
     assert order == [high, high, low, low, plain]
-    assert side.flows.next_chunk() is None
+    assert side.chunks.next_chunk() is None
 
 
 def test_who_is_new_waits_for_nobody_who_is_not(side: Side) -> None:
@@ -91,7 +91,7 @@ def test_an_old_one_that_is_over_owes_nothing(side: Side) -> None:
     assert send(side) is first
     side.requests.fail(long, ConnectionLost("x"), tell=None)
     assert send(side) is second
-    assert side.flows.next_chunk() is None
+    assert side.chunks.next_chunk() is None
 
 
 # --- transfers
@@ -105,7 +105,7 @@ def test_a_transfer_has_one_turn_however_many_its_segments(side: Side) -> None:
     third = side.segment_of(first.request, 5, 3)
     order = [send(side) for _ in range(6)]
     assert order == [first, short, first, second, short, third]
-    assert not side.flows.sending
+    assert not side.chunks.sending
     fourth = side.segment_of(first.request, 5, 4)
     assert send(side) is fourth
 
@@ -144,7 +144,7 @@ def test_segments_of_a_transfer_that_is_over_leave_together(side: Side) -> None:
             side.put(5)
             assert not turns._behind
             send(side)
-        assert side.flows.next_chunk() is None
+        assert side.chunks.next_chunk() is None
         assert not turns._behind
 
 
@@ -161,9 +161,9 @@ def test_everybody_sends_as_many_bytes(pieces: list[int]) -> None:
     for number in range(250):
         if number == 50:  # each of them has begun
             before = {request: request.moved for request in requests}
-        chunk = side.flows.next_chunk(lambda buffer: by_buffer[buffer])
+        chunk = side.chunks.next_chunk(lambda buffer: by_buffer[buffer])
         assert chunk is not None
-        side.flows.chunk_sent(chunk)
+        side.chunks.chunk_sent(chunk)
     gained = [request.moved - before[request] for request in requests]
     assert max(gained) - min(gained) <= 2 * max(requests.values()) + CHUNK
 
@@ -180,13 +180,13 @@ def test_everything_is_sent_once(seed: int) -> None:
             request = request_of(chance.choice(movers))
             if not request.over:
                 side.requests.fail(request, ConnectionLost("x"), tell=None)
-        elif side.flows.sending:
-            chunk = side.flows.next_chunk(lambda buffer: chance.randrange(60))
+        elif side.chunks.sending:
+            chunk = side.chunks.next_chunk(lambda buffer: chance.randrange(60))
             if chunk is not None:
-                side.flows.chunk_sent(chunk)
+                side.chunks.chunk_sent(chunk)
         assert turns.count == queued(turns)
-    while (chunk := side.flows.next_chunk()) is not None:
-        side.flows.chunk_sent(chunk)
+    while (chunk := side.chunks.next_chunk()) is not None:
+        side.chunks.chunk_sent(chunk)
     for mover in movers:
         cut_short = request_of(mover).state is RequestState.FAILED
         assert cut_short or mover.moved == mover.nbytes
@@ -258,9 +258,9 @@ def test_the_count_is_right(count_max: int, side: Side) -> None:
                 ended = open_requests.pop(chance.randrange(len(open_requests)))
                 side.requests.fail(ended, ConnectionLost("x"), tell=None)
             case _:
-                chunk = side.flows.next_chunk()
+                chunk = side.chunks.next_chunk()
                 if chunk is not None:
-                    side.flows.chunk_sent(chunk)
+                    side.chunks.chunk_sent(chunk)
         assert turns.count == queued(turns)
 
 
@@ -272,4 +272,4 @@ def test_nobody_sends_after_the_end(side: Side) -> None:
     turns_of(side).clear()
     assert turns_of(side).head() is None
     assert (turns_of(side).count, len(turns_of(side)._behind)) == (0, 0)
-    assert not side.flows.sending
+    assert not side.chunks.sending

@@ -57,7 +57,9 @@ class Fate:
         self._share = self._rng.choice((0.5, 0.9, 1.0))
         self._end = plan.end
         # A window of a chunk or two is soon full.
-        chunk_bytes = max(terms.chunk_bytes for terms in plan.setup.terms)
+        chunk_bytes = max(
+            parameters.chunk_bytes for parameters in plan.setup.parameters
+        )
         self.window_bytes = chunk_bytes * self._rng.choice((1, 2, 16))
         self.span_bytes = chunk_bytes * self._rng.choice((0, 0, 2, 5))
         # Where no half lives long, a connection has more lanes than at once.

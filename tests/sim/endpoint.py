@@ -76,8 +76,8 @@ class Endpoint:
         self._queue_bytes = world.plan.setup.queue_bytes
         self._seen_bytes = end.received_bytes
         self._timer_at = -1.0
-        terms = core.agreement.terms
-        chunk, eager = terms.chunk_bytes, terms.eager_bytes
+        parameters = core.agreement.parameters
+        chunk, eager = parameters.chunk_bytes, parameters.eager_bytes
         self._sizes = (
             *(0, 1, 63, 64, 65, eager, eager + 1, chunk - 1, chunk, chunk + 1),
             *(2 * chunk, 3 * chunk + 17, 5 * chunk),

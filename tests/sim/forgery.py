@@ -94,7 +94,7 @@ def _forged_raw(
             header = encode_header(FrameType.DATA, 0, sequence, 1, never)
             return "payload for nothing", header, b"\0"
         case 2:
-            eager_bytes = endpoint.core.agreement.terms.eager_bytes
+            eager_bytes = endpoint.core.agreement.parameters.eager_bytes
             length = min(eager_bytes + 1, EAGER_BYTES_MAX)
             header = encode_header(FrameType.MESSAGE, 0, sequence, length)
             return "a message beyond the agreed size", header, bytes(length)

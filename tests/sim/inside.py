@@ -69,7 +69,7 @@ def _landing(box: messages.Messages) -> int:
     """Messages that are landing in memory of the receive they have met."""
     return sum(
         arrival.request is not None and arrival.request.wire_id is None
-        for arrival in box._flows._landing
+        for arrival in box._chunks._landing
     )
 
 

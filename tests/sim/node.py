@@ -152,7 +152,7 @@ def _identity(world: World, name: str, index: int, incarnation: int) -> Identity
         name=name,
         incarnation=bytes([index, incarnation]) * 8,
         trust=setup.trust,
-        terms=setup.terms[index],
+        parameters=setup.parameters[index],
         psk=psk,
         keys=world.keys if psk else {},
     )

@@ -98,7 +98,7 @@ class Opening:
             agreement,
             self._handshake.framing,
             node.holds,
-            terms=node.identity.terms,
+            parameters=node.identity.parameters,
             ping_interval_s=setup.ping_interval_s,
             ping_misses=setup.ping_misses,
             now=node.clock,

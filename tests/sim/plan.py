@@ -147,7 +147,7 @@ class Setup:
     Attributes:
         nodes: Processes.
         trust: Trust mode of all of them.
-        terms: The limits each brings to a handshake.
+        parameters: The limits each brings to a handshake.
         checked: Payload carries a checksum.
         ping_interval_s: Of all of them.
         ping_misses: Likewise.
@@ -167,7 +167,7 @@ class Setup:
 
     nodes: int
     trust: TrustMode
-    terms: tuple[ConnectionParameters, ...]
+    parameters: tuple[ConnectionParameters, ...]
     checked: bool
     ping_interval_s: float
     ping_misses: int
@@ -261,7 +261,7 @@ def _make_setup(rng: random.Random, *, calm: bool) -> Setup:
     return Setup(
         nodes=nodes,
         trust=rng.choice((TrustMode.LOOPBACK, TrustMode.PSK)),
-        terms=tuple(_make_terms(rng, chunk_bytes) for _ in range(nodes)),
+        parameters=tuple(_make_terms(rng, chunk_bytes) for _ in range(nodes)),
         checked=rng.random() < 0.7,
         ping_interval_s=interval_s,
         ping_misses=misses,

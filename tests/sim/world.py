@@ -211,7 +211,7 @@ class World:
         peer = peer_end.handler
         mine = endpoint.core.agreement
         demand(
-            mine.peer_terms == peer_end.node.identity.terms,
+            mine.peer_parameters == peer_end.node.identity.parameters,
             "handshake",
             "agreed on limits that the peer does not have",
         )
@@ -220,7 +220,7 @@ class World:
         theirs = peer.core.agreement
         endpoint.peer, peer.peer = peer, endpoint
         demand(
-            (mine.digest, mine.terms) == (theirs.digest, theirs.terms),
+            (mine.digest, mine.parameters) == (theirs.digest, theirs.parameters),
             "handshake",
             "both sides agreed, on different things",
         )

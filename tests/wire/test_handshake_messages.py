@@ -38,7 +38,7 @@ HELLO = Hello(
     version_min=1,
     version_max=2,
     trust=TrustMode.PSK,
-    terms=TERMS,
+    parameters=TERMS,
     incarnation=b"i" * 16,
     key_id=b"k" * 16,
     nonce=b"n" * 32,
@@ -46,7 +46,7 @@ HELLO = Hello(
 ACCEPT = Accept(
     version=1,
     trust=TrustMode.PSK,
-    terms=TERMS,
+    parameters=TERMS,
     incarnation=b"i" * 16,
     nonce=b"n" * 32,
     mac=b"m" * 32,
@@ -76,7 +76,7 @@ ids, digests = (st.binary(min_size=n, max_size=n) for n in (16, 32))
 
 
 @st.composite
-def terms(draw: st.DrawFn) -> ConnectionParameters:
+def parameters(draw: st.DrawFn) -> ConnectionParameters:
     eager = draw(st.integers(0, EAGER_BYTES_MAX))
     return ConnectionParameters(
         chunk_bytes=draw(st.integers(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)),
@@ -97,7 +97,7 @@ def messages(draw: st.DrawFn) -> Message:
             version_min=max(1, low),
             version_max=high,
             trust=trust,
-            terms=draw(terms()),
+            parameters=draw(parameters()),
             incarnation=draw(ids),
             key_id=draw(ids),
             nonce=draw(digests),
@@ -106,7 +106,7 @@ def messages(draw: st.DrawFn) -> Message:
         return Accept(
             version=low,
             trust=trust,
-            terms=draw(terms()),
+            parameters=draw(parameters()),
             incarnation=draw(ids),
             nonce=draw(digests),
             mac=draw(digests),
@@ -223,7 +223,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE)
 def test_terms_out_of_range(message: Hello | Accept, field: str, value: int) -> None:
     """The message names the field and the value."""
-    wrong = replace(message, terms=replace(TERMS, **{field: value}))
+    wrong = replace(message, parameters=replace(TERMS, **{field: value}))
     with pytest.raises(MalformedFrame, match=f"{field}={value}") as caught:
         type(message).decode(wrong.encode())
     assert caught.value.rule == "KVW-HS-02"

@@ -58,11 +58,11 @@ def run(data: bytes) -> int:
 
 @functools.cache
 def _shaken(trust: TrustMode) -> Shaking:
-    terms = replace(SMALL, eager_bytes=8, window_bytes=32, window_messages=4)
+    parameters = replace(SMALL, eager_bytes=8, window_bytes=32, window_messages=4)
     return shake(
         begin(
-            identity("client", trust=trust, terms=terms),
-            identity("server", trust=trust, terms=terms),
+            identity("client", trust=trust, parameters=parameters),
+            identity("server", trust=trust, parameters=parameters),
         )
     )
 
@@ -73,8 +73,8 @@ def _pair(trust: TrustMode) -> ConnectionPair:
     for side in (client, server):
         side.framing = copy.copy(side.framing)
         assert side.agreement is not None
-        terms = replace(side.agreement.terms, chunk_bytes=_CHUNK_BYTES)
-        side.agreement = replace(side.agreement, terms=terms)
+        parameters = replace(side.agreement.parameters, chunk_bytes=_CHUNK_BYTES)
+        side.agreement = replace(side.agreement, parameters=parameters)
     return ConnectionPair(shaken=Shaking(client, server, []))
 
 

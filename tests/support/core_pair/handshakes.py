@@ -45,7 +45,7 @@ def identity(
     name: str,
     *,
     trust: TrustMode = TrustMode.LOOPBACK,
-    terms: ConnectionParameters = SMALL,
+    parameters: ConnectionParameters = SMALL,
     psk: bytes = PSK,
     accepts: tuple[bytes, ...] = (),
     profile: tuple[tuple[str, str], ...] = (),
@@ -56,7 +56,7 @@ def identity(
     Args:
         name: Its name; its incarnation is made from it.
         trust: In ``psk`` mode it connects with ``psk`` and accepts that key as well.
-        terms: Its limits.
+        parameters: Its limits.
         psk: Its own key.
         accepts: More keys it accepts.
         profile: Facts that must agree.
@@ -67,7 +67,7 @@ def identity(
         name=name,
         incarnation=name.encode()[:16].ljust(16, b"."),
         trust=trust,
-        terms=terms,
+        parameters=parameters,
         psk=psk if in_psk else b"",
         keys={key_id(key): key for key in (psk, *accepts)} if in_psk else {},
         profile=profile,
@@ -93,11 +93,11 @@ class Shaking:
         """The handshake of one side."""
         return self.client if role is Role.CLIENT else self.server
 
-    def terms(self, role: Role) -> ConnectionParameters:
+    def parameters(self, role: Role) -> ConnectionParameters:
         """What that side has said of its own limits; the handshake must be over."""
         other = self.of(role.other).agreement
         assert other is not None
-        return other.peer_terms
+        return other.peer_parameters
 
 
 def begin(

@@ -58,7 +58,8 @@ class ConnectionPair:
             shaken = shake(begin(mine, theirs))
         self.now = now
         self.client, self.server = (
-            Peer(shaken.of(role), terms=shaken.terms(role), now=now) for role in Role
+            Peer(shaken.of(role), parameters=shaken.parameters(role), now=now)
+            for role in Role
         )
 
     def of(self, role: Role) -> Peer:

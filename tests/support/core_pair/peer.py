@@ -68,7 +68,7 @@ class Peer:
     """
 
     def __init__(
-        self, handshake: Handshake, *, terms: ConnectionParameters, now: float
+        self, handshake: Handshake, *, parameters: ConnectionParameters, now: float
     ) -> None:
         """Go on from a handshake that has ended well."""
         assert handshake.agreement is not None
@@ -77,7 +77,7 @@ class Peer:
             handshake.agreement,
             handshake.framing,
             Holds(),
-            terms=terms,
+            parameters=parameters,
             ping_interval_s=2.0,
             ping_misses=3,
             now=now,
