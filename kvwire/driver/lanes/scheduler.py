@@ -1,10 +1,10 @@
-"""The lanes of one connection at work: which of them carries the next chunk.
+"""Send and receive on the lanes of one connection, and choose one for each chunk.
 
-While none is up, the control link carries all payload. Lanes of its own transport share
-the payload with it; lanes of another transport carry all of it, but for chunks that are
-too small to be worth the detour. When the last lane has gone, payload travels on the
-control link again, if its transport may carry data, until another lane has come up in
-its place: otherwise the connection ends.
+While none is open, the control link carries all payload. Lanes of its own transport
+share the payload with it; lanes of another transport carry all of it, but for chunks
+that are too small to be worth the detour. When the last lane has gone, payload travels
+on the control link again, if its transport may carry data, until another lane has
+opened in its place: otherwise the connection ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneHandler
 from kvwire.driver.checksums import ChecksumPolicy, matches
-from kvwire.errors import ConnectionLost, KVWireError, ProtocolError
+from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
+from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import LINK_QUEUE_BYTES, SPAN_PIECE_BYTES, TICKET_BYTES_MAX
 from kvwire.proto.chunks import Chunk, ChunkArrival
@@ -26,29 +27,6 @@ from kvwire.types import BufferId, MemoryKind
 if TYPE_CHECKING:
     from kvwire.driver.device_staging import DeviceStaging
     from kvwire.proto.connection import ConnectionCore
-
-
-class LaneEndpoint:
-    """Our half of one lane.
-
-    Attributes:
-        number: The lane's number.
-        backend: What carries it.
-        lane: The backend's half.
-        joined: Its ``join`` has returned: ``lane_closed`` will say that it has ended.
-        up: Both halves are there: it may be sent on.
-        lowered: What the peer said when its half went away, or "".
-    """
-
-    __slots__ = ("backend", "joined", "lane", "lowered", "number", "up")
-
-    def __init__(self, number: int, backend: str, lane: Lane) -> None:
-        self.number = number
-        self.backend = backend
-        self.lane = lane
-        self.joined = False
-        self.up = False
-        self.lowered = ""
 
 
 class _Landing(Landing):
@@ -61,109 +39,74 @@ class _Landing(Landing):
 
 
 class LaneScheduler(LaneHandler):
-    """The halves of one connection's lanes, and the choice between them.
+    """Sends and receives on the lanes of one connection, and chooses between them.
 
-    Attributes:
-        up: Those that may be sent on.
-        shared: The control link carries payload beside them.
-        fallback: The control link may carry payload when none of them is left.
-        on_broken: Called with the transport of a lane that has broken, and why.
-        check_ended: To be called when something may have become quiet.
+    Args:
+        core: The protocol of the connection.
+        lanes: Its lanes.
+        staged: What of its payload lies in device memory.
+        loop: The running loop.
+        checks: Which payloads have checksums.
+        run: Does what the core asks for.
+        lane_broke: Called with a lane that was open and has broken.
+        check_ended: Called when a lane touches no memory any more.
     """
 
     def __init__(
         self,
         core: ConnectionCore,
+        lanes: LaneSet,
         staged: DeviceStaging,
         loop: asyncio.AbstractEventLoop,
         *,
         checks: ChecksumPolicy,
         run: Callable[[], None],
+        lane_broke: Callable[[LaneEndpoint], None],
         check_ended: Callable[[], None],
     ) -> None:
-        self.up: list[LaneEndpoint] = []
-        self.shared = False
-        self.fallback = True
-        self.on_broken: Callable[[str, str], None] = _nobody_asks
         self._core = core
+        self._lanes = lanes
         self._staged = staged
         self._loop = loop
         self._checks = checks
         self._run = run
-        self.check_ended = check_ended
-        # bounded: LANES_MAX
-        self._halves: dict[Lane, LaneEndpoint] = {}
+        self._lane_broke = lane_broke
+        self._check_ended = check_ended
+        # Lanes with something to flush, in order.
         self._dirty: dict[Lane, None] = {}
-
-    @property
-    def quiet(self) -> bool:
-        """Whether no lane can touch any memory."""
-        return not self._halves
-
-    # --- coming up --------------------------------------------------------------------
-
-    def add(self, half: LaneEndpoint) -> None:
-        """Know a half that is about to join."""
-        self._halves[half.lane] = half  # bounded: LANES_MAX
-
-    def drop(self, half: LaneEndpoint, reason: str) -> None:
-        """End a half that nobody waits for any more, and forget it.
-
-        One that had joined at the last moment may touch memory until ``lane_closed``.
-        """
-        half.lane.abort()
-        if half.joined:
-            half.lowered = half.lowered or reason
-            return
-        self._halves.pop(half.lane, None)
-        self._core.lane_gone(half.number, reason)
-        self._run()
-        self.check_ended()
-
-    def knows(self, half: LaneEndpoint) -> bool:
-        """Whether a half that has joined is still there, on both sides."""
-        return half.lane in self._halves and not half.lowered
-
-    def raised(self, number: int) -> LaneEndpoint | None:
-        """Both halves of a lane are there; None if ours has gone meanwhile."""
-        for half in self._halves.values():
-            if half.number == number and not half.lowered:
-                half.up = True
-                self.up.append(half)  # bounded: LANES_MAX
-                return half
-        return None
 
     # --- sending ----------------------------------------------------------------------
 
     @property
     def full(self) -> bool:
         """Whether the next chunk has to wait for a lane."""
-        if not self.up:
-            return not self.fallback
-        return not self.shared and self._roomiest() is None
+        lanes = self._lanes
+        if not lanes.open:
+            return not lanes.fallback
+        return not lanes.shared and self._roomiest() is None
 
     def pick(self, link_queued_bytes: int) -> LaneEndpoint | None:
-        """What carries the next chunk; None for the control link."""
-        half = self._roomiest()
-        if half is None or not self.shared:
-            return half
-        return half if half.lane.queued_bytes <= link_queued_bytes else None
+        """The lane that carries the next chunk; None for the control link."""
+        endpoint = self._roomiest()
+        if endpoint is None or not self._lanes.shared:
+            return endpoint
+        return endpoint if endpoint.lane.queued_bytes <= link_queued_bytes else None
 
-    def carries(self, half: LaneEndpoint, payload: Payload) -> bool:
+    def carries(self, endpoint: LaneEndpoint, payload: Payload) -> bool:
         """Whether a lane is the way for a payload: worth it, and memory that it takes.
 
         A lane that takes device memory alone may be the only way that is allowed; then
         it is for the lane to say why it cannot carry what lies elsewhere.
         """
         device = payload.device if isinstance(payload, Fragments) else None
-        kinds = half.lane.memory_kinds
+        kinds = endpoint.lane.memory_kinds
         if device is not None:
             return device.kind in kinds
-        if payload.nbytes < half.lane.bytes_min:
+        if payload.nbytes < endpoint.lane.bytes_min:
             return False
-        return MemoryKind.HOST in kinds or not self.fallback
+        return MemoryKind.HOST in kinds or not self._lanes.fallback
 
-    def span(self, half: LaneEndpoint, buffer: BufferId) -> int:
+    def span(self, endpoint: LaneEndpoint, buffer: BufferId) -> int:
         """Bytes of a buffer that a lane takes at once; 0 for a chunk."""
         payload = self._staged.whole(buffer)
         if isinstance(payload, Fragments) and (
@@ -171,24 +114,22 @@ class LaneScheduler(LaneHandler):
             or payload.nbytes < SPAN_PIECE_BYTES * payload.lengths.size
         ):
             return 0
-        return half.lane.span_bytes if self.carries(half, payload) else 0
+        return endpoint.lane.span_bytes if self.carries(endpoint, payload) else 0
 
     def takes(self, number: int, kind: MemoryKind) -> bool:
         """Whether a lane moves this kind of memory itself."""
-        return any(
-            half.number == number and kind in half.lane.memory_kinds
-            for half in self._halves.values()
-        )
+        endpoint = self._lanes.find(number)
+        return endpoint is not None and kind in endpoint.lane.memory_kinds
 
     def send(
-        self, half: LaneEndpoint, chunk: Chunk, payload: Payload
+        self, endpoint: LaneEndpoint, chunk: Chunk, payload: Payload
     ) -> tuple[bytes, bytes]:
         """Queue a chunk on a lane; returns the frame that announces it."""
-        check = self._checks.of(payload, intact=half.lane.intact)
-        ticket = half.lane.send(payload, chunk)
+        check = self._checks.of(payload, intact=endpoint.lane.intact)
+        ticket = endpoint.lane.send(payload, chunk)
         assert len(ticket) <= TICKET_BYTES_MAX
-        self._dirty[half.lane] = None  # bounded: LANES_MAX
-        return self._core.lanes.aside(chunk, half.number, ticket, check)
+        self._dirty[endpoint.lane] = None  # bounded: LANES_MAX
+        return self._core.lanes.aside(chunk, endpoint.number, ticket, check)
 
     def flush(self) -> bool:
         """Move what was queued; False if there was nothing."""
@@ -196,7 +137,7 @@ class LaneScheduler(LaneHandler):
             return False
         dirty, self._dirty = self._dirty, {}
         for lane in dirty:
-            if lane in self._halves:
+            if self._lanes.knows(lane):
                 lane.flush()
         return True
 
@@ -209,25 +150,17 @@ class LaneScheduler(LaneHandler):
             ProtocolError: The ticket is not one of the peer's lane.
         """
         arrival = event.arrival
-        half = next(h for h in self._halves.values() if h.number == arrival.lane)
+        endpoint = self._lanes.find(arrival.lane)
+        assert endpoint is not None, "the core expects it"
         try:
-            half.lane.receive(event.ticket, _Landing(arrival, payload))
+            endpoint.lane.receive(event.ticket, _Landing(arrival, payload))
         except ProtocolError:
             if event.ticket:
                 raise
-            # Sent by a half that had ended and could not say so yet.
-            half.lane.abort()
+            # Sent by an endpoint that had ended and could not say so yet.
+            endpoint.lane.abort()
             return
-        self._dirty[half.lane] = None  # bounded: LANES_MAX
-
-    def lowered(self, event: LaneClosed) -> None:
-        """The peer's half of a lane is gone."""
-        for half in list(self._halves.values()):
-            if half.number == event.lane:
-                half.lowered = event.reason or "the peer ended it"
-                if half in self.up:
-                    self.up.remove(half)
-                half.lane.abort()
+        self._dirty[endpoint.lane] = None  # bounded: LANES_MAX
 
     # --- the lanes --------------------------------------------------------------------
 
@@ -254,25 +187,31 @@ class LaneScheduler(LaneHandler):
 
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
         """See LaneHandler."""
-        half = self._halves.pop(lane)
-        self._staged.lane_gone(half.number)
-        if half in self.up:
-            self.up.remove(half)
-        reason = half.lowered or str(error or "this side ended it")
-        self._core.lane_gone(half.number, reason)
-        if self._core.error is None and half.up:
-            self._broken(half, reason, error)
+        endpoint = self._lanes.of(lane)
+        self._staged.lane_gone(endpoint.number)
+        reason = str(error or "this side ended it")
+        left = self._lanes.advance(endpoint, LaneInput.GONE, reason)
+        self._core.lane_gone(endpoint.number, endpoint.reason)
+        self._go_on(endpoint, left, error)
         self._run()
-        self.check_ended()
+        self._check_ended()
+
+    def peer_closed(self, event: LaneClosed) -> None:
+        """End a lane of which the peer's endpoint is gone."""
+        endpoint = self._lanes.find(event.lane)
+        if endpoint is not None:
+            reason = event.reason or "the peer ended it"
+            left = self._lanes.advance(endpoint, LaneInput.CLOSE, reason)
+            endpoint.lane.abort()
+            self._go_on(endpoint, left, None)
 
     def end(self, *, graceful: bool = False) -> None:
-        """End every lane; :attr:`quiet` tells when nothing touches memory any more."""
-        self.up.clear()
-        for lane in list(self._halves):
+        """End every lane, since the connection ends."""
+        for endpoint in self._lanes.end():
             if graceful:
-                lane.close()
+                endpoint.lane.close()
             else:
-                lane.abort()
+                endpoint.lane.abort()
 
     # --- inside -----------------------------------------------------------------------
 
@@ -283,33 +222,32 @@ class LaneScheduler(LaneHandler):
 
     def _roomiest(self) -> LaneEndpoint | None:
         best: LaneEndpoint | None = None
-        for half in self.up:
-            queued_bytes = half.lane.queued_bytes
+        for endpoint in self._lanes.open:
+            queued_bytes = endpoint.lane.queued_bytes
             if (
                 queued_bytes < LINK_QUEUE_BYTES
                 and (best is None or queued_bytes < best.lane.queued_bytes)
-                and self._core.lanes.room(half.number, half.lane.window_bytes)
+                and self._core.lanes.room(endpoint.number, endpoint.lane.window_bytes)
             ):
-                best = half
+                best = endpoint
         return best
 
-    def _broken(self, half: LaneEndpoint, reason: str, error: Exception | None) -> None:
-        """A lane that carried data is gone: go on without it, if that is allowed."""
+    def _go_on(
+        self, endpoint: LaneEndpoint, left: LaneState, error: Exception | None
+    ) -> None:
+        """Go on without a lane that was open, where that is allowed."""
+        if self._core.error is not None or self._lanes.ended:
+            return
         if isinstance(error, ProtocolError):
             self._core.fail(error)
-        elif self.up or self.fallback:
-            self.on_broken(half.backend, reason)
+        elif left is not LaneState.OPEN:
+            return
+        elif self._lanes.open or self._lanes.fallback:
+            self._lane_broke(endpoint)
         else:
-            self._core.fail(
-                _lost(f"{half.backend} failed and no other transport is allowed", error)
+            lost = ConnectionLost(
+                f"{endpoint.backend} failed and no other transport is allowed: "
+                f"{endpoint.reason}"
             )
-
-
-def _nobody_asks(backend: str, reason: str) -> None:
-    """Until lanes are raised none can break."""
-
-
-def _lost(text: str, error: Exception | None) -> KVWireError:
-    lost = ConnectionLost(f"{text}: {error}" if error else text)
-    lost.__cause__ = error
-    return lost
+            lost.__cause__ = error
+            self._core.fail(lost)

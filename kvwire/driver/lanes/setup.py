@@ -1,10 +1,9 @@
-"""Brings the lanes of a connection up, one transport after the other.
+"""Open the lanes of a connection, one transport after the other.
 
 The client goes through the transports that the server has found possible, in that
-order, until one has come up on both sides. The server answers. Both keep why each one
-failed, so that both can say it: see :mod:`kvwire.driver.lanes.active_transport`. A lane
-that breaks later is raised again by the client: see
-:mod:`kvwire.driver.lanes.reconnect`.
+order, until a lane of one is open on both sides. The server answers. Both keep why each
+one failed: see :mod:`kvwire.driver.lanes.state`. A lane that breaks later is opened
+again by the client: see :mod:`kvwire.driver.lanes.reconnect`.
 """
 
 from __future__ import annotations
@@ -12,21 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from kvwire.backend import Backend
-from kvwire.backend.lane import LaneContext
+from kvwire.backend.lane import LaneContext, LaneHandler
 from kvwire.driver.counters import Counters
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
-from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
+from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
-from kvwire.types import Address, TransportReport
+from kvwire.types import Address
 
 logger = logging.getLogger("kvwire")
 
@@ -36,195 +34,152 @@ REFUSALS_MAX: Final = 8
 
 OpenBackend = Callable[[str], Backend]
 Settings = Mapping[str, Mapping[str, str]]
-LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where a connection goes, and what was agreed about it.
-
-    Attributes:
-        scheme: The transport of the control link.
-        remote: Where that leads.
-        report: The server's verdicts, in the order in which they are tried.
-    """
-
-    scheme: str
-    remote: Address | None
-    report: TransportReport
 
 
 class LaneSetup:
-    """The raising of one connection's lanes, on either side.
+    """Opens the lanes of one connection, on either side.
 
-    Attributes:
-        carrier: What carries the data as a result.
+    Args:
+        core: The protocol of the connection.
+        lanes: Its lanes.
+        active: What carries its data, to say when that changes.
+        handler: Of the lanes.
+        remote: Where the control link leads.
+        open_backend: Gives a backend by its name, or raises BackendUnavailable.
+        settings: Of each backend.
+        counters: Of the communicator.
+        run: Does what the core asks for.
+        check_ended: Called when nothing is being opened any more.
     """
 
     def __init__(
         self,
         core: ConnectionCore,
-        lanes: LaneScheduler,
-        route: Route,
+        lanes: LaneSet,
+        active: ActiveTransport,
+        handler: LaneHandler,
+        remote: Address | None,
         *,
         open_backend: OpenBackend,
         settings: Settings,
         counters: Counters,
         run: Callable[[], None],
+        check_ended: Callable[[], None],
     ) -> None:
-        """Prepare it.
-
-        Args:
-            core: The protocol of the connection.
-            lanes: Where halves go.
-            route: Where the connection goes.
-            open_backend: Gives a backend by its name, or raises BackendUnavailable.
-            settings: Of each backend.
-            counters: Of the communicator.
-            run: Carries out what the core says.
-        """
-        self.carrier = ActiveTransport(
-            lanes,
-            scheme=route.scheme,
-            report=route.report,
-            peer=core.agreement.peer,
-            counters=counters,
-        )
         self._core = core
         self._lanes = lanes
-        self._possible = tuple(c.name for c in route.report if c.possible or c.taken)
-        self._scheme = route.scheme
-        self._remote = route.remote
+        self._active = active
+        self._handler = handler
+        self._remote = remote
         self._open_backend = open_backend
         self._settings = settings
+        self._counters = counters
         self._run = run
-        # Lanes that the server is asked for, by number.
-        self._answers: dict[int, asyncio.Future[bytes]] = {}
-        self._joining: asyncio.Task[None] | None = None
+        self._check_ended = check_ended
+        # Server: lanes that the client has asked for.
         self._tasks: set[asyncio.Task[None]] = set()
-        # Client: the transport that was chosen, how many of its lanes came up, and how
-        # often the server has refused one since.
+        # Client: the peer's bootstrap of the lane that is being opened, the task that
+        # joins it, the transport of choice, how many of its lanes opened, and how often
+        # the server has refused one since.
+        self._bootstrap: tuple[int, asyncio.Future[bytes]] | None = None
+        self._joining: asyncio.Task[None] | None = None
         self._chosen = ""
         self._wanted = 0
         self._refusals = 0
-        self._restoring = LaneReconnector(
-            self._lacks, self._raise_again, lanes.check_ended
-        )
+        self._reconnector = LaneReconnector(self._lacks, self._reopen, check_ended)
         self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._counters = counters
-        lanes.on_broken = self._broken
-        lanes.fallback = route.scheme in self._possible
-
-    @property
-    def due(self) -> bool:
-        """Whether data is to go on lanes, which are not there yet."""
-        return self.carrier.taken not in ("", self._scheme)
 
     @property
     def busy(self) -> bool:
-        """Whether a half is being made, or may be."""
-        return bool(self._tasks) or self._restoring.busy
+        """Whether an endpoint is being made, or may be."""
+        return bool(self._tasks) or self._reconnector.busy
 
-    def event(self, event: LaneEvent) -> None:
-        """Act on what the core says about lanes."""
-        match event:
-            case LaneAsked():
-                self._asked(event)
-            case LaneBootstrapped():
-                self._answered(event)
-            case LaneOpened():
-                self._raised(event)
-            case LaneClosed():
-                self._lowered(event)
+    @property
+    def _needed(self) -> bool:
+        """Whether the first choice is a transport that needs a lane."""
+        return self._lanes.verdicts.taken not in ("", self._lanes.scheme)
 
     # --- the client -------------------------------------------------------------------
 
-    async def raise_lanes(self, count: int) -> None:
-        """Bring up the first transport that can, with ``count`` data paths.
+    async def open_lanes(self, count: int) -> None:
+        """Open lanes of the first transport that works, for ``count`` data paths.
 
         Raises:
-            BackendUnavailable: None of those that are allowed can; says why, for each.
+            BackendUnavailable: None of those that are allowed works; says why, for
+                each.
             ConnectionClosed: The connection has ended.
 
         Cancel safety: the connection is to be aborted.
         """
-        if not self.due and count == 1:
+        lanes = self._lanes
+        if not self._needed and count == 1:
             return
-        for name in self._possible:
-            if name == self._scheme:
-                self.carrier.take_link()
-                self._wanted = await self._raise_more(name, count - 1)
-                break
+        for name in lanes.possible:
+            first = 0 if name == lanes.scheme else 1
             try:
-                half = await self._raise(name)
+                if first:
+                    await self._open(name)
             except BackendUnavailable as exc:
-                self.carrier.failed[name] = str(exc)
-                logger.warning(
-                    "peer %s: %s cannot carry the data: %s",
-                    self._core.agreement.peer,
-                    name,
-                    exc,
-                )
+                lanes.failed[name] = str(exc)
+                peer = self._core.agreement.peer
+                logger.warning("peer %s: %s cannot carry the data: %s", peer, name, exc)
                 continue
-            self.carrier.take_lane(half)
-            self._wanted = 1 + await self._raise_more(name, count - 1)
+            self._wanted = first + await self._open_more(name, count - 1)
+            self._chosen, self._refusals = name, 0
             break
         else:
-            failed = self.carrier.failed.items()
-            reasons = "; ".join(f"{name}: {why}" for name, why in failed)
+            reasons = "; ".join(f"{name}: {why}" for name, why in lanes.failed.items())
             raise BackendUnavailable(f"no transport that is allowed works: {reasons}")
-        self._chosen, self._refusals = name, 0
         self._core.lanes.settle()
         self._settle()
         self._run()
-        self._restoring.lost()  # if one has broken while others were coming up
+        self._reconnector.lost()  # if one has broken while others were opening
 
-    async def _raise_more(self, name: str, count: int) -> int:
-        """More lanes of a transport that is taken, which works without them; how many.
+    async def _open_more(self, name: str, count: int) -> int:
+        """Open more lanes of a transport that works without them; how many did.
 
-        What has not come up at first is not tried again: nobody has had it.
+        What has not opened at first is not tried again: nobody has had it.
         """
-        for raised in range(count):
+        for opened in range(count):
             try:
-                await self._raise(name)
+                await self._open(name)
             except BackendUnavailable as exc:
                 logger.warning("only some lanes of %s came up: %s", name, exc)
-                return raised
+                return opened
         return count
 
     def _lacks(self) -> bool:
-        """Whether a lane that had been up is missing, and worth another try."""
-        there = sum(half.backend == self._chosen for half in self._lanes.up)
+        """Whether a lane that had been open is missing, and worth another try."""
         return (
             self._core.phase is CloseState.OPEN
             and self._refusals < REFUSALS_MAX
-            and there < self._wanted
+            and len(self._lanes.open) < self._wanted
         )
 
-    async def _raise_again(self) -> None:
-        """Bring one back that has broken.
+    async def _reopen(self) -> None:
+        """Open a lane in the place of one that has broken.
 
         Raises:
-            BackendUnavailable: It does not come up.
+            BackendUnavailable: It does not open.
             ConnectionClosed: The connection has ended.
         """
+        name = self._chosen
         try:
-            half = await self._raise(self._chosen)
+            endpoint = await self._open(name)
         except BackendUnavailable as exc:
             if self._refusals < REFUSALS_MAX:
-                said = f"{self._chosen} does not come up again: {exc}"
-                self.carrier.say(said, logging.INFO)
+                self._active.log(f"{name} does not come up again: {exc}", logging.INFO)
             else:
-                self.carrier.say(f"{self._chosen} is not asked for any more: {exc}")
+                self._active.log(f"{name} is not asked for any more: {exc}")
             raise
         self._refusals = 0
-        self._came_back(half)
+        self._active.lane_came_back(endpoint)
 
-    async def _raise(self, name: str) -> LaneEndpoint:
-        """Bring up one lane.
+    async def _open(self, name: str) -> LaneEndpoint:
+        """Open one lane.
 
         Raises:
-            BackendUnavailable: It cannot.
+            BackendUnavailable: It does not open.
             ConnectionClosed: The connection has ended.
         """
         if self._core.error is not None:
@@ -232,133 +187,159 @@ class LaneSetup:
         number = self._core.lanes.next_number()
         if number is None:
             raise BackendUnavailable("too many lanes were tried")
-        half = self._half(name, number)
+        endpoint = self._make(name, number)
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bytes] = loop.create_future()
-        self._answers[number] = answer  # bounded: LANES_MAX
-        self._core.lanes.ask(number, name, half.lane.bootstrap)
-        self._lanes.add(half)
+        bootstrap: asyncio.Future[bytes] = loop.create_future()
+        self._bootstrap = number, bootstrap
+        self._core.lanes.ask(number, name, endpoint.lane.bootstrap)
+        self._lanes.add(endpoint)
         self._run()
-        self._joining = loop.create_task(self._join(half, answer))
+        # In a task of its own, which the end of the connection cancels.
+        self._joining = loop.create_task(self._join(endpoint, bootstrap))
         try:
             async with asyncio.timeout(LANE_TIMEOUT_S):
                 await self._joining
         except BaseException as exc:
-            given_up = self._given_up(half, exc)
+            given_up = self._give_up(endpoint, exc)
             if given_up is exc:
                 raise
             raise given_up from exc
         finally:
-            self._joining = None
-            del self._answers[number]
-        if not self._lanes.knows(half):
-            raise BackendUnavailable(half.lowered or "it broke as soon as it was up")
+            self._joining = self._bootstrap = None
+        if endpoint.state is not LaneState.JOINED:
+            why = endpoint.reason or "it broke as soon as it was up"
+            raise self._core.error or BackendUnavailable(why)
         self._core.lanes.up(number)
-        self._counters.lanes_raised += 1
-        self._lanes.raised(number)
+        self._ready(endpoint)
         self._run()
-        return half
+        return endpoint
 
-    async def _join(self, half: LaneEndpoint, answer: asyncio.Future[bytes]) -> None:
-        """In a task of its own, which the end of the connection cancels."""
-        await self._join_lane(half, await answer)
+    async def _join(
+        self, endpoint: LaneEndpoint, bootstrap: asyncio.Future[bytes]
+    ) -> None:
+        await endpoint.lane.join(await bootstrap, self._handler)
+        self._lanes.advance(endpoint, LaneInput.JOINED)
 
-    async def _join_lane(self, half: LaneEndpoint, bootstrap: bytes) -> None:
-        await half.lane.join(bootstrap, self._lanes)
-        half.joined = True
+    def bootstrapped(self, event: LaneBootstrapped) -> None:
+        """Join with the server's endpoint, which is there."""
+        bootstrap = self._awaited(event.lane)
+        if bootstrap is not None:
+            bootstrap.set_result(event.bootstrap)
 
-    def _answered(self, event: LaneBootstrapped) -> None:
-        """The server's half is there."""
-        answer = self._answers.get(event.lane)
-        if answer is not None and not answer.done():
-            answer.set_result(event.bootstrap)
+    def _awaited(self, number: int) -> asyncio.Future[bytes] | None:
+        """The bootstrap of a lane if its opening still waits for it."""
+        if self._bootstrap is None or self._bootstrap[0] != number:
+            return None
+        bootstrap = self._bootstrap[1]
+        return None if bootstrap.done() else bootstrap
 
     # --- the server -------------------------------------------------------------------
 
-    def _asked(self, event: LaneAsked) -> None:
-        """The client asks for a lane: join with it, in a task of its own."""
+    def asked(self, event: LaneAsked) -> None:
+        """Join with the client's endpoint, in a task of its own."""
         task = asyncio.get_running_loop().create_task(self._answer(event))
         self._tasks.add(task)  # bounded: LANES_MAX
-        task.add_done_callback(self._answer_given)
+        task.add_done_callback(self._answered)
 
-    def _raised(self, event: LaneOpened) -> None:
-        """A lane is up on both sides; of lane 0: there will be no more."""
-        if event.lane:
-            self._counters.lanes_raised += 1
-            half = self._lanes.raised(event.lane)
-            if half is not None and self._settled.done():
-                self._came_back(half)
+    def opened(self, event: LaneOpened) -> None:
+        """Use a lane that is ready on both sides; 0 ends the client's first choice."""
+        if not event.lane:
+            self._settle()
             return
-        up = self._lanes.up
-        if up and up[0].backend != self._scheme:
-            self.carrier.take_lane(up[0])
-        else:
-            self.carrier.take_link()
-        self._settle()
+        endpoint = self._lanes.find(event.lane)
+        if endpoint is None:
+            self._counters.lanes_raised += 1
+            return
+        self._ready(endpoint)
+        if endpoint.state is LaneState.OPEN and self._settled.done():
+            self._active.lane_came_back(endpoint)
 
     async def _answer(self, event: LaneAsked) -> None:
         name, number = event.backend, event.lane
-        half: LaneEndpoint | None = None
+        endpoint: LaneEndpoint | None = None
         try:
-            if name not in self._possible:
+            if name not in self._lanes.possible:
                 raise BackendUnavailable(f"{name} was not agreed on")
-            half = self._half(name, number)
-            self._lanes.add(half)
+            endpoint = self._make(name, number)
+            self._lanes.add(endpoint)
             async with asyncio.timeout(LANE_TIMEOUT_S):
-                await self._join_lane(half, event.bootstrap)
+                await endpoint.lane.join(event.bootstrap, self._handler)
+                self._lanes.advance(endpoint, LaneInput.JOINED)
         except BaseException as exc:
-            if half is None:
+            if endpoint is None:
                 reason = str(exc)
                 self._core.lane_gone(number, reason)
                 self._run()
             else:
-                reason = str(self._given_up(half, exc))
-            if name in self._possible:  # and not whatever the peer has made up
-                self.carrier.failed[name] = reason
+                reason = str(self._give_up(endpoint, exc))
+            if name in self._lanes.possible:  # and not whatever the peer has made up
+                self._lanes.failed[name] = reason
             if not isinstance(exc, Exception):
                 raise
             return
-        if self._lanes.knows(half):
-            self._core.lanes.answer(number, half.lane.bootstrap)
+        if endpoint.state is LaneState.JOINED:
+            self._core.lanes.answer(number, endpoint.lane.bootstrap)
             self._run()
 
-    def _answer_given(self, task: asyncio.Task[None]) -> None:
+    def _answered(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._lanes.check_ended()
+        self._check_ended()
 
-    async def raised(self) -> None:
-        """Server: wait until the client has raised its lanes, or has gone.
+    async def wait_settled(self) -> None:
+        """Server: wait until the client has opened its lanes, or has gone.
 
         Cancel safety: safe, it only watches.
         """
-        if self.due:
+        if self._needed:
             await asyncio.shield(self._settled)
 
     # --- both -------------------------------------------------------------------------
 
-    def _lowered(self, event: LaneClosed) -> None:
-        """The peer's half is gone, or never came."""
-        answer = self._answers.get(event.lane)
-        if answer is not None and not answer.done():
+    def peer_closed(self, event: LaneClosed) -> None:
+        """Note why the peer's endpoint is gone, or never came."""
+        lanes, reason = self._lanes, f"the peer: {event.reason}"
+        bootstrap = self._awaited(event.lane)
+        if bootstrap is not None:
             self._refusals += 1
-            answer.set_exception(BackendUnavailable(f"the peer: {event.reason}"))
+            bootstrap.set_exception(BackendUnavailable(reason))
         elif not self._settled.done():
             name = self._core.lanes.backend(event.lane)
-            if name in self._possible:
-                self.carrier.failed.setdefault(name, f"the peer: {event.reason}")
-        self._lanes.lowered(event)
+            if name in lanes.possible:
+                lanes.failed.setdefault(name, reason)
+
+    def lane_broke(self, endpoint: LaneEndpoint) -> None:
+        """Open another lane in the place of one that has broken."""
+        self._active.lane_broke(endpoint)
+        self._reconnector.lost()
 
     def cancel(self) -> None:
-        """The connection ends: nothing more comes up."""
+        """Open nothing more: the connection ends."""
         for task in self._tasks:
             task.cancel()
         if self._joining is not None:
             self._joining.cancel()
-        self._restoring.cancel()
-        self.carrier.end()
-        self._settle()
+        self._reconnector.cancel()
+        self._active.end()
+        if not self._settled.done():
+            self._settled.set_result(None)
 
-    def _half(self, name: str, number: int) -> LaneEndpoint:
+    def _settle(self) -> None:
+        """Let data go by what is open now."""
+        self._lanes.settle()
+        self._active.settled()
+        if not self._settled.done():
+            self._settled.set_result(None)
+
+    def _ready(self, endpoint: LaneEndpoint) -> None:
+        self._counters.lanes_raised += 1
+        self._lanes.advance(endpoint, LaneInput.READY)
+
+    def _make(self, name: str, number: int) -> LaneEndpoint:
+        """Make this side's endpoint of a lane.
+
+        Raises:
+            BackendUnavailable: The backend cannot.
+        """
         backend = self._open_backend(name)
         context = LaneContext(
             role=self._core.agreement.role,
@@ -372,10 +353,13 @@ class LaneSetup:
         except Exception as exc:
             if isinstance(exc, KVWireError):
                 raise
-            raise self._unavailable(name, exc) from exc
+            raise _unavailable(name, exc) from exc
 
-    def _given_up(self, half: LaneEndpoint, exc: BaseException) -> BaseException:
-        """Undo a half that has not come up; what its raiser gets."""
+    def _give_up(self, endpoint: LaneEndpoint, exc: BaseException) -> BaseException:
+        """End an endpoint that nobody waits for any more; what its opener gets.
+
+        One that had joined at the last moment may touch memory until ``lane_closed``.
+        """
         ended = self._core.error
         if ended is not None:
             # Whatever this lane says about it, it is not to blame.
@@ -385,29 +369,23 @@ class LaneSetup:
             if isinstance(exc, TimeoutError):
                 exc = BackendUnavailable(f"it did not come up in {LANE_TIMEOUT_S:g} s")
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
-                exc = self._unavailable(half.backend, exc)
-        self._lanes.drop(half, str(exc) or "cancelled")
+                exc = _unavailable(endpoint.backend, exc)
+        reason = str(exc) or "cancelled"
+        endpoint.lane.abort()
+        left = self._lanes.advance(endpoint, LaneInput.GIVE_UP, reason)
+        if left in (LaneState.JOINING, LaneState.ABANDONED):
+            self._core.lane_gone(endpoint.number, reason)
+            self._run()
+            self._check_ended()
         return exc
 
-    def _unavailable(self, name: str, exc: Exception) -> BackendUnavailable:
-        """What a backend means that raises what the contract does not name."""
-        if isinstance(exc, OSError):
-            return BackendUnavailable(f"the system refuses: {exc}")
-        logger.error("a bug of backend %s", name, exc_info=exc)
-        return BackendUnavailable(f"a bug of the backend: {exc!r}")
 
-    def _came_back(self, half: LaneEndpoint) -> None:
-        self._counters.lanes_restored += 1
-        self.carrier.lane_came_back(half)
-
-    def _broken(self, name: str, reason: str) -> None:
-        self._counters.lanes_failed += 1
-        self.carrier.lane_broke(name, reason)
-        self._restoring.lost()
-
-    def _settle(self) -> None:
-        if not self._settled.done():
-            self._settled.set_result(None)
+def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
+    """What a backend means that raises what the contract does not name."""
+    if isinstance(exc, OSError):
+        return BackendUnavailable(f"the system refuses: {exc}")
+    logger.error("a bug of backend %s", name, exc_info=exc)
+    return BackendUnavailable(f"a bug of the backend: {exc!r}")
 
 
 def _is_cancelled() -> bool:
