@@ -222,17 +222,17 @@ async def test_a_peer_that_says_nothing(deaf: Address, configured: bool) -> None
     async with kvwire.open(**config) as comm:
         with pytest.raises(HandshakeTimeout, match=r"0\.05 s; it waited for ACCEPT"):
             await comm.connect(deaf, timeout_s=None if configured else 0.05)
-        await until(lambda: not comm._state._pumps)
+        await until(lambda: not comm._state.drivers)
 
 
 async def test_cancelling_connect_leaves_nothing(deaf: Address) -> None:
     async with kvwire.open() as comm:
         connecting = asyncio.create_task(comm.connect(deaf))
-        await until(lambda: comm._state._pumps)
+        await until(lambda: comm._state.drivers)
         connecting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await connecting
-        await until(lambda: not comm._state._pumps)
+        await until(lambda: not comm._state.drivers)
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -244,7 +244,7 @@ async def test_close_while_connecting(deaf: Address, turns: int) -> None:
     await comm.close()
     with pytest.raises(ClosedOK, match="the communicator is closed"):
         await connecting
-    await until(lambda: not comm._state._pumps)
+    await until(lambda: not comm._state.drivers)
     assert not comm.live_connections
 
 
@@ -313,8 +313,8 @@ async def refused(near: Communicator, far: Communicator, field: str) -> Handshak
         await near.connect(address)
     assert caught.value.fields == (field,)
     assert not far.live_connections
-    await until(lambda: not far._state._pumps)
-    await until(lambda: not near._state._pumps)
+    await until(lambda: not far._state.drivers)
+    await until(lambda: not near._state.drivers)
     return caught.value
 
 
@@ -537,4 +537,4 @@ async def test_cancelling_close_and_closing_again() -> None:
         again = asyncio.create_task(pair.far.close())
         assert len(await pair.left.recv(1)) == 1 << 20
         await again
-        assert not pair.far._state._pumps
+        assert not pair.far._state.drivers

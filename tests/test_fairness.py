@@ -189,5 +189,5 @@ async def test_small_messages_over_the_limit_give_their_credit_back() -> None:
                 await pair.right.recv(1)
         await pair.left.send(1, b"small")
         assert await pair.right.recv(1) == b"small"
-        assert not pair.right._state._pump.held
+        assert not pair.right._state.driver.held
         assert not len(pair.far._state.buffers)

@@ -96,7 +96,7 @@ class Acceptor:
         self._pending.pop(pump, None)
         try:
             async with asyncio.timeout(timeout_s):
-                await connection.raising.raised()
+                await connection.driver.lane_setup.wait_settled()
         except TimeoutError:
             connection.abort(f"no transport for the data within {timeout_s:g} s")
             return

@@ -19,18 +19,29 @@ from kvwire.driver.buffers import BufferTable
 from kvwire.driver.checksums import ChecksumPolicy, arrived, landing_for
 from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.handshake import HandshakeDriver
-from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
+from kvwire.driver.lanes.active_transport import ActiveTransport
+from kvwire.driver.lanes.scheduler import LaneScheduler
+from kvwire.driver.lanes.setup import LaneSetup
+from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
+from kvwire.driver.ports import DriverOwner
 from kvwire.driver.scratch import ScratchPool
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.events import Ended, Event, LaneDataReceived
+from kvwire.proto.events import (
+    Ended,
+    Event,
+    LaneAsked,
+    LaneBootstrapped,
+    LaneClosed,
+    LaneDataReceived,
+    LaneOpened,
+)
 from kvwire.types import BufferId
 
 if TYPE_CHECKING:
-    from kvwire.driver.devices import Devices
     from kvwire.endpoint.connection import ConnectionState
     from kvwire.proto.agreement import Agreement
 
@@ -59,16 +70,20 @@ class ConnectionDriver(LinkHandler):
         link: The link.
         core: The protocol of the connection, once the handshake is over.
         lanes: Its data paths beside the link, then too.
+        active: What carries its data.
+        lane_setup: Opens the lanes.
         staged: What of its payload lies in device memory.
         held: Messages that nobody has asked for yet, by the core's numbers.
         ended: Set when the link and its lanes have closed: nothing touches memory any
             more.
     """
 
-    lanes: LaneScheduler
+    lanes: LaneSet
+    active: ActiveTransport
+    lane_setup: LaneSetup
     staged: DeviceStaging
+    _scheduler: LaneScheduler
     _on_event: Callable[[Event], None]
-    _on_lost: Callable[[], bool]
 
     def __init__(
         self,
@@ -110,14 +125,13 @@ class ConnectionDriver(LinkHandler):
     def connect(
         self,
         core: ConnectionCore,
-        devices: Devices,
+        owner: DriverOwner,
+        lanes: LaneSet,
         on_event: Callable[[Event], None],
-        on_lost: Callable[[], bool],
     ) -> None:
         """From now on frames belong to ``core`` and its events go to ``on_event``.
 
-        ``on_lost`` is called once the link has closed and as long as it returns False:
-        something of the connection is not over.
+        But for those about lanes, which are dealt with here.
         """
         self._opening = None
         self.core = core
@@ -125,20 +139,33 @@ class ConnectionDriver(LinkHandler):
             core,
             self.link,
             self._buffers,
-            devices,
+            owner.devices,
             run=self.run,
             check_ended=self._check_ended,
         )
-        self.lanes = LaneScheduler(
+        self.lanes = lanes
+        self.active = ActiveTransport(lanes, core.agreement.peer, owner.counters)
+        self._scheduler = LaneScheduler(
             core,
+            lanes,
             self.staged,
             self._loop,
             checks=self._checks,
             run=self.run,
+            lane_broke=self._lane_broke,
+            check_ended=self._check_ended,
+        )
+        self.lane_setup = LaneSetup(
+            core,
+            lanes,
+            self.active,
+            self._scheduler,
+            self.link.remote_address,
+            owner,
+            run=self.run,
             check_ended=self._check_ended,
         )
         self._on_event = on_event
-        self._on_lost = on_lost
         self.set_timer()
 
     # --- the link ---------------------------------------------------------------------
@@ -216,10 +243,11 @@ class ConnectionDriver(LinkHandler):
         if self._opening is not None:
             self._opening.link_closed(error)
         if self.core is not None:
-            self.lanes.end()
+            self._scheduler.end()
             self.staged.link_gone()
             self.core.link_lost(_as_closed(error))
             self.run()
+            self.lane_setup.cancel()
         self._check_ended()
 
     # --- draining the core ------------------------------------------------------------
@@ -285,7 +313,7 @@ class ConnectionDriver(LinkHandler):
                 if due or queued:
                     self._send(core)
                     queued = False
-                flushed = self.lanes.flush()
+                flushed = self._scheduler.flush()
                 if not (flushed or outbox.frames or outbox.events):
                     break
         finally:
@@ -306,12 +334,25 @@ class ConnectionDriver(LinkHandler):
         return woken
 
     def _dispatch(self, event: Event) -> bool:
-        if isinstance(event, LaneDataReceived):
-            self._receive_aside(event)
-            return False
-        if isinstance(event, Ended):
-            self._end_link(graceful=event.graceful)
-        self._on_event(event)
+        """Act on one event; whether it may have woken somebody."""
+        match event:
+            case LaneDataReceived():
+                self._receive_on_lane(event)
+                return False
+            case LaneAsked():
+                self.lane_setup.asked(event)
+            case LaneBootstrapped():
+                self.lane_setup.bootstrapped(event)
+            case LaneOpened():
+                self.lane_setup.opened(event)
+            case LaneClosed():
+                self.lane_setup.peer_closed(event)
+                self._scheduler.peer_closed(event)
+            case Ended():
+                self._end_link(graceful=event.graceful)
+                self._on_event(event)
+            case _:
+                self._on_event(event)
         return True
 
     def _queue_frames(self, core: ConnectionCore) -> None:
@@ -361,31 +402,31 @@ class ConnectionDriver(LinkHandler):
         """Queue chunks while there is room; the bytes of payload."""
         link = self.link
         queued_bytes = 0
-        lanes, ready = self.lanes, self.staged.ready
+        lanes, scheduler, ready = self.lanes, self._scheduler, self.staged.ready
         while link.queued_bytes < LINK_QUEUE_BYTES:
-            if (lanes.up or not lanes.fallback) and lanes.full:
+            if (lanes.open or not lanes.fallback) and scheduler.full:
                 break
             if not ready and self.staged.full:
                 break
-            half = lanes.pick(link.queued_bytes) if lanes.up else None
+            endpoint = scheduler.pick(link.queued_bytes) if lanes.open else None
             if ready:
                 chunk: Chunk | None = ready.popleft()
-            elif half is not None and half.lane.span_bytes:
-                chunk = core.next_chunk(partial(lanes.span, half))
+            elif endpoint is not None and endpoint.lane.span_bytes:
+                chunk = core.next_chunk(partial(scheduler.span, endpoint))
             else:
                 chunk = core.next_chunk()
             if chunk is None:
                 break
-            queued_bytes += self._send_chunk(core, chunk, half)
+            queued_bytes += self._send_chunk(core, chunk, endpoint)
         return queued_bytes
 
     def _send_chunk(
-        self, core: ConnectionCore, chunk: Chunk, half: LaneEndpoint | None
+        self, core: ConnectionCore, chunk: Chunk, endpoint: LaneEndpoint | None
     ) -> int:
         """Hand a chunk to what carries it, or to staging; the bytes handed over."""
         payload = self.staged.payload(chunk)
-        if half is not None and self.lanes.carries(half, payload):
-            header, body = self.lanes.send(half, chunk, payload)
+        if endpoint is not None and self._scheduler.carries(endpoint, payload):
+            header, body = self._scheduler.send(endpoint, chunk, payload)
             self.link.send(header, memoryview(body))
         elif isinstance(payload, Fragments) and payload.device is not None:
             self.staged.stage(chunk, payload)
@@ -405,7 +446,7 @@ class ConnectionDriver(LinkHandler):
         part = self._buffers.part(arrival.buffer, arrival.offset, length)
         if not isinstance(part, Fragments) or part.device is None:
             return part
-        if arrival.lane and self.lanes.takes(arrival.lane, part.device.kind):
+        if arrival.lane and self._scheduler.takes(arrival.lane, part.device.kind):
             return part
         return self.staged.land(arrival, part)
 
@@ -419,14 +460,14 @@ class ConnectionDriver(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
 
-    def _receive_aside(self, event: LaneDataReceived) -> None:
+    def _receive_on_lane(self, event: LaneDataReceived) -> None:
         arrival = event.arrival
         assert self.core is not None
         if not self.core.lanes.expects(arrival):
             return  # its lane has ended since, and with it the hold of its memory
         payload = None if arrival.buffer is None else self._destination(arrival)
         try:
-            self.lanes.receive(event, payload)
+            self._scheduler.receive(event, payload)
         except ProtocolError as exc:
             self._broken(exc)
 
@@ -434,13 +475,18 @@ class ConnectionDriver(LinkHandler):
         if not self._closed or self.ended.done():
             return
         if self.core is None or (
-            self._on_lost() and self.lanes.quiet and self.staged.quiet
+            not self.lane_setup.busy and self.lanes.quiet and self.staged.quiet
         ):
             self.ended.set_result(None)
 
+    def _lane_broke(self, endpoint: LaneEndpoint) -> None:
+        """Say so, and have another one opened in its place."""
+        self.active.lane_broke(endpoint)
+        self.lane_setup.reopen_lost()
+
     def _end_link(self, *, graceful: bool) -> None:
         self.link.flush()  # the last frames
-        self.lanes.end(graceful=graceful)
+        self._scheduler.end(graceful=graceful)
         if graceful:
             self.link.close()
         else:

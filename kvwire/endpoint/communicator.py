@@ -103,7 +103,7 @@ class CommunicatorState(PublishExpect):
         self._regions = RegionTable()
         self._backends: dict[str, Backend] = {}
         self._listeners: list[Listener] = []
-        self._pumps: set[ConnectionDriver] = set()
+        self.drivers: set[ConnectionDriver] = set()
         self._connections: set[ConnectionState] = set()
         self._closed = False
         # No link is made or taken any more, not even to say a last word.
@@ -209,8 +209,8 @@ class CommunicatorState(PublishExpect):
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 where, link = await self._dial(where, backend)
-                pump = self.open_link(link, opening)
-                connection = await hands_shaken(pump, opening)
+                driver = self.open_link(link, opening)
+                connection = await hands_shaken(driver, opening)
                 await _lanes_up(connection, config.lanes)
         except TimeoutError:
             if not limit.expired():
@@ -328,15 +328,15 @@ class CommunicatorState(PublishExpect):
         # Those that were made to say a last word.
         await at_most(CLOSE_SLACK_S, [c.close() for c in self._connections])
         self.exchange.stop(ClosedOK("the communicator was closed"))
-        for pump in self._pumps:
-            pump.link.abort()
-        if self._pumps:
-            await asyncio.wait([p.ended for p in self._pumps], timeout=patience_s)
-        if self._pumps:
+        for driver in self.drivers:
+            driver.link.abort()
+        if self.drivers:
+            await asyncio.wait([d.ended for d in self.drivers], timeout=patience_s)
+        if self.drivers:
             logger.error(
                 "%d connections have transports that may still touch memory; %d bytes "
                 "of it stay in quarantine",
-                len(self._pumps),
+                len(self.drivers),
                 self.quarantined_bytes,
             )
         await self._reception.close()
@@ -401,25 +401,25 @@ class CommunicatorState(PublishExpect):
 
     def open_link(self, link: Link, opening: HandshakeDriver) -> ConnectionDriver:
         """Start a link; when the handshake on it has ended, it has a connection."""
-        pump = ConnectionDriver(
+        driver = ConnectionDriver(
             link,
             self.buffers,
             self.loop,
             checks=ChecksumPolicy(self.config.checksum),
         )
-        self._pumps.add(pump)
-        pump.ended.add_done_callback(lambda _: self._pumps.discard(pump))
+        self.drivers.add(driver)
+        driver.ended.add_done_callback(lambda _: self.drivers.discard(driver))
 
         def agreed(agreement: Agreement) -> ConnectionState:
-            return self._begin(pump, opening, agreement)
+            return self._begin(driver, opening, agreement)
 
-        pump.open(opening, agreed)
+        driver.open(opening, agreed)
         if self.links_ended:
             link.abort()
-        return pump
+        return driver
 
     def _begin(
-        self, pump: ConnectionDriver, opening: HandshakeDriver, agreement: Agreement
+        self, driver: ConnectionDriver, opening: HandshakeDriver, agreement: Agreement
     ) -> ConnectionState:
         core = ConnectionCore(
             agreement,
@@ -432,11 +432,11 @@ class CommunicatorState(PublishExpect):
         )
         connection = ConnectionState(
             self,
-            pump,
+            driver,
             core,
             peer=replace(
                 agreement.peer,
-                address=pump.link.remote_address,
+                address=driver.link.remote_address,
                 identity=opening.identity,
             ),
             report=report_of(agreement.choice),
@@ -450,7 +450,7 @@ class CommunicatorState(PublishExpect):
 async def _lanes_up(connection: ConnectionState, count: int) -> None:
     """Wait for the transport of the data; without it there is no connection."""
     try:
-        await connection.raising.raise_lanes(count)
+        await connection.driver.lane_setup.open_lanes(count)
     except BaseException as exc:
         connection.abort(str(exc) or "no transport for the data came up")
         raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvwire.backend import Link
 from kvwire.clock import absolute
 from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.driver.lanes.setup import LaneEvent, LaneSetup, Route
+from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.request import RequestState
 from kvwire.endpoint.verbs import PullPush
 from kvwire.errors import (
@@ -34,13 +34,15 @@ from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
     Ended,
     Event,
-    LaneDataReceived,
     MemoryWanted,
     RequestDone,
     SegmentLanded,
     SegmentMarked,
+    SegmentsAcknowledged,
     TransferAgreed,
+    TransferCommitted,
     TransferOpened,
+    TransferSettled,
 )
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import RegionRecord
@@ -76,13 +78,13 @@ class ConnectionState(PullPush):
     Attributes:
         communicator: Whose connection it is.
         peer: Who is at the other end.
-        raising: Which transport carries its data, and the lanes for that.
+        driver: Runs its link and its lanes.
     """
 
     def __init__(
         self,
         communicator: CommunicatorState,
-        pump: ConnectionDriver,
+        driver: ConnectionDriver,
         core: ConnectionCore,
         *,
         peer: PeerInfo,
@@ -93,24 +95,16 @@ class ConnectionState(PullPush):
         self._public: weakref.ref[Any] | None = None
         self.peer = peer
         self.core = core
-        self._pump = pump
+        self.driver = driver
         self._buffers = communicator.buffers
         self._loop = asyncio.get_running_loop()
         self._check = communicator.config.checksum != "off"
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
-        pump.connect(core, communicator.devices, self._on_event, self._raisings_over)
-        self.staged = pump.staged
-        self.raising = LaneSetup(
-            core,
-            pump.lanes,
-            Route(scheme, peer.address, report),
-            open_backend=communicator.lane_backend,
-            settings=communicator.config.backends,
-            counters=communicator.counters,
-            run=pump.run,
-        )
+        lanes = LaneSet(scheme, report)
+        driver.connect(core, communicator, lanes, self._on_event)
+        self.staged = driver.staged
 
     def __repr__(self) -> str:
         state = self.core.phase.value
@@ -128,12 +122,12 @@ class ConnectionState(PullPush):
     @property
     def transport(self) -> str:
         """The transport that carries its data, such as ``"tcp"``."""
-        return self.raising.carrier.taken
+        return self.driver.active.name
 
     @property
     def transport_report(self) -> TransportReport:
         """Every transport considered, and why it was taken or not."""
-        return self.raising.carrier.report
+        return self.driver.active.report
 
     @property
     def closed(self) -> bool:
@@ -143,7 +137,7 @@ class ConnectionState(PullPush):
     @property
     def link(self) -> Link:
         """The backend's link that carries it; for backends' own tests and metrics."""
-        return self._pump.link
+        return self.driver.link
 
     @property
     def digest(self) -> bytes:
@@ -159,7 +153,7 @@ class ConnectionState(PullPush):
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
         at = None if deadline is None else absolute(deadline)
-        small = nbytes <= EAGER_BYTES_MAX and self._pump.has_room
+        small = nbytes <= EAGER_BYTES_MAX and self.driver.has_room
         if small and isinstance(payload, memoryview):
             check = checksum(payload) if self._check else None
             try:
@@ -167,7 +161,7 @@ class ConnectionState(PullPush):
             except ConnectionClosed as exc:
                 return RequestState.failed(exc)
             if header is not None:
-                self._pump.send_eager(header, payload if nbytes else None)
+                self.driver.send_eager(header, payload if nbytes else None)
                 return RequestState.completed(nbytes)
         _check_size(nbytes)
         post = partial(self._message, self.core.send, tag, payload, at)
@@ -244,7 +238,7 @@ class ConnectionState(PullPush):
 
     def run(self) -> None:
         """Carry out what the core has to say."""
-        self._pump.run()
+        self.driver.run()
 
     # --- grants -----------------------------------------------------------------------
 
@@ -271,25 +265,25 @@ class ConnectionState(PullPush):
             self.communicator.exchange.closing(self)
             timeout_s = self.communicator.config.close_timeout_s
             self.core.close(self._loop.time(), timeout_s)
-            self._pump.set_timer()
-            self._pump.run()
+            self.driver.set_timer()
+            self.driver.run()
         await self.wait_closed()
 
     def abort(self, reason: str = "aborted by this side") -> None:
         """End the connection now; every open request fails. Never raises."""
         if not self.core.closed:
             self.core.fail(ConnectionLost(reason))
-            self._pump.run()
-        self._pump.link.abort()
+            self.driver.run()
+        self.driver.link.abort()
 
     async def wait_closed(self) -> None:
         """See :meth:`kvwire.Connection.wait_closed`."""
-        await asyncio.shield(self._pump.ended)
+        await asyncio.shield(self.driver.ended)
 
     def region_revoked(self, region: RegionRecord) -> None:
         """A region of the communicator was closed or revoked."""
         self.core.region_revoked(region.id)
-        self._pump.run()
+        self.driver.run()
 
     # --- what requests ask for --------------------------------------------------------
 
@@ -300,7 +294,7 @@ class ConnectionState(PullPush):
             request.complete(None, error)
             return
         self.core.cancel(request.core)
-        self._pump.run()
+        self.driver.run()
 
     def neglect(self, request: RequestState[Any]) -> None:
         """See RequestOwner."""
@@ -310,7 +304,7 @@ class ConnectionState(PullPush):
         core.context = None
         if self.core.withdraw(core):
             request.core = None
-            self._pump.run()
+            self.driver.run()
         else:
             core.context = request
 
@@ -330,10 +324,6 @@ class ConnectionState(PullPush):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _raisings_over(self) -> bool:
-        self.raising.cancel()
-        return not self.raising.busy
-
     def _begin(self, request: RequestState[Any]) -> RequestState[Any]:
         """Start a request in the core and carry out what it says."""
         assert request.post is not None
@@ -344,9 +334,9 @@ class ConnectionState(PullPush):
             return request
         request.core = core
         core.context = request
-        self._pump.run()
+        self.driver.run()
         if core.deadline is not None and not request.over:
-            self._pump.set_timer()
+            self.driver.set_timer()
         return request
 
     def _lend(
@@ -412,19 +402,27 @@ class ConnectionState(PullPush):
         )
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, RequestDone):
-            if event.request.kind in _TRANSFERS:
-                self._transfer_done(event)
-            else:
-                self._request_done(event)
-        elif isinstance(event, MemoryWanted):
-            self._provide(event)
-        elif isinstance(event, Ended):
-            self.communicator.connection_ended(self, event.error)
-        elif isinstance(event, LaneEvent):
-            self.raising.event(event)
-        elif not isinstance(event, LaneDataReceived):  # which the pump deals with
-            self._transfer_event(event)
+        match event:
+            case RequestDone():
+                if event.request.kind in _TRANSFERS:
+                    self._transfer_done(event)
+                else:
+                    self._request_done(event)
+            case MemoryWanted():
+                self._provide(event)
+            case Ended():
+                self.communicator.connection_ended(self, event.error)
+            case TransferOpened():
+                self.communicator.exchange.opened(self, event)
+            case SegmentMarked() | SegmentLanded():
+                self._transfer_event(event.segment.request.context, event)
+            case (
+                TransferAgreed()
+                | SegmentsAcknowledged()
+                | TransferCommitted()
+                | TransferSettled()
+            ):
+                self._transfer_event(event.request.context, event)
 
     def _provide(self, event: MemoryWanted) -> None:
         """Give a receive without a buffer memory for the message it has met."""
@@ -439,20 +437,12 @@ class ConnectionState(PullPush):
         else:
             lent = self._buffers.lend(memoryview(memory))
             self.core.provide(event.request, lent)
-        self._pump.run()
+        self.driver.run()
 
     def _transfer_event(
-        self, event: TransferOpened | TransferAgreed | TransferEvent
+        self, attempt: object, event: TransferAgreed | TransferEvent
     ) -> None:
-        if isinstance(event, TransferOpened):
-            self.communicator.exchange.opened(self, event)
-            return
-        request = (
-            event.segment.request
-            if isinstance(event, SegmentMarked | SegmentLanded)
-            else event.request
-        )
-        attempt = request.context
+        """Hand an event to the attempt of a transfer that it is about."""
         if not isinstance(attempt, Attempt):
             return
         try:
@@ -476,7 +466,7 @@ class ConnectionState(PullPush):
         core, request = event.request, event.request.context
         # Each names the other; without this only the garbage collector would end both.
         core.context = None
-        held = None if event.held is None else self._pump.held.pop(event.held)
+        held = None if event.held is None else self.driver.held.pop(event.held)
         if not isinstance(request, RequestState):
             return
         if event.error is not None:

@@ -38,10 +38,10 @@ class FakeRoom:
     """
 
     def __init__(self, pair: Pair, stuck_bytes: int) -> None:
-        self._link = pair.left._state._pump.link
+        self._link = pair.left._state.driver.link
         self.queued_bytes = self.stuck_bytes = stuck_bytes
         self.sent: list[int] = []
-        pair.left._state._pump.link = self  # type: ignore[assignment]
+        pair.left._state.driver.link = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
@@ -68,9 +68,9 @@ class CountedLink:
     """
 
     def __init__(self, pair: Pair) -> None:
-        self._link = pair.left._state._pump.link
+        self._link = pair.left._state.driver.link
         self.sent_bytes = 0
-        pair.left._state._pump.link = self  # type: ignore[assignment]
+        pair.left._state.driver.link = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
@@ -169,7 +169,7 @@ async def test_no_chunk_goes_to_a_full_link() -> None:
         await moving(pair)
         assert sum(link.sent) == 0
         link.queued_bytes = link.stuck_bytes = 0
-        pair.left._state._pump.link_writable(link)  # type: ignore[arg-type]
+        pair.left._state.driver.link_writable(link)  # type: ignore[arg-type]
         assert sum(link.sent) > 0
         pair.left.abort()
 

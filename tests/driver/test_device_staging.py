@@ -353,7 +353,7 @@ async def test_a_bug_behind_a_copy_ends_its_own_connection_only(
     other = await pair.near.connect(pair.address)
     there = await pair.far.accept()
     out, inc = begin(pair, Cache(near), Cache(far, seed=None))
-    monkeypatch.setattr(pair.right._state._pump, "_in_place", _bug)
+    monkeypatch.setattr(pair.right._state.driver, "_in_place", _bug)
     await pair.right.wait_closed()
     for end in (out, inc):
         end.abort()
@@ -380,7 +380,7 @@ async def test_a_lane_that_breaks_gives_its_slots_back(near: SimulatedDevice) ->
         out = pair.left.push("t", source.paged, SOURCE)
         out.ready(layers=0)
         await inc.layer(0)
-        for half in list(pair.left._state._pump.lanes.up):
+        for half in list(pair.left._state.driver.lanes.open):
             half.lane.abort()
         out.ready(layers=slice(1, None))
         out.finish()
@@ -414,7 +414,7 @@ async def test_a_device_that_is_gone_is_said_by_the_call(
 async def test_a_link_that_cannot_be_paused_is_refused(
     pair: Pair, near: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(pair.left._state._pump.link), "pausable", False)
+    monkeypatch.setattr(type(pair.left._state.driver.link), "pausable", False)
     with pytest.raises(BackendUnavailable, match="cannot be paused"):
         pair.left._state.staged.open(near.device)
 

@@ -58,7 +58,7 @@ async def disturb(
         device.hold()
         await turns(rng, 100)
         device.release()
-        up = pair.left._state._pump.lanes.up
+        up = pair.left._state.driver.lanes.open
         if up and rng.random() < 0.1:
             rng.choice(up).lane.abort()
         await turns(rng, 100)

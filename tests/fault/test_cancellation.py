@@ -140,7 +140,7 @@ async def interrupt(
         await scene.end()
         await expect_usable_or_closed(pair)
     for comm in (pair.near, pair.far):
-        await until(lambda comm=comm: not comm._state._pumps)  # type: ignore[misc]
+        await until(lambda comm=comm: not comm._state.drivers)  # type: ignore[misc]
         # Regions are still registered: their owner has not closed them.
         assert len(comm._state.buffers) == len(comm._state._regions)
     return interrupted.hit

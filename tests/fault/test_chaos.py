@@ -102,9 +102,9 @@ async def test_a_bad_network(seed: int) -> None:
                 right = await far.accept()
             await work(left, right, random.Random(seed))
             await asyncio.gather(left.close(), right.close())
-        await until(lambda: not near._state._pumps)
+        await until(lambda: not near._state.drivers)
         near.abort()
         far.abort()
     for comm in (near, far):
-        await until(lambda comm=comm: not comm._state._pumps)  # type: ignore[misc]
+        await until(lambda comm=comm: not comm._state.drivers)  # type: ignore[misc]
         assert len(comm._state.buffers) == 0

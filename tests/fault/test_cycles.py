@@ -135,7 +135,7 @@ async def test_nothing_is_left_of_a_thousand_failures() -> None:
                 left, right = await near.connect(address), await far.accept()
                 pair = Pair(near, far, left, right, address)
                 await cycle(pair, rng.choice(FAILURES))
-            await until(lambda: not near._state._pumps and not far._state._pumps)
+            await until(lambda: not near._state.drivers and not far._state.drivers)
             await until(lambda: not far._state._reception._tasks)
 
         await run(len(FAILURES))

@@ -105,7 +105,7 @@ async def test_every_byte(
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE[ending]):
             group.create_task(attempts(near, address, cuts))
-    await until(lambda: not near._state._pumps and not far._state._pumps)
+    await until(lambda: not near._state.drivers and not far._state.drivers)
     await until(lambda: not far._state._reception._tasks)
 
     # Of a cut before the first byte the server may hear nothing.

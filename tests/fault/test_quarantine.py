@@ -112,7 +112,7 @@ async def test_memory_that_is_sent_from(pair: Pair, ends: Ends) -> None:
         number = announced.header.request
         ready = stranger.control(FrameType.READY, Ready(len(whole)), request=number)
         await stranger.say(ready)
-        await until(lambda: there._state._pump.link.queued_bytes)
+        await until(lambda: there._state.driver.link.queued_bytes)
         await ends(request)
 
         released = asyncio.create_task(request.released())

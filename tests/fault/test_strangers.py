@@ -271,10 +271,10 @@ async def test_a_message_for_a_deaf_peer_waits_in_its_own_memory() -> None:
             await stranger.say(
                 stranger.control(FrameType.READY, Ready(64 << 20), request=number)
             )
-            await until(lambda: there._state._pump.link.queued_bytes)
+            await until(lambda: there._state.driver.link.queued_bytes)
             longest = 0
             while not there.closed:
-                longest = max(longest, there._state._pump.link.queued_bytes)
+                longest = max(longest, there._state.driver.link.queued_bytes)
                 await asyncio.sleep(0)
             assert longest <= LINK_QUEUE_BYTES + CHUNK_BYTES
             with pytest.raises(PeerUnresponsive):

@@ -96,7 +96,7 @@ async def test_every_byte(
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE[ending]):
             group.create_task(attempts(cuts))
-    await until(lambda: not near._state._pumps and not far._state._pumps)
+    await until(lambda: not near._state.drivers and not far._state.drivers)
     await until(lambda: not far._state._reception._tasks)
     for comm in sides:
         assert not comm.live_connections
@@ -137,7 +137,7 @@ async def test_nonsense_costs_its_own_connection(
                 await crowd.expect_told()
             except ConnectionError:
                 pass
-    await until(lambda: not far._state._pumps)
+    await until(lambda: not far._state.drivers)
     await until(lambda: not far._state._reception._tasks)
     assert len(caplog.records) == len(said)
     assert {record.levelno for record in caplog.records} == {logging.INFO}
@@ -239,7 +239,7 @@ async def test_handshakes_that_fail_leave_nothing(authority: Authority) -> None:
             async with Crowd(address) as crowd:
                 await crowd.grow(count, hello[:100] + bytes(100) + hello[200:])
                 await crowd.expect_told()
-            await until(lambda: not comm._state._pumps)
+            await until(lambda: not comm._state.drivers)
 
         gc.collect()
         gc.disable()

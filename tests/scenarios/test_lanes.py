@@ -49,7 +49,7 @@ async def w() -> AsyncIterator[World]:
 
 def lanes_of(connection: kvwire.Connection) -> list[LaneSocket]:
     """The sockets of the lanes that are up beside the control link."""
-    found: list[Any] = [half.lane for half in connection._state._pump.lanes.up]
+    found: list[Any] = [half.lane for half in connection._state.driver.lanes.open]
     return [lane._socket for lane in found]
 
 

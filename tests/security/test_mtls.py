@@ -103,7 +103,7 @@ async def transfer(pair: Pair, *, pull: bool) -> None:
 
 @pytest.mark.parametrize("pull", [True, False])
 async def test_kv_transfers_over_lanes(pair: Pair, pull: bool) -> None:
-    assert len(pair.left._state.raising._lanes.up) == 1
+    assert len(pair.left._state.driver.lanes.open) == 1
     await transfer(pair, pull=pull)
 
 
@@ -273,7 +273,7 @@ async def test_a_cancelled_connect_leaves_nothing(authority: Authority) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
-        await until(lambda: not a._state._pumps)
+        await until(lambda: not a._state.drivers)
         assert not a.live_connections
 
 
@@ -451,7 +451,7 @@ async def test_a_lane_is_tied_to_its_own_tls_connection(
             monkeypatch.setattr(TcpLane, "_knock", misled)
             left = await a.connect(address)
             await b.accept()
-            assert not left._state.raising._lanes.up
+            assert not left._state.driver.lanes.open
 
 
 # --- transports -----------------------------------------------------------------------

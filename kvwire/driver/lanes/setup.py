@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
-from kvwire.backend import Backend
 from kvwire.backend.lane import LaneContext, LaneHandler
-from kvwire.driver.counters import Counters
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
+from kvwire.driver.ports import DriverOwner
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.proto.connection import ConnectionCore
@@ -32,9 +31,6 @@ logger = logging.getLogger("kvwire")
 # it: its device is gone for good, or its system's limits are reached.
 REFUSALS_MAX: Final = 8
 
-OpenBackend = Callable[[str], Backend]
-Settings = Mapping[str, Mapping[str, str]]
-
 
 class LaneSetup:
     """Opens the lanes of one connection, on either side.
@@ -45,9 +41,7 @@ class LaneSetup:
         active: What carries its data, to say when that changes.
         handler: Of the lanes.
         remote: Where the control link leads.
-        open_backend: Gives a backend by its name, or raises BackendUnavailable.
-        settings: Of each backend.
-        counters: Of the communicator.
+        owner: Whose connection it is.
         run: Does what the core asks for.
         check_ended: Called when nothing is being opened any more.
     """
@@ -59,10 +53,8 @@ class LaneSetup:
         active: ActiveTransport,
         handler: LaneHandler,
         remote: Address | None,
+        owner: DriverOwner,
         *,
-        open_backend: OpenBackend,
-        settings: Settings,
-        counters: Counters,
         run: Callable[[], None],
         check_ended: Callable[[], None],
     ) -> None:
@@ -71,9 +63,7 @@ class LaneSetup:
         self._active = active
         self._handler = handler
         self._remote = remote
-        self._open_backend = open_backend
-        self._settings = settings
-        self._counters = counters
+        self._owner = owner
         self._run = run
         self._check_ended = check_ended
         # Server: lanes that the client has asked for.
@@ -182,8 +172,7 @@ class LaneSetup:
             BackendUnavailable: It does not open.
             ConnectionClosed: The connection has ended.
         """
-        if self._core.error is not None:
-            raise self._core.error
+        self._check_alive()
         number = self._core.lanes.next_number()
         if number is None:
             raise BackendUnavailable("too many lanes were tried")
@@ -207,8 +196,8 @@ class LaneSetup:
         finally:
             self._joining = self._bootstrap = None
         if endpoint.state is not LaneState.JOINED:
-            why = endpoint.reason or "it broke as soon as it was up"
-            raise self._core.error or BackendUnavailable(why)
+            self._check_alive()
+            raise BackendUnavailable(endpoint.reason or "it broke as soon as it was up")
         self._core.lanes.up(number)
         self._ready(endpoint)
         self._run()
@@ -248,7 +237,7 @@ class LaneSetup:
             return
         endpoint = self._lanes.find(event.lane)
         if endpoint is None:
-            self._counters.lanes_raised += 1
+            self._owner.counters.lanes_raised += 1
             return
         self._ready(endpoint)
         if endpoint.state is LaneState.OPEN and self._settled.done():
@@ -307,9 +296,8 @@ class LaneSetup:
             if name in lanes.possible:
                 lanes.failed.setdefault(name, reason)
 
-    def lane_broke(self, endpoint: LaneEndpoint) -> None:
-        """Open another lane in the place of one that has broken."""
-        self._active.lane_broke(endpoint)
+    def reopen_lost(self) -> None:
+        """Open lanes in the place of those that have broken."""
         self._reconnector.lost()
 
     def cancel(self) -> None:
@@ -331,8 +319,13 @@ class LaneSetup:
             self._settled.set_result(None)
 
     def _ready(self, endpoint: LaneEndpoint) -> None:
-        self._counters.lanes_raised += 1
+        self._owner.counters.lanes_raised += 1
         self._lanes.advance(endpoint, LaneInput.READY)
+
+    def _check_alive(self) -> None:
+        """Raise the error of a connection that has ended."""
+        if self._core.error is not None:
+            raise self._core.error
 
     def _make(self, name: str, number: int) -> LaneEndpoint:
         """Make this side's endpoint of a lane.
@@ -340,13 +333,13 @@ class LaneSetup:
         Raises:
             BackendUnavailable: The backend cannot.
         """
-        backend = self._open_backend(name)
+        backend = self._owner.lane_backend(name)
         context = LaneContext(
             role=self._core.agreement.role,
             number=number,
             secret=self._core.agreement.keys.lane_secret(number),
             remote_address=self._remote,
-            settings=self._settings.get(name, {}),
+            settings=self._owner.config.backends.get(name, {}),
         )
         try:
             return LaneEndpoint(number, name, backend.open_lane(context))
@@ -365,7 +358,7 @@ class LaneSetup:
             # Whatever this lane says about it, it is not to blame.
             exc = exc if _is_cancelled() else ended
         else:
-            self._counters.lanes_failed += 1
+            self._owner.counters.lanes_failed += 1
             if isinstance(exc, TimeoutError):
                 exc = BackendUnavailable(f"it did not come up in {LANE_TIMEOUT_S:g} s")
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):

@@ -1,6 +1,6 @@
-"""What carries the data after each change, what the report says, and what is logged.
+"""What the report says after each change, and what is counted and logged.
 
-In virtual time. That data moves over it is in test_lanes.py and test_raising.py.
+In virtual time. What carries the data is in test_state.py.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from kvwire.driver.counters import Counters
-from kvwire.driver.lanes import active_transport as carrier_module
-from kvwire.driver.lanes.active_transport import WORD_S, ActiveTransport
-from kvwire.driver.lanes.scheduler import LaneEndpoint, LaneScheduler
+from kvwire.driver.lanes import active_transport as module
+from kvwire.driver.lanes.active_transport import LOG_DELAY_S, ActiveTransport
+from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet
 from kvwire.types import Candidate, PeerInfo, TransportReport, TrustMode
 from tests.support import virtual_time
 
@@ -33,29 +32,42 @@ FAR = PeerInfo(
 
 
 class Ends:
-    """A carrier, and lanes that are up because the test says so."""
+    """An active transport, and lanes that are open because the test says so."""
 
     def __init__(self, scheme: str = "tcp", peer: PeerInfo = FAR) -> None:
-        self.lanes = cast("LaneScheduler", SimpleNamespace(up=[], shared=False))
+        self.lanes = LaneSet(scheme, REPORT)
         self.counters = Counters()
-        self.carrier = ActiveTransport(
-            self.lanes,
-            scheme=scheme,
-            report=REPORT,
-            peer=peer,
-            counters=self.counters,
-        )
+        self.active = ActiveTransport(self.lanes, peer, self.counters)
+        self._count = 0
 
-    def up(self, backend: str) -> LaneEndpoint:
-        lane = SimpleNamespace(description=f"what {backend} is")
-        half = LaneEndpoint(1, backend, cast("Any", lane))
-        self.lanes.up.append(half)
-        return half
+    def open(self, backend: str) -> LaneEndpoint:
+        self._count += 1
+        lane = cast("Any", Described(f"what {backend} is"))
+        endpoint = LaneEndpoint(self._count, backend, lane)
+        self.lanes.add(endpoint)
+        self.lanes.advance(endpoint, LaneInput.JOINED)
+        self.lanes.advance(endpoint, LaneInput.READY)
+        return endpoint
+
+    def settle(self) -> None:
+        self.lanes.settle()
+        self.active.settled()
+
+    def lose(self, endpoint: LaneEndpoint, reason: str) -> None:
+        self.lanes.advance(endpoint, LaneInput.GONE, reason)
+        self.active.lane_broke(endpoint)
 
     @property
     def reasons(self) -> dict[str, str]:
         """Why each transport carries the data, or does not."""
-        return {c.name: c.reason for c in self.carrier.report}
+        return {c.name: c.reason for c in self.active.report}
+
+
+class Described:
+    """A backend's lane, as far as the report shows it."""
+
+    def __init__(self, description: str) -> None:
+        self.description = description
 
 
 def virtually(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -66,28 +78,27 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(r.levelno, r.getMessage().split(": ", 1)[1]) for r in caplog.records]
 
 
-def test_a_lane_is_taken_as_was_wished() -> None:
+def test_a_lane_is_used_as_both_sides_prefer() -> None:
     async def scenario() -> None:
         ends = Ends()
-        ends.carrier.take_lane(ends.up("fast"))
-        assert ends.carrier.taken == ends.carrier.report.taken == "fast"
+        ends.open("fast")
+        ends.settle()
+        assert ends.active.name == ends.active.report.taken == "fast"
         assert ends.reasons["fast"] == "what fast is"
         assert ends.reasons["slow"] == "forbidden by `forbid`"
-        assert not ends.lanes.shared
         assert not ends.counters.transport_fallbacks
 
     virtually(scenario)
 
 
-def test_the_control_link_is_taken_when_a_lane_does_not_come_up() -> None:
+def test_the_control_link_is_used_when_a_lane_does_not_come_up() -> None:
     async def scenario() -> None:
         ends = Ends()
-        ends.carrier.failed["fast"] = "no such device"
-        ends.carrier.take_link()
-        assert ends.carrier.taken == ends.carrier.report.taken == "tcp"
+        ends.lanes.failed["fast"] = "no such device"
+        ends.settle()
+        assert ends.active.name == ends.active.report.taken == "tcp"
         assert ends.reasons["tcp"] == "offered by both sides"
         assert ends.reasons["fast"] == "no such device"
-        assert ends.lanes.shared
         assert ends.counters.transport_fallbacks == 1
 
     virtually(scenario)
@@ -98,27 +109,26 @@ def test_what_breaks_is_replaced_when_nothing_of_it_is_left(
 ) -> None:
     async def scenario() -> None:
         ends = Ends()
-        half = ends.up("fast")
-        ends.carrier.take_lane(half)
-        ends.carrier.lane_broke("fast", "reset")
-        assert ends.carrier.taken == "fast"
-        await virtual_time.pass_time(WORD_S / 2)
-        ends.lanes.up.clear()
-        ends.carrier.lane_broke("fast", "reset again")
-        assert ends.carrier.taken == ends.carrier.report.taken == "tcp"
+        first, second = ends.open("fast"), ends.open("fast")
+        ends.settle()
+        ends.lose(first, "reset")
+        assert ends.active.name == "fast"
+        await virtual_time.pass_time(LOG_DELAY_S / 2)
+        ends.lose(second, "reset again")
+        assert ends.active.name == ends.active.report.taken == "tcp"
         assert ends.reasons["tcp"] == "fast failed: reset again"
         assert ends.reasons["fast"] == "reset again"
         assert ends.counters.transport_fallbacks == 1
-        await virtual_time.pass_time(WORD_S / 2)
-        ends.lanes.up.append(half)
-        ends.carrier.lane_came_back(half)
-        assert ends.carrier.taken == ends.carrier.report.taken == "fast"
+        assert ends.counters.lanes_failed == 2
+        await virtual_time.pass_time(LOG_DELAY_S / 2)
+        ends.active.lane_came_back(ends.open("fast"))
+        assert ends.active.name == ends.active.report.taken == "fast"
         assert ends.reasons["tcp"] == "another was preferred"
         assert ends.counters.transport_fallbacks == 1, "coming back is none"
-        await virtual_time.pass_time(WORD_S / 2)
-        ends.up("fast")
-        ends.carrier.lane_came_back(half)
-        await virtual_time.pass_time(2 * WORD_S)
+        await virtual_time.pass_time(LOG_DELAY_S / 2)
+        ends.active.lane_came_back(ends.open("fast"))
+        assert ends.counters.lanes_restored == 2
+        await virtual_time.pass_time(2 * LOG_DELAY_S)
 
     virtually(scenario)
     assert said(caplog) == [
@@ -132,14 +142,13 @@ def test_what_breaks_is_replaced_when_nothing_of_it_is_left(
     ]
 
 
-def test_a_lane_of_the_control_link_s_own_transport_shares_with_it() -> None:
+def test_what_breaks_before_the_first_choice_is_counted_once() -> None:
     async def scenario() -> None:
-        ends = Ends(scheme="fast")
-        half = ends.up("fast")
-        ends.carrier.take_link()
-        ends.carrier.lane_came_back(half)
-        assert ends.lanes.shared
-        assert ends.reasons["fast"] == "offered by both sides"
+        ends = Ends()
+        ends.lose(ends.open("fast"), "reset")
+        ends.settle()
+        assert ends.active.name == "tcp"
+        assert ends.counters.transport_fallbacks == 1
 
     virtually(scenario)
 
@@ -148,14 +157,14 @@ def test_what_is_said_is_said_a_moment_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        carrier = Ends().carrier
-        carrier.say("one")
-        await virtual_time.pass_time(WORD_S / 2)
-        carrier.say("two", logging.INFO)
-        assert (said(caplog), carrier.untold) == ([], 2)
-        await virtual_time.pass_time(WORD_S)
+        active = Ends().active
+        active.log("one")
+        await virtual_time.pass_time(LOG_DELAY_S / 2)
+        active.log("two", logging.INFO)
+        assert (said(caplog), active.pending) == ([], 2)
+        await virtual_time.pass_time(LOG_DELAY_S)
         assert said(caplog) == [(logging.WARNING, "one"), (logging.INFO, "two")]
-        assert carrier.untold == 0
+        assert active.pending == 0
 
     virtually(scenario)
 
@@ -164,13 +173,13 @@ def test_what_is_not_said_before_the_end_is_never_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        carrier = Ends().carrier
-        carrier.say("one")
-        await virtual_time.pass_time(2 * WORD_S)
-        carrier.say("two")
-        carrier.end()
-        assert carrier.untold == 0
-        await virtual_time.pass_time(2 * WORD_S)
+        active = Ends().active
+        active.log("one")
+        await virtual_time.pass_time(2 * LOG_DELAY_S)
+        active.log("two")
+        active.end()
+        assert active.pending == 0
+        await virtual_time.pass_time(2 * LOG_DELAY_S)
 
     virtually(scenario)
     assert said(caplog) == [(logging.WARNING, "one")]
@@ -185,14 +194,14 @@ def test_in_mtls_the_report_says_who_can_read_payload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     protected = {"tcp": "inside TLS", "fast": ""}
-    monkeypatch.setattr(carrier_module, "protection", protected.__getitem__)
+    monkeypatch.setattr(module, "protection", protected.__getitem__)
 
     async def scenario() -> None:
         ends = Ends(peer=replace(FAR, trust=TrustMode.MTLS))
         assert ends.reasons["fast"] == "offered by both sides; NOT ENCRYPTED"
-        ends.carrier.take_lane(ends.up("fast"))
-        assert ends.reasons["fast"] == "what fast is; NOT ENCRYPTED"
-        ends.carrier.take_link()
+        ends.settle()
         assert ends.reasons["tcp"] == "offered by both sides; inside TLS"
+        ends.open("fast")
+        assert ends.reasons["fast"] == "what fast is; NOT ENCRYPTED"
 
     virtually(scenario)

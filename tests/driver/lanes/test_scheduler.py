@@ -49,7 +49,7 @@ async def test_a_lane_that_breaks_is_replaced_by_the_control_link(
             taken = next(c for c in end.transport_report if c.taken)
             assert taken.reason.startswith("inproc failed")
             assert reasons(end.transport_report)["inproc"]
-        assert pair.left._state._pump.lanes.quiet
+        assert pair.left._state.driver.lanes.quiet
         await until(lambda: "the control link carries the data now" in caplog.text)
 
 
@@ -108,7 +108,7 @@ async def test_the_end_of_a_connection_is_no_broken_lane(
             pair.left.abort("enough")
             for end in (pair.left, pair.right):
                 await end.wait_closed()
-                assert not end._state.raising.carrier.untold
+                assert not end._state.driver.active.pending
     assert not warned(caplog)
 
 
@@ -121,7 +121,7 @@ async def test_an_abort_ends_the_lanes_too() -> None:
             await put
         await put.released()
         await region.close()
-        await until(lambda: pair.right._state._pump.lanes.quiet)
+        await until(lambda: pair.right._state.driver.lanes.quiet)
 
 
 class _EndsWhileItSends(InprocLane):

@@ -51,7 +51,7 @@ def on_lanes(pair: Pair) -> int:
     return sum(
         half.lane.received_bytes
         for end in (pair.left, pair.right)
-        for half in end._state._pump.lanes.up
+        for half in end._state.driver.lanes.open
     )
 
 
@@ -117,9 +117,9 @@ async def test_require_against_forbid_is_an_error_with_the_reason() -> None:
 
 async def test_more_lanes_of_one_transport() -> None:
     async with connected(**BESIDE, lanes=3) as pair:
-        await until(lambda: len(pair.right._state._pump.lanes.up) == 3)
+        await until(lambda: len(pair.right._state.driver.lanes.open) == 3)
         await expect_moves(pair)
-        assert len(pair.left._state._pump.lanes.up) == 3
+        assert len(pair.left._state.driver.lanes.open) == 3
 
 
 # --- what does not come up ------------------------------------------------------------
@@ -220,7 +220,7 @@ async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_f
 
 def _is_joining(near: kvwire.Communicator) -> bool:
     """Whether a lane is known that is not up."""
-    return any(not c._state._pump.lanes.quiet for c in near.live_connections)
+    return any(not c._state.driver.lanes.quiet for c in near.live_connections)
 
 
 @pytest.mark.parametrize("role", ["client", "server"])
@@ -278,7 +278,8 @@ async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
         assert stuck
         for lane in stuck:
             abort(lane)
-        await until(lambda: not pair.near._state._pumps and not pair.far._state._pumps)
+        ends = pair.near._state, pair.far._state
+        await until(lambda: not any(end.drivers for end in ends))
 
 
 async def test_a_lane_that_never_falls_silent_does_not_hold_up_the_close(
@@ -301,7 +302,7 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
         async with asyncio.timeout(5.0):
             await pair.near.close()
             await pair.far.close()
-        assert pair.near._state._pumps, "the lane's memory is not given up for that"
+        assert pair.near._state.drivers, "the lane's memory is not given up for that"
 
 
 # --- what comes back ------------------------------------------------------------------
@@ -309,7 +310,7 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
 
 def break_lanes(end: kvwire.Connection) -> None:
     """As when its device is reset: our halves of all lanes are gone at once."""
-    for half in list(end._state._pump.lanes.up):
+    for half in list(end._state.driver.lanes.open):
         half.lane.abort()
 
 
@@ -377,14 +378,14 @@ async def test_it_comes_back_however_often_it_breaks() -> None:
 async def test_as_many_come_back_as_there_were(broken: int) -> None:
     """Sockets beside the control link: it has its part of the data all the while."""
     async with connected(prefer=("tcp",), chunk_bytes=CHUNK, lanes=3) as pair:
-        await until(lambda: len(pair.right._state._pump.lanes.up) == 2)
-        for half in pair.right._state._pump.lanes.up[:broken]:
+        await until(lambda: len(pair.right._state.driver.lanes.open) == 2)
+        for half in pair.right._state.driver.lanes.open[:broken]:
             half.lane.abort()
         await restored(pair, broken)
         await expect_moves(pair)
         for end in (pair.left, pair.right):
-            assert len(end._state._pump.lanes.up) == 2
-            assert end._state._pump.lanes.shared
+            assert len(end._state.driver.lanes.open) == 2
+            assert end._state.driver.lanes.shared
             taken = next(c for c in end.transport_report if c.taken)
             assert (taken.name, taken.reason) == ("tcp", "offered by both sides")
 
@@ -392,11 +393,11 @@ async def test_as_many_come_back_as_there_were(broken: int) -> None:
 @pytest.mark.usefixtures("comes_back")
 async def test_a_required_transport_comes_back_while_some_of_it_is_left() -> None:
     async with connected(**ONLY, lanes=2) as pair:
-        await until(lambda: len(pair.right._state._pump.lanes.up) == 2)
-        pair.left._state._pump.lanes.up[0].lane.abort()
+        await until(lambda: len(pair.right._state.driver.lanes.open) == 2)
+        pair.left._state.driver.lanes.open[0].lane.abort()
         await restored(pair, 1)
         await expect_moves(pair)
-        assert len(pair.left._state._pump.lanes.up) == 2
+        assert len(pair.left._state.driver.lanes.open) == 2
 
 
 async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
@@ -411,7 +412,7 @@ async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
             await until(lambda: lanes._lanes[number].lowered)  # noqa: B023
             pair.left._state.core.lane_gone(number, "neither do I")
             pair.left._state.run()
-        assert not pair.right._state.raising.carrier.failed
+        assert not pair.right._state.driver.lanes.failed
         await expect_moves(pair)
 
 
@@ -424,7 +425,7 @@ async def test_a_peer_that_refuses_is_not_asked_for_ever(
         use(monkeypatch, _Refusing, "server")
         break_lanes(pair.left)
         await until(lambda: pair.near.counters.lanes_failed == 1 + REFUSALS_MAX)
-        await until(lambda: not pair.left._state.raising.busy)
+        await until(lambda: not pair.left._state.driver.lane_setup.busy)
         await expect_moves(pair)
         assert pair.left.transport == pair.right.transport == "tcp"
         assert pair.near.counters.lanes_failed == 1 + REFUSALS_MAX
@@ -456,7 +457,7 @@ async def test_what_never_came_up_is_not_raised_again(
     use(monkeypatch, _Refusing, "server")
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
-        assert not pair.left._state.raising.busy
+        assert not pair.left._state.driver.lane_setup.busy
         assert pair.near.counters.lanes_failed == 1
 
 
@@ -471,9 +472,9 @@ async def test_the_end_of_a_connection_ends_the_raising(
             raise_again_after(monkeypatch, 0.0)
             use(monkeypatch, _Hanging, "client")
         break_lanes(pair.left)
-        await until(lambda: pair.left._state.raising.busy)
+        await until(lambda: pair.left._state.driver.lane_setup.busy)
         if stage == "joining":
-            await until(lambda: not pair.left._state._pump.lanes.quiet)
+            await until(lambda: not pair.left._state.driver.lanes.quiet)
         async with asyncio.timeout(LANE_TIMEOUT_S / 2):
             if how == "close":
                 await pair.left.close()
@@ -481,4 +482,4 @@ async def test_the_end_of_a_connection_ends_the_raising(
                 pair.left.abort("enough")
                 await pair.left.wait_closed()
             await pair.right.wait_closed()
-        assert not pair.left._state.raising.busy
+        assert not pair.left._state.driver.lane_setup.busy
