@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from kvwire.backend import Backend, Link, Listener
-from kvwire.testing.conformance.bench import Bench
-from kvwire.testing.conformance.check import CheckOf, GroupOf, require
+from kvwire.testing.conformance.check import CheckOf, GroupOf
+from kvwire.testing.conformance.joined import Joined
 from kvwire.testing.conformance.side import Side
 from kvwire.types import Address
 
 
-class Rig(Bench):
+class Rig(Joined[Side]):
     """Two backends joined by links, for one check.
 
     Args:
@@ -26,10 +26,9 @@ class Rig(Bench):
         timeout_s: How long anything that a backend promises may take.
         alone: No other rig is at work, so that descriptors left are this one's.
 
-    Attributes:
-        near: The backend that connects.
-        far: The backend that listens.
     """
+
+    moves = "frame"
 
     def __init__(
         self,
@@ -39,12 +38,9 @@ class Rig(Bench):
         *,
         alone: bool = True,
     ) -> None:
-        super().__init__(timeout_s, alone=alone)
+        super().__init__(make, timeout_s, alone=alone)
         self.make = make
         self.address = address
-        self.near = make()
-        self.far = make()
-        self.sides: list[Side] = []
         self._links: list[Link] = []
         self._accepted: deque[Link] = deque()
         self._listeners: list[Listener] = []
@@ -121,65 +117,19 @@ class Rig(Bench):
             link.abort()
 
     def forget(self, *sides: Side) -> None:
-        """Let go of links that have ended, so that nothing here keeps them alive."""
-        self.sides = [side for side in self.sides if side not in sides]
+        """See Joined: also of their links."""
+        super().forget(*sides)
         gone = {id(side.link) for side in sides}
         self._links = [link for link in self._links if id(link) not in gone]
 
-    # --- waiting ----------------------------------------------------------------------
+    async def stop_listening(self) -> None:
+        """See Joined.
 
-    async def arrives(self, side: Side, count: int) -> None:
-        """Wait until ``count`` frames have arrived whole, in all."""
-        arrived = side.arrived
-        await self.reaches(lambda: len(arrived), count, f"frames at {side.name}")
-
-    async def given_back(self, side: Side) -> None:
-        """Wait until every token has been given back."""
-        lent = side.lent + side.sent_count
-        await self.reaches(
-            lambda: side.sent_count, lent, f"calls of frame_sent for {side.name}"
-        )
-
-    async def closes(self, *sides: Side) -> None:
-        """Wait until ``link_closed`` has been called on each side."""
-        for side in sides:
-            closed = side.closed
-            await self.until(closed.__len__, f"link_closed for {side.name}")
-
-    # --- the end ----------------------------------------------------------------------
-
-    async def aclose(self) -> None:
-        """End everything, and look for what is left.
-
-        Raises:
-            CheckFailed: Something is, or a promise was broken on the way.
-
-        Cancel safety: not cancel safe; links may stay open.
+        Cancel safety: not cancel safe; listeners may stay open.
         """
-        try:
-            self.abort_all()
-            started = [side for side in self.sides if side.begun]
-            await self.closes(*started)
-            for listener in self._listeners:
-                await self.within(listener.close(), "listener.close")
-            for backend in (self.near, self.far):
-                await self.within(backend.aclose(), "aclose")
-            await self.settle()
-            self._judge_ends()
-            self.sides.clear()
-            self._links.clear()
-            await self.nothing_left()
-        finally:
-            self.stop_watching()
-
-    def _judge_ends(self) -> None:
-        for side in self.sides:
-            times = len(side.closed)
-            expected = 1 if side.begun else 0
-            require(
-                times == expected,
-                f"{side.name}: link_closed was called {times} times, not {expected}",
-            )
+        for listener in self._listeners:
+            await self.within(listener.close(), "listener.close")
+        self._links.clear()
 
 
 Check: TypeAlias = CheckOf[Rig]

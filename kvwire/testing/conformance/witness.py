@@ -102,11 +102,6 @@ class Witness:
         """Tokens that have not been given back."""
         return len(self._lent)
 
-    @property
-    def sent_count(self) -> int:
-        """Tokens that have been given back."""
-        return len(self.sent)
-
     def forget(self) -> None:
         """Let go of what was lent and will not be given back."""
         self._lent.clear()

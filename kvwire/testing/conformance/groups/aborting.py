@@ -80,19 +80,19 @@ _STAGES: dict[str, Stage] = {
 
 
 @group.each("own", "abort ends a link that is: {}; both sides are told", _STAGES)
-async def _(rig: Rig, stage: Stage) -> None:
+async def _own(rig: Rig, stage: Stage) -> None:
     left, right = await rig.pair()
     await stage(rig, left, right)
     left.abort()
     await rig.closes(left, right)
-    sent, arrived = left.sent_count, len(left.arrived)
+    sent, arrived = len(left.sent), len(left.arrived)
     await rig.settle()
-    require(left.sent_count == sent, "frame_sent after link_closed")
+    require(len(left.sent) == sent, "frame_sent after link_closed")
     require(len(left.arrived) == arrived, "body_received after link_closed")
 
 
 @group.check("accepted", "The accepting side can abort as well")
-async def _(rig: Rig) -> None:
+async def _accepted(rig: Rig) -> None:
     left, right = await rig.pair()
     left.send(16 * MIB)
     right.abort()
@@ -100,14 +100,14 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unstarted", "abort before start ends the link, without a callback")
-async def _(rig: Rig) -> None:
+async def _unstarted(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False)
     left.abort()
     await rig.closes(right)
 
 
 @group.check("unstarted-both", "Both sides abort before they start")
-async def _(rig: Rig) -> None:
+async def _unstarted_both(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     left.abort()
     right.abort()
@@ -115,7 +115,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("twice", "abort a second time does no harm, nor does close")
-async def _(rig: Rig) -> None:
+async def _twice(rig: Rig) -> None:
     left, right = await rig.pair()
     left.abort()
     left.abort()
@@ -126,7 +126,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("both", "Both sides abort at once")
-async def _(rig: Rig) -> None:
+async def _both_check(rig: Rig) -> None:
     left, right = await rig.pair()
     left.send(MIB)
     right.send(MIB)
@@ -136,7 +136,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("send-after", "send and flush after abort do nothing")
-async def _(rig: Rig) -> None:
+async def _send_after(rig: Rig) -> None:
     left, right = await rig.pair()
     left.abort()
     left.queue(10, token=False)
@@ -146,7 +146,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("queue-empty", "Nothing is queued after abort")
-async def _(rig: Rig) -> None:
+async def _queue_empty(rig: Rig) -> None:
     left, _right = await rig.pair(start_right=False)
     for _ in range(32):
         left.send(MIB)
@@ -156,7 +156,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("dropped-told", "A peer from whom frames were withheld sees an error")
-async def _(rig: Rig) -> None:
+async def _dropped_told(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     for _ in range(32):
         left.send(MIB)
@@ -168,7 +168,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("cut-frame-told", "A peer left with part of a frame sees an error")
-async def _(rig: Rig) -> None:
+async def _cut_frame_told(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length)
     left.send(16 * MIB)
@@ -180,7 +180,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("bulk-told", "A sender whose peer aborts is told, and need not wait")
-async def _(rig: Rig) -> None:
+async def _bulk_told(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(32):
         left.send(MIB)
@@ -190,7 +190,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("others-live", "Aborting one link leaves the others alone")
-async def _(rig: Rig) -> None:
+async def _others_live(rig: Rig) -> None:
     victim, peer = await rig.pair()
     left, right = await rig.pair()
     victim.send(16 * MIB)

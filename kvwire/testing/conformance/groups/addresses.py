@@ -38,7 +38,7 @@ def _abort(link: Link) -> None:
 
 
 @group.check("class", "The class says its scheme, contract version and capabilities")
-async def _(rig: Rig) -> None:
+async def _class(rig: Rig) -> None:
     backend = type(rig.near)
     require(backend.scheme == rig.address.scheme, f"its scheme is {backend.scheme!r}")
     require(
@@ -50,7 +50,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("available", "availability() says in one line why it can run here")
-async def _(rig: Rig) -> None:
+async def _available(rig: Rig) -> None:
     said = type(rig.near).availability()
     require(isinstance(said, Availability), f"it returned {said!r}")
     require(said.available, f"it says it cannot run here: {said.reason}")
@@ -58,38 +58,38 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("bound", "A listener's address can be connected to")
-async def _(rig: Rig) -> None:
+async def _bound(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.connect(listener.address)
     await rig.accept()
 
 
 @group.check("scheme", "A listener's address has the backend's scheme")
-async def _(rig: Rig) -> None:
+async def _scheme(rig: Rig) -> None:
     address = (await rig.listen()).address
     require(address.scheme == rig.near.scheme, f"the address is {address!r}")
 
 
 @group.check("text", "A listener's address survives being written and read")
-async def _(rig: Rig) -> None:
+async def _text(rig: Rig) -> None:
     address = (await rig.listen()).address
     read = Address.parse(str(address))
     require(read == address, f"{address!r} was read back as {read!r}")
 
 
 @group.check("free", "Two listeners on any free address get two addresses")
-async def _(rig: Rig) -> None:
+async def _free(rig: Rig) -> None:
     first, second = await rig.listen(), await rig.listen()
     require(first.address != second.address, f"both are {first.address}")
 
 
 @group.check("conflict", "Listening on a taken address is an OSError")
-async def _(rig: Rig) -> None:
+async def _conflict(rig: Rig) -> None:
     await _conflicts(rig, (await rig.listen()).address)
 
 
 @group.check("conflict-harmless", "A refused listen leaves the first listener alone")
-async def _(rig: Rig) -> None:
+async def _conflict_harmless(rig: Rig) -> None:
     listener = await rig.listen()
     await _conflicts(rig, listener.address)
     await rig.connect(listener.address)
@@ -97,7 +97,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("again", "An address can be listened on again after close")
-async def _(rig: Rig) -> None:
+async def _again(rig: Rig) -> None:
     first = await rig.listen()
     await first.close()
     second = await rig.listen(first.address)
@@ -107,7 +107,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("again-in-use", "An address can be listened on again while old links live")
-async def _(rig: Rig) -> None:
+async def _again_in_use(rig: Rig) -> None:
     listener = await rig.listen()
     left, right = await rig.pair(listener)
     await listener.close()
@@ -117,14 +117,14 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("refused", "Connecting where nobody listens is an OSError")
-async def _(rig: Rig) -> None:
+async def _refused(rig: Rig) -> None:
     listener = await rig.listen()
     await listener.close()
     await _refuses(rig, listener.address)
 
 
 @group.check("refused-harmless", "A refused connect does not spoil the next one")
-async def _(rig: Rig) -> None:
+async def _refused_harmless(rig: Rig) -> None:
     gone = await rig.listen()
     await gone.close()
     await _refuses(rig, gone.address)
@@ -134,20 +134,20 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("close-twice", "Closing a listener twice does no harm")
-async def _(rig: Rig) -> None:
+async def _close_twice(rig: Rig) -> None:
     listener = await rig.listen()
     await listener.close()
     await listener.close()
 
 
 @group.check("close-idle", "A listener that never had a link closes at once")
-async def _(rig: Rig) -> None:
+async def _close_idle(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.within(listener.close(), "listener.close")
 
 
 @group.check("close-keeps-links", "Closing a listener leaves accepted links alive")
-async def _(rig: Rig) -> None:
+async def _close_keeps_links(rig: Rig) -> None:
     listener = await rig.listen()
     left, right = await rig.pair(listener)
     await listener.close()
@@ -158,7 +158,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("accept-once", "accept gets exactly one link for each connect")
-async def _(rig: Rig) -> None:
+async def _accept_once(rig: Rig) -> None:
     listener = await rig.listen()
     for _ in range(10):
         await rig.connect(listener.address)
@@ -168,7 +168,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("accept-together", "Sixteen connects at once all succeed")
-async def _(rig: Rig) -> None:
+async def _accept_together(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.within(
         asyncio.gather(*(rig.connect(listener.address) for _ in range(16))), "connects"
@@ -178,7 +178,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("accept-unstarted", "A link that came in receives nothing before start")
-async def _(rig: Rig) -> None:
+async def _accept_unstarted(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.send(100)
     await rig.settle()
@@ -187,7 +187,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("accept-raises", "An error in accept costs that link, not the listener")
-async def _(rig: Rig) -> None:
+async def _accept_raises(rig: Rig) -> None:
     calls: list[Link] = []
 
     def accept(link: Link) -> None:
@@ -206,7 +206,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("remote", "remote_address of a connected link is where it connected to")
-async def _(rig: Rig) -> None:
+async def _remote(rig: Rig) -> None:
     listener = await rig.listen()
     link = await rig.connect(listener.address)
     remote = link.remote_address
@@ -216,7 +216,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("remote-in", "remote_address of an accepted link is an address or None")
-async def _(rig: Rig) -> None:
+async def _remote_in(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.connect(listener.address)
     remote = (await rig.accept()).remote_address
@@ -224,7 +224,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("aclose", "A backend without links can be closed, and twice")
-async def _(rig: Rig) -> None:
+async def _aclose(rig: Rig) -> None:
     backend = rig.make()
     await backend.aclose()
     await backend.aclose()

@@ -16,7 +16,7 @@ group = Group("callback")
 
 
 @group.check("start", "start calls nothing, although frames wait")
-async def _(rig: Rig) -> None:
+async def _start(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     for size in (0, 10, 100_000):
         left.send(size)
@@ -27,7 +27,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("start-ended", "start calls nothing, although the peer has gone")
-async def _(rig: Rig) -> None:
+async def _start_ended(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.abort()
     await rig.closes(left)
@@ -37,7 +37,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("send", "send calls nothing, although the peer has gone")
-async def _(rig: Rig) -> None:
+async def _send(rig: Rig) -> None:
     left, right = await rig.pair()
     right.abort()
     for _ in range(50):
@@ -46,7 +46,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("flush", "flush calls frame_sent at most")
-async def _(rig: Rig) -> None:
+async def _flush(rig: Rig) -> None:
     left, right = await rig.pair()
     right.abort()
     for _ in range(50):
@@ -55,7 +55,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort", "abort calls nothing, whatever is in flight")
-async def _(rig: Rig) -> None:
+async def _abort(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(20):
         left.send(MIB)
@@ -65,7 +65,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("close", "close calls nothing, whatever is in flight")
-async def _(rig: Rig) -> None:
+async def _close(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(20):
         left.queue(MIB)
@@ -75,11 +75,11 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("nested", "A handler that sends from each callback is not re-entered")
-async def _(rig: Rig) -> None:
+async def _nested(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def answer(_: object) -> None:
-        if right.sent_count < 30:
+        if len(right.sent) < 30:
             right.send(50_000)
 
     right.on_header = right.on_body = right.on_sent = answer
@@ -91,7 +91,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("sent-once", "frame_sent comes exactly once for each token")
-async def _(rig: Rig) -> None:
+async def _sent_once(rig: Rig) -> None:
     left, right = await rig.pair()
     tokens = [left.queue(size) for size in (0, 1, 5000, 200_000, 3 * MIB) * 4]
     left.flush()
@@ -99,11 +99,11 @@ async def _(rig: Rig) -> None:
     await rig.given_back(left)
     left.flush()
     await rig.settle()
-    require(left.sent_count == len(tokens), f"{left.sent_count} for {len(tokens)}")
+    require(len(left.sent) == len(tokens), f"{len(left.sent)} for {len(tokens)}")
 
 
 @group.check("sent-untokened", "A frame without token brings no frame_sent")
-async def _(rig: Rig) -> None:
+async def _sent_untokened(rig: Rig) -> None:
     left, right = await rig.pair()
     for size in (0, 100, 60_000):
         left.queue(size, token=False)
@@ -114,7 +114,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("sent-eventually", "frame_sent needs no further call from the sender")
-async def _(rig: Rig) -> None:
+async def _sent_eventually(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     for _ in range(16):
         left.send(2 * MIB)
@@ -125,19 +125,19 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("idle", "A link on which nothing happens calls nothing")
-async def _(rig: Rig) -> None:
+async def _idle(rig: Rig) -> None:
     left, right = await rig.pair()
     left.send(10)
     await rig.arrives(right, 1)
     await rig.given_back(left)
-    before = (right.arrived[:], left.sent_count, left.writable, right.writable)
+    before = (right.arrived[:], len(left.sent), left.writable, right.writable)
     await rig.settle()
-    after = (right.arrived[:], left.sent_count, left.writable, right.writable)
+    after = (right.arrived[:], len(left.sent), left.writable, right.writable)
     require(before == after, f"{before} became {after}")
 
 
 @group.check("abort-in-header", "abort in header_received: the landing is ignored")
-async def _(rig: Rig) -> None:
+async def _abort_in_header(rig: Rig) -> None:
     left, right = await rig.pair()
     right.on_header = lambda head: right.abort()
     for _ in range(3):
@@ -148,7 +148,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort-in-body", "abort in body_received: nothing more is received")
-async def _(rig: Rig) -> None:
+async def _abort_in_body(rig: Rig) -> None:
     left, right = await rig.pair()
     right.on_body = lambda landing: right.abort()
     for _ in range(10):
@@ -159,7 +159,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort-in-sent", "abort in frame_sent ends both sides")
-async def _(rig: Rig) -> None:
+async def _abort_in_sent(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def abort(_: Token) -> None:
@@ -173,7 +173,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort-in-writable", "abort in link_writable ends the link")
-async def _(rig: Rig) -> None:
+async def _abort_in_writable(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.on_writable = left.abort
     for _ in range(32):
@@ -185,7 +185,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("close-in-body", "close in body_received ends both sides cleanly")
-async def _(rig: Rig) -> None:
+async def _close_in_body(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def answer_and_close(landing: KitLanding) -> None:
@@ -201,7 +201,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("close-in-header", "close in header_received ends both sides")
-async def _(rig: Rig) -> None:
+async def _close_in_header(rig: Rig) -> None:
     left, right = await rig.pair()
     right.on_header = lambda head: right.close()
     left.send(10)
@@ -209,7 +209,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("in-closed", "Every call in link_closed is harmless")
-async def _(rig: Rig) -> None:
+async def _in_closed(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def call_all() -> None:

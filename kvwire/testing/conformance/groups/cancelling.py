@@ -87,12 +87,12 @@ async def _cancel_everywhere(rig: Rig) -> None:
 
 
 @group.check("connect", "connect cancelled wherever it waits leaves nothing")
-async def _(rig: Rig) -> None:
+async def _connect(rig: Rig) -> None:
     await _cancel_everywhere(rig)
 
 
 @group.check("connect-peer", "The other side of a cancelled connect ends by itself")
-async def _(rig: Rig) -> None:
+async def _connect_peer(rig: Rig) -> None:
     await _cancel_everywhere(rig)
     while rig.unaccepted:
         side = rig.side("accepted", await rig.accept())
@@ -101,7 +101,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("connect-then", "After a cancelled connect the next one succeeds")
-async def _(rig: Rig) -> None:
+async def _connect_then(rig: Rig) -> None:
     await _cancel_everywhere(rig)
     while rig.unaccepted:
         (await rig.accept()).abort()
@@ -111,7 +111,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("connect-refused", "A connect that will be refused can be cancelled")
-async def _(rig: Rig) -> None:
+async def _connect_refused(rig: Rig) -> None:
     listener = await rig.listen()
     await listener.close()
     try:
@@ -121,7 +121,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("listen", "listen cancelled wherever it waits leaves nothing bound")
-async def _(rig: Rig) -> None:
+async def _listen(rig: Rig) -> None:
     first = await rig.listen()
     address = first.address
     await first.close()
@@ -138,7 +138,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("listener-close", "A cancelled Listener.close closes all the same")
-async def _(rig: Rig) -> None:
+async def _listener_close(rig: Rig) -> None:
     for suspension in range(_SUSPENSIONS_MAX):
         listener: Listener = await rig.listen()
         address = listener.address

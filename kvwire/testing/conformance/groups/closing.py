@@ -30,7 +30,7 @@ _QUEUES: dict[str, list[int]] = {
 @group.each(
     "queued", "What is queued and not flushed arrives before the end: {}", _QUEUES
 )
-async def _(rig: Rig, sizes: list[int]) -> None:
+async def _queued(rig: Rig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
         left.queue(size)
@@ -41,7 +41,7 @@ async def _(rig: Rig, sizes: list[int]) -> None:
 
 
 @group.each("flushed", "What is flushed arrives before the end: {}", _QUEUES)
-async def _(rig: Rig, sizes: list[int]) -> None:
+async def _flushed(rig: Rig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
         left.send(size)
@@ -52,7 +52,7 @@ async def _(rig: Rig, sizes: list[int]) -> None:
 
 
 @group.check("cut", "Queued fragments arrive before the end")
-async def _(rig: Rig) -> None:
+async def _cut(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, CUTS["uneven"])
     for _ in range(12):
@@ -63,7 +63,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("untokened", "Queued frames without token arrive before the end")
-async def _(rig: Rig) -> None:
+async def _untokened(rig: Rig) -> None:
     left, right = await rig.pair()
     sent = [left.queue(50_000, token=False) for _ in range(40)]
     left.close()
@@ -75,7 +75,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unread", "What is queued reaches a peer that starts after the close")
-async def _(rig: Rig) -> None:
+async def _unread(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     for _ in range(24):
         left.queue(MIB)
@@ -87,7 +87,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("against-bulk", "What is queued arrives although the peer sends bulk")
-async def _(rig: Rig) -> None:
+async def _against_bulk(rig: Rig) -> None:
     # A socket that is closed with unread data in it resets the connection, and a reset
     # overtakes and destroys what was sent before it.
     left, right = await rig.pair()
@@ -101,7 +101,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("both", "Both sides close at once")
-async def _(rig: Rig) -> None:
+async def _both(rig: Rig) -> None:
     left, right = await rig.pair()
     left.close()
     right.close()
@@ -109,7 +109,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("both-queued", "Both sides close at once, and nothing is lost")
-async def _(rig: Rig) -> None:
+async def _both_queued(rig: Rig) -> None:
     left, right = await rig.pair()
     for side in (left, right):
         for _ in range(12):
@@ -122,7 +122,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("answered", "The side that is closed upon sees every frame, then the end")
-async def _(rig: Rig) -> None:
+async def _answered(rig: Rig) -> None:
     left, right = await rig.pair()
     seen: list[int] = []
     right.on_closed = lambda: seen.append(len(right.arrived))
@@ -134,7 +134,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("twice", "close a second time does no harm")
-async def _(rig: Rig) -> None:
+async def _twice(rig: Rig) -> None:
     left, right = await rig.pair()
     left.queue(1000)
     left.close()
@@ -145,7 +145,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("after-peer", "close after the peer's close does no harm")
-async def _(rig: Rig) -> None:
+async def _after_peer(rig: Rig) -> None:
     left, right = await rig.pair()
     left.close()
     await _end_cleanly(rig, left, right)
@@ -154,7 +154,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("send-after", "send and flush after close do nothing")
-async def _(rig: Rig) -> None:
+async def _send_after(rig: Rig) -> None:
     left, right = await rig.pair()
     left.queue(10)
     left.close()
@@ -168,7 +168,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("send-after-peer", "send on a link that the peer has closed does nothing")
-async def _(rig: Rig) -> None:
+async def _send_after_peer(rig: Rig) -> None:
     left, right = await rig.pair()
     right.close()
     await _end_cleanly(rig, left, right)
@@ -178,14 +178,14 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unstarted", "close before start ends the link, without a callback")
-async def _(rig: Rig) -> None:
+async def _unstarted(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False)
     left.close()
     await _end_cleanly(rig, right)
 
 
 @group.check("unstarted-peer", "A link is closed before the other side starts")
-async def _(rig: Rig) -> None:
+async def _unstarted_peer(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.close()
     await rig.settle()
@@ -194,7 +194,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unstarted-both", "Both sides close before they start")
-async def _(rig: Rig) -> None:
+async def _unstarted_both(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     left.close()
     right.close()
@@ -204,7 +204,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("then-abort", "abort cuts a close short")
-async def _(rig: Rig) -> None:
+async def _then_abort(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     for _ in range(32):
         left.queue(MIB)
@@ -218,7 +218,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort-later", "abort after a clean end changes nothing")
-async def _(rig: Rig) -> None:
+async def _abort_later(rig: Rig) -> None:
     left, right = await rig.pair()
     left.close()
     await _end_cleanly(rig, left, right)

@@ -11,7 +11,7 @@ group = Group("flush")
 
 
 @group.check("nothing", "flush with an empty queue does nothing")
-async def _(rig: Rig) -> None:
+async def _nothing(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(10):
         left.flush()
@@ -21,7 +21,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("again", "A second flush sends nothing twice")
-async def _(rig: Rig) -> None:
+async def _again(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(30):
         left.queue(100_000)
@@ -33,7 +33,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("needed-once", "One flush is enough, however much is queued")
-async def _(rig: Rig) -> None:
+async def _needed_once(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(40):
         left.queue(MIB)
@@ -43,7 +43,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unflushed-then", "Frames queued on a full link go with the next flush")
-async def _(rig: Rig) -> None:
+async def _unflushed_then(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     for _ in range(20):
         left.send(MIB)
@@ -56,7 +56,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("in-callbacks", "flush from within every callback is harmless")
-async def _(rig: Rig) -> None:
+async def _in_callbacks(rig: Rig) -> None:
     left, right = await rig.pair()
     for side in (left, right):
         _flush_always(side)
@@ -77,7 +77,7 @@ def _flush_always(side: Side) -> None:
 
 
 @group.check("closed", "flush on a closed link is harmless")
-async def _(rig: Rig) -> None:
+async def _closed(rig: Rig) -> None:
     left, right = await rig.pair()
     right.close()
     await rig.closes(left, right)

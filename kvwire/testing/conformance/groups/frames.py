@@ -23,7 +23,7 @@ _SIZES = {
 
 
 @group.each("size", "A frame of {} bytes of payload arrives whole", _SIZES)
-async def _(rig: Rig, size: int) -> None:
+async def _size(rig: Rig, size: int) -> None:
     left, right = await rig.pair()
     left.send(size)
     await rig.arrives(right, 1)
@@ -36,7 +36,7 @@ _SMALL = {"0": 0, "1": 1, "4KiB": 4 * KIB, "16KiB": 16 * KIB, "64KiB": 64 * KIB}
 @group.each(
     "untokened", "Without a token, memory of {} bytes is free after flush", _SMALL
 )
-async def _(rig: Rig, size: int) -> None:
+async def _untokened(rig: Rig, size: int) -> None:
     left, right = await rig.pair()
     for _ in range(20):
         sent = left.queue(size, token=False)
@@ -47,7 +47,7 @@ async def _(rig: Rig, size: int) -> None:
 
 
 @group.each("untokened-full", "The same of {} bytes when the transport is full", _SMALL)
-async def _(rig: Rig, size: int) -> None:
+async def _untokened_full(rig: Rig, size: int) -> None:
     left, right = await rig.pair(start_right=False)
     left.send(16 * MIB)
     for _ in range(20):
@@ -60,7 +60,7 @@ async def _(rig: Rig, size: int) -> None:
 
 
 @group.check("untokened-cut", "The same for fragments")
-async def _(rig: Rig) -> None:
+async def _untokened_cut(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(20):
         sent = left.queue(40_000, CUTS["odd-pages"], token=False)
@@ -71,7 +71,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("untokened-batch", "Memory is free only after flush, and for all queued")
-async def _(rig: Rig) -> None:
+async def _untokened_batch(rig: Rig) -> None:
     left, right = await rig.pair()
     queued = [left.queue(1000, token=False) for _ in range(100)]
     left.flush()
@@ -82,7 +82,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("none", "A frame without payload, its token given back")
-async def _(rig: Rig) -> None:
+async def _none(rig: Rig) -> None:
     left, right = await rig.pair()
     token = left.send(0)
     await rig.arrives(right, 1)
@@ -91,7 +91,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("empty", "An empty view as payload, or as landing, is no payload")
-async def _(rig: Rig) -> None:
+async def _empty(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length)
     left.queue(0, memory=Memory(0))
@@ -102,7 +102,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("headers", "Every bit of a header arrives")
-async def _(rig: Rig) -> None:
+async def _headers(rig: Rig) -> None:
     left, right = await rig.pair()
     for bit in range(64):
         left.queue(0, number=1 << bit)
@@ -113,7 +113,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("read-only", "Read-only memory can be sent")
-async def _(rig: Rig) -> None:
+async def _read_only(rig: Rig) -> None:
     left, right = await rig.pair()
     for number in range(3):
         data = memoryview(pattern(number, 100_000).tobytes())
@@ -125,7 +125,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("shared", "One memory can be sent in two frames at once")
-async def _(rig: Rig) -> None:
+async def _shared(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(MIB)
     memory.fill(pattern(9, MIB))
@@ -143,7 +143,7 @@ _KINDS = {
 
 
 @group.each("kinds", "Payload goes from {}", _KINDS)
-async def _(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
+async def _kinds(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
     source, destination = kinds
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, destination)
@@ -155,7 +155,7 @@ async def _(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
 
 
 @group.each("small-kinds", "A payload of 100 bytes lands in {}", CUTS)
-async def _(rig: Rig, cut: Cut | None) -> None:
+async def _small_kinds(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, cut)
     for _ in range(5):
@@ -166,7 +166,7 @@ async def _(rig: Rig, cut: Cut | None) -> None:
 
 
 @group.each("dropped", "A payload from {} that lands nowhere is dropped whole", CUTS)
-async def _(rig: Rig, cut: Cut | None) -> None:
+async def _dropped(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda head: None if head.number % 2 else Memory(head.length)
     for _ in range(6):
@@ -177,7 +177,7 @@ async def _(rig: Rig, cut: Cut | None) -> None:
 
 
 @group.check("many-fragments", "20,000 fragments go into 30,000 others")
-async def _(rig: Rig) -> None:
+async def _many_fragments(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, lambda total: [20] * (total // 20))
     left.send(600_000, lambda total: [30] * (total // 30))
@@ -186,7 +186,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
-async def _(rig: Rig) -> None:
+async def _large_fragments(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, lambda total: [total - MIB, MIB])
     left.send(4 * MIB, lambda total: [MIB] * (total // MIB))
@@ -195,7 +195,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("touching", "Fragments that touch in memory are still one after another")
-async def _(rig: Rig) -> None:
+async def _touching(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(90_000)
     memory.fill(pattern(0, 90_000))

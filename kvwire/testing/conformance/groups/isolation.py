@@ -21,7 +21,7 @@ def _raise(*_: object) -> None:
 
 
 @group.check("two", "Frames of two links do not mix")
-async def _(rig: Rig) -> None:
+async def _two(rig: Rig) -> None:
     pairs = [await rig.pair() for _ in range(2)]
     for _ in range(20):
         for i, (left, right) in enumerate(pairs):
@@ -31,7 +31,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("sixteen", "Frames of sixteen links do not mix")
-async def _(rig: Rig) -> None:
+async def _sixteen(rig: Rig) -> None:
     pairs = [await rig.pair() for _ in range(16)]
     for _ in range(4):
         for i, (left, right) in enumerate(pairs):
@@ -41,7 +41,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("listeners", "Links of two listeners come to the right one")
-async def _(rig: Rig) -> None:
+async def _listeners(rig: Rig) -> None:
     seen: dict[str, list[Link]] = {"first": [], "second": []}
     first = await rig.listen(accept=seen["first"].append)
     second = await rig.listen(accept=seen["second"].append)
@@ -79,7 +79,7 @@ _HOOKS = ("on_header", "on_body", "on_sent", "on_writable")
     "A handler that raises in {} loses its link, with the error",
     {hook.removeprefix("on_"): hook for hook in _HOOKS},
 )
-async def _(rig: Rig, hook: str) -> None:
+async def _raises(rig: Rig, hook: str) -> None:
     victim, peer = await rig.pair()
     left, right = await rig.pair()
     setattr(victim, hook, _raise)
@@ -96,7 +96,7 @@ async def _(rig: Rig, hook: str) -> None:
 
 
 @group.check("raises-closed", "A handler that raises in link_closed harms nobody")
-async def _(rig: Rig) -> None:
+async def _raises_closed(rig: Rig) -> None:
     victim, peer = await rig.pair()
     left, right = await rig.pair()
     victim.on_closed = _raise
@@ -114,7 +114,7 @@ _MISFITS = {"shorter": -1, "longer": 1}
 @group.each(
     "misfit", "A destination {} than its payload is not written beyond", _MISFITS
 )
-async def _(rig: Rig, difference: int) -> None:
+async def _misfit(rig: Rig, difference: int) -> None:
     left, right = await rig.pair()
     memory = Memory(100_000 + difference)
     right.land = lambda head: memory
@@ -127,7 +127,7 @@ async def _(rig: Rig, difference: int) -> None:
 
 
 @group.check("reversed", "Each backend can listen and connect at once")
-async def _(rig: Rig) -> None:
+async def _reversed(rig: Rig) -> None:
     left, right = await rig.pair()
     links: list[Link] = []
     listener = await rig.near.listen(rig.address, links.append)

@@ -80,7 +80,7 @@ _WAYS: dict[str, Cycle] = {
 
 
 @group.each("cycles", "30 links that end so leave nothing: {}", _WAYS)
-async def _(rig: Rig, cycle: Cycle) -> None:
+async def _cycles(rig: Rig, cycle: Cycle) -> None:
     await require_no_growth(
         lambda: _run(rig, cycle), cycles=_CYCLES, tolerance=_TOLERANCE
     )
@@ -92,7 +92,7 @@ async def _run(rig: Rig, cycle: Cycle) -> None:
 
 
 @group.check("link", "A link that ended is collected, and so is its handler")
-async def _(rig: Rig) -> None:
+async def _link(rig: Rig) -> None:
     await rig.pair()
     left, right = await rig.pair()
     left.send(100_000)

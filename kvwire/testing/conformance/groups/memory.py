@@ -21,7 +21,7 @@ group = Group("memory")
 
 
 @group.each("source", "Memory of {} is not read after frame_sent", CUTS)
-async def _(rig: Rig, cut: Cut | None) -> None:
+async def _source(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     left.on_sent = poison
     for _ in range(10):
@@ -32,7 +32,7 @@ async def _(rig: Rig, cut: Cut | None) -> None:
 
 
 @group.each("destination", "Memory of {} is not written after body_received", CUTS)
-async def _(rig: Rig, cut: Cut | None) -> None:
+async def _destination(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     landed: list[Memory] = []
 
@@ -52,7 +52,7 @@ async def _(rig: Rig, cut: Cut | None) -> None:
 
 
 @group.check("source-full", "Memory that waits in a queue is not given back too early")
-async def _(rig: Rig) -> None:
+async def _source_full(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.on_sent = poison
     for _ in range(32):
@@ -64,7 +64,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("source-reused", "Memory is sent again and again, refilled at frame_sent")
-async def _(rig: Rig) -> None:
+async def _source_reused(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(300_000, CUTS["pages"])
     for number in range(20):
@@ -76,7 +76,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("destination-reused", "All frames land in one memory, one after another")
-async def _(rig: Rig) -> None:
+async def _destination_reused(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(300_000, CUTS["pages"])
     right.land = lambda head: memory
@@ -87,7 +87,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("dropped", "A dropped payload is written nowhere")
-async def _(rig: Rig) -> None:
+async def _dropped(rig: Rig) -> None:
     left, right = await rig.pair()
     kept = Memory(MIB)
     right.land = lambda head: kept if head.number == 0 else None
@@ -102,7 +102,7 @@ async def _(rig: Rig) -> None:
 @group.check(
     "abort-receiver", "After abort and link_closed the receiver writes nothing"
 )
-async def _(rig: Rig) -> None:
+async def _abort_receiver(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(16 * MIB)
     right.land = lambda head: memory
@@ -116,7 +116,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort-midway", "The same when part of the payload is already there")
-async def _(rig: Rig) -> None:
+async def _abort_midway(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(16 * MIB)
     right.land = lambda head: memory
@@ -130,7 +130,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort-sender", "After abort and link_closed the sender reads nothing")
-async def _(rig: Rig) -> None:
+async def _abort_sender(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     sent = [left.send(MIB) for _ in range(32)]
     left.abort()
@@ -143,7 +143,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("peer-abort", "When the peer aborts, memory is free at link_closed")
-async def _(rig: Rig) -> None:
+async def _peer_abort(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(16 * MIB)
     right.land = lambda head: memory
@@ -158,7 +158,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("kept-source", "Lent memory stays alive although the sender drops it")
-async def _(rig: Rig) -> None:
+async def _kept_source(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     for number in range(8):
         memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
@@ -197,14 +197,14 @@ async def _idle_after_traffic(rig: Rig) -> tuple[Side, Side, list[weakref.ref[By
 
 
 @group.check("released-idle", "An idle link keeps no payload memory alive")
-async def _(rig: Rig) -> None:
+async def _released_idle(rig: Rig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
     require_collected(seen, "payloads")
     require(not left.closed and not right.closed, "a link closed")
 
 
 @group.check("released-closed", "A closed link keeps no payload memory alive")
-async def _(rig: Rig) -> None:
+async def _released_closed(rig: Rig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
     left.close()
     await rig.closes(left, right)
@@ -212,7 +212,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("released-aborted", "An aborted link keeps no queued memory alive")
-async def _(rig: Rig) -> None:
+async def _released_aborted(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     seen = []
     for number in range(16):

@@ -22,7 +22,7 @@ _MIXES: dict[str, list[int]] = {
 
 
 @group.each("one-flush", "Frames queued before one flush come in order: {}", _MIXES)
-async def _(rig: Rig, sizes: list[int]) -> None:
+async def _one_flush(rig: Rig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
         left.queue(size)
@@ -31,7 +31,7 @@ async def _(rig: Rig, sizes: list[int]) -> None:
 
 
 @group.each("each-flushed", "Frames flushed one by one come in order: {}", _MIXES)
-async def _(rig: Rig, sizes: list[int]) -> None:
+async def _each_flushed(rig: Rig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
         left.send(size)
@@ -39,7 +39,7 @@ async def _(rig: Rig, sizes: list[int]) -> None:
 
 
 @group.check("kinds", "Views, fragments and frames without token come in order")
-async def _(rig: Rig) -> None:
+async def _kinds(rig: Rig) -> None:
     left, right = await rig.pair()
     cuts = list(CUTS.values())
     right.land = lambda head: Memory(head.length, cuts[head.number * 5 % len(cuts)])
@@ -50,7 +50,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("thousands", "3,000 small frames at once come in order")
-async def _(rig: Rig) -> None:
+async def _thousands(rig: Rig) -> None:
     left, right = await rig.pair()
     for i in range(3000):
         left.queue(i % 7, token=i % 100 == 0)
@@ -59,7 +59,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("both-ways", "Bulk in both directions at once does not lock up")
-async def _(rig: Rig) -> None:
+async def _both_ways(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(8):
         left.queue(2 * MIB)
@@ -71,7 +71,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("both-ways-cut", "The same with fragments on both sides")
-async def _(rig: Rig) -> None:
+async def _both_ways_cut(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, CUTS["uneven"])
     left.land = lambda head: Memory(head.length, CUTS["pages"])
@@ -85,7 +85,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("both-ways-full", "The same when neither reads at first")
-async def _(rig: Rig) -> None:
+async def _both_ways_full(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     left.start()
     for _ in range(20):
@@ -98,7 +98,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("echo", "Frames sent from within body_received come in order")
-async def _(rig: Rig) -> None:
+async def _echo(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def echo(landing: KitLanding) -> None:
@@ -112,7 +112,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("ping-pong", "200 frames go to and fro, each after the one before")
-async def _(rig: Rig) -> None:
+async def _ping_pong(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def echo(landing: KitLanding) -> None:
@@ -126,17 +126,17 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("sent-chain", "Frames sent from within frame_sent come in order")
-async def _(rig: Rig) -> None:
+async def _sent_chain(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def more(_: object) -> None:
-        if left.sent_count < 50:
+        if len(left.sent) < 50:
             left.queue(20_000)
 
     left.on_sent = more
     left.send(20_000)
     for count in range(1, 51):
-        await rig.reaches(lambda: left.sent_count, count, "calls of frame_sent")
+        await rig.reaches(lambda: len(left.sent), count, "calls of frame_sent")
         left.flush()
     await _all_arrive(rig, left, right, 50)
 

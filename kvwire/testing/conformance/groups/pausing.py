@@ -27,7 +27,7 @@ def _check(name: str, promise: str) -> Callable[[Run], None]:
 
     def register(run: Run) -> None:
         @group.check(name, promise)
-        async def _(rig: Rig) -> None:
+        async def _unless_it_cannot(rig: Rig) -> None:
             left, right = await rig.pair()
             if right.link.pausable:
                 await run(rig, left, right)
@@ -36,7 +36,7 @@ def _check(name: str, promise: str) -> Callable[[Run], None]:
 
 
 @_check("before", "A paused link hands over no header until it is resumed")
-async def _(rig: Rig, left: Side, right: Side) -> None:
+async def _before(rig: Rig, left: Side, right: Side) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()
@@ -47,7 +47,7 @@ async def _(rig: Rig, left: Side, right: Side) -> None:
 
 
 @_check("each", "Paused with a header, a link ends that frame and begins no other")
-async def _(rig: Rig, left: Side, right: Side) -> None:
+async def _each(rig: Rig, left: Side, right: Side) -> None:
     headers: list[int] = []
 
     def pause(head: Head) -> None:
@@ -66,7 +66,7 @@ async def _(rig: Rig, left: Side, right: Side) -> None:
 
 
 @_check("again", "Paused again before it has gone on, a link stays paused")
-async def _(rig: Rig, left: Side, right: Side) -> None:
+async def _again(rig: Rig, left: Side, right: Side) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()
@@ -80,7 +80,7 @@ async def _(rig: Rig, left: Side, right: Side) -> None:
 
 
 @_check("end", "A paused link can be aborted, and resumed after that")
-async def _(rig: Rig, left: Side, right: Side) -> None:
+async def _end(rig: Rig, left: Side, right: Side) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()

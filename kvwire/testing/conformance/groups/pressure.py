@@ -24,7 +24,7 @@ async def _fill(rig: Rig, side: Side) -> None:
 
 
 @group.check("queued-none", "queued_bytes and received_bytes are 0 at first")
-async def _(rig: Rig) -> None:
+async def _queued_none(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     for side in (left, right):
         link = side.link
@@ -35,7 +35,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("queued-counts", "queued_bytes counts headers and payload before a flush")
-async def _(rig: Rig) -> None:
+async def _queued_counts(rig: Rig) -> None:
     left, right = await rig.pair()
     expected = 0
     for size in (0, 1, 5000, 200_000):
@@ -48,7 +48,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("queued-falls", "queued_bytes falls to 0 when all has been taken")
-async def _(rig: Rig) -> None:
+async def _queued_falls(rig: Rig) -> None:
     left, right = await rig.pair()
     for _ in range(16):
         left.send(MIB)
@@ -58,7 +58,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unread", "A peer that does not read leaves bytes queued")
-async def _(rig: Rig) -> None:
+async def _unread(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     await _fill(rig, left)
     right.start()
@@ -67,7 +67,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unread-bounded", "What nobody reads stays queued, however often flushed")
-async def _(rig: Rig) -> None:
+async def _unread_bounded(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     await _fill(rig, left)
     before = left.link.queued_bytes
@@ -80,7 +80,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("writable", "link_writable comes once when the queue has emptied")
-async def _(rig: Rig) -> None:
+async def _writable(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     queued: list[int] = []
     left.on_writable = lambda: queued.append(left.link.queued_bytes)
@@ -93,7 +93,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("writable-again", "link_writable comes again when the queue empties again")
-async def _(rig: Rig) -> None:
+async def _writable_again(rig: Rig) -> None:
     left, right = await rig.pair()
     for round_ in range(1, 4):
         for _ in range(_FRAMES):
@@ -104,7 +104,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("writable-refill", "A handler can keep the link busy from link_writable")
-async def _(rig: Rig) -> None:
+async def _writable_refill(rig: Rig) -> None:
     left, right = await rig.pair()
 
     def refill() -> None:
@@ -119,7 +119,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("received-total", "received_bytes counts headers and payload")
-async def _(rig: Rig) -> None:
+async def _received_total(rig: Rig) -> None:
     left, right = await rig.pair()
     sizes = (0, 1, 5000, 3 * MIB)
     for size in sizes:
@@ -133,7 +133,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("received-dropped", "received_bytes counts dropped payload too")
-async def _(rig: Rig) -> None:
+async def _received_dropped(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: None
     left.send(2 * MIB)
@@ -144,7 +144,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("received-rises", "received_bytes never falls, and rises within a frame")
-async def _(rig: Rig) -> None:
+async def _received_rises(rig: Rig) -> None:
     left, right = await rig.pair()
     seen: list[int] = []
     left.send(32 * MIB)
@@ -159,7 +159,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("fair-loop", "Others on the loop get turns while 32 MiB arrive")
-async def _(rig: Rig) -> None:
+async def _fair_loop(rig: Rig) -> None:
     left, right = await rig.pair()
     turns = 0
 
@@ -177,7 +177,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("fair-link", "A small frame overtakes 64 MiB on another link")
-async def _(rig: Rig) -> None:
+async def _fair_link(rig: Rig) -> None:
     busy, sink = await rig.pair()
     left, right = await rig.pair()
     for _ in range(64):

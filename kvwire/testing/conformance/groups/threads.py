@@ -102,7 +102,7 @@ async def _never_start(rig: Rig, right: Side) -> None:
 
 
 @group.check("echo", "Frames go to and fro between two threads")
-async def _(rig: Rig) -> None:
+async def _echo(rig: Rig) -> None:
     async with Elsewhere(rig, _echo_until_closed) as left:
         for size in (0, 1, 5000, 300_000, MIB) * 4:
             left.send(size, CUTS["odd-pages"])
@@ -113,7 +113,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("bulk", "Bulk goes both ways between threads, and memory is given back")
-async def _(rig: Rig) -> None:
+async def _bulk(rig: Rig) -> None:
     async with Elsewhere(rig, _echo_until_closed) as left:
         left.on_sent = poison
         for _ in range(16):
@@ -125,10 +125,10 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("abort", "abort while the other thread receives: memory is free at once")
-async def _(rig: Rig) -> None:
+async def _abort(rig: Rig) -> None:
     async with Elsewhere(rig, _start_and_wait) as left:
         sent = [left.send(4 * MIB) for _ in range(8)]
-        await rig.until(lambda: left.sent_count > 0, "the first frame is sent")
+        await rig.until(lambda: len(left.sent) > 0, "the first frame is sent")
         left.abort()
         await rig.closes(left)
         for token in sent:
@@ -136,7 +136,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("aborted", "abort by the other thread while this one sends")
-async def _(rig: Rig) -> None:
+async def _aborted(rig: Rig) -> None:
     async with Elsewhere(rig, _abort_in_body) as left:
         for _ in range(32):
             left.send(MIB)
@@ -144,7 +144,7 @@ async def _(rig: Rig) -> None:
 
 
 @group.check("unstarted", "The other thread ends and has not started its link")
-async def _(rig: Rig) -> None:
+async def _unstarted(rig: Rig) -> None:
     async with Elsewhere(rig, _never_start) as left:
         await rig.closes(left)
     left.queue(100, token=False)

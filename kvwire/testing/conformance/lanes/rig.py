@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from kvwire.backend import Backend, Landing, Link, LinkHandler, Listener
 from kvwire.backend.lane import LaneContext
-from kvwire.testing.conformance.bench import Bench
-from kvwire.testing.conformance.check import CheckOf, GroupOf, require
+from kvwire.testing.conformance.check import CheckOf, GroupOf
+from kvwire.testing.conformance.joined import Joined
 from kvwire.testing.conformance.lanes.side import LaneSide
 from kvwire.types import Address, Role
 
@@ -17,7 +17,7 @@ from kvwire.types import Address, Role
 _CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
 
 
-class LaneRig(Bench):
+class LaneRig(Joined[LaneSide]):
     """Two backends joined by lanes, for one check.
 
     Args:
@@ -25,11 +25,9 @@ class LaneRig(Bench):
         settings: The user's settings for it.
         timeout_s: How long anything that a lane promises may take.
         address: Where the far backend listens while the rig lives; None for nowhere.
-
-    Attributes:
-        near: The backend of the clients.
-        far: The backend of the servers.
     """
+
+    moves = "payload"
 
     def __init__(
         self,
@@ -38,10 +36,7 @@ class LaneRig(Bench):
         timeout_s: float,
         address: Address | None = None,
     ) -> None:
-        super().__init__(timeout_s)
-        self.near = make()
-        self.far = make()
-        self.sides: list[LaneSide] = []
+        super().__init__(make, timeout_s)
         self._settings = settings
         self._opened = 0
         self._address = address or _CONTROL_ADDRESS
@@ -89,25 +84,6 @@ class LaneRig(Bench):
 
     # --- waiting ----------------------------------------------------------------------
 
-    async def arrives(self, side: LaneSide, count: int) -> None:
-        """Wait until ``count`` payloads have arrived whole, in all."""
-        arrived = side.arrived
-        await self.reaches(lambda: len(arrived), count, f"payloads at {side.name}")
-
-    async def given_back(self, side: LaneSide) -> None:
-        """Wait until every token has been given back."""
-        sent = side.sent
-        await self.reaches(
-            lambda: len(sent),
-            side.lent + len(sent),
-            f"calls of payload_sent for {side.name}",
-        )
-
-    async def closes(self, *sides: LaneSide) -> None:
-        """Wait until ``lane_closed`` has been called on each side."""
-        for side in sides:
-            await self.until(side.closed.__len__, f"lane_closed for {side.name}")
-
     async def ends(self, side: LaneSide) -> None:
         """Wait until nothing of a side is left open, or it has closed."""
         await self.until(
@@ -115,40 +91,18 @@ class LaneRig(Bench):
             f"{side.name}: its payloads end, or the lane does",
         )
 
-    # --- the end ----------------------------------------------------------------------
+    def abort_all(self) -> None:
+        """See Joined."""
+        for side in self.sides:
+            side.abort()
 
-    def forget(self, *sides: LaneSide) -> None:
-        """Let go of lanes that have ended, so that nothing here keeps them alive."""
-        self.sides = [side for side in self.sides if side not in sides]
+    async def stop_listening(self) -> None:
+        """See Joined.
 
-    async def aclose(self) -> None:
-        """End everything, and look for what is left.
-
-        Raises:
-            CheckFailed: Something is, or a promise was broken on the way.
+        Cancel safety: not cancel safe; the listener may stay open.
         """
-        try:
-            for side in self.sides:
-                side.abort()
-            await self.closes(*(side for side in self.sides if side.begun))
-            if self._listener is not None:
-                await self.within(self._listener.close(), "the listener's close")
-            for backend in (self.near, self.far):
-                await self.within(backend.aclose(), "aclose")
-            await self.settle()
-            for side in self.sides:
-                self._judge_end(side)
-            self.sides.clear()
-            await self.nothing_left()
-        finally:
-            self.stop_watching()
-
-    def _judge_end(self, side: LaneSide) -> None:
-        times, expected = len(side.closed), 1 if side.begun else 0
-        require(
-            times == expected,
-            f"{side.name}: lane_closed was called {times} times, not {expected}",
-        )
+        if self._listener is not None:
+            await self.within(self._listener.close(), "the listener's close")
 
 
 LaneCheck: TypeAlias = CheckOf[LaneRig]

@@ -80,7 +80,7 @@ _STAGES: dict[str, Stage] = {
 
 
 @group.each("own", "abort ends a lane that is: {}", _STAGES)
-async def _(rig: LaneRig, stage: Stage) -> None:
+async def _own(rig: LaneRig, stage: Stage) -> None:
     left, right = await rig.pair()
     await stage(rig, left, right)
     told = bool(left.closed)
@@ -100,7 +100,7 @@ async def _(rig: LaneRig, stage: Stage) -> None:
 @group.each(
     "peer", "Payloads end, or their lane does, when the peer aborts: {}", _STAGES
 )
-async def _(rig: LaneRig, stage: Stage) -> None:
+async def _peer(rig: LaneRig, stage: Stage) -> None:
     left, right = await rig.pair()
     await stage(rig, left, right)
     left.abort()
@@ -111,7 +111,7 @@ async def _(rig: LaneRig, stage: Stage) -> None:
 
 
 @group.check("twice", "abort a second time does no harm, nor does close")
-async def _(rig: LaneRig) -> None:
+async def _twice(rig: LaneRig) -> None:
     left, _right = await rig.pair()
     left.abort()
     left.abort()
@@ -123,7 +123,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("both", "Both sides abort at once")
-async def _(rig: LaneRig) -> None:
+async def _both(rig: LaneRig) -> None:
     left, right = await rig.pair()
     left.send(MIB)
     right.send(MIB)
@@ -133,7 +133,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("calls-after", "send, receive and flush after abort do nothing")
-async def _(rig: LaneRig) -> None:
+async def _calls_after(rig: LaneRig) -> None:
     left, right = await rig.pair()
     left.holding = True
     right.send(100_000)
@@ -147,7 +147,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("others-live", "Aborting one lane leaves the others alone")
-async def _(rig: LaneRig) -> None:
+async def _others_live(rig: LaneRig) -> None:
     victim, _peer = await rig.pair()
     left, right = await rig.pair()
     victim.send(16 * MIB)

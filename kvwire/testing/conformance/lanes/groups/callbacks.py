@@ -21,7 +21,7 @@ def _raise(*_: object) -> None:
 
 
 @group.check("unflushed", "send and receive call nothing, however much is there")
-async def _(rig: LaneRig) -> None:
+async def _unflushed(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(10):
         left.queue(100_000)
@@ -35,7 +35,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("once", "payload_sent and payload_received come once for each payload")
-async def _(rig: LaneRig) -> None:
+async def _once(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for size in (1, 5000, 200_000, 3 * MIB) * 4:
         left.queue(size)
@@ -51,7 +51,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("unasked", "A sender needs no further call to be told what was sent")
-async def _(rig: LaneRig) -> None:
+async def _unasked(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     for _ in range(16):
@@ -63,7 +63,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("nested", "A handler may send from each callback")
-async def _(rig: LaneRig) -> None:
+async def _nested(rig: LaneRig) -> None:
     left, right = await rig.pair()
 
     def answer(_: object) -> None:
@@ -81,7 +81,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("idle", "A lane on which nothing happens calls nothing")
-async def _(rig: LaneRig) -> None:
+async def _idle(rig: LaneRig) -> None:
     left, right = await rig.pair()
     left.send(100_000)
     await rig.arrives(right, 1)
@@ -93,7 +93,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("raises-received", "A handler that raises in payload_received loses it")
-async def _(rig: LaneRig) -> None:
+async def _raises_received(rig: LaneRig) -> None:
     left, right = await rig.pair()
     others = await rig.pair()
     right.on_received = _raise
@@ -109,7 +109,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("raises-sent", "A handler that raises in payload_sent loses its lane")
-async def _(rig: LaneRig) -> None:
+async def _raises_sent(rig: LaneRig) -> None:
     left, right = await rig.pair()
     left.on_sent = _raise
     with rig.expecting_errors():
@@ -123,7 +123,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("raises-closed", "A handler that raises in lane_closed harms nobody")
-async def _(rig: LaneRig) -> None:
+async def _raises_closed(rig: LaneRig) -> None:
     victim, _peer = await rig.pair()
     left, right = await rig.pair()
     victim.on_closed = _raise
@@ -136,7 +136,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("abort-in-received", "abort in payload_received: nothing more arrives")
-async def _(rig: LaneRig) -> None:
+async def _abort_in_received(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.on_received = lambda landing: right.abort()
     for _ in range(10):
@@ -148,7 +148,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("abort-in-sent", "abort in payload_sent ends the lane")
-async def _(rig: LaneRig) -> None:
+async def _abort_in_sent(rig: LaneRig) -> None:
     left, right = await rig.pair()
     left.on_sent = lambda token: left.abort()
     for _ in range(10):
@@ -161,7 +161,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("close-in-received", "close in payload_received lets the answer through")
-async def _(rig: LaneRig) -> None:
+async def _close_in_received(rig: LaneRig) -> None:
     left, right = await rig.pair()
 
     def answer_and_close(_: object) -> None:
@@ -179,7 +179,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("in-closed", "Every call in lane_closed is harmless")
-async def _(rig: LaneRig) -> None:
+async def _in_closed(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.send(1000)
     left.holding = True

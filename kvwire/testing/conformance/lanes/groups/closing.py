@@ -27,7 +27,7 @@ _QUEUES: dict[str, list[int]] = {
 
 
 @group.each("queued", "What was not flushed before close arrives: {}", _QUEUES)
-async def _(rig: LaneRig, sizes: list[int]) -> None:
+async def _queued(rig: LaneRig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
         left.queue(size, CUTS["pages"])
@@ -39,7 +39,7 @@ async def _(rig: LaneRig, sizes: list[int]) -> None:
 
 
 @group.each("flushed", "What was flushed before close arrives: {}", _QUEUES)
-async def _(rig: LaneRig, sizes: list[int]) -> None:
+async def _flushed(rig: LaneRig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
         left.send(size)
@@ -50,7 +50,7 @@ async def _(rig: LaneRig, sizes: list[int]) -> None:
 
 
 @group.check("unread", "A lane with payloads that nobody has received does not end")
-async def _(rig: LaneRig) -> None:
+async def _unread(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     for _ in range(12):
@@ -64,7 +64,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("receiving", "close lets arrivals that were queued come in")
-async def _(rig: LaneRig) -> None:
+async def _receiving(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(12):
         left.send(MIB)
@@ -74,7 +74,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("both", "Both sides close at once, with payloads under way both ways")
-async def _(rig: LaneRig) -> None:
+async def _both(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(12):
         left.send(MIB)
@@ -87,7 +87,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("twice", "close a second time does no harm, nor after the end")
-async def _(rig: LaneRig) -> None:
+async def _twice(rig: LaneRig) -> None:
     left, right = await rig.pair()
     left.send(MIB)
     left.close()
@@ -100,7 +100,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("then-abort", "abort after close ends the lane at once")
-async def _(rig: LaneRig) -> None:
+async def _then_abort(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     for _ in range(32):
@@ -112,7 +112,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("again", "Backends of a lane that closed make the next one")
-async def _(rig: LaneRig) -> None:
+async def _again(rig: LaneRig) -> None:
     for _ in range(3):
         left, right = await rig.pair()
         left.send(300_000)

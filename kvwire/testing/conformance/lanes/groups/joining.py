@@ -15,13 +15,13 @@ group = LaneGroup("join")
 
 
 @group.check("available", "availability says that it can be used here")
-async def _(rig: LaneRig) -> None:
+async def _available(rig: LaneRig) -> None:
     found = type(rig.near).availability()
     require(found.available, f"it says it cannot run here: {found.reason}")
 
 
 @group.check("bootstrap", "A bootstrap is short, and the same whenever it is asked")
-async def _(rig: LaneRig) -> None:
+async def _bootstrap(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for side in (left, right):
         bootstrap = side.lane.bootstrap
@@ -31,7 +31,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("description", "A lane says in one line what moves its bytes")
-async def _(rig: LaneRig) -> None:
+async def _description(rig: LaneRig) -> None:
     for side in await rig.pair():
         text = side.lane.description
         require(text.strip() != "", f"{side.name}: the description is empty")
@@ -39,7 +39,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("idle", "A lane that came up counts nothing and calls nothing")
-async def _(rig: LaneRig) -> None:
+async def _idle(rig: LaneRig) -> None:
     left, right = await rig.pair()
     await rig.settle()
     for side in (left, right):
@@ -51,7 +51,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("at-once", "The client may send as soon as its own join has returned")
-async def _(rig: LaneRig) -> None:
+async def _at_once(rig: LaneRig) -> None:
     left, right = rig.prepare()
     right.holding = True
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
@@ -64,7 +64,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("server-early", "A server that has joined may be told of arrivals")
-async def _(rig: LaneRig) -> None:
+async def _server_early(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
     right.flush()
@@ -83,13 +83,13 @@ _WRONG: dict[str, Callable[[bytes], bytes]] = {
 
 
 @group.each("refuses-client", "A server refuses a bootstrap: {}", _WRONG)
-async def _(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
+async def _refuses_client(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     left, right = rig.prepare()
     await _refused(rig, right, change(left.lane.bootstrap))
 
 
 @group.each("refuses-server", "A client refuses a bootstrap: {}", _WRONG)
-async def _(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
+async def _refuses_server(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
     await _refused(rig, left, change(right.lane.bootstrap))
@@ -107,7 +107,7 @@ async def _refused(rig: LaneRig, side: LaneSide, bootstrap: bytes) -> None:
 
 
 @group.check("peer-gone", "A client whose server has gone is refused, or is told")
-async def _(rig: LaneRig) -> None:
+async def _peer_gone(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
     bootstrap = right.lane.bootstrap
@@ -123,7 +123,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("never-joined", "Lanes that are aborted before they join call nothing")
-async def _(rig: LaneRig) -> None:
+async def _never_joined(rig: LaneRig) -> None:
     left, right = rig.prepare()
     left.abort()
     left.abort()
@@ -133,7 +133,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("half-joined", "A server whose client never joins can be aborted")
-async def _(rig: LaneRig) -> None:
+async def _half_joined(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
     left.abort()
@@ -142,7 +142,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("cancelled", "A join that is cancelled leaves nothing and calls nothing")
-async def _(rig: LaneRig) -> None:
+async def _cancelled(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
     for turns in range(3):
@@ -169,7 +169,7 @@ _TURNS = (*range(16), *(2**n for n in range(4, 13)))
 
 
 @group.check("aborted", "A join whose lane is aborted raises, or the lane then closes")
-async def _(rig: LaneRig) -> None:
+async def _aborted(rig: LaneRig) -> None:
     for turns in _TURNS:
         left, right = rig.prepare()
         await rig.within(right.join(left.lane.bootstrap), "the server's join")
@@ -194,7 +194,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("sixteen", "Sixteen lanes between two backends come up and do not mix")
-async def _(rig: LaneRig) -> None:
+async def _sixteen(rig: LaneRig) -> None:
     pairs = [await rig.pair() for _ in range(16)]
     for round_ in range(3):
         for i, (left, right) in enumerate(pairs):

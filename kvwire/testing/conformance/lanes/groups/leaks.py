@@ -62,7 +62,7 @@ _WAYS: dict[str, Cycle] = {
 
 
 @group.each("cycles", "20 lanes that end so leave nothing: {}", _WAYS)
-async def _(rig: LaneRig, cycle: Cycle) -> None:
+async def _cycles(rig: LaneRig, cycle: Cycle) -> None:
     await require_no_growth(
         lambda: _run(rig, cycle), cycles=_CYCLES, tolerance=_TOLERANCE
     )
@@ -78,7 +78,7 @@ async def _run(rig: LaneRig, cycle: Cycle) -> None:
 
 
 @group.check("lane", "A lane that ended is collected, and so is its handler")
-async def _(rig: LaneRig) -> None:
+async def _lane(rig: LaneRig) -> None:
     await rig.pair()
     left, right = await rig.pair()
     left.send(100_000)

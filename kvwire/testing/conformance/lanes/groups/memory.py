@@ -21,7 +21,7 @@ group = LaneGroup("memory")
 
 
 @group.each("source", "Memory of {} is not read after payload_sent", CUTS)
-async def _(rig: LaneRig, cut: Cut | None) -> None:
+async def _source(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     left.on_sent = poison
     for _ in range(10):
@@ -31,7 +31,7 @@ async def _(rig: LaneRig, cut: Cut | None) -> None:
 
 
 @group.check("source-late", "The same when the receiver takes its time")
-async def _(rig: LaneRig) -> None:
+async def _source_late(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     left.on_sent = poison
@@ -44,7 +44,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("source-reused", "Memory is sent again and again, refilled when it may be")
-async def _(rig: LaneRig) -> None:
+async def _source_reused(rig: LaneRig) -> None:
     left, right = await rig.pair()
     memory = Memory(300_000, CUTS["pages"])
     for number in range(20):
@@ -57,7 +57,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.each("destination", "Memory of {} is not written after payload_received", CUTS)
-async def _(rig: LaneRig, cut: Cut | None) -> None:
+async def _destination(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     landed: list[Memory] = []
 
@@ -76,7 +76,7 @@ async def _(rig: LaneRig, cut: Cut | None) -> None:
 
 
 @group.check("abort-sender", "An aborted sender's memory is free at lane_closed")
-async def _(rig: LaneRig) -> None:
+async def _abort_sender(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     tokens = [left.send(MIB, CUTS["pages"]) for _ in range(24)]
@@ -91,7 +91,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("abort-sender-midway", "The same when the receiver is in the middle of it")
-async def _(rig: LaneRig) -> None:
+async def _abort_sender_midway(rig: LaneRig) -> None:
     left, right = await rig.pair()
     tokens = [left.send(4 * MIB, CUTS["pages"]) for _ in range(6)]
     await rig.until(lambda: right.lane.received_bytes > 0, "payload arrives")
@@ -105,7 +105,7 @@ async def _(rig: LaneRig) -> None:
 @group.check(
     "abort-receiver", "After abort and lane_closed the receiver writes nothing"
 )
-async def _(rig: LaneRig) -> None:
+async def _abort_receiver(rig: LaneRig) -> None:
     left, right = await rig.pair()
     landed: list[Memory] = []
 
@@ -130,7 +130,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("abort-midway", "The same when part of the payloads is already there")
-async def _(rig: LaneRig) -> None:
+async def _abort_midway(rig: LaneRig) -> None:
     left, right = await rig.pair()
     waiting: list[Memory] = []
 
@@ -152,7 +152,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("kept-source", "Lent memory stays alive although its sender drops it")
-async def _(rig: LaneRig) -> None:
+async def _kept_source(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     for number in range(8):
@@ -194,14 +194,14 @@ async def _idle_after_traffic(
 
 
 @group.check("released-idle", "An idle lane keeps no payload memory alive")
-async def _(rig: LaneRig) -> None:
+async def _released_idle(rig: LaneRig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
     require_collected(seen, "payloads")
     require(not left.closed and not right.closed, "a lane closed")
 
 
 @group.check("released-closed", "A closed lane keeps no payload memory alive")
-async def _(rig: LaneRig) -> None:
+async def _released_closed(rig: LaneRig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
     left.close()
     right.close()
@@ -210,7 +210,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("released-aborted", "An aborted lane keeps no queued memory alive")
-async def _(rig: LaneRig) -> None:
+async def _released_aborted(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     seen = []

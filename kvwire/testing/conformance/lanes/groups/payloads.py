@@ -40,7 +40,7 @@ _KINDS: dict[str, tuple[Cut | None, Cut | None]] = {
 
 
 @group.each("size", "A payload of {} bytes arrives", _SIZES)
-async def _(rig: LaneRig, size: int) -> None:
+async def _size(rig: LaneRig, size: int) -> None:
     left, right = await rig.pair()
     left.send(size)
     await rig.arrives(right, 1)
@@ -48,7 +48,7 @@ async def _(rig: LaneRig, size: int) -> None:
 
 
 @group.each("back", "A payload of {} bytes arrives at the client", _SIZES)
-async def _(rig: LaneRig, size: int) -> None:
+async def _back(rig: LaneRig, size: int) -> None:
     left, right = await rig.pair()
     right.send(size)
     await rig.arrives(left, 1)
@@ -56,7 +56,7 @@ async def _(rig: LaneRig, size: int) -> None:
 
 
 @group.each("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
-async def _(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
+async def _kinds(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
     left, right = await rig.pair()
     right.land = lambda parcel: Memory(parcel.length, cuts[1])
     for size in (300_000, 1, 1_000_000):
@@ -66,7 +66,7 @@ async def _(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
 
 
 @group.each("chunk", "16 MiB arrive from {} into the same", CUTS)
-async def _(rig: LaneRig, cut: Cut | None) -> None:
+async def _chunk(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda parcel: Memory(parcel.length, cut)
     left.send(16 * MIB, cut)
@@ -75,7 +75,7 @@ async def _(rig: LaneRig, cut: Cut | None) -> None:
 
 
 @group.check("dropped", "A payload without a destination goes nowhere, and is counted")
-async def _(rig: LaneRig) -> None:
+async def _dropped(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.land = lambda parcel: None if parcel.number % 2 else Memory(parcel.length)
     for size in (1, 100_000, 100_000, MIB, MIB):
@@ -86,7 +86,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("many", "As many payloads as a lane may have arrive, each once")
-async def _(rig: LaneRig) -> None:
+async def _many(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for number in range(LANE_PAYLOADS_MAX):
         left.queue(1 + number * 191, CUTS["pages"] if number % 3 else None)
@@ -101,7 +101,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("large-many", "64 MiB in chunks arrive, all queued at once")
-async def _(rig: LaneRig) -> None:
+async def _large_many(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(64):
         left.queue(MIB, CUTS["pages"])
@@ -112,7 +112,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("both-ways", "Payloads go both ways at once")
-async def _(rig: LaneRig) -> None:
+async def _both_ways(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(16):
         left.send(MIB, CUTS["pages"])
@@ -124,7 +124,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("early", "An arrival may be queued before the sender flushes")
-async def _(rig: LaneRig) -> None:
+async def _early(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(3):
         left.queue(300_000, CUTS["pages"])
@@ -136,7 +136,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("late", "Arrivals may be queued long after everything was sent")
-async def _(rig: LaneRig) -> None:
+async def _late(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     for _ in range(24):
@@ -149,7 +149,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("in-turn", "One payload after another, each sent when the last arrived")
-async def _(rig: LaneRig) -> None:
+async def _in_turn(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for count in range(1, 41):
         left.send(20_000 + count, CUTS["pages"])
@@ -158,7 +158,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("ping-pong", "A payload is answered from within payload_received")
-async def _(rig: LaneRig) -> None:
+async def _ping_pong(rig: LaneRig) -> None:
     left, right = await rig.pair()
 
     def answer(_: object) -> None:

@@ -14,7 +14,7 @@ group = LaneGroup("pressure")
 
 
 @group.check("queued-falls", "queued_bytes falls to 0 when everything has arrived")
-async def _(rig: LaneRig) -> None:
+async def _queued_falls(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(16):
         left.send(MIB)
@@ -25,7 +25,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("received-rises", "received_bytes counts every byte, dropped ones too")
-async def _(rig: LaneRig) -> None:
+async def _received_rises(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.land = lambda parcel: None
     left.send(100_000)
@@ -39,7 +39,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("writable", "A lane that kept bytes at a flush says when they have gone")
-async def _(rig: LaneRig) -> None:
+async def _writable(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
     for _ in range(48):
@@ -58,7 +58,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("refill", "A handler can keep a lane busy from payload_sent")
-async def _(rig: LaneRig) -> None:
+async def _refill(rig: LaneRig) -> None:
     left, right = await rig.pair()
 
     def refill(_: object) -> None:
@@ -75,7 +75,7 @@ async def _(rig: LaneRig) -> None:
 
 
 @group.check("fair-loop", "While a lane moves much, others have their turns")
-async def _(rig: LaneRig) -> None:
+async def _fair_loop(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for _ in range(16):
         left.queue(4 * MIB)
@@ -101,7 +101,7 @@ async def _most_in_a_turn(side: LaneSide) -> int:
 
 
 @group.check("fair-lane", "A lane with little to move is not behind one with much")
-async def _(rig: LaneRig) -> None:
+async def _fair_lane(rig: LaneRig) -> None:
     busy = await rig.pair()
     quick = await rig.pair()
     for _ in range(32):

@@ -35,7 +35,7 @@ _KINDS: dict[str, Cut | None] = {
 
 
 @group.each("refused", "A ticket that no lane would make is refused: {}", _WRONG)
-async def _(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
+async def _refused(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     left, right = await rig.pair()
     left.queue(_NBYTES, CUTS["pages"])
     left.flush()
@@ -52,7 +52,7 @@ async def _(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
 
 
 @group.each("truncated", "Truncated tickets of {} do no harm", _KINDS)
-async def _(rig: LaneRig, cut: Cut | None) -> None:
+async def _truncated(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     ticket = _one(left, right, cut).ticket
     for length in sorted({*range(min(len(ticket), 40)), len(ticket) - 1}):
@@ -61,7 +61,7 @@ async def _(rig: LaneRig, cut: Cut | None) -> None:
 
 
 @group.each("flipped", "Tickets of {} with wrong bits do no harm", _KINDS)
-async def _(rig: LaneRig, cut: Cut | None) -> None:
+async def _flipped(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     ticket = _one(left, right, cut).ticket
     chance = random.Random(0)  # noqa: S311 - the same bits in every run
