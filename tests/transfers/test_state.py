@@ -108,7 +108,6 @@ class Link:
             kind=RequestKind.OUTGOING, wire_id=None, buffer=None, nbytes=0
         )
         self.transfers = self
-        self.lost = False
         self.full = False
         self.forgotten = False
         # What the core has reported, and the attempt has not heard of yet.
@@ -202,13 +201,12 @@ class Life(RuleBasedStateMachine):
     @rule()
     def the_attempt_hears_of_it(self) -> None:
         error, self.link.error = self.link.error, None
-        assert self.attempt.core is self.link.request
-        self.attempt.ended(error)
-        self.link.lost = recoverable(error)
+        if self.link.request.context is self.attempt:
+            self.attempt.ended(error)
 
-    @precondition(lambda self: self.link.request.over and self.link.error is None)
     @rule()
-    def the_link_has_let_go_of_memory(self) -> None:
+    def the_transfer_lets_go_of_its_memory(self) -> None:
+        """Its link has ended, or its outcome is known: that may be at any time."""
         self.attempt.forget()
 
     @precondition(lambda self: self.attempt.state is AttemptState.WAITING)
@@ -226,6 +224,8 @@ class Life(RuleBasedStateMachine):
     def what_waits_has_no_link_that_may_touch_its_memory(self) -> None:
         if self.attempt.state is AttemptState.WAITING:
             assert self.attempt.core is None
+        if self.attempt.state is AttemptState.LOST:
+            assert self.attempt.core is not None
         for link in self.links[:-1]:
             assert link.request.over
             assert link.forgotten
@@ -240,4 +240,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=examples(300), stateful_step_count=30)
+TestLife.settings = settings(max_examples=examples(1500), stateful_step_count=30)
