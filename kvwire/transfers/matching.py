@@ -283,6 +283,10 @@ class TransferRegistry:
         end = last_word.incoming
         end.loop.call_later(end.lease_s, self.confirmed, last_word)
 
+    def notify_again(self, last_word: SettleAttempt) -> None:
+        """Say it to the producer if that has asked on another link already."""
+        self._ask_again(_key(last_word.incoming))
+
     def confirmed(self, last_word: SettleAttempt) -> None:
         """Its producer knows, or has stopped waiting."""
         if self._last_words.get(last_word.key) is last_word:

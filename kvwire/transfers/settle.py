@@ -77,5 +77,7 @@ class SettleAttempt(Attempt):
         lost = recoverable(error)
         self.advance(AttemptInput.LOSE if lost else AttemptInput.END)
         self.forget()
-        if not lost:
+        if lost:
+            self.incoming.registry.notify_again(self)
+        else:
             self.incoming.registry.confirmed(self)

@@ -273,6 +273,55 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
     virtual_time.run(main())
 
 
+def test_a_producer_that_comes_back_while_its_last_link_says_the_last_word() -> None:
+    """One link carries that at a time: it is said again once that one is lost."""
+
+    async def main() -> None:
+        async with (
+            kvwire.open(name="decode") as d,
+            kvwire.open(name="prefill") as p,
+        ):
+            address = await d.listen("inproc://")
+            push_side = await p.connect(address)
+            pull_side = await d.accept()
+            w = World(p, d, pull_side, push_side, address)
+            inc = d.expect("t", w.target.cache, DEST)
+            out = push_side.push("t", w.source.cache, LIST)
+            await w.until(
+                lambda: inc._state.planned and out._state.deliveries[0].planned
+            )
+            w.freeze(push_side)
+            out.ready()
+            out.finish()
+            assert (await inc).complete
+            push_side._state.dialled = None
+            push_side.abort("a broken cable")
+            exchange = d._state.exchange
+            await w.until(lambda: exchange._last_words)
+            (word,) = exchange._last_words.values()
+            second = await p.connect(address)
+            w.freeze(second)
+            its_end = await d.accept()
+            await w.until(lambda: word.state is AttemptState.SETTLED)
+            deafen(its_end)
+            second._state.dialled = None
+            second.abort("another broken cable")
+            await second.wait_closed()
+            await p.connect(address)
+            await w.until(lambda: exchange._stashed)
+            assert not out.done()
+            its_end._state.core.fail(kvwire.ConnectionLost("silence"))
+            its_end._state.run()
+            assert (await out).complete
+            await w.until(lambda: not exchange._last_words)
+            assert not exchange._asked
+            link: Any = its_end._state.link
+            del link._turn, link.wake
+            link.wake()
+
+    virtual_time.run(main())
+
+
 # --- a consumer that closes -----------------------------------------------------------
 
 
