@@ -37,7 +37,7 @@ class InprocBackend(Backend):
 
     def __init__(self, faults: FaultPlan | None = None) -> None:
         self._faults = faults if faults is not None else injected_plan()
-        self._ways = itertools.count()
+        self._pipe_numbers = itertools.count()
 
     @classmethod
     def rank(cls) -> int:
@@ -74,11 +74,11 @@ class InprocBackend(Backend):
         listener = _names.find(address)
         loop = asyncio.get_running_loop()
         lock = threading.RLock()
-        ways = (self._way(lock), listener.backend._way(lock))  # noqa: SLF001 - ours too
-        left, right = join(loop, listener.loop, ways, listener.address)
-        for way, receiver in zip(ways, (right, left), strict=True):
-            if isinstance(way, FaultyPipe):
-                way.wake_sender, way.wake_receiver = receiver.wake_peer, receiver.wake
+        pipes = (self._pipe(lock), listener.backend._pipe(lock))  # noqa: SLF001 - ours too
+        left, right = join(loop, listener.loop, pipes, listener.address)
+        for pipe, receiver in zip(pipes, (right, left), strict=True):
+            if isinstance(pipe, FaultyPipe):
+                pipe.wake_sender, pipe.wake_receiver = receiver.wake_peer, receiver.wake
         try:
             listener.loop.call_soon_threadsafe(listener.take, right)
         except RuntimeError:  # the loop was closed a moment ago
@@ -89,11 +89,11 @@ class InprocBackend(Backend):
         """One half of a lane within this process."""
         return InprocLane(context)
 
-    def _way(self, lock: threading.RLock) -> InprocPipe:
+    def _pipe(self, lock: threading.RLock) -> InprocPipe:
         """Return the pipe for what one link of this side sends."""
         if self._faults is None:
             return InprocPipe(lock)
-        return FaultyPipe(lock, self._faults, str(next(self._ways)))
+        return FaultyPipe(lock, self._faults, str(next(self._pipe_numbers)))
 
 
 class InprocListener(Listener):

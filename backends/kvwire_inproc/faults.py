@@ -1,11 +1,11 @@
-"""A way that does to its frames what a :class:`~kvwire_inproc.plan.FaultPlan` says.
+"""A pipe that does to its frames what a :class:`~kvwire_inproc.plan.FaultPlan` says.
 
 All of this breaks the first promise of :mod:`kvwire.backend` on purpose: the core has
 to notice by sequence numbers, checksums, deadlines and liveness. The other promises
 hold. Memory is lent for as long as a frame is held back, and each token is reported
 once.
 
-The fate of a frame is decided when it comes to the head of the queue, so that it
+What happens to a frame is decided when it comes to the head of the queue, so that it
 depends on the seed and the frame's number, and not on how the loops take turns.
 """
 
@@ -25,9 +25,9 @@ class FaultyPipe(InprocPipe):
     """Frames from one link to its peer, most of them.
 
     Args:
-        lock: Shared with the opposite way.
+        lock: Shared with the opposite pipe.
         plan: What may happen.
-        direction: Names this way among those of the plan.
+        direction: Names this pipe among those of the plan.
 
     Attributes:
         wake_sender: Called when a frame is done that was not delivered.
@@ -79,8 +79,8 @@ class FaultyPipe(InprocPipe):
             timer.cancel()
         self._timers.clear()
 
-    def _befall(self, frame: PipeFrame, fate: FaultDecision) -> None:
-        faults = fate.faults
+    def _befall(self, frame: PipeFrame, decision: FaultDecision) -> None:
+        faults = decision.faults
         if Fault.KILL in faults:
             self.end(ConnectionLost("the link was killed by its fault plan"))
         elif Fault.STALL in faults:
@@ -92,7 +92,7 @@ class FaultyPipe(InprocPipe):
             if Fault.DUPLICATE in faults:
                 self._duplicate(frame)
             if Fault.CORRUPT in faults:
-                _flip_bit(self._frames[0], fate.where)
+                _flip_bit(self._frames[0], decision.where)
             if Fault.REORDER in faults:
                 self._set_aside(frame)
             elif Fault.DELAY in faults:

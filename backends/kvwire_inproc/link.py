@@ -258,7 +258,7 @@ class InprocLink(Link):
 def join(
     connecting: asyncio.AbstractEventLoop,
     accepting: asyncio.AbstractEventLoop,
-    ways: tuple[InprocPipe, InprocPipe],
+    pipes: tuple[InprocPipe, InprocPipe],
     address: Address,
 ) -> tuple[InprocLink, InprocLink]:
     """Make the two ends of a link.
@@ -266,10 +266,10 @@ def join(
     Args:
         connecting: The loop of the first end.
         accepting: The loop of the second end.
-        ways: From the first end to the second, and back.
+        pipes: From the first end to the second, and back.
         address: Where the second end listens.
     """
-    there, back = ways
+    there, back = pipes
     left = InprocLink(connecting, there, back, address)
     right = InprocLink(accepting, back, there, None)
     left._peer, right._peer = right, left  # noqa: SLF001 - the two halves of one thing

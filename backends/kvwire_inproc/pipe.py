@@ -1,8 +1,8 @@
 """One direction of a link: the frames under way, still in their sender's memory.
 
-A way is shared by two links that may live on loops in two threads. Whatever it holds is
-read and written under one lock for both ways of a pair, and payload is copied under it
-too. That is what makes the end of a link prompt: once :meth:`InprocPipe.end` has
+A pipe is shared by two links that may live on loops in two threads. Whatever it holds
+is read and written under one lock for both pipes of a pair, and payload is copied under
+it too. That is what makes the end of a link prompt: once :meth:`InprocPipe.end` has
 returned, nobody reads the sender's memory any more.
 """
 
@@ -26,7 +26,7 @@ class PipeFrame:
         payload: Its payload, lent or owned; None if it has none.
         token: What the sender wants to be told; None if nothing.
         moved: Payload bytes delivered so far.
-        judged: Set by a way with faults once this frame's fate is decided.
+        judged: Set by a pipe with faults once it is decided what happens to this frame.
     """
 
     __slots__ = ("header", "judged", "moved", "payload", "token")
@@ -62,7 +62,7 @@ class InprocPipe:
     """Frames from one link to its peer, in order.
 
     Args:
-        lock: Shared with the opposite way.
+        lock: Shared with the opposite pipe.
 
     Attributes:
         queued_bytes: Bytes of the frames that the receiver has not taken.

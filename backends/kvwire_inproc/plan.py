@@ -119,13 +119,13 @@ class Schedule:
         self._count = 0
 
     def __next__(self) -> FaultDecision:
-        """Return the fate of the next frame."""
+        """Return what happens to the next frame."""
         plan, number = self._plan, self._count
         self._count += 1
         first = {"stall": plan.stall_after, "kill": plan.kill_after}
         faults = Fault.NONE
         for name in _CHANCES:
-            # Always drawn: the fate of a frame depends on its number only.
+            # Always drawn: what happens to a frame depends on its number only.
             drawn = self._random.random()
             if drawn < getattr(plan, name) and number >= first.get(name, plan.spare):
                 faults |= Fault[name.upper()]

@@ -50,7 +50,7 @@ from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.tracer_slot import CHOICES, tracers
 from kvwire_local.wire import LocalMessage, LocalMessageType, LocalWire
 
-_WAYS = {
+_READ_METHODS = {
     "auto": ReadMethod.MEMORY | ReadMethod.ARENA,
     "cma": ReadMethod.MEMORY,
     "arena": ReadMethod.ARENA,
@@ -77,16 +77,16 @@ class LocalLane(Lane):
     window_bytes = 4 * SPAN_BYTES_MAX
 
     def __init__(self, context: LaneContext) -> None:
-        allowed = _WAYS[_setting(context, "way", tuple(_WAYS))]
+        allowed = _READ_METHODS[_setting(context, "way", tuple(_READ_METHODS))]
         tracer = _setting(context, "tracer", CHOICES)
         self._role = context.role
         self._host = Host.here()
-        self._meeting = Rendezvous(
+        self._rendezvous = Rendezvous(
             context.role, context.secret, allowed, tracers(), tracer
         )
         self._loop = asyncio.get_running_loop()
         self._handler: LaneHandler | None = None
-        self._meet: asyncio.Task[RendezvousResult] | None = None
+        self._rendezvous_task: asyncio.Task[RendezvousResult] | None = None
         self._wire: LocalWire | None = None
         self._outgoing = SentPayloads()
         self._incoming = ReceivedPayloads()
@@ -108,7 +108,7 @@ class LocalLane(Lane):
     @property
     def description(self) -> str:
         """See Lane: how this side reads the other one."""
-        return self._meeting.description
+        return self._rendezvous.description
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See Lane."""
@@ -117,13 +117,17 @@ class LocalLane(Lane):
                 raise BackendUnavailable("local: the lane was aborted")
             self._host.require_same(Host.decode(bootstrap))
             if self._role is Role.SERVER:
-                listener = self._meeting.listen()
-                self._meet = self._loop.create_task(self._meeting.wait(listener))
-                self._meet.add_done_callback(lambda _: listener.close())
-                self._meet.add_done_callback(self._met)
+                listener = self._rendezvous.listen()
+                self._rendezvous_task = self._loop.create_task(
+                    self._rendezvous.wait(listener)
+                )
+                self._rendezvous_task.add_done_callback(lambda _: listener.close())
+                self._rendezvous_task.add_done_callback(self._on_rendezvous)
             else:
-                self._meet = self._loop.create_task(self._meeting.visit())
-                self._come_up(await self._meet)
+                self._rendezvous_task = self._loop.create_task(
+                    self._rendezvous.connect()
+                )
+                self._come_up(await self._rendezvous_task)
                 if self._ended:  # between the end of the meeting and this turn
                     raise BackendUnavailable("local: the lane was aborted")
         except asyncio.CancelledError:
@@ -137,26 +141,26 @@ class LocalLane(Lane):
             raise
         self._handler = handler
 
-    def _met(self, meet: asyncio.Task[RendezvousResult]) -> None:
+    def _on_rendezvous(self, task: asyncio.Task[RendezvousResult]) -> None:
         """Server: the client has come, or never will."""
-        if meet.cancelled():
+        if task.cancelled():
             return
-        error = meet.exception()
+        error = task.exception()
         if error is None:
-            self._come_up(meet.result())
+            self._come_up(task.result())
             self._run(self._go_on)
         elif isinstance(error, Exception):
             self._end(error)
 
-    def _come_up(self, met: RendezvousResult) -> None:
+    def _come_up(self, result: RendezvousResult) -> None:
         """Start moving payloads: the two sides have met."""
         if self._ended:
-            met.sock.close()
+            result.sock.close()
             return
-        self._wire = LocalWire(met.sock)
-        self._incoming.peer = met.peer
+        self._wire = LocalWire(result.sock)
+        self._incoming.peer = result.peer
         self._loop.add_reader(self._wire.fileno(), self._run, self._readable)
-        self._outgoing.come_up(self._wire, met.is_read)
+        self._outgoing.come_up(self._wire, result.is_read)
 
     # --- moving -----------------------------------------------------------------------
 
@@ -247,12 +251,12 @@ class LocalLane(Lane):
         assert self._wire is not None
         records, there = self._wire.hear()
         for record in records:
-            self._heard(self._wire, record)
+            self._received(self._wire, record)
             if self._ended:
                 return False
         return there
 
-    def _heard(self, wire: LocalWire, record: LocalMessage) -> None:
+    def _received(self, wire: LocalWire, record: LocalMessage) -> None:
         if record.kind is LocalMessageType.READ:
             self._read(record.body)
         elif record.kind is LocalMessageType.PLACED:
@@ -295,9 +299,9 @@ class LocalLane(Lane):
         if self._ended:
             return
         self._ended = True
-        if self._meet is not None:
-            self._meet.cancel()
-            self._meet.add_done_callback(self._unmet)
+        if self._rendezvous_task is not None:
+            self._rendezvous_task.cancel()
+            self._rendezvous_task.add_done_callback(self._close_unused)
         if self._wire is not None:
             self._loop.remove_reader(self._wire.fileno())
             self._loop.remove_writer(self._wire.fileno())
@@ -305,16 +309,16 @@ class LocalLane(Lane):
             self._wire.close()
         self._outgoing.close()
         self._incoming.close()
-        self._meeting.close()
+        self._rendezvous.close()
         handler, self._handler = self._handler, None
         if handler is not None:
             self._loop.call_soon(handler.lane_closed, self, error)
 
-    def _unmet(self, meet: asyncio.Task[RendezvousResult]) -> None:
+    def _close_unused(self, task: asyncio.Task[RendezvousResult]) -> None:
         """Close what a rendezvous has made for a lane that ended before."""
-        done = not meet.cancelled() and meet.exception() is None
+        done = not task.cancelled() and task.exception() is None
         if done and self._wire is None:
-            meet.result().sock.close()
+            task.result().sock.close()
 
 
 def _gone() -> ConnectionLost:

@@ -39,9 +39,9 @@ from kvwire_local.tracer_slot import TracerSlot
 from kvwire_local.wire import peer_pid
 
 # Address of the cookie, and how this side reads the other one.
-_SAID: Final = struct.Struct("<QQ")
+_GREETING: Final = struct.Struct("<QQ")
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
-_GREETING_BYTES: Final = _SAID.size + _PROOF_BYTES
+_GREETING_BYTES: Final = _GREETING.size + _PROOF_BYTES
 _COOKIE_BYTES: Final = 16
 # Strangers of this host may connect as well. They are heard one after the other, and
 # none for longer than this.
@@ -129,7 +129,7 @@ class Rendezvous:
                 sock.close()
                 raise
 
-    async def visit(self) -> RendezvousResult:
+    async def connect(self) -> RendezvousResult:
         """Client: meet the server.
 
         Raises:
@@ -201,8 +201,8 @@ class Rendezvous:
 
     # --- greetings --------------------------------------------------------------------
 
-    async def _greet(self, sock: socket.socket, ways: ReadMethod) -> None:
-        said = _SAID.pack(self._cookie.ctypes.data, ways)
+    async def _greet(self, sock: socket.socket, methods: ReadMethod) -> None:
+        said = _GREETING.pack(self._cookie.ctypes.data, methods)
         greeting = said + self._proof(self._role, said)
         await asyncio.get_running_loop().sock_sendall(sock, greeting)
 
@@ -215,11 +215,11 @@ class Rendezvous:
             if not more:
                 raise BackendUnavailable("local: the peer has left before it was up")
             greeting += more
-        said, proof = greeting[: _SAID.size], greeting[_SAID.size :]
+        said, proof = greeting[: _GREETING.size], greeting[_GREETING.size :]
         if not hmac.compare_digest(proof, self._proof(self._role.other, said)):
             raise BackendUnavailable("local: whoever is there does not know the secret")
-        address, ways = _SAID.unpack(said)
-        return address, ReadMethod(ways & (ReadMethod.MEMORY | ReadMethod.ARENA))
+        address, methods = _GREETING.unpack(said)
+        return address, ReadMethod(methods & (ReadMethod.MEMORY | ReadMethod.ARENA))
 
     def _proof(self, role: Role, said: bytes) -> bytes:
         return self._derived(b"greeting %d " % role + said)

@@ -58,7 +58,7 @@ class SentPayloads:
     def __init__(self) -> None:
         self.queued_bytes = 0
         self._wire: LocalWire | None = None
-        self._ways = ReadMethod(0)
+        self._methods = ReadMethod(0)
         self._unread: deque[_Sent] = deque()
         self._later: deque[_Sent] = deque()
         self._read_count = 0
@@ -70,9 +70,9 @@ class SentPayloads:
         """Payloads that the peer has not read."""
         return len(self._unread)
 
-    def come_up(self, wire: LocalWire, ways: ReadMethod) -> None:
+    def come_up(self, wire: LocalWire, methods: ReadMethod) -> None:
         """Start sending: note how the peer reads and where it is told."""
-        self._wire, self._ways = wire, ways
+        self._wire, self._methods = wire, methods
         self.place_later()
 
     def send(self, payload: Payload, token: object) -> bytes:
@@ -157,7 +157,7 @@ class SentPayloads:
     def _in_place(self, fragments: Fragments) -> bytes | None:
         """Return the ticket of a payload that the peer can well read where it lies."""
         mean = fragments.nbytes // len(fragments)
-        by_memory = ReadMethod.MEMORY in self._ways
+        by_memory = ReadMethod.MEMORY in self._methods
         arena = arena_of(fragments)
         number = self._number_of(arena) if arena is not None else None
         if arena is not None and number is not None:
@@ -172,7 +172,7 @@ class SentPayloads:
 
     def _number_of(self, arena: Arena) -> int | None:
         """Return the number under which the peer has an arena, or would get it."""
-        if ReadMethod.ARENA not in self._ways:
+        if ReadMethod.ARENA not in self._methods:
             return None
         number = self._shared.get(arena.serial, len(self._shared))
         return number if number < ARENAS_MAX else None

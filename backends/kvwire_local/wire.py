@@ -67,7 +67,7 @@ class LocalWire:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._heard = bytearray()
+        self._received = bytearray()
         self._descriptors: deque[int] = deque()
         self._unsaid: deque[tuple[bytes, int]] = deque()
 
@@ -156,23 +156,23 @@ class LocalWire:
             except OSError:
                 return False
             self._descriptors.extend(descriptors)  # bounded: ARENAS_MAX
-            self._heard += data
+            self._received += data
             if not data:
                 return False
-            if len(self._heard) > _HEARD_MAX or len(self._descriptors) > ARENAS_MAX:
+            if len(self._received) > _HEARD_MAX or len(self._descriptors) > ARENAS_MAX:
                 raise ProtocolError(RULE, "local: more records than a lane has to say")
 
     def _next(self) -> LocalMessage | None:
-        if len(self._heard) < _HEAD.size:
+        if len(self._received) < _HEAD.size:
             return None
-        number, length = _HEAD.unpack_from(self._heard)
+        number, length = _HEAD.unpack_from(self._received)
         if number not in tuple(LocalMessageType) or length > TICKET_BYTES_MAX:
             raise ProtocolError(RULE, f"local: record {number} of {length} bytes")
         end = _HEAD.size + length
-        if len(self._heard) < end:
+        if len(self._received) < end:
             return None
-        body = bytes(self._heard[_HEAD.size : end])
-        del self._heard[:end]
+        body = bytes(self._received[_HEAD.size : end])
+        del self._received[:end]
         return LocalMessage(LocalMessageType(number), body)
 
     def _forget_unsaid(self) -> None:

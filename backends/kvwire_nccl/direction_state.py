@@ -1,4 +1,4 @@
-"""The course of one direction, from its making to its end: what to do next, and when.
+"""The state of one direction, from its making to its end: what to do next, and when.
 
 ::
 
@@ -47,9 +47,9 @@ class DirectionStep(enum.Enum):
     WATCH_START = "watch the start"
     MOVE = "hand over the next job"
     WATCH = "watch the jobs under way"
-    REST = "rest until something is said"
+    WAIT = "wait until something is to do"
     ABORT = "abort the communicator"
-    GO = "go: it is over"
+    EXIT = "exit: it is over"
 
 
 @dataclass(slots=True, eq=False)
@@ -167,14 +167,14 @@ class DirectionState:
         if self._closing and not self.waiting:
             self.fail(None)
             return DirectionStep.ABORT
-        return DirectionStep.REST
+        return DirectionStep.WAIT
 
 
 _STEPS: Final = {
     DirectionStage.MADE: DirectionStep.BEGIN,
     DirectionStage.STARTING: DirectionStep.WATCH_START,
     DirectionStage.ENDING: DirectionStep.ABORT,
-    DirectionStage.QUIET: DirectionStep.GO,
+    DirectionStage.QUIET: DirectionStep.EXIT,
 }
 
 

@@ -1,4 +1,4 @@
-"""The thread of one direction: does what the course says, and tells the loop.
+"""The thread of one direction: does what the state says, and tells the loop.
 
 While something is under way the thread looks at it at a bounded rate: NCCL has no call
 that waits for an operation, an error and a deadline at once. While nothing is, it
@@ -32,7 +32,7 @@ class Driver:
 
     Args:
         way: The direction, which belongs to the thread from now on.
-        course: Its course.
+        state: Its state.
         name: Of the thread.
         call_soon: Calls something on the loop, from any thread; raises RuntimeError
             once the loop is closed.
@@ -44,8 +44,8 @@ class Driver:
 
     def __init__(
         self,
-        way: Pipe,
-        course: DirectionState,
+        pipe: Pipe,
+        state: DirectionState,
         name: str,
         *,
         call_soon: Callable[[Callable[[], None]], object],
@@ -53,14 +53,14 @@ class Driver:
         gone: Callable[[Exception | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._way = way
-        self._course = course
+        self._pipe = pipe
+        self._state = state
         self._call_soon = call_soon
         self._tell_moved = moved
         self._tell_gone = gone
         self._clock = clock
-        # Guards the course; notified when something was said to it.
-        self._said = threading.Condition()
+        # Guards the state; notified when something was said to it.
+        self._changed = threading.Condition()
         self._moves: list[Move] = []
         self._done: deque[PayloadMove] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -75,27 +75,27 @@ class Driver:
 
     def submit(self, jobs: Iterable[PayloadMove]) -> None:
         """Move these as well, in this order."""
-        with self._said:
+        with self._changed:
             for job in jobs:
-                self._course.submit(job)
-            self._said.notify()
+                self._state.submit(job)
+            self._changed.notify()
 
     def close(self) -> None:
         """End once nothing is left to do; ``gone`` tells."""
-        with self._said:
-            self._course.close()
-            self._said.notify()
+        with self._changed:
+            self._state.close()
+            self._changed.notify()
 
     def abort(self, error: Exception | None = None) -> None:
         """End now; ``gone`` tells when that is through."""
-        with self._said:
-            self._course.fail(error)
-            self._said.notify()
+        with self._changed:
+            self._state.fail(error)
+            self._changed.notify()
 
     # --- the thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (step := self._next()) is not DirectionStep.GO:
+        while (step := self._next()) is not DirectionStep.EXIT:
             try:
                 self._do(step)
             except Exception as exc:  # noqa: BLE001 - whatever the library raises
@@ -106,38 +106,38 @@ class Driver:
         self._on_loop(self._leave)
 
     def _next(self) -> DirectionStep:
-        with self._said:
-            step = self._course.step(self._clock())
-            while step is DirectionStep.REST:
-                self._said.wait()
-                step = self._course.step(self._clock())
+        with self._changed:
+            step = self._state.step(self._clock())
+            while step is DirectionStep.WAIT:
+                self._changed.wait()
+                step = self._state.step(self._clock())
             return step
 
     def _do(self, step: DirectionStep) -> None:
         match step:
             case DirectionStep.BEGIN:
-                self._way.begin()
-                with self._said:
-                    self._course.begun(self._clock())
+                self._pipe.begin()
+                with self._changed:
+                    self._state.begun(self._clock())
             case DirectionStep.WATCH_START:
                 self._watch_start()
             case DirectionStep.MOVE:
-                with self._said:
-                    job = self._course.next_job(self._clock())
+                with self._changed:
+                    job = self._state.next_job(self._clock())
                 # Without the lock: the lane goes on while the library thinks.
-                self._moves.append(self._way.move(job.payload, job.nbytes))
+                self._moves.append(self._pipe.move(job.payload, job.nbytes))
             case DirectionStep.WATCH:
                 self._watch()
             case _:
-                self._way.abort()
+                self._pipe.abort()
                 self._moves.clear()
-                with self._said:
-                    self._course.quiet()
+                with self._changed:
+                    self._state.quiet()
 
     def _watch_start(self) -> None:
-        if self._way.is_up():
-            with self._said:
-                self._course.up()
+        if self._pipe.is_up():
+            with self._changed:
+                self._state.up()
         else:
             self._pause(START_LOOK_S)
 
@@ -145,26 +145,26 @@ class Driver:
         """Look at what is under way; on a stream it is done in its order."""
         newest = self._moves[-1].progress()
         if newest is not Progress.QUEUED:
-            with self._said:
-                self._course.launched()
+            with self._changed:
+                self._state.launched()
         done: list[PayloadMove] = []
         while self._moves and self._moves[0].progress() is Progress.DONE:
             del self._moves[0]
-            with self._said:
-                done.append(self._course.done(self._clock()))
+            with self._changed:
+                done.append(self._state.done(self._clock()))
         if done:
             self._report(done)
             return
-        self._way.check()
+        self._pipe.check()
         self._pause(LOOK_S)
 
     def _pause(self, seconds: float) -> None:
         """Rest a moment, or until something is said."""
-        with self._said:
-            self._said.wait(seconds)
+        with self._changed:
+            self._changed.wait(seconds)
 
     def _report(self, done: list[PayloadMove]) -> None:
-        with self._said:
+        with self._changed:
             awake = bool(self._done)
             self._done += done  # bounded: LANE_PAYLOADS_MAX
         if not awake:
@@ -172,15 +172,15 @@ class Driver:
 
     def _deliver(self) -> None:
         """Tell of what is done, and let the loop do something else in between."""
-        told: list[PayloadMove] = []
+        moved: list[PayloadMove] = []
         budget = WAKEUP_BYTES
-        with self._said:
+        with self._changed:
             while self._done and budget > 0:
-                told.append(self._done.popleft())
-                budget -= told[-1].nbytes
+                moved.append(self._done.popleft())
+                budget -= moved[-1].nbytes
             more = bool(self._done)
-        if told:
-            self._tell_moved(told)
+        if moved:
+            self._tell_moved(moved)
         if more:
             self._on_loop(self._deliver)
 
@@ -190,7 +190,7 @@ class Driver:
         if self._done:
             self._on_loop(self._leave)
         else:
-            self._tell_gone(self._course.error)
+            self._tell_gone(self._state.error)
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         try:

@@ -161,14 +161,14 @@ class NcclMove(Move):
 
     def __init__(
         self,
-        way: NcclPipe,
+        pipe: NcclPipe,
         stream: Stream,
         payload: Fragments | None,
         nbytes: int,
         *,
         sends: bool,
     ) -> None:
-        self._way = way
+        self._pipe = pipe
         self._stream = stream
         self._into = None if sends else payload
         self._event: Event | None = None
@@ -183,7 +183,7 @@ class NcclMove(Move):
     def progress(self) -> Progress:
         """See Move."""
         if self._event is None:
-            if not self._way.taken():
+            if not self._pipe.taken():
                 return Progress.QUEUED
             if self._into is not None:
                 self._stream.scatter(self.packed, self._into)

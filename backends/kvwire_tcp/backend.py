@@ -47,7 +47,7 @@ class TcpBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(lanes=True, tls=True)
 
     def __init__(self) -> None:
-        self._door = PendingLanes()
+        self._pending_lanes = PendingLanes()
         self._files: CredentialFiles | None = None
         self._buffers: Buffers | None = None
 
@@ -104,7 +104,7 @@ class TcpBackend(Backend):
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind(sockaddr)
             sock.listen(_BACKLOG)
-            listener = TcpListener(sock, accept, accepted, self._door, loop)
+            listener = TcpListener(sock, accept, accepted, self._pending_lanes, loop)
             undo.pop_all()
         return listener
 
@@ -132,7 +132,9 @@ class TcpBackend(Backend):
                 "a lane over tcp goes where the control link goes, and that does not "
                 "run over tcp"
             )
-        return TcpLane(context, self._door, self._dial, asyncio.get_running_loop())
+        return TcpLane(
+            context, self._pending_lanes, self._dial, asyncio.get_running_loop()
+        )
 
     async def _dial(self, address: Address) -> tuple[Wire, Address]:
         """Return a wire that is ready for use, and where it leads.

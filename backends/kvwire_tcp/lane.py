@@ -56,7 +56,7 @@ class TcpLane(Lane, PendingLane):
 
     Args:
         context: What the core knows about it.
-        door: Where its socket comes in, on the listener's side.
+        pending_lanes: Where its socket comes in, on the listener's side.
         dial: How its socket is made, on the client's side.
         loop: The running loop.
 
@@ -69,12 +69,12 @@ class TcpLane(Lane, PendingLane):
     def __init__(
         self,
         context: LaneContext,
-        door: PendingLanes,
+        pending_lanes: PendingLanes,
         dial: Dial,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._context = context
-        self._door = door
+        self._pending_lanes = pending_lanes
         self._dial = dial
         self._loop = loop
         self._queue = SendQueue()
@@ -122,10 +122,10 @@ class TcpLane(Lane, PendingLane):
             )
         self._handler = handler
         if self._context.role is Role.SERVER:
-            self._door.expect(token_of(self._context.secret), self)
+            self._pending_lanes.expect(token_of(self._context.secret), self)
             self._joined = True
             return
-        wire, remote = await self._knock()
+        wire, remote = await self._connect()
         self._joined = True
         self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
 
@@ -178,7 +178,7 @@ class TcpLane(Lane, PendingLane):
             self._queue.clear()
             self.reader.stop()
             if self._joined:
-                self._door.forget(token_of(self._context.secret))
+                self._pending_lanes.forget(token_of(self._context.secret))
                 self._loop.call_soon(self._handler.lane_closed, self, None)
 
     # --- coming up --------------------------------------------------------------------
@@ -199,7 +199,7 @@ class TcpLane(Lane, PendingLane):
             wire.send(answer_to(preamble, self._context.secret, _binding(wire)))
         self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
 
-    async def _knock(self) -> tuple[Wire, Address]:
+    async def _connect(self) -> tuple[Wire, Address]:
         """Dial, prove who we are and see the peer's proof.
 
         Raises:

@@ -29,7 +29,7 @@ class TcpLink(Duplex, Link):
         wire: Of the socket.
         remote: The peer's address.
         loop: The running loop.
-        door: Where the socket goes if it turns out to be a lane.
+        pending_lanes: Where the socket goes if it turns out to be a lane.
     """
 
     pausable = True
@@ -41,10 +41,10 @@ class TcpLink(Duplex, Link):
         wire: Wire,
         remote: Address,
         loop: asyncio.AbstractEventLoop,
-        door: PendingLanes | None = None,
+        pending_lanes: PendingLanes | None = None,
     ) -> None:
         super().__init__(wire, remote, loop)
-        self._door = door
+        self._pending_lanes = pending_lanes
         # Paused links look away, or the loop would wake us for what may not be read.
         self._watching = True
         self._resuming: asyncio.Handle | None = None
@@ -67,7 +67,9 @@ class TcpLink(Duplex, Link):
         assert not self._started, "a link is started once"
         assert not self._ended, "a closed link is not started"
         self._handler = handler
-        first = FirstHeader(self, handler) if self._door is not None else handler
+        first = (
+            FirstHeader(self, handler) if self._pending_lanes is not None else handler
+        )
         self._frames = FrameReader(self, first)
         self._begin(self._frames)
 
@@ -103,9 +105,9 @@ class TcpLink(Duplex, Link):
 
     def is_lane(self, preamble: bytes) -> None:
         """End the link: the socket is a lane's."""
-        assert self._door is not None
+        assert self._pending_lanes is not None
         wire = self._detach(ConnectionLost("it is not a connection but a lane of one"))
-        self._door.admit(wire, self._remote, preamble)
+        self._pending_lanes.claim_socket(wire, self._remote, preamble)
 
     def _on_readable(self) -> None:
         if self._frames.waits:

@@ -39,7 +39,7 @@ class TcpListener(Listener):
         sock: Bound, listening and non-blocking.
         accept: Gets each link, not yet started.
         wire: Makes the wire of an accepted socket.
-        door: Where accepted sockets go that turn out to be lanes.
+        pending_lanes: Where accepted sockets go that turn out to be lanes.
         loop: The running loop.
     """
 
@@ -48,13 +48,13 @@ class TcpListener(Listener):
         sock: socket.socket,
         accept: Callable[[Link], None],
         wire: Callable[[socket.socket], Wire],
-        door: PendingLanes,
+        pending_lanes: PendingLanes,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._sock = sock
         self._accept = accept
         self._wire = wire
-        self._door = door
+        self._pending_lanes = pending_lanes
         self._loop = loop
         self._address = address_from(sock.getsockname())
         self._retry: asyncio.TimerHandle | None = None
@@ -104,7 +104,9 @@ class TcpListener(Listener):
         except OSError:
             sock.close()  # reset by the peer already
             return
-        link = TcpLink(self._wire(sock), address_from(sockaddr), self._loop, self._door)
+        link = TcpLink(
+            self._wire(sock), address_from(sockaddr), self._loop, self._pending_lanes
+        )
         try:
             self._accept(link)
         except Exception:  # noqa: BLE001 - the caller's bug costs this link only

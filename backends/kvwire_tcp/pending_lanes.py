@@ -1,6 +1,6 @@
 """Where sockets of lanes come in: each goes to the lane that waits for it, or nowhere.
 
-Whoever knocks is a stranger until the proof in its preamble holds. One that is not
+Whoever connects is a stranger until the proof in its preamble holds. One that is not
 expected is reset without a word, so that a scanner learns nothing; how many may knock,
 and for how long, are the limits of strangers in general.
 """
@@ -37,32 +37,32 @@ class PendingLanes:
     """Holds the lanes of one backend that wait for their sockets, by token."""
 
     def __init__(self) -> None:
-        self._guests: dict[bytes, PendingLane] = {}
+        self._lanes: dict[bytes, PendingLane] = {}
 
-    def expect(self, token: bytes, guest: PendingLane) -> None:
+    def expect(self, token: bytes, lane: PendingLane) -> None:
         """Let a lane wait.
 
         Raises:
             BackendUnavailable: Too many do.
         """
         # A connection raises its lanes one after the other.
-        if len(self._guests) >= CONNECTIONS_MAX:
+        if len(self._lanes) >= CONNECTIONS_MAX:
             raise BackendUnavailable(
                 f"{CONNECTIONS_MAX} lanes wait for their sockets already"
             )
-        self._guests[token] = guest  # bounded: CONNECTIONS_MAX
+        self._lanes[token] = lane  # bounded: CONNECTIONS_MAX
 
     def forget(self, token: bytes) -> None:
         """Remove a lane that waits no more."""
-        self._guests.pop(token, None)
+        self._lanes.pop(token, None)
 
-    def admit(self, wire: Wire, remote: Address, preamble: bytes) -> None:
+    def claim_socket(self, wire: Wire, remote: Address, preamble: bytes) -> None:
         """Give a socket to its lane, once; any other is reset."""
         token = token_in(preamble)
-        guest = self._guests.get(token)
-        if guest is not None and guest.admits(wire, preamble):
-            del self._guests[token]
-            guest.arrived(wire, remote, preamble)
+        lane = self._lanes.get(token)
+        if lane is not None and lane.admits(wire, preamble):
+            del self._lanes[token]
+            lane.arrived(wire, remote, preamble)
             return
         _log.info("%s: a lane that nobody waits for", remote)
         with contextlib.suppress(OSError):

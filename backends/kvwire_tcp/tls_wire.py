@@ -96,7 +96,7 @@ class TlsWire:
         self._buffers = buffers
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = credentials.wrap(role, self._incoming, self._outgoing)
-        self._proven: PeerIdentity | None = None
+        self._peer_identity: PeerIdentity | None = None
         self._refused: AuthenticationFailed | None = None
         # Encrypted, and not yet taken by the kernel.
         self._unsent = memoryview(b"")
@@ -135,7 +135,7 @@ class TlsWire:
         refused = self._refused
         if refused is not None:
             raise AuthenticationFailed(str(refused), fields=refused.fields)
-        return self._proven
+        return self._peer_identity
 
     # --- the handshake ----------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class TlsWire:
             AuthenticationFailed: We are the client, and do not accept the server.
         """
         try:
-            self._proven = self._credentials.proven(self._tls, self._role)
+            self._peer_identity = self._credentials.proven(self._tls, self._role)
         except AuthenticationFailed as exc:
             if self._role is Role.CLIENT:
                 raise

@@ -442,13 +442,13 @@ async def test_a_lane_is_tied_to_its_own_tls_connection(
     ):
         address = await b.listen("127.0.0.1:0")
         async with relay(address, authority) as elsewhere:
-            knock = TcpLane._knock
+            connect = TcpLane._connect
 
             async def misled(self: TcpLane) -> tuple[Wire, kvwire.Address]:
                 self._context = replace(self._context, remote_address=elsewhere)
-                return await knock(self)
+                return await connect(self)
 
-            monkeypatch.setattr(TcpLane, "_knock", misled)
+            monkeypatch.setattr(TcpLane, "_connect", misled)
             left = await a.connect(address)
             await b.accept()
             assert not left._state.driver.lanes.open

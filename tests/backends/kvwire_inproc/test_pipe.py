@@ -22,32 +22,32 @@ def frame(length: int = 0, token: object = None) -> PipeFrame:
 
 
 @pytest.fixture
-def way() -> InprocPipe:
+def pipe() -> InprocPipe:
     return InprocPipe(RLock())
 
 
 def take(
-    way: InprocPipe, into: memoryview | None = None, piece_bytes: int = 1 << 20
+    pipe: InprocPipe, into: memoryview | None = None, piece_bytes: int = 1 << 20
 ) -> PipeFrame:
     """Deliver the head whole."""
-    head = way.head()
+    head = pipe.head()
     assert head is not None
     while head.moved < head.payload_bytes:
-        assert way.move(head, into, piece_bytes)
-    way.done(head)
+        assert pipe.move(head, into, piece_bytes)
+    pipe.done(head)
     return head
 
 
 def test_frames_come_in_order_and_each_stays_first_until_it_is_done(
-    way: InprocPipe,
+    pipe: InprocPipe,
 ) -> None:
     frames = [frame(10), frame(), frame(200)]
-    way.put(frames[:2])
-    way.put(frames[2:])
-    assert way.head() is way.head() is frames[0]
-    assert [take(way) for _ in frames] == frames
-    assert way.head() is None
-    assert way.drained
+    pipe.put(frames[:2])
+    pipe.put(frames[2:])
+    assert pipe.head() is pipe.head() is frames[0]
+    assert [take(pipe) for _ in frames] == frames
+    assert pipe.head() is None
+    assert pipe.drained
 
 
 def test_a_payload_of_nothing_is_no_payload() -> None:
@@ -65,91 +65,91 @@ def test_every_byte_arrives_once_and_is_queued_until_then(
     lengths: list[int], piece_bytes: int, cut: bool
 ) -> None:
     """However it is cut; ``queued_bytes`` falls with each piece, and ends at 0."""
-    way = InprocPipe(RLock())
-    way.put([frame(length) for length in lengths])
+    pipe = InprocPipe(RLock())
+    pipe.put([frame(length) for length in lengths])
     queued_bytes = sum(lengths) + HEADER_BYTES * len(lengths)
     for length in lengths:
-        assert way.queued_bytes == queued_bytes
+        assert pipe.queued_bytes == queued_bytes
         into = memoryview(bytearray(length))
-        head = way.head()
+        head = pipe.head()
         assert head is not None
         landing = as_fragments(into) if cut and length else into
         while head.moved < length:
-            moved = way.move(head, landing, piece_bytes)
+            moved = pipe.move(head, landing, piece_bytes)
             assert 0 < moved <= piece_bytes
             queued_bytes -= moved
-            assert way.queued_bytes == queued_bytes
-        way.done(head)
+            assert pipe.queued_bytes == queued_bytes
+        pipe.done(head)
         queued_bytes -= HEADER_BYTES
         assert into == PAYLOAD[:length]
-    assert way.queued_bytes == 0
+    assert pipe.queued_bytes == 0
 
 
-def test_what_is_dropped_counts_as_delivered(way: InprocPipe) -> None:
-    way.put([frame(200, "token")])
-    take(way, into=None)
-    assert way.queued_bytes == 0
-    assert way.take_sent() == ["token"]
+def test_what_is_dropped_counts_as_delivered(pipe: InprocPipe) -> None:
+    pipe.put([frame(200, "token")])
+    take(pipe, into=None)
+    assert pipe.queued_bytes == 0
+    assert pipe.take_sent() == ["token"]
 
 
 def test_a_token_comes_back_once_and_only_when_its_frame_is_done(
-    way: InprocPipe,
+    pipe: InprocPipe,
 ) -> None:
-    way.put([frame(100, "first"), frame(0), frame(100, "second")])
-    head = way.head()
+    pipe.put([frame(100, "first"), frame(0), frame(100, "second")])
+    head = pipe.head()
     assert head is not None
-    way.move(head, None, 100)
-    assert way.take_sent() == []
-    way.done(head)
-    assert way.take_sent() == ["first"]
-    take(way)
-    take(way)
-    assert way.take_sent() == ["second"]
-    assert way.take_sent() == []
+    pipe.move(head, None, 100)
+    assert pipe.take_sent() == []
+    pipe.done(head)
+    assert pipe.take_sent() == ["first"]
+    take(pipe)
+    take(pipe)
+    assert pipe.take_sent() == ["second"]
+    assert pipe.take_sent() == []
 
 
-def test_a_clean_end_waits_for_what_was_sent_before(way: InprocPipe) -> None:
-    way.put([frame(100)])
-    way.finish()
-    assert way.outcome() is None
-    take(way)
-    assert way.outcome() == PipeEnd(None)
+def test_a_clean_end_waits_for_what_was_sent_before(pipe: InprocPipe) -> None:
+    pipe.put([frame(100)])
+    pipe.finish()
+    assert pipe.outcome() is None
+    take(pipe)
+    assert pipe.outcome() == PipeEnd(None)
 
 
-def test_after_an_end_the_sender_s_memory_is_not_read(way: InprocPipe) -> None:
+def test_after_an_end_the_sender_s_memory_is_not_read(pipe: InprocPipe) -> None:
     """Even by a receiver that is in the middle of a payload, and has it in hand."""
-    way.put([frame(200, "token"), frame(10)])
-    head = way.head()
+    pipe.put([frame(200, "token"), frame(10)])
+    head = pipe.head()
     assert head is not None
     into = memoryview(bytearray(200))
-    way.move(head, into, 50)
+    pipe.move(head, into, 50)
     error = ConnectionLost("aborted")
-    way.end(error)
-    assert way.move(head, into, 150) == 0
+    pipe.end(error)
+    assert pipe.move(head, into, 150) == 0
     assert bytes(into[50:]) == bytes(150)
-    way.done(head)
-    assert way.take_sent() == []
-    assert way.head() is None
-    assert way.queued_bytes == 0
-    assert way.outcome() == PipeEnd(error)
+    pipe.done(head)
+    assert pipe.take_sent() == []
+    assert pipe.head() is None
+    assert pipe.queued_bytes == 0
+    assert pipe.outcome() == PipeEnd(error)
 
 
-def test_the_first_end_counts_and_nothing_follows_it(way: InprocPipe) -> None:
+def test_the_first_end_counts_and_nothing_follows_it(pipe: InprocPipe) -> None:
     error = ConnectionLost("aborted")
-    way.end(error)
-    way.end(None)
-    way.put([frame(10)])
-    way.finish()
-    assert way.outcome() == PipeEnd(error)
-    assert way.drained
+    pipe.end(error)
+    pipe.end(None)
+    pipe.put([frame(10)])
+    pipe.finish()
+    assert pipe.outcome() == PipeEnd(error)
+    assert pipe.drained
 
 
-def test_a_receiver_that_is_gone_takes_nothing_more(way: InprocPipe) -> None:
-    way.put([frame(10, "token")])
-    way.retire()
-    way.put([frame(20)])
-    assert way.drained
-    assert way.queued_bytes == 0
-    assert way.take_sent() == []
-    way.finish()
-    assert way.outcome() == PipeEnd(None)
+def test_a_receiver_that_is_gone_takes_nothing_more(pipe: InprocPipe) -> None:
+    pipe.put([frame(10, "token")])
+    pipe.retire()
+    pipe.put([frame(20)])
+    assert pipe.drained
+    assert pipe.queued_bytes == 0
+    assert pipe.take_sent() == []
+    pipe.finish()
+    assert pipe.outcome() == PipeEnd(None)

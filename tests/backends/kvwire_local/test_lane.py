@@ -35,7 +35,7 @@ from tests.support.leaks import open_descriptors
 # A child takes a third of a second to start.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 # `auto` takes the first; each alone is part of the matrix.
-WAYS = (
+METHODS = (
     "auto",
     pytest.param("cma", marks=pytest.mark.matrix),
     pytest.param("arena", marks=pytest.mark.matrix),
@@ -55,7 +55,7 @@ async def assert_all_arrive(there: Child, memories: list[Memory]) -> None:
 # --- payloads -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", METHODS)
 async def test_payloads_come_from_another_process(way: str) -> None:
     async with child() as there:
         await there.join(way=way)
@@ -82,7 +82,7 @@ async def test_payloads_come_from_another_process(way: str) -> None:
 
 
 @one_loop
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", METHODS)
 async def test_payloads_go_to_another_process(way: str) -> None:
     async with child(way=way) as there:
         await there.join()
@@ -94,7 +94,7 @@ async def test_payloads_go_to_another_process(way: str) -> None:
 
 
 @one_loop
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", METHODS)
 async def test_more_is_sent_than_staging_holds(way: str) -> None:
     async with child() as there:
         await there.join(way=way)
@@ -134,7 +134,7 @@ async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
     await left.join(right.bootstrap, handlers[0])
     assert isinstance(left, LocalLane)
     assert isinstance(right, LocalLane)
-    await right._meet  # type: ignore[misc]
+    await right._rendezvous_task  # type: ignore[misc]
     loop, wires = left._loop, (left._wire, right._wire)
     assert wires[0] is not None
     assert wires[1] is not None
@@ -220,8 +220,8 @@ async def test_who_does_not_know_the_secret_is_refused() -> None:
     assert isinstance(left, LocalLane)
     handler = Recorder()
     await right.join(left.bootstrap, handler)
-    left._meeting._name = lambda: _abstract_names()[0]  # type: ignore[method-assign]
-    left._meeting._secret = hashlib.sha256(b"another").digest()
+    left._rendezvous._name = lambda: _abstract_names()[0]  # type: ignore[method-assign]
+    left._rendezvous._secret = hashlib.sha256(b"another").digest()
     with pytest.raises(BackendUnavailable):
         await left.join(right.bootstrap, Recorder())
     right.abort()
@@ -258,7 +258,7 @@ async def test_settings_are_checked(setting: str) -> None:
 # --- the end --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", METHODS)
 async def test_a_peer_that_dies_ends_the_lane(way: str) -> None:
     async with child() as there:
         await there.join(way=way)
@@ -276,7 +276,7 @@ async def test_a_peer_that_dies_ends_the_lane(way: str) -> None:
 
 
 @one_loop
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", METHODS)
 async def test_memory_that_is_reused_in_the_middle_is_noticed(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +338,7 @@ async def _torn(
 
 
 @one_loop
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", METHODS)
 async def test_no_payload_is_torn_whenever_the_sender_reuses_memory(way: str) -> None:
     """The same without stage directions, many times over."""
     async with child() as there:
@@ -371,10 +371,10 @@ async def test_a_pid_that_is_another_process_now_is_noticed() -> None:
     memory, landed = Memory(MIB), Memory(MIB)
     ticket = right.send(memory.payload, 0) if right._wire else b""
     while not ticket:
-        await right._meet  # type: ignore[misc]
+        await right._rendezvous_task  # type: ignore[misc]
         ticket = right.send(memory.payload, 0) if right._wire else b""
     # What another process has at the address of the cookie.
-    right._meeting._cookie[:] = 0
+    right._rendezvous._cookie[:] = 0
     left.receive(ticket, Landing(MIB, landed.payload))
     left.flush()
     await handlers[0].end()

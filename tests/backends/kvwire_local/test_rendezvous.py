@@ -16,7 +16,7 @@ from kvwire_local.tracer_slot import tracers
 SECRET = bytes(32)
 
 
-def meeting(role: Role) -> Rendezvous:
+def rendezvous(role: Role) -> Rendezvous:
     return Rendezvous(
         role, SECRET, ReadMethod.MEMORY | ReadMethod.ARENA, tracers(), "none"
     )
@@ -27,32 +27,32 @@ async def test_a_client_that_comes_as_the_wait_is_cancelled(clients: int) -> Non
     """No error in a callback of the loop, and no socket that nobody closes."""
     loop, wrong = asyncio.get_running_loop(), list[dict[str, Any]]()
     loop.set_exception_handler(lambda _, context: wrong.append(context))
-    server = meeting(Role.SERVER)
+    server = rendezvous(Role.SERVER)
     with server.listen() as listener:
         waiting = asyncio.create_task(server.wait(listener))
         await asyncio.sleep(0)
-        visits = [socket.socket(socket.AF_UNIX) for _ in range(clients)]
-        for visit in visits:
-            visit.connect(listener.getsockname())
+        strangers = [socket.socket(socket.AF_UNIX) for _ in range(clients)]
+        for stranger in strangers:
+            stranger.connect(listener.getsockname())
         loop.call_soon(waiting.cancel)
         await asyncio.wait([waiting])
         assert waiting.cancelled()
-    for visit in visits:
-        visit.close()
+    for stranger in strangers:
+        stranger.close()
     assert not wrong
 
 
 async def test_strangers_are_turned_away_and_the_client_is_met() -> None:
-    server, client = meeting(Role.SERVER), meeting(Role.CLIENT)
+    server, client = rendezvous(Role.SERVER), rendezvous(Role.CLIENT)
     with server.listen() as listener:
         waiting = asyncio.create_task(server.wait(listener))
         for word in (b"", b"no greeting", bytes(200)):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(listener.getsockname())
                 stranger.sendall(word)
-        met = [await client.visit(), await waiting]
-    assert all(side.is_read for side in met)
-    for side in met:
+        result = [await client.connect(), await waiting]
+    assert all(side.is_read for side in result)
+    for side in result:
         side.sock.close()
     server.close()
     client.close()

@@ -52,7 +52,7 @@ def every_other(
 
 
 @pytest.mark.parametrize(
-    ("ways", "size", "in_arena", "kind", "count"),
+    ("methods", "size", "in_arena", "kind", "count"),
     [
         (BOTH, 64 * KIB, False, PlaceKind.MEMORY, 16),
         (BOTH, 8 * KIB, False, PlaceKind.MEMORY, 128),
@@ -70,7 +70,7 @@ def every_other(
 def test_each_payload_gets_the_ticket_that_suits_it(
     ends: tuple[LocalWire, LocalWire],
     outgoing: SentPayloads,
-    ways: ReadMethod,
+    methods: ReadMethod,
     size: int,
     in_arena: bool,
     kind: PlaceKind,
@@ -78,7 +78,7 @@ def test_each_payload_gets_the_ticket_that_suits_it(
 ) -> None:
     arena = Arena(2 * MIB)
     memory = arena.buffer(2 * MIB) if in_arena else np.zeros(2 * MIB, np.uint8)
-    outgoing.come_up(ends[0], ways)
+    outgoing.come_up(ends[0], methods)
     ticket = outgoing.send(every_other(memory, size), "token")
     place = decode(ticket, MIB)
     assert place.fragments is not None

@@ -124,9 +124,9 @@ class FakeMove(Move):
     """Done once the receiver has copied."""
 
     def __init__(
-        self, way: FakeOneWay, index: int, payload: Payload | None, nbytes: int
+        self, pipe: FakeOneWay, index: int, payload: Payload | None, nbytes: int
     ) -> None:
-        self.way = way
+        self.pipe = pipe
         self.index = index
         self.payload = payload
         self.nbytes = nbytes
@@ -137,12 +137,12 @@ class FakeMove(Move):
             return self._progress()
 
     def _progress(self) -> Progress:
-        peer = self.way.peer
-        if self.way.dead or peer is None or not self.way.faults.moves.is_set():
+        peer = self.pipe.peer
+        if self.pipe.dead or peer is None or not self.pipe.faults.moves.is_set():
             return Progress.LAUNCHED
         if self.copied:
             return Progress.DONE
-        if self.way.sends or peer.dead or self.index >= len(peer.moves):
+        if self.pipe.sends or peer.dead or self.index >= len(peer.moves):
             return Progress.LAUNCHED
         sent = peer.moves[self.index]
         assert sent.nbytes == self.nbytes, "the two sides have another order"

@@ -1,4 +1,4 @@
-"""The course of one direction: every stage, every way out, and what is never done."""
+"""The state of one direction: every stage, every way out, and what is never done."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvwire_nccl.direction_state import (
 )
 
 
-def course() -> DirectionState:
+def state() -> DirectionState:
     return DirectionState(start_timeout_s=10, move_timeout_s=5)
 
 
 def up() -> DirectionState:
-    made = course()
+    made = state()
     made.begun(0)
     made.up()
     return made
@@ -36,16 +36,16 @@ def job(token: object = None) -> PayloadMove:
 
 
 def test_from_the_beginning_to_rest() -> None:
-    made = course()
+    made = state()
     assert made.step(0) is DirectionStep.BEGIN
     made.begun(0)
     assert made.step(1) is DirectionStep.WATCH_START
     made.up()
-    assert made.step(2) is DirectionStep.REST
+    assert made.step(2) is DirectionStep.WAIT
 
 
 def test_jobs_wait_until_it_is_up() -> None:
-    made = course()
+    made = state()
     made.submit(job())
     assert made.step(0) is DirectionStep.BEGIN
     made.begun(0)
@@ -68,7 +68,7 @@ def test_the_library_is_given_one_job_after_the_other() -> None:
     assert made.done(1) is first
     assert made.step(1) is DirectionStep.WATCH
     assert made.done(1) is second
-    assert made.step(1) is DirectionStep.REST
+    assert made.step(1) is DirectionStep.WAIT
 
 
 def test_only_so_many_at_once() -> None:
@@ -85,7 +85,7 @@ def test_only_so_many_at_once() -> None:
 
 
 def test_a_start_that_takes_too_long() -> None:
-    made = course()
+    made = state()
     made.begun(100)
     assert made.step(110) is DirectionStep.WATCH_START
     assert made.step(110.1) is DirectionStep.ABORT
@@ -110,7 +110,7 @@ def test_a_movement_that_takes_too_long() -> None:
 
 def test_rest_is_no_delay() -> None:
     made = up()
-    assert made.step(1000) is DirectionStep.REST
+    assert made.step(1000) is DirectionStep.WAIT
     made.submit(job())
     made.next_job(1000)
     assert made.step(1005) is DirectionStep.WATCH
@@ -127,12 +127,12 @@ def test_a_close_waits_for_what_is_queued() -> None:
     made.done(0)
     assert made.step(0) is DirectionStep.ABORT
     made.quiet()
-    assert made.step(0) is DirectionStep.GO
+    assert made.step(0) is DirectionStep.EXIT
     assert made.error is None
 
 
 def test_a_close_while_it_comes_up() -> None:
-    made = course()
+    made = state()
     made.close()
     assert made.step(0) is DirectionStep.BEGIN
     made.begun(0)
@@ -152,7 +152,7 @@ def test_the_first_reason_counts() -> None:
 
 def test_begun_and_up_after_the_end_change_nothing() -> None:
     """It was aborted while the library was busy with its start."""
-    made = course()
+    made = state()
     made.fail(None)
     made.begun(0)
     made.up()
@@ -181,7 +181,7 @@ class Anything(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.course = course()
+        self.state = state()
         self.now = 0.0
         self.submitted: list[PayloadMove] = []
         self.done: list[PayloadMove] = []
@@ -194,37 +194,37 @@ class Anything(RuleBasedStateMachine):
     @rule()
     def submit(self) -> None:
         made = job()
-        self.course.submit(made)
+        self.state.submit(made)
         self.submitted.append(made)
 
     @rule()
     def close(self) -> None:
-        self.course.close()
+        self.state.close()
 
     @rule()
     def fail(self) -> None:
-        self.course.fail(ConnectionLost("broken"))
+        self.state.fail(ConnectionLost("broken"))
 
     @rule()
     def do_what_it_says(self) -> None:
-        match self.course.step(self.now):
+        match self.state.step(self.now):
             case DirectionStep.BEGIN:
-                self.course.begun(self.now)
+                self.state.begun(self.now)
             case DirectionStep.WATCH_START:
-                self.course.up()
+                self.state.up()
             case DirectionStep.MOVE:
-                self.course.next_job(self.now)
+                self.state.next_job(self.now)
             case DirectionStep.WATCH:
-                self.course.launched()
-                self.done.append(self.course.done(self.now))
+                self.state.launched()
+                self.done.append(self.state.done(self.now))
             case _:
                 pass
 
-    @precondition(lambda self: self.course.stage is DirectionStage.ENDING)
+    @precondition(lambda self: self.state.stage is DirectionStage.ENDING)
     @rule()
     def quiet(self) -> None:
-        self.course.quiet()
-        assert self.course.step(self.now) is DirectionStep.GO
+        self.state.quiet()
+        assert self.state.step(self.now) is DirectionStep.EXIT
 
     @invariant()
     def jobs_are_done_in_their_order(self) -> None:
@@ -233,13 +233,16 @@ class Anything(RuleBasedStateMachine):
     @invariant()
     def an_end_is_final(self) -> None:
         if self.ending:
-            assert self.course.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
-            assert self.course.step(self.now) in (DirectionStep.ABORT, DirectionStep.GO)
-        self.ending = self.course.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
+            assert self.state.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
+            assert self.state.step(self.now) in (
+                DirectionStep.ABORT,
+                DirectionStep.EXIT,
+            )
+        self.ending = self.state.stage in (DirectionStage.ENDING, DirectionStage.QUIET)
 
     @invariant()
     def what_is_in_flight_is_bounded(self) -> None:
-        assert len(self.course.moving) <= MOVES_MAX
+        assert len(self.state.moving) <= MOVES_MAX
 
 
 TestAnything = Anything.TestCase

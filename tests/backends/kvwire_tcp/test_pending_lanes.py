@@ -43,10 +43,10 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def waiting(secret: bytes = SECRET) -> tuple[PendingLanes, Lane]:
-    """A door, and a lane that waits there."""
-    door, lane = PendingLanes(), Lane(secret)
-    door.expect(token_of(secret), lane)
-    return door, lane
+    """Make pending lanes, and a lane that waits there."""
+    pending_lanes, lane = PendingLanes(), Lane(secret)
+    pending_lanes.expect(token_of(secret), lane)
+    return pending_lanes, lane
 
 
 def expect_reset(near: socket.socket, far: socket.socket) -> None:
@@ -59,8 +59,8 @@ def expect_reset(near: socket.socket, far: socket.socket) -> None:
 def test_a_lane_gets_its_socket_as_it_came(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, lane = waiting()
-    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
+    pending_lanes, lane = waiting()
+    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert lane.came == [(ends[0], REMOTE, PREAMBLE)]
     assert ends[0].fileno() >= 0
 
@@ -68,9 +68,9 @@ def test_a_lane_gets_its_socket_as_it_came(
 def test_each_of_several_lanes_gets_its_own(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    (door, other), lane = waiting(OTHER), Lane()
-    door.expect(token_of(SECRET), lane)
-    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
+    (pending_lanes, other), lane = waiting(OTHER), Lane()
+    pending_lanes.expect(token_of(SECRET), lane)
+    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert lane.came
     assert not other.came
 
@@ -78,8 +78,8 @@ def test_each_of_several_lanes_gets_its_own(
 def test_what_nobody_waits_for_is_reset(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, other = waiting(OTHER)
-    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
+    pending_lanes, other = waiting(OTHER)
+    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert not other.came
     expect_reset(*ends)
 
@@ -88,23 +88,23 @@ def test_who_knows_the_token_alone_is_reset_and_the_lane_waits_on(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     """The token is seen by whoever listens in; it must not cost the lane its place."""
-    door, lane = waiting()
+    pending_lanes, lane = waiting()
     forged = PREAMBLE[:-1] + bytes([PREAMBLE[-1] ^ 1])
-    door.admit(PlainWire(ends[0]), REMOTE, forged)
+    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, forged)
     assert not lane.came
     expect_reset(*ends)
     with socket.socket() as proper:
-        door.admit(PlainWire(proper), REMOTE, PREAMBLE)
+        pending_lanes.claim_socket(PlainWire(proper), REMOTE, PREAMBLE)
         assert len(lane.came) == 1
 
 
 def test_a_preamble_that_is_said_again_is_worth_nothing(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, lane = waiting()
+    pending_lanes, lane = waiting()
     with socket.socket() as proper:
-        door.admit(PlainWire(proper), REMOTE, PREAMBLE)
-        door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
+        pending_lanes.claim_socket(PlainWire(proper), REMOTE, PREAMBLE)
+        pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
         assert len(lane.came) == 1
     expect_reset(*ends)
 
@@ -112,10 +112,10 @@ def test_a_preamble_that_is_said_again_is_worth_nothing(
 def test_a_lane_that_was_forgotten_gets_nothing(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    door, lane = waiting()
-    door.forget(token_of(SECRET))
-    door.forget(token_of(SECRET))
-    door.admit(PlainWire(ends[0]), REMOTE, PREAMBLE)
+    pending_lanes, lane = waiting()
+    pending_lanes.forget(token_of(SECRET))
+    pending_lanes.forget(token_of(SECRET))
+    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
     assert not lane.came
     expect_reset(*ends)
 
@@ -123,15 +123,15 @@ def test_a_lane_that_was_forgotten_gets_nothing(
 def test_a_socket_that_is_gone_already_is_no_error() -> None:
     gone = socket.socket()
     gone.close()
-    PendingLanes().admit(PlainWire(gone), REMOTE, PREAMBLE)
+    PendingLanes().claim_socket(PlainWire(gone), REMOTE, PREAMBLE)
     assert gone.fileno() == -1
 
 
 def test_so_many_lanes_may_wait_and_no_more() -> None:
-    door, lane = PendingLanes(), Lane()
+    pending_lanes, lane = PendingLanes(), Lane()
     for number in range(CONNECTIONS_MAX):
-        door.expect(number.to_bytes(16, "big"), lane)
+        pending_lanes.expect(number.to_bytes(16, "big"), lane)
     with pytest.raises(BackendUnavailable, match=f"{CONNECTIONS_MAX} lanes wait"):
-        door.expect(b"one more than all", lane)
-    door.forget(bytes(16))
-    door.expect(b"in the free place", lane)
+        pending_lanes.expect(b"one more than all", lane)
+    pending_lanes.forget(bytes(16))
+    pending_lanes.expect(b"in the free place", lane)
