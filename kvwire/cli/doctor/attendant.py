@@ -1,46 +1,102 @@
-"""``kvwire doctor --listen``: serves the measurements of other doctors.
+"""``kvwire doctor --listen``: has memory for the measurements of other doctors.
 
-One at a time: two would measure each other. What a prober can make it do is bounded:
-it chooses its own memory, and a prober that asks nothing for a while is shown out.
+One at a time: two would measure each other. A prober chooses nothing. It is greeted
+with grants for memory that this side has filled, one for each size of fragments. It may
+ask for three things: an echo, a digest of all of that memory, and that its report is
+shown. One that asks nothing for a while is shown out. The profile says that this is a
+doctor, so that nobody asks a server that is none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
-from kvwire import Communicator, Connection, ConnectionClosed, KVWireError, Region
-from kvwire.cli.doctor.arena import Arena
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvwire import Communicator, Connection, ConnectionClosed, KVWireError
 from kvwire.cli.doctor.examination import Examination
 from kvwire.cli.doctor.trial import Report
-from kvwire.cli.doctor.words import (
-    ECHO_BYTES,
-    ECHO_TAG,
-    ECHOES_MAX,
-    FRAGMENT_BYTES,
-    PASS_BYTES,
-    Answer,
-    Ask,
-    Digest,
-    Digested,
-    Done,
-    Echo,
-    Examine,
-    Examined,
-    Finish,
-    Lend,
-    Lent,
-    Refused,
-    answer,
-    asked,
-)
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB, MIB
 
 logger = logging.getLogger("kvwire")
 
+PROFILE_KEY: Final = "kvwire.doctor"
+PROFILE: Final = {PROFILE_KEY: "2"}
+GREETING_TAG: Final = 1
+ASK_TAG: Final = 2
+ANSWER_TAG: Final = 3
+# The first byte of what is asked.
+ECHO: Final = b"e"
+DIGEST: Final = b"d"
+REPORT: Final = b"r"
+MESSAGE_BYTES_MAX: Final = 1 * MIB
+
+# The bytes of one pass, each way: much beside what starting costs, and little beside
+# the memory of any host.
+PASS_BYTES: Final = 64 * MIB
+# Fragments of one block and layer: small models, large ones, cross-layer blocks.
+FRAGMENT_BYTES: Final = (4 * KIB, 32 * KIB, 1 * MIB)
+# What the memory of an attendant is filled from.
+SEED: Final = 1
 # A prober that is alive asks again as soon as it has measured.
 PATIENCE_S: Final = 120.0
+
+T = TypeVar("T")
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What an attendant says first.
+
+    Attributes:
+        examination: What its host is like.
+        grants: For the fragments of each size of ``FRAGMENT_BYTES``.
+    """
+
+    examination: Examination
+    grants: tuple[bytes, ...]
+
+
+class Memory:
+    """Memory to measure with: fragments that lie apart, as the blocks of a cache do.
+
+    At each size every second slot is a fragment. What lies between them must never
+    change, which shows that a transport writes what it should and nothing beside it.
+
+    Args:
+        pass_bytes: Bytes of all fragments of one size.
+        seed: Determines what is in it, fragments or not.
+    """
+
+    def __init__(self, pass_bytes: int, seed: int) -> None:
+        noise = np.random.default_rng(seed).bytes(2 * pass_bytes)
+        self.bytes = np.frombuffer(noise, np.uint8).copy()
+
+    def slots(self, size: int) -> npt.NDArray[np.uint8]:
+        """Pairs of slots: a fragment of this size, and what lies behind it."""
+        return self.bytes.reshape(-1, 2, size)
+
+    def fragments(self, size: int) -> Fragments:
+        """The same as memory to move."""
+        count = len(self.slots(size))
+        step = np.uint64(2 * size)
+        return Fragments(
+            np.uint64(self.bytes.ctypes.data)
+            + np.arange(count, dtype=np.uint64) * step,
+            np.full(count, size, np.uint64),
+            owner=self.bytes,
+            writable=True,
+        )
+
+    def digest(self) -> bytes:
+        """BLAKE2 of all of it."""
+        return hashlib.blake2b(self.bytes.data, digest_size=32).digest()
 
 
 async def attend(
@@ -56,85 +112,57 @@ async def attend(
         communicator: It listens already.
         examination: What to tell of this host.
         heard: Called with each connection that is over, and its report if it sent one.
-        pass_bytes: Bytes to lend.
+        pass_bytes: Bytes of all fragments of one size.
     """
     async for connection in communicator.connections():
-        visit = _Visit(communicator, connection, examination, pass_bytes)
+        memory = Memory(pass_bytes, SEED)
+        regions = [
+            communicator.register(memory.fragments(size), "readwrite")
+            for size in FRAGMENT_BYTES
+        ]
+        reports: list[Report] = []
         try:
-            await visit.serve()
+            grants = tuple(region.grant(connection).to_bytes() for region in regions)
+            greeting = Greeting(examination, grants)
+            await connection.send(GREETING_TAG, msgspec.json.encode(greeting))
+            await _answer(connection, memory, reports)
         except (KVWireError, TimeoutError) as exc:
             if not isinstance(exc, ConnectionClosed):
                 logger.warning("doctor: %s: %r", connection.peer, exc)
         finally:
-            await visit.end()
-        heard(connection, visit.report)
+            await connection.close()
+            for region in regions:
+                await region.close()
+        heard(connection, reports[-1] if reports else None)
 
 
-class _Visit:
-    """One prober, and the memory that is lent to it."""
+async def _answer(
+    connection: Connection, memory: Memory, reports: list[Report]
+) -> None:
+    """Do what the prober asks, until it goes."""
+    buffer = bytearray(MESSAGE_BYTES_MAX)
+    while True:
+        async with asyncio.timeout(PATIENCE_S):
+            count = await connection.recv(ASK_TAG, into=buffer)
+            verb, said = bytes(buffer[:1]), bytes(buffer[1:count])
+            answer = verb + said
+            if verb == DIGEST:
+                answer = memory.digest()
+            elif verb == REPORT:
+                reports[:] = [decoded(connection, said, Report)]
+                answer = b""
+            await connection.send(ANSWER_TAG, answer)
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        connection: Connection,
-        examination: Examination,
-        pass_bytes: int,
-    ) -> None:
-        self.report: Report | None = None
-        self._communicator = communicator
-        self._connection = connection
-        self._examination = examination
-        self._pass_bytes = pass_bytes
-        self._arena: Arena | None = None
-        self._region: Region | None = None
 
-    async def serve(self) -> None:
-        while True:
-            async with asyncio.timeout(PATIENCE_S):
-                question = await asked(self._connection)
-                await answer(self._connection, await self._answer(question))
+def decoded(connection: Connection, said: bytes, kind: type[T]) -> T:
+    """What another doctor said.
 
-    async def end(self) -> None:
-        await self._connection.close()
-        await self._take_back()
-
-    async def _answer(self, question: Ask) -> Answer:
-        match question:
-            case Examine():
-                return Examined(self._examination)
-            case Echo(count):
-                return await self._echo(count)
-            case Lend(fragment_bytes, seed):
-                return await self._lend(fragment_bytes, seed)
-            case Digest():
-                if self._arena is None:
-                    return Refused("nothing is lent")
-                return Digested(self._arena.digest(), self._arena.gaps_untouched)
-            case Finish(report):
-                self.report = report
-                return Done()
-
-    async def _echo(self, count: int) -> Answer:
-        if not 0 <= count <= ECHOES_MAX:
-            return Refused(f"count={count}: at most {ECHOES_MAX}")
-        buffer = bytearray(ECHO_BYTES)
-        for _ in range(count):
-            await self._connection.recv(ECHO_TAG, into=buffer)
-            await self._connection.send(ECHO_TAG, buffer)
-        return Done()
-
-    async def _lend(self, fragment_bytes: int, seed: int) -> Answer:
-        if fragment_bytes not in FRAGMENT_BYTES:
-            return Refused(f"fragment_bytes={fragment_bytes}: one of {FRAGMENT_BYTES}")
-        if not 0 <= seed < 2**64:
-            return Refused(f"seed={seed}: 64 bits")
-        await self._take_back()
-        self._arena = Arena(self._pass_bytes, fragment_bytes)
-        self._arena.fill(seed)
-        self._region = self._communicator.register(self._arena.fragments, "readwrite")
-        return Lent(self._region.grant(self._connection).to_bytes())
-
-    async def _take_back(self) -> None:
-        if self._region is not None:
-            await self._region.close()
-        self._region = self._arena = None
+    Raises:
+        KVWireError: It is of another version.
+    """
+    try:
+        return msgspec.json.decode(said, type=kind)
+    except msgspec.DecodeError as exc:
+        raise KVWireError(
+            f"the doctor at {connection.peer} is of another version: {exc}"
+        ) from None

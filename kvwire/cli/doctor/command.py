@@ -14,13 +14,12 @@ from rich.console import Console
 
 import kvwire
 from kvwire import Address, Config, Connection, UsageError
-from kvwire.cli.doctor.attendant import attend
+from kvwire.cli.doctor.attendant import PROFILE, attend
 from kvwire.cli.doctor.examination import Examination, examine
-from kvwire.cli.doctor.probe import examine_peer, is_doctor, try_out
+from kvwire.cli.doctor.probe import try_out
 from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, with_peer, written
 from kvwire.cli.doctor.selftest import selftest
 from kvwire.cli.doctor.trial import Report
-from kvwire.cli.doctor.words import PROFILE
 from kvwire.limits import MIB
 
 # What the configuration requires is missing, or a measurement has failed.
@@ -132,22 +131,9 @@ async def _listen(
 
 
 async def _ask_peer(config: Config, address: Address, found: Examination) -> Report:
-    there: list[Examination] = []
-
-    async def before(connection: Connection) -> None:
-        if is_doctor(connection):
-            there.append(await examine_peer(connection))
-
     async with _communicator(config) as communicator:
-        trial = await try_out(
-            communicator, address, _PEER_FRAGMENT_BYTES, before=before
-        )
-    return Report(
-        address=str(address),
-        here=found,
-        there=there[0] if there else None,
-        trials=(trial,),
-    )
+        trial, there = await try_out(communicator, address, _PEER_FRAGMENT_BYTES)
+    return Report(address=str(address), here=found, there=there, trials=(trial,))
 
 
 async def _both(

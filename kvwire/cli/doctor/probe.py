@@ -13,36 +13,38 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
+import msgspec
+
 from kvwire import Communicator, Connection, Grant, KVWireError
-from kvwire.cli.doctor.arena import Arena
-from kvwire.cli.doctor.examination import Examination
-from kvwire.cli.doctor.trial import Rate, Trial
-from kvwire.cli.doctor.words import (
-    ECHO_BYTES,
-    ECHO_TAG,
+from kvwire.cli.doctor.attendant import (
+    ANSWER_TAG,
+    ASK_TAG,
+    DIGEST,
+    ECHO,
+    FRAGMENT_BYTES,
+    GREETING_TAG,
+    MESSAGE_BYTES_MAX,
     PASS_BYTES,
-    PROFILE_KEY,
-    Digest,
-    Digested,
-    Done,
-    Echo,
-    Examine,
-    Examined,
-    Lend,
-    Lent,
-    ask,
-    heard,
-    say,
+    PROFILE,
+    REPORT,
+    SEED,
+    Greeting,
+    Memory,
+    decoded,
 )
+from kvwire.cli.doctor.examination import Examination
+from kvwire.cli.doctor.trial import Rate, Report, Trial
+from kvwire.kv.fragments import Fragments
 from kvwire.types import Address
 
 # The median of these; on a slow wire fewer, so that nothing takes minutes.
 _PASSES: Final = 3
 _BUDGET_S: Final = 1.0
 _ECHOES: Final = 200
+# Of an echo; a digest is shorter.
+_ANSWER_BYTES_MAX: Final = 64
 # One transport, all sizes: a wire of 100 Mbit/s needs most of it.
 TRIAL_TIMEOUT_S: Final = 180.0
-_SEEDS: Final = {"put": 1, "get": 2}
 
 
 async def try_out(
@@ -51,112 +53,140 @@ async def try_out(
     sizes: Sequence[int],
     *,
     transport: str = "",
-    before: Callable[[Connection], Awaitable[None]] | None = None,
-) -> Trial:
-    """Connect, measure, and say what was found; what goes wrong is in the trial.
+) -> tuple[Trial, Examination | None]:
+    """Connect and measure.
 
     Args:
         communicator: To connect with.
         address: Where the peer listens.
         sizes: Fragment sizes to measure; none for the choice of transport alone.
         transport: Require this one.
-        before: Called with the connection, first of all.
+
+    Returns:
+        What was found, also what went wrong; and what the peer's host is like, if it is
+        a doctor's.
     """
-    trial = Trial(asked=transport)
+    trial, there = Trial(asked=transport), None
     try:
         async with asyncio.timeout(TRIAL_TIMEOUT_S):
             connection = await communicator.connect(
                 address, transport=transport or None
             )
             try:
-                if before is not None:
-                    await before(connection)
-                if is_doctor(connection):
-                    trial = await _measured(connection, sizes, trial)
+                if PROFILE.items() <= dict(connection.peer.profile).items():
+                    greeting = await _greeting(connection)
+                    there = greeting.examination
+                    trial = await _measured(connection, greeting.grants, sizes, trial)
                 else:
-                    said = "the peer is no `kvwire doctor --listen`: nothing to measure"
-                    trial = replace(trial, error=said)
+                    said = "the peer is no `kvwire doctor --listen` of this version"
+                    trial = replace(trial, error=f"{said}: nothing to measure")
             finally:
                 # Last: a transport may have failed at its first use.
                 report = connection.transport_report.candidates
                 trial = replace(trial, candidates=report)
                 await connection.close()
     except TimeoutError:
-        return replace(trial, error=f"not done within {TRIAL_TIMEOUT_S:g} s")
+        trial = replace(trial, error=f"not done within {TRIAL_TIMEOUT_S:g} s")
     except (KVWireError, OSError) as exc:
-        return replace(trial, error=f"{type(exc).__name__}: {exc}")
-    return trial
+        trial = replace(trial, error=f"{type(exc).__name__}: {exc}")
+    return trial, there
 
 
-def is_doctor(connection: Connection) -> bool:
-    """Whether there is somebody at the other end to measure with."""
-    return PROFILE_KEY in dict(connection.peer.profile)
+async def hand_over(
+    communicator: Communicator, address: Address, report: Report
+) -> None:
+    """Give the attendant's user the report too.
+
+    Raises:
+        KVWireError: There is no attendant any more.
+    """
+    connection = await communicator.connect(address)
+    try:
+        await _ask(connection, REPORT + msgspec.json.encode(report))
+    finally:
+        await connection.close()
 
 
-async def examine_peer(connection: Connection) -> Examination:
-    """What the other host is like."""
-    return (await ask(connection, Examine(), Examined)).examination
+async def _greeting(connection: Connection) -> Greeting:
+    buffer = bytearray(MESSAGE_BYTES_MAX)
+    count = await connection.recv(GREETING_TAG, into=buffer)
+    return decoded(connection, bytes(buffer[:count]), Greeting)
+
+
+async def _ask(connection: Connection, question: bytes) -> bytes:
+    await connection.send(ASK_TAG, question)
+    answer = bytearray(_ANSWER_BYTES_MAX)
+    return bytes(answer[: await connection.recv(ANSWER_TAG, into=answer)])
 
 
 async def _measured(
-    connection: Connection, sizes: Sequence[int], trial: Trial
+    connection: Connection, grants: Sequence[bytes], sizes: Sequence[int], trial: Trial
 ) -> Trial:
     rates: list[Rate] = []
     damaged: list[str] = []
-    for size in sizes:
-        lent = await ask(connection, Lend(size, _SEEDS["get"]), Lent)
-        grant = Grant.from_bytes(lent.grant)
-        if not size <= len(grant) <= PASS_BYTES:
-            raise KVWireError(
-                f"the peer lends {len(grant)} bytes; {PASS_BYTES} at most"
-            )
-        arena = Arena(len(grant), size)
-        rates.append(await _get(connection, grant, arena))
-        damaged += _compared("get", size, arena, _SEEDS["get"])
-        arena.fill(_SEEDS["put"])
-        rates.append(await _put(connection, grant, arena))
-        there = await ask(connection, Digest(), Digested)
-        if there.digest != arena.digest():
-            damaged.append(f"put of {size} B fragments: other bytes than were sent")
-        if not there.gaps_untouched:
-            damaged.append(f"put of {size} B fragments: written beside them")
+    there: Memory | None = None
+    for size, said in zip(FRAGMENT_BYTES, grants, strict=False):
+        if size not in sizes:
+            continue
+        grant = Grant.from_bytes(said)
+        nbytes = len(grant)
+        if not size <= nbytes <= PASS_BYTES or nbytes % FRAGMENT_BYTES[-1]:
+            raise KVWireError(f"the peer lends {nbytes} bytes; {PASS_BYTES} at most")
+        there = there or Memory(nbytes, SEED)
+        damaged += await _passes(connection, grant, there, size, rates)
+    round_trip_s = await _round_trip(connection) if sizes else None
     return replace(
-        trial,
-        rates=tuple(rates),
-        damaged=tuple(damaged),
-        round_trip_s=await _round_trip(connection),
+        trial, rates=tuple(rates), damaged=tuple(damaged), round_trip_s=round_trip_s
     )
 
 
-def _compared(verb: str, size: int, arena: Arena, seed: int) -> list[str]:
-    """What is wrong with bytes that arrived here, which the seed determines."""
-    wrong: list[str] = []
-    expected = Arena(arena.fragments.nbytes, size)
-    expected.fill(seed)
-    if arena.digest() != expected.digest():
-        wrong.append(f"{verb} of {size} B fragments: other bytes than were sent")
-    if not arena.gaps_untouched:
-        wrong.append(f"{verb} of {size} B fragments: written beside them")
-    return wrong
+async def _passes(
+    connection: Connection,
+    grant: Grant,
+    there: Memory,
+    size: int,
+    rates: list[Rate],
+) -> list[str]:
+    """Measure one size.
 
+    Args:
+        connection: To the attendant.
+        grant: For its fragments of this size.
+        there: What must be in its memory, now and afterwards.
+        size: Of the fragments.
+        rates: Gets what was measured.
 
-async def _get(connection: Connection, grant: Grant, arena: Arena) -> Rate:
-    async def once() -> None:
-        await connection.get(grant, into=arena.fragments)
+    Returns:
+        What arrived otherwise than it was sent, every byte compared.
+    """
+    damaged: list[str] = []
+    what = f"of {size} B fragments"
+    here, before = Memory(len(grant), size), Memory(len(grant), size)
+    fragments = here.fragments(size)
 
-    arena.clear()
-    return await _rate("get", arena, once)
+    async def get() -> None:
+        await connection.get(grant, into=fragments)
 
+    async def put() -> None:
+        await connection.put(fragments, grant)
 
-async def _put(connection: Connection, grant: Grant, arena: Arena) -> Rate:
-    async def once() -> None:
-        await connection.put(arena.fragments, grant)
-
-    return await _rate("put", arena, once)
+    rates.append(await _rate("get", fragments, get))
+    if (here.slots(size)[:, 0] != there.slots(size)[:, 0]).any():
+        damaged.append(f"get {what}: other bytes than were sent")
+    if (here.slots(size)[:, 1] != before.slots(size)[:, 1]).any():
+        damaged.append(f"get {what}: written beside them")
+    here.bytes[:] = before.bytes
+    there.slots(size)[:, 0] = here.slots(size)[:, 0]
+    rates.append(await _rate("put", fragments, put))
+    if await _ask(connection, DIGEST) != there.digest():
+        damaged.append(f"put {what}: other bytes than were sent, or beside them")
+    return damaged
 
 
 async def _rate(
-    verb: Literal["put", "get"], arena: Arena, once: Callable[[], Awaitable[None]]
+    verb: Literal["put", "get"],
+    fragments: Fragments,
+    once: Callable[[], Awaitable[None]],
 ) -> Rate:
     """The median pass. The first does not count, unless it is all there is time for."""
     took: list[float] = []
@@ -167,21 +197,17 @@ async def _rate(
     counted = took[1:] or took
     return Rate(
         verb=verb,
-        fragment_bytes=int(arena.fragments.lengths[0]),
-        bytes_per_s=arena.fragments.nbytes / statistics.median(counted),
+        fragment_bytes=int(fragments.lengths[0]),
+        bytes_per_s=fragments.nbytes / statistics.median(counted),
         passes=len(counted),
     )
 
 
 async def _round_trip(connection: Connection) -> float:
     """Seconds that 64 B take there and back: the median."""
-    await say(connection, Echo(_ECHOES))
-    sent, received = bytes(ECHO_BYTES), bytearray(ECHO_BYTES)
     took: list[float] = []
     for _ in range(_ECHOES):
         began = time.perf_counter()
-        await connection.send(ECHO_TAG, sent)
-        await connection.recv(ECHO_TAG, into=received)
+        await _ask(connection, ECHO + bytes(_ANSWER_BYTES_MAX - 1))
         took.append(time.perf_counter() - began)
-    await heard(connection, Done)
     return statistics.median(took)

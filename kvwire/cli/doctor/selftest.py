@@ -22,11 +22,10 @@ from kvwire import (
     ListenError,
     UsageError,
 )
-from kvwire.cli.doctor.attendant import attend
+from kvwire.cli.doctor.attendant import FRAGMENT_BYTES, PASS_BYTES, attend
 from kvwire.cli.doctor.examination import Examination
-from kvwire.cli.doctor.probe import examine_peer, is_doctor, try_out
+from kvwire.cli.doctor.probe import hand_over, try_out
 from kvwire.cli.doctor.trial import Report
-from kvwire.cli.doctor.words import FRAGMENT_BYTES, PASS_BYTES, Done, Finish, ask
 from kvwire.types import Address
 
 # Somebody has to walk over to the other terminal.
@@ -107,30 +106,24 @@ async def _probe(
     progress: Callable[[str], None],
     wait_s: float,
 ) -> Report:
-    there: list[Examination] = []
-
-    async def before(connection: Connection) -> None:
-        if is_doctor(connection):
-            there.append(await examine_peer(connection))
-
     await _until_there(communicator, address, wait_s)
     progress("what both sides choose")
-    trials = [await try_out(communicator, address, (), before=before)]
-    if not there:
-        raise KVWireError(trials[0].error)
+    choice, there = await try_out(communicator, address, ())
+    if there is None:
+        raise KVWireError(choice.error)
+    trials = [choice]
     # Why each of the others is not, the first trial says.
-    for name in [c.name for c in trials[0].candidates if c.possible]:
+    for name in [c.name for c in choice.candidates if c.possible]:
         progress(f"transport {name}")
-        trials.append(
-            await try_out(communicator, address, FRAGMENT_BYTES, transport=name)
-        )
+        trial, _ = await try_out(communicator, address, FRAGMENT_BYTES, transport=name)
+        trials.append(trial)
     report = Report(
         address=str(address),
         here=examination,
-        there=there[0],
+        there=there,
         trials=tuple(trials),
     )
-    await _hand_over(communicator, address, report)
+    await hand_over(communicator, address, report)
     return report
 
 
@@ -149,13 +142,3 @@ async def _until_there(
         else:
             await connection.close()
             return
-
-
-async def _hand_over(
-    communicator: Communicator, address: Address, report: Report
-) -> None:
-    connection = await communicator.connect(address)
-    try:
-        await ask(connection, Finish(report), Done)
-    finally:
-        await connection.close()

@@ -1,101 +1,73 @@
-"""What an attendant does for whoever asks, and what it refuses."""
+"""What an attendant does for whoever asks."""
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 
-from kvwire import Grant, KVWireError
-from kvwire.cli.doctor import attendant, words
-from kvwire.cli.doctor.arena import Arena
-from kvwire.cli.doctor.probe import examine_peer
-from kvwire.cli.doctor.trial import Report
-from kvwire.cli.doctor.words import (
+from kvwire import Connection, Grant
+from kvwire.cli.doctor import attendant
+from kvwire.cli.doctor.attendant import (
+    ANSWER_TAG,
     ASK_TAG,
-    ECHO_TAG,
-    Digest,
-    Digested,
-    Done,
-    Echo,
-    Finish,
-    Lend,
-    Lent,
-    ask,
-    heard,
-    say,
+    DIGEST,
+    ECHO,
+    FRAGMENT_BYTES,
+    GREETING_TAG,
+    SEED,
+    Greeting,
+    Memory,
 )
+from kvwire.cli.doctor.probe import hand_over
+from kvwire.cli.doctor.trial import Report
 from kvwire.limits import KIB, MIB
 from tests.cli.doctor.trees import examination
 from tests.cli.doctor.two import THERE, ward
 
 
+async def greeted(connection: Connection) -> Greeting:
+    return msgspec.json.decode(await connection.recv(GREETING_TAG), type=Greeting)
+
+
 async def test_it_says_what_its_host_is_like() -> None:
     async with ward() as found:
         connection = await found.prober.connect(found.address)
-        assert await examine_peer(connection) == THERE
+        assert (await greeted(connection)).examination == THERE
 
 
 async def test_echoes_come_back() -> None:
     async with ward() as found:
         connection = await found.prober.connect(found.address)
-        await say(connection, Echo(2))
-        for text in (b"a" * 64, b"b" * 64):
-            await connection.send(ECHO_TAG, text)
-            assert await connection.recv(ECHO_TAG) == text
-        assert await heard(connection, Done) == Done()
+        for text in (ECHO + b"a" * 63, ECHO):
+            await connection.send(ASK_TAG, text)
+            assert await connection.recv(ANSWER_TAG) == text
 
 
-async def test_it_lends_memory_that_it_chose_and_filled() -> None:
+async def test_it_lends_memory_that_it_filled_at_every_size() -> None:
     async with ward(2 * MIB) as found:
         connection = await found.prober.connect(found.address)
-        lent = await ask(connection, Lend(32 * KIB, 5), Lent)
-        here = Arena(2 * MIB, 4 * KIB)
-        await connection.get(Grant.from_bytes(lent.grant), into=here.fragments)
-        there = await ask(connection, Digest(), Digested)
-        assert there == Digested(here.digest(), gaps_untouched=True)
+        grants = (await greeted(connection)).grants
+        there = Memory(2 * MIB, SEED)
+        for size, grant in zip(FRAGMENT_BYTES, grants, strict=True):
+            here = Memory(2 * MIB, 7)
+            await connection.get(Grant.from_bytes(grant), into=here.fragments(size))
+            assert np.array_equal(here.slots(size)[:, 0], there.slots(size)[:, 0])
+        await connection.send(ASK_TAG, DIGEST)
+        assert await connection.recv(ANSWER_TAG) == there.digest()
 
 
-async def test_what_is_lent_again_is_other_memory() -> None:
-    async with ward() as found:
-        connection = await found.prober.connect(found.address)
-        first = await ask(connection, Lend(4 * KIB, 1), Lent)
-        await ask(connection, Lend(4 * KIB, 1), Lent)
-        with pytest.raises(KVWireError, match="grant"):
-            await connection.get(Grant.from_bytes(first.grant), into=bytearray(MIB))
-
-
-@pytest.mark.parametrize(
-    ("question", "said"),
-    [
-        (Echo(words.ECHOES_MAX + 1), "at most 1000"),
-        (Echo(-1), "at most 1000"),
-        (Lend(5000, 1), "one of"),
-        (Lend(2**40, 1), "one of"),
-        (Lend(4 * KIB, -1), "64 bits"),
-        (Digest(), "nothing is lent"),
-    ],
-)
-async def test_what_it_refuses(question: words.Ask, said: str) -> None:
-    async with ward() as found:
-        connection = await found.prober.connect(found.address)
-        with pytest.raises(KVWireError, match=said):
-            await ask(connection, question, Done)
-        assert await examine_peer(connection) == THERE
-
-
-async def test_an_answer_of_another_kind_is_an_error() -> None:
-    async with ward() as found:
-        connection = await found.prober.connect(found.address)
-        with pytest.raises(KVWireError, match="Done"):
-            await ask(connection, Echo(0), Lent)
+def test_fragments_lie_apart_and_make_up_the_total() -> None:
+    fragments = Memory(64, 1).fragments(16)
+    assert fragments.nbytes == 64
+    assert np.diff(fragments.addresses.astype(np.int64)).tolist() == [32] * 3
 
 
 async def test_a_report_reaches_whoever_runs_it() -> None:
     report = Report(address="there", here=examination(), there=THERE, trials=())
     async with ward() as found:
-        connection = await found.prober.connect(found.address)
-        await ask(connection, Finish(report), Done)
-        await connection.close()
-        await examine_peer(await found.prober.connect(found.address))
+        await hand_over(found.prober, found.address, report)
+        await greeted(await found.prober.connect(found.address))
         assert found.heard == [report]
 
 
@@ -104,10 +76,10 @@ async def test_nonsense_ends_the_visit_and_not_the_attendant(
 ) -> None:
     async with ward() as found:
         connection = await found.prober.connect(found.address)
-        await connection.send(ASK_TAG, b'{"type": "no such question"}')
+        await connection.send(ASK_TAG, b'r{"address": 1}')
         await connection.wait_closed()
         again = await found.prober.connect(found.address)
-        assert await examine_peer(again) == THERE
+        assert (await greeted(again)).examination == THERE
     assert "another version" in caplog.text
 
 
@@ -117,3 +89,8 @@ async def test_who_asks_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) ->
         connection = await found.prober.connect(found.address)
         await connection.wait_closed()
         assert found.heard == [None]
+
+
+def test_sizes_divide_what_is_lent() -> None:
+    assert all(MIB % size == 0 for size in FRAGMENT_BYTES)
+    assert FRAGMENT_BYTES[0] == 4 * KIB

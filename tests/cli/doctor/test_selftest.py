@@ -9,9 +9,9 @@ import pytest
 
 import kvwire
 from kvwire import Address, KVWireError, UsageError
+from kvwire.cli.doctor.attendant import FRAGMENT_BYTES, PROFILE
 from kvwire.cli.doctor.selftest import selftest
 from kvwire.cli.doctor.trial import Report
-from kvwire.cli.doctor.words import FRAGMENT_BYTES, PROFILE
 from kvwire.limits import MIB
 from tests.cli.doctor.trees import examination, machine
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import kvwire
 from kvwire import Address, Communicator, Connection
-from kvwire.cli.doctor.attendant import attend
+from kvwire.cli.doctor.attendant import PROFILE, attend
 from kvwire.cli.doctor.examination import Examination
 from kvwire.cli.doctor.trial import Report
-from kvwire.cli.doctor.words import PROFILE
 from kvwire.limits import MIB
 from tests.cli.doctor.trees import examination, machine
 
