@@ -104,7 +104,7 @@ class Acceptor:
         if resumes:
             communicator.recovery.taken_over(connection, resumes)
         else:
-            communicator.exchange.reattach(connection)
+            communicator.registry.reattach(connection)
             if not communicator.closed:
                 self.inbound.put(connection.public)
 

@@ -59,18 +59,18 @@ class Reconnector:
             if old.digest == resumes and same_peer:
                 old.abort("the peer has lost this connection and has come back")
                 await old.wait_closed()
-                self._communicator.exchange.connection_lost(old)
-        self._communicator.exchange.reattach(connection)
+                self._communicator.registry.connection_lost(old)
+        self._communicator.registry.reattach(connection)
 
     async def _recover(self, connection: ConnectionState) -> None:
-        communicator, exchange = self._communicator, self._communicator.exchange
+        communicator, registry = self._communicator, self._communicator.registry
         origin = connection.peer.origin
         await connection.wait_closed()
-        exchange.connection_lost(connection)
+        registry.connection_lost(connection)
         for other in communicator.live_connections:
             same_peer = other.peer.origin == origin
             if same_peer and other.core.phase is CloseState.OPEN:
-                exchange.reattach(other)
+                registry.reattach(other)
                 return
         if connection.dialled and origin not in self._redialling:
             self._redialling.add(origin)
@@ -81,12 +81,12 @@ class Reconnector:
 
     async def _redial(self, lost: ConnectionState) -> None:
         """Try again until it works or nothing waits for it; leases end the waiting."""
-        exchange, origin = self._communicator.exchange, lost.peer.origin
+        registry, origin = self._communicator.registry, lost.peer.origin
         backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
             # What breaks as soon as it is up is not to be dialled without a pause.
             await asyncio.sleep(REDIAL_S_MAX)
-        while exchange.interrupted(origin):
+        while registry.interrupted(origin):
             try:
                 new = await self._communicator.redial(lost)
             except KVWireError as exc:
@@ -96,7 +96,7 @@ class Reconnector:
                     self._note_redial(origin)
                     self._run(self._close_when_idle(new))
                 else:
-                    exchange.peer_restarted(origin)
+                    registry.peer_restarted(origin)
                     await new.close()
                 return
             await asyncio.sleep(backoff.pause_s())
@@ -112,10 +112,10 @@ class Reconnector:
 
         Within a lease everything that waited for it has come, or has given up.
         """
-        exchange, origin = self._communicator.exchange, connection.peer.origin
+        registry, origin = self._communicator.registry, connection.peer.origin
         while not connection.closed:
             await asyncio.sleep(self._communicator.config.lease_s)
-            if connection.core.idle and not exchange.interrupted(origin):
+            if connection.core.idle and not registry.interrupted(origin):
                 await connection.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:

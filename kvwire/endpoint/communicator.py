@@ -43,7 +43,7 @@ from kvwire.proto.handshake import ClientHandshake
 from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.security.keys import crosses_hosts, load_keys, resolve
 from kvwire.security.tls import CredentialFiles
-from kvwire.transfers.event_wait import fired
+from kvwire.transfers.event_wait import wait_event
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
 from kvwire.transfers.outgoing import OutgoingState
@@ -83,7 +83,7 @@ class CommunicatorState(PublishExpect):
         self.watchers = Observers()
         self.loop = asyncio.get_running_loop()
         self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
-        self.exchange = TransferRegistry()
+        self.registry = TransferRegistry()
         self.recovery = Reconnector(self)
         self._reception = Acceptor(self)
         self.identity = Identity(
@@ -133,7 +133,7 @@ class CommunicatorState(PublishExpect):
     @property
     def links_ended(self) -> bool:
         """Whether it makes and takes no links any more, for nothing."""
-        return self._links_ended or (self._closed and not self.exchange.unsaid)
+        return self._links_ended or (self._closed and not self.registry.unsettled)
 
     # --- connections ------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class CommunicatorState(PublishExpect):
         """See :meth:`kvwire.Communicator.connect`."""
         self._check_open()
         connection = await self._connect(address, transport, timeout_s)
-        self.exchange.reattach(connection)
+        self.registry.reattach(connection)
         return connection
 
     async def redial(self, lost: ConnectionState) -> ConnectionState:
@@ -186,7 +186,7 @@ class CommunicatorState(PublishExpect):
         assert lost.dialled is not None
         address, transport = lost.dialled
         connection = await self._connect(address, transport, None, lost.digest)
-        self.exchange.reattach(connection)
+        self.registry.reattach(connection)
         return connection
 
     async def _connect(
@@ -300,13 +300,13 @@ class CommunicatorState(PublishExpect):
     def start(self, end: IncomingState | OutgoingState) -> None:
         """See Offering."""
         self._check_open()
-        self.exchange.offer(end)
+        self.registry.offer(end)
 
     @yields_before_raising
     async def fired(self, event: Any) -> None:
         """See :meth:`kvwire.Communicator.fired`."""
         self._check_open()
-        await fired(event, self.devices)
+        await wait_event(event, self.devices)
 
     @property
     def quarantined_bytes(self) -> int:
@@ -320,14 +320,14 @@ class CommunicatorState(PublishExpect):
         self._stop()
         if self.links_ended:
             await self._end_links()
-        self.exchange.closing()
+        self.registry.closing()
         patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
         closing = [c.close() for c in self._connections]
-        await at_most(patience_s, [self.exchange.all_said(), *closing])
+        await at_most(patience_s, [self.registry.all_settled(), *closing])
         await self._end_links()
         # Those that were made to say a last word.
         await at_most(CLOSE_SLACK_S, [c.close() for c in self._connections])
-        self.exchange.stop(ClosedOK("the communicator was closed"))
+        self.registry.stop(ClosedOK("the communicator was closed"))
         for driver in self.drivers:
             driver.link.abort()
         if self.drivers:

@@ -197,7 +197,7 @@ class ConnectionState(PullPush):
 
     def start(self, end: IncomingState | OutgoingState) -> None:
         """See Asking."""
-        self.communicator.exchange.ask(end, self)
+        self.communicator.registry.ask(end, self)
 
     def start_transfer(
         self,
@@ -262,7 +262,7 @@ class ConnectionState(PullPush):
     async def close(self) -> None:
         """See :meth:`kvwire.Connection.close`."""
         if not self.core.closed:
-            self.communicator.exchange.closing(self)
+            self.communicator.registry.closing(self)
             timeout_s = self.communicator.config.close_timeout_s
             self.core.close(self._loop.time(), timeout_s)
             self.driver.set_timer()
@@ -413,7 +413,7 @@ class ConnectionState(PullPush):
             case Ended():
                 self.communicator.connection_ended(self, event.error)
             case TransferOpened():
-                self.communicator.exchange.opened(self, event)
+                self.communicator.registry.opened(self, event)
             case SegmentMarked() | SegmentLanded():
                 self._transfer_event(event.segment.request.context, event)
             case (
@@ -460,7 +460,7 @@ class ConnectionState(PullPush):
         if isinstance(attempt, Attempt):
             attempt.ended(event.error)
         else:
-            self.communicator.exchange.request_over(event.request, self)
+            self.communicator.registry.request_over(event.request, self)
 
     def _request_done(self, event: RequestDone) -> None:
         core, request = event.request, event.request.context

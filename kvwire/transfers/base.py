@@ -41,7 +41,7 @@ from kvwire.proto.events import (
     TransferSettled,
 )
 from kvwire.proto.requests import RequestRecord
-from kvwire.transfers.description import END_BYTES, TransferOffer
+from kvwire.transfers.description import ENDPOINT_ID_BYTES, TransferOffer
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.state import (
     AttemptInput,
@@ -100,11 +100,11 @@ class UnnotifiedPeers(NamedTuple):
     """The peers of a transfer that is over who may still ask for it.
 
     Attributes:
-        strangers: How many never came.
+        unseen: How many never came.
         known: The ends of those who came, and may not have heard how it ended.
     """
 
-    strangers: int
+    unseen: int
     known: frozenset[bytes]
 
 
@@ -132,7 +132,7 @@ class Attempt:
         self.state = state
         self.core: RequestRecord | None = None
         # The peer's end of the transfer, over all its links.
-        self.peer_end = b""
+        self.peer_id = b""
 
     def advance(self, event: AttemptInput) -> None:
         """Take one step of the table."""
@@ -243,7 +243,7 @@ class KVTransfer:
         self.cache = cache
         self.communicator = communicator
         self.loop = communicator.loop
-        self.registry = communicator.exchange
+        self.registry = communicator.registry
         self.observers = communicator.watchers
         self.priority = priority
         self.tokens = tokens = options["tokens"]
@@ -255,7 +255,7 @@ class KVTransfer:
         self.deadline = absolute(options["deadline"])
         self.lease_s = self.communicator.config.lease_s if lease_s is None else lease_s
         self.phases = PhaseTimer()
-        self.end = secrets.token_bytes(END_BYTES)
+        self.endpoint_id = secrets.token_bytes(ENDPOINT_ID_BYTES)
         self.state = TransferState.NEW
         # Makes and records the outcome of a transfer that has not begun yet.
         self._ends: Callable[[], None] | None = None
@@ -376,7 +376,7 @@ class KVTransfer:
             self.stop_lease()
             self.start_lease()
 
-    def end_with(self, end: Callable[[], None]) -> None:
+    def finish_with(self, end: Callable[[], None]) -> None:
         """Call what makes the outcome and records it, once.
 
         Where there is no memory for an outcome it is called again in a moment: nobody

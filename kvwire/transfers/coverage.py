@@ -28,7 +28,7 @@ class Coverage:
         self._begun = 0
         self._bits: dict[int, int] = {}
 
-    def taken(self, layers: range, blocks: range) -> bool:
+    def overlaps(self, layers: range, blocks: range) -> bool:
         """Whether any of these cells was claimed before."""
         if not blocks:
             return False
@@ -40,7 +40,7 @@ class Coverage:
         mask = _mask(blocks)
         return any(self._bits.get(layer, 0) & mask for layer in layers)
 
-    def claim(self, layers: range, blocks: range) -> None:
+    def add(self, layers: range, blocks: range) -> None:
         """Claim cells that are not taken."""
         if len(blocks) == self._blocks:
             self._whole |= _mask(layers)

@@ -33,7 +33,7 @@ Pairs = Annotated[
     tuple[tuple[GroupName, GroupName], ...], Meta(max_length=PROFILE_FIELDS_MAX)
 ]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-END_BYTES = 8
+ENDPOINT_ID_BYTES = 8
 # Arrays shorter than this have their count in their first byte.
 _FIXARRAY = 16
 
@@ -43,8 +43,8 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         geometry: See :meth:`kvwire.kv.geometry.Geometry.encode`; checked by its decode.
-        end: Random bytes that name this end of the transfer over all its links.
-        met: The peer's end, if it was met on an earlier link; else empty. Only with
+        endpoint_id: Random bytes that name this end of the transfer over all its links.
+        peer_id: The peer's end, if it was met on an earlier link; else empty. Only with
             that one, and with no other transfer of the same name, does this end go on.
         hashes: A digest over the block hashes of the list, where they are given.
         have: Consumer: per group a bitmap of the positions it has, little-endian.
@@ -58,8 +58,10 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
         tuple[tuple[GroupName, Pairs, GroupName, U32, U32 | None], ...],
         Meta(max_length=KV_GROUPS_MAX),
     ]
-    end: Annotated[bytes, Meta(min_length=END_BYTES, max_length=END_BYTES)]
-    met: Annotated[bytes, Meta(max_length=END_BYTES)] = b""
+    endpoint_id: Annotated[
+        bytes, Meta(min_length=ENDPOINT_ID_BYTES, max_length=ENDPOINT_ID_BYTES)
+    ]
+    peer_id: Annotated[bytes, Meta(max_length=ENDPOINT_ID_BYTES)] = b""
     hashes: Annotated[bytes, Meta(max_length=32)] = b""
     have: Annotated[
         tuple[tuple[GroupName, Annotated[bytes, Meta(max_length=KV_BLOCKS_MAX)]], ...],

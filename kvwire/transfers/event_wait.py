@@ -61,12 +61,12 @@ class EventWaiter:
         assert self._assigned is not None
         waiters, number = self._assigned
         try:
-            waiters.wait(number, event, lambda error: call(_said(error)))
+            waiters.wait(number, event, lambda error: call(_error_text(error)))
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
-            call(_said(exc))
+            call(_error_text(exc))
 
 
-async def fired(after: Any, devices: Devices) -> None:
+async def wait_event(after: Any, devices: Devices) -> None:
     """Wait on a loop for what a mark may wait for.
 
     Raises:
@@ -96,9 +96,9 @@ def _failure(result: Callable[[], object]) -> Failure:
     try:
         result()
     except BaseException as exc:  # noqa: BLE001 - whatever it failed with
-        return _said(exc)
+        return _error_text(exc)
     return ""
 
 
-def _said(error: BaseException | None) -> Failure:
+def _error_text(error: BaseException | None) -> Failure:
     return "" if error is None else f"failed: {type(error).__name__}: {error}"

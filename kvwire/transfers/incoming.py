@@ -73,9 +73,9 @@ class IncomingState(KVTransfer):
         listed = listed_hashes(hashes, self.geometry)
         self.have = held(have, listed, self.lists)
         self.hashes = digest(listed)
-        self.receipt: ReceiveAttempt | None = None
-        self.met = b""
-        self.told: list[Segment] = []
+        self.attempt: ReceiveAttempt | None = None
+        self.peer_id = b""
+        self.reported: list[Segment] = []
         self._layers_grouped = 1
         self._damaged: list[Segment] = []
         self._error: KVWireError | None = None
@@ -127,20 +127,20 @@ class IncomingState(KVTransfer):
         self, connection: ConnectionPort, description: TransferOffer
     ) -> Answer:
         """Whether a peer that offers it may send it."""
-        receipt = self.receipt
-        if receipt is None:
+        attempt = self.attempt
+        if attempt is None:
             return Answer.YES
-        same_peer = receipt.origin == connection.peer.origin
-        if not same_peer or self.met != description.end:
+        same_peer = attempt.origin == connection.peer.origin
+        if not same_peer or self.peer_id != description.endpoint_id:
             return Answer.NO
-        if receipt.state is AttemptState.WAITING:
+        if attempt.state is AttemptState.WAITING:
             return Answer.YES
         return Answer.LATER
 
     @property
     def planned(self) -> bool:
         """Whether a producer was met, on this link or an earlier one."""
-        return bool(self.met)
+        return bool(self.peer_id)
 
     @property
     def settling(self) -> bool:
@@ -148,31 +148,31 @@ class IncomingState(KVTransfer):
         return self._in(AttemptState.SETTLED)
 
     @property
-    def unheard(self) -> UnnotifiedPeers:
+    def unnotified(self) -> UnnotifiedPeers:
         """The producer, if it may still ask once it is over."""
-        receipt = self.receipt
-        if receipt is None:
+        attempt = self.attempt
+        if attempt is None:
             return UnnotifiedPeers(1, frozenset())
-        known = [receipt.peer_end] if receipt.state in UNNOTIFIED else []
+        known = [attempt.peer_id] if attempt.state in UNNOTIFIED else []
         return UnnotifiedPeers(0, frozenset(known))
 
     def interrupted(self, origin: bytes) -> bool:
         """Whether it waits for another link to a peer."""
-        receipt = self.receipt
-        return self._in(*OFF_LINK) and receipt is not None and receipt.origin == origin
+        attempt = self.attempt
+        return self._in(*OFF_LINK) and attempt is not None and attempt.origin == origin
 
     def asks(self, origin: bytes) -> bool:
         """Whether it is this side that asks again on another link."""
-        receipt = self.receipt
-        if receipt is None or not self._in(AttemptState.WAITING):
+        attempt = self.attempt
+        if attempt is None or not self._in(AttemptState.WAITING):
             return False
-        return receipt.asks and receipt.origin == origin
+        return attempt.asks and attempt.origin == origin
 
     def ask(self, connection: ConnectionPort) -> None:
         """Pull: ask the peer of a connection for it."""
-        before, receipt = self.receipt, self._new_receipt(connection, asks=True)
+        before, attempt = self.attempt, self._new_attempt(connection, asks=True)
         try:
-            receipt.ask(
+            attempt.ask(
                 connection,
                 key=self.key,
                 priority=self.priority,
@@ -180,45 +180,45 @@ class IncomingState(KVTransfer):
                 pull=True,
             )
         except KVWireError:
-            self.receipt = before
+            self.attempt = before
             if before is not None:
                 self.start_lease()
             raise
 
-    def meet(
+    def matched(
         self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
         """Push: the peer of a connection offers it."""
-        receipt = self._new_receipt(connection, asks=False)
-        receipt.core, core.context = core, receipt
-        receipt.peer_end = description.end
+        attempt = self._new_attempt(connection, asks=False)
+        attempt.core, core.context = core, attempt
+        attempt.peer_id = description.endpoint_id
         try:
             self.plan_with(description)
         except KVWireError as exc:
-            receipt.refuse(exc, WireCode.PROFILE)
+            attempt.refuse(exc, WireCode.PROFILE)
             return
         answer = self.description(self.plan.digest)
-        receipt.begin()
+        attempt.begin()
         connection.transfers.agree(core, answer.encode())
         connection.run()
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
         """See KVTransfer."""
-        if self.receipt is not None:
-            self.receipt.refuse(error, code)
+        if self.attempt is not None:
+            self.attempt.refuse(error, code)
         self._end(error)
 
     def runs_on(self, connection: ConnectionPort) -> bool:
         """See KVTransfer."""
-        return self.receipt is not None and self.receipt.connection is connection
+        return self.attempt is not None and self.attempt.connection is connection
 
     def lost(self, connection: ConnectionPort) -> None:
         """See KVTransfer."""
-        receipt = self.receipt
-        if receipt is not None and receipt.connection is connection:
-            self.release(receipt)
+        attempt = self.attempt
+        if attempt is not None and attempt.connection is connection:
+            self.release(attempt)
 
-    # --- the receipt ------------------------------------------------------------------
+    # --- the attempt ------------------------------------------------------------------
 
     def plan_with(self, description: TransferOffer) -> None:
         """Plan against the producer's half.
@@ -227,11 +227,11 @@ class IncomingState(KVTransfer):
             ProfileMismatch: The two halves do not fit; names the fields.
             BackendUnavailable: This connection cannot move memory of the device.
         """
-        self.phases.note("met")
-        assert self.receipt is not None
-        self.receipt.connection.open_staging(self.cache.device)
+        self.phases.mark_first("met")
+        assert self.attempt is not None
+        self.attempt.connection.open_staging(self.cache.device)
         description.require_same_hashes(self.hashes)
-        if self.met not in (b"", description.end):
+        if self.peer_id not in (b"", description.endpoint_id):
             raise ProfileMismatch(
                 "the peer has another transfer of this name now", fields=("end",)
             )
@@ -245,48 +245,48 @@ class IncomingState(KVTransfer):
             tokens=self.tokens,
             have=self.have if comparable else None,
         )
-        first, self.met = not self.planned, description.end
+        first, self.peer_id = not self.planned, description.endpoint_id
         if first:
             self.plan, self.landed = plan, Landed(plan)
             # What is not carried, or was here before, is not waited for.
             self._open_gates()
-        self.phases.note("agreed")
+        self.phases.mark_first("agreed")
 
     def segment_placed(self, segment: Segment) -> None:
         """A segment is on its way."""
-        self.phases.note("first")
+        self.phases.mark_first("first")
         self._layers_grouped = max(self._layers_grouped, segment.layers)
 
     def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
         """All of a segment is here; open the gates it opens."""
         if core.damaged:
             self._damaged.append(segment)  # bounded: SEGMENTS_MAX
-            assert self.receipt is not None
-            missing = missing_chunks(core, self.receipt.chunk_bytes())
+            assert self.attempt is not None
+            missing = missing_chunks(core, self.attempt.chunk_bytes())
             self.landed.mark_but(segment, missing)
             return
         self.landed.mark(segment)
         self.renew_lease()
-        self.phases.note_again("last")
+        self.phases.mark_last("last")
         self._open_gates()
 
-    def receipt_ended(self, error: KVWireError | None) -> None:
-        """The request of the receipt is over."""
-        receipt = self.receipt
-        assert receipt is not None
+    def attempt_ended(self, error: KVWireError | None) -> None:
+        """The request of the attempt is over."""
+        attempt = self.attempt
+        assert attempt is not None
         lost = recoverable(error) and self.communicator.config.resume
         if lost and self.state is TransferState.OPEN:
-            receipt.advance(AttemptInput.LOSE)
+            attempt.advance(AttemptInput.LOSE)
             self.start_lease()
             return
-        receipt.advance(AttemptInput.END)
+        attempt.advance(AttemptInput.END)
         if self.outcome is not None:
-            receipt.forget()
+            attempt.forget()
             if lost:
-                self.registry.unconfirmed(SettleAttempt(self, receipt))
+                self.registry.unconfirmed(SettleAttempt(self, attempt))
             self.registry.settled(self)
         elif self.state is TransferState.OPEN:
-            assert error is not None, "a receipt ended well before its transfer"
+            assert error is not None, "an attempt ended well before its transfer"
             self._end(error)
 
     def settled(self) -> None:
@@ -295,26 +295,26 @@ class IncomingState(KVTransfer):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _new_receipt(self, connection: ConnectionPort, *, asks: bool) -> ReceiveAttempt:
+    def _new_attempt(self, connection: ConnectionPort, *, asks: bool) -> ReceiveAttempt:
         self.stop_lease()
-        self.receipt = ReceiveAttempt(self, connection, asks=asks)
-        return self.receipt
+        self.attempt = ReceiveAttempt(self, connection, asks=asks)
+        return self.attempt
 
     def _in(self, *states: AttemptState) -> bool:
         """Whether there is an attempt, in one of these states."""
-        return self.receipt is not None and self.receipt.state in states
+        return self.attempt is not None and self.attempt.state in states
 
     def description(self, plan: bytes = b"") -> TransferOffer:
         """This side's half; ``plan`` is the digest of its plan, in an answer."""
         # What does not fit is sent again, which is only slower.
-        self.told = self.landed.boxes(LANDED_BOXES_MAX) if self.met else []
+        self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self.peer_id else []
         return TransferOffer(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
-            end=self.end,
-            met=self.met,
+            endpoint_id=self.endpoint_id,
+            peer_id=self.peer_id,
             hashes=self.hashes,
             have=pack_have(self.have),
-            landed=tuple(segment.box for segment in self.told),
+            landed=tuple(segment.box for segment in self.reported),
             plan=plan,
             settled=self.outcome is not None,
         )
@@ -337,11 +337,11 @@ class IncomingState(KVTransfer):
                 _open(gates)
 
     def _end(self, error: KVWireError) -> None:
-        self.end_with(lambda: self._end_now(error))
+        self.finish_with(lambda: self._end_now(error))
 
     def _end_now(self, error: KVWireError) -> None:
         self._error, reason = error, str(error)
-        attempts = [] if self.receipt is None else [self.receipt]
+        attempts = [] if self.attempt is None else [self.attempt]
         outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
         self.registry.over(self, reason)
         self.record(outcome, attempts)

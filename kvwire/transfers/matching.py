@@ -47,13 +47,13 @@ class Tombstone(NamedTuple):
 
     Attributes:
         reason: Why it ended.
-        end: Its name over all links, as peers who met it know it.
-        unheard: The peers who may still ask.
+        endpoint_id: Its name over all links, as peers who met it know it.
+        unnotified: The peers who may still ask.
     """
 
     reason: str
-    end: bytes
-    unheard: UnnotifiedPeers
+    endpoint_id: bytes
+    unnotified: UnnotifiedPeers
 
 
 class TransferRegistry:
@@ -72,9 +72,9 @@ class TransferRegistry:
         self._stashed: dict[RequestRecord, Key] = {}
         # Settled here on links that we take for alive; by key and end.
         self._settling: dict[tuple[bytes, bytes], None] = {}
-        self._last_words: dict[tuple[bytes, bytes], SettleAttempt] = {}
-        self._all_said = asyncio.Event()
-        self._all_said.set()
+        self._settle_retries: dict[tuple[bytes, bytes], SettleAttempt] = {}
+        self._all_settled = asyncio.Event()
+        self._all_settled.set()
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
 
     # --- our side ---------------------------------------------------------------------
@@ -123,13 +123,15 @@ class TransferRegistry:
         """A transfer has ended."""
         self.live.pop(end, None)
         if isinstance(end, IncomingState) and end.settling:
-            self._settling[end.key, end.end] = None
-            self._all_said.clear()
+            self._settling[end.key, end.endpoint_id] = None
+            self._all_settled.clear()
         key = _key(end)
         if self._waiting.get(key) is not end:
             return
         del self._waiting[key]
-        self._bury(key, Tombstone(reason, end.end, end.unheard), end.unheard)
+        self._add_tombstone(
+            key, Tombstone(reason, end.endpoint_id, end.unnotified), end.unnotified
+        )
         self._ask_again(key)
 
     # --- the peer's side --------------------------------------------------------------
@@ -145,12 +147,12 @@ class TransferRegistry:
             _refuse(connection, request, exc, WireCode.PROFILE)
             return
         key = (event.id, request.kind is RequestKind.OUTGOING)
-        word = self._heard_before(key, description)
-        if word is not None and word.waits:
-            word.meet(connection, request)
+        retry = self._retry_for(key, description)
+        if retry is not None and retry.waits:
+            retry.matched(connection, request)
             return
-        settling = not key[1] and (event.id, description.met) in self._settling
-        if settling or word is not None:
+        settling = not key[1] and (event.id, description.peer_id) in self._settling
+        if settling or retry is not None:
             # What is said of that on its last link comes first.
             self._stash(key, connection, event)
             return
@@ -163,7 +165,7 @@ class TransferRegistry:
         match end.answer_to(connection, description) if end else Answer.LATER:
             case Answer.YES:
                 assert end is not None
-                end.meet(connection, request, description)
+                end.matched(connection, request, description)
             case Answer.NO:
                 _refuse(connection, request, PeerError("it is taken"), WireCode.OTHER)
             case Answer.LATER:
@@ -193,35 +195,43 @@ class TransferRegistry:
         A peer that never came is told once. After that the id can be used anew,
         untainted by its last use.
         """
-        end, grave = self._waiting.get(key), self._tombstones.get(key)
-        if grave is not None:
-            strangers, known = grave.unheard
-            if description.end in known:
-                self._bury(
-                    key, grave, UnnotifiedPeers(strangers, known - {description.end})
+        end, tombstone = self._waiting.get(key), self._tombstones.get(key)
+        if tombstone is not None:
+            unseen, known = tombstone.unnotified
+            if description.endpoint_id in known:
+                self._add_tombstone(
+                    key,
+                    tombstone,
+                    UnnotifiedPeers(unseen, known - {description.endpoint_id}),
                 )
-                return grave.reason
-            if description.met == grave.end:
-                return grave.reason
-            if strangers and not description.met:
-                self._bury(key, grave, UnnotifiedPeers(strangers - 1, known))
-                return grave.reason
-        if description.met and (end is None or end.end != description.met):
+                return tombstone.reason
+            if description.peer_id == tombstone.endpoint_id:
+                return tombstone.reason
+            if unseen and not description.peer_id:
+                self._add_tombstone(key, tombstone, UnnotifiedPeers(unseen - 1, known))
+                return tombstone.reason
+        if description.peer_id and (
+            end is None or end.endpoint_id != description.peer_id
+        ):
             return "nothing is known of it"
         return ""
 
     def _begin_anew(self, key: Key) -> None:
         """An id is used again: only those who came for its last use hear of that."""
-        grave = self._tombstones.get(key)
-        if grave is not None:
-            self._bury(key, grave, UnnotifiedPeers(0, grave.unheard.known))
+        tombstone = self._tombstones.get(key)
+        if tombstone is not None:
+            self._add_tombstone(
+                key, tombstone, UnnotifiedPeers(0, tombstone.unnotified.known)
+            )
 
-    def _bury(self, key: Key, grave: Tombstone, unheard: UnnotifiedPeers) -> None:
+    def _add_tombstone(
+        self, key: Key, tombstone: Tombstone, unnotified: UnnotifiedPeers
+    ) -> None:
         """Keep the reason for as long as somebody may ask for it."""
         self._tombstones.pop(key, None)
-        if any(unheard):
+        if any(unnotified):
             # bounded: TOMBSTONES_MAX
-            self._tombstones[key] = grave._replace(unheard=unheard)
+            self._tombstones[key] = tombstone._replace(unnotified=unnotified)
             if len(self._tombstones) > TOMBSTONES_MAX:
                 self._tombstones.popitem(last=False)
 
@@ -239,14 +249,14 @@ class TransferRegistry:
             end.lost(connection)
         # A peer may have asked on its new link before we knew that the old one is gone.
         # What nobody here has named gets no other answer, however much of it there is.
-        said = {(word.incoming.key, False) for word in self._last_words.values()}
+        said = {(retry.incoming.key, False) for retry in self._settle_retries.values()}
         for key in [key for key in self._asked if key in self._waiting or key in said]:
             self._ask_again(key)
 
     def interrupted(self, origin: bytes) -> bool:
         """Whether some transfer with a peer waits for another link."""
         return any(end.interrupted(origin) for end in self.live) or any(
-            word.origin == origin for word in self._last_words.values()
+            retry.origin == origin for retry in self._settle_retries.values()
         )
 
     def peer_restarted(self, origin: bytes) -> None:
@@ -255,9 +265,9 @@ class TransferRegistry:
         for end in list(self.live):
             if end.interrupted(origin):
                 end.stop(error, WireCode.GOING_AWAY)
-        for word in list(self._last_words.values()):
-            if word.origin == origin:
-                self.confirmed(word)
+        for retry in list(self._settle_retries.values()):
+            if retry.origin == origin:
+                self.confirmed(retry)
 
     def end(self, id: str | bytes | int, reason: str) -> None:
         """Abort whatever here has this name and waits for its peer."""
@@ -268,47 +278,47 @@ class TransferRegistry:
 
     def settled(self, end: IncomingState) -> None:
         """The producer of a settled transfer knows that, or its link is lost."""
-        if (end.key, end.end) in self._settling:
-            del self._settling[end.key, end.end]
-            self._note_said()
+        if (end.key, end.endpoint_id) in self._settling:
+            del self._settling[end.key, end.endpoint_id]
+            self._note_settled()
             self._ask_again(_key(end))
 
-    def unconfirmed(self, last_word: SettleAttempt) -> None:
+    def unconfirmed(self, retry: SettleAttempt) -> None:
         """A transfer is settled here, and its producer may not know.
 
         Kept for as long as the producer would wait for another link.
         """
-        self._last_words[last_word.key] = last_word
-        self._all_said.clear()
-        end = last_word.incoming
-        end.loop.call_later(end.lease_s, self.confirmed, last_word)
+        self._settle_retries[retry.key] = retry
+        self._all_settled.clear()
+        end = retry.incoming
+        end.loop.call_later(end.lease_s, self.confirmed, retry)
 
-    def notify_again(self, last_word: SettleAttempt) -> None:
+    def notify_again(self, retry: SettleAttempt) -> None:
         """Say it to the producer if that has asked on another link already."""
-        self._ask_again(_key(last_word.incoming))
+        self._ask_again(_key(retry.incoming))
 
-    def confirmed(self, last_word: SettleAttempt) -> None:
+    def confirmed(self, retry: SettleAttempt) -> None:
         """Its producer knows, or has stopped waiting."""
-        if self._last_words.get(last_word.key) is last_word:
-            del self._last_words[last_word.key]
-            self._note_said()
-            self._ask_again(_key(last_word.incoming))
+        if self._settle_retries.get(retry.key) is retry:
+            del self._settle_retries[retry.key]
+            self._note_settled()
+            self._ask_again(_key(retry.incoming))
 
     @property
-    def unsaid(self) -> bool:
+    def unsettled(self) -> bool:
         """Whether a producer may not know what has landed here."""
-        return bool(self._settling or self._last_words)
+        return bool(self._settling or self._settle_retries)
 
-    async def all_said(self) -> None:
+    async def all_settled(self) -> None:
         """Wait until every producer knows what has landed here, or has given up.
 
         Cancel safety: safe, it only watches.
         """
-        await self._all_said.wait()
+        await self._all_settled.wait()
 
-    def _note_said(self) -> None:
-        if not self.unsaid:
-            self._all_said.set()
+    def _note_settled(self) -> None:
+        if not self.unsettled:
+            self._all_settled.set()
 
     def closing(self, connection: ConnectionPort | None = None) -> None:
         """A connection, or the communicator, is closed gracefully.
@@ -336,19 +346,20 @@ class TransferRegistry:
             if end.asks(origin):
                 with suppress(ConnectionClosed, UsageError):
                     end.ask(connection)
-        for word in list(self._last_words.values()):
-            if word.asks and word.origin == origin and word.waits:
+        for retry in list(self._settle_retries.values()):
+            if retry.asks and retry.origin == origin and retry.waits:
                 with suppress(ConnectionClosed, UsageError):
-                    word.pull(connection)
+                    retry.pull(connection)
 
-    def _heard_before(
-        self, key: Key, description: TransferOffer
-    ) -> SettleAttempt | None:
+    def _retry_for(self, key: Key, description: TransferOffer) -> SettleAttempt | None:
         """The last word that a producer which pushes again has not heard."""
-        for word in self._last_words.values():
-            same = word.incoming.key == key[0] and word.peer_end == description.end
-            if same and not key[1] and not word.asks:
-                return word
+        for retry in self._settle_retries.values():
+            same = (
+                retry.incoming.key == key[0]
+                and retry.peer_id == description.endpoint_id
+            )
+            if same and not key[1] and not retry.asks:
+                return retry
         return None
 
 

@@ -76,7 +76,7 @@ class OutgoingState(KVTransfer):
             self._marked,
             self.communicator.devices,
         )
-        self.deliveries: list[SendAttempt] = []
+        self.attempts: list[SendAttempt] = []
 
     def extend(self, blocks: Blocks) -> None:
         """See :meth:`kvwire.Outgoing.extend`."""
@@ -112,7 +112,7 @@ class OutgoingState(KVTransfer):
         """Whether a peer that asks may have it."""
         known = self._known(connection, description)
         if known is None:
-            return Answer.YES if len(self.deliveries) < self.consumers else Answer.NO
+            return Answer.YES if len(self.attempts) < self.consumers else Answer.NO
         match known.state:
             case AttemptState.WAITING:
                 return Answer.YES
@@ -121,11 +121,11 @@ class OutgoingState(KVTransfer):
         return Answer.LATER
 
     @property
-    def unheard(self) -> UnnotifiedPeers:
+    def unnotified(self) -> UnnotifiedPeers:
         """The consumers who may still ask once it is over."""
         return UnnotifiedPeers(
-            self.consumers - len(self.deliveries),
-            frozenset(d.peer_end for d in self._in(*UNNOTIFIED)),
+            self.consumers - len(self.attempts),
+            frozenset(d.peer_id for d in self._in(*UNNOTIFIED)),
         )
 
     def interrupted(self, origin: bytes) -> bool:
@@ -137,17 +137,17 @@ class OutgoingState(KVTransfer):
         waiting = self._in(AttemptState.WAITING)
         return any(d.asks and d.origin == origin for d in waiting)
 
-    def description(self, met: bytes = b"", plan: bytes = b"") -> TransferOffer:
+    def description(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
         """This side's half.
 
         Args:
-            met: The consumer's end, if this side goes on with it.
+            peer_id: The consumer's end, if this side goes on with it.
             plan: The digest of this side's plan, in an answer.
         """
         return TransferOffer(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
-            end=self.end,
-            met=met,
+            endpoint_id=self.endpoint_id,
+            peer_id=peer_id,
             hashes=self.hashes,
             plan=plan,
         )
@@ -157,78 +157,78 @@ class OutgoingState(KVTransfer):
         self.waits_for_memory = True
         waiting = self._in(AttemptState.WAITING)
         known = waiting[0] if waiting else None
-        delivery = self._delivery(connection, known, asks=True)
+        attempt = self._attempt_on(connection, known, asks=True)
         try:
-            delivery.ask(
+            attempt.ask(
                 connection,
                 key=self.key,
                 priority=self.priority,
-                description=self.description(met=delivery.peer_end).encode(),
+                description=self.description(peer_id=attempt.peer_id).encode(),
                 pull=False,
             )
         except KVWireError:
             if known is None:
-                self.deliveries.remove(delivery)
+                self.attempts.remove(attempt)
             self._watch()
             raise
 
-    def meet(
+    def matched(
         self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
         """Pull: the peer of a connection asks for it."""
         known = self._known(connection, description)
-        delivery = self._delivery(connection, known, asks=False)
-        delivery.core, core.context = core, delivery
+        attempt = self._attempt_on(connection, known, asks=False)
+        attempt.core, core.context = core, attempt
         transfer = connection.transfers.transfer(core)
         # Chunks are scheduled here, for whichever side is in the greater hurry.
         transfer.priority = max(transfer.priority, self.priority)
         try:
-            delivery.plan_with(description)
+            attempt.plan_with(description)
         except KVWireError as exc:
-            delivery.refuse(exc, WireCode.PROFILE)
+            attempt.refuse(exc, WireCode.PROFILE)
             return
-        answer = self.description(plan=delivery.plan.digest)
+        answer = self.description(plan=attempt.plan.digest)
         connection.transfers.agree(core, answer.encode())
-        delivery.begin(settled=description.settled)
+        attempt.begin(settled=description.settled)
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
         """See KVTransfer."""
-        for delivery in list(self.deliveries):
-            delivery.refuse(error, code)
+        for attempt in list(self.attempts):
+            attempt.refuse(error, code)
         self._finish(str(error))
 
     @property
     def finishing(self) -> bool:
         """See KVTransfer."""
-        return self.ready_log.finished and bool(self.deliveries)
+        return self.ready_log.finished and bool(self.attempts)
 
     def runs_on(self, connection: ConnectionPort) -> bool:
         """See KVTransfer."""
         return any(
-            delivery.connection is connection
-            for delivery in self.deliveries
-            if delivery.state is not AttemptState.OVER
+            attempt.connection is connection
+            for attempt in self.attempts
+            if attempt.state is not AttemptState.OVER
         )
 
     def lost(self, connection: ConnectionPort) -> None:
         """See KVTransfer."""
-        for delivery in self._in(*OFF_LINK):
-            if delivery.connection is connection:
-                self.release(delivery)
+        for attempt in self._in(*OFF_LINK):
+            if attempt.connection is connection:
+                self.release(attempt)
 
     # --- inside -----------------------------------------------------------------------
 
-    def delivery_ended(self, delivery: SendAttempt, error: KVWireError | None) -> None:
+    def attempt_ended(self, attempt: SendAttempt, error: KVWireError | None) -> None:
         """One consumer is served, or lost."""
         going_on = self.state is TransferState.OPEN
         if going_on and recoverable(error) and self.communicator.config.resume:
-            delivery.advance(AttemptInput.LOSE)
+            attempt.advance(AttemptInput.LOSE)
             self._watch()
             return
-        delivery.advance(AttemptInput.END)
+        attempt.advance(AttemptInput.END)
         if not going_on:
             return
-        delivery.reason = "" if error is None else str(error)
+        attempt.reason = "" if error is None else str(error)
         if error is not None:
             # What one rank of a group lacks, the group cannot use.
             for other in self._in(*ON_LINK):
@@ -244,7 +244,7 @@ class OutgoingState(KVTransfer):
             ProfileMismatch: It is.
         """
         mine = {walk.group: walk.tokens for walk in plan.groups}
-        for other in self.deliveries:
+        for other in self.attempts:
             theirs = mine
             if other.planned:
                 theirs = {walk.group: walk.tokens for walk in other.plan.groups}
@@ -258,52 +258,52 @@ class OutgoingState(KVTransfer):
     def _known(
         self, connection: ConnectionPort, description: TransferOffer
     ) -> SendAttempt | None:
-        """The delivery that a peer's question belongs to, if it is not a new one."""
-        for delivery in self.deliveries:
-            same_peer = delivery.origin == connection.peer.origin
-            if same_peer and delivery.peer_end == description.end:
-                return delivery
+        """The attempt that a peer's question belongs to, if it is not a new one."""
+        for attempt in self.attempts:
+            same_peer = attempt.origin == connection.peer.origin
+            if same_peer and attempt.peer_id == description.endpoint_id:
+                return attempt
         return None
 
-    def _delivery(
+    def _attempt_on(
         self, connection: ConnectionPort, known: SendAttempt | None, *, asks: bool
     ) -> SendAttempt:
         """A new consumer, or one whose last connection was lost."""
         if known is None:
-            delivery = SendAttempt(self, connection, asks=asks)
-            self.deliveries.append(delivery)  # bounded by `consumers`
+            attempt = SendAttempt(self, connection, asks=asks)
+            self.attempts.append(attempt)  # bounded by `consumers`
             self.renew_lease()
         else:
-            delivery = known
-            delivery.resume(connection)
+            attempt = known
+            attempt.resume(connection)
         self._watch()
-        return delivery
+        return attempt
 
     def _watch(self) -> None:
         """Let the lease run while a consumer is missing."""
         self.stop_lease()
-        if len(self.deliveries) - len(self._in(*OFF_LINK)) < self.consumers:
+        if len(self.attempts) - len(self._in(*OFF_LINK)) < self.consumers:
             self.start_lease()
 
     def _in(self, *states: AttemptState) -> list[SendAttempt]:
-        """The deliveries in one of these states."""
-        return [d for d in self.deliveries if d.state in states]
+        """The attempts in one of these states."""
+        return [d for d in self.attempts if d.state in states]
 
     def _marked(self) -> None:
         if self.ready_log.failed and self.outcome is None:
             self.abort(self.ready_log.failed)
-        for delivery in self.deliveries:
-            delivery.send_marks()
+        for attempt in self.attempts:
+            attempt.send_ready()
 
     def _finish(self, reason: str) -> None:
-        self.end_with(lambda: self._finish_now(reason))
+        self.finish_with(lambda: self._finish_now(reason))
 
     def _finish_now(self, reason: str) -> None:
-        outcomes = [d.outcome(reason) for d in self.deliveries if d.planned]
+        outcomes = [d.outcome(reason) for d in self.attempts if d.planned]
         if len(outcomes) < self.consumers:
             # Those who never came have nothing.
             tokens = dict(outcomes[0].tokens) if outcomes else None
             outcomes.append(self.nothing(reason, tokens))
         outcome = join_outcomes(outcomes)
         self.registry.over(self, reason)
-        self.record(outcome, self.deliveries)
+        self.record(outcome, self.attempts)

@@ -114,5 +114,5 @@ class CommunicatorPort(Protocol):
         """Who is told of transfers."""
 
     @property
-    def exchange(self) -> TransferRegistry:
+    def registry(self) -> TransferRegistry:
         """Every transfer of the communicator that has not ended."""

@@ -47,7 +47,7 @@ class _Group:
 
     layers: range
     ids: Ids
-    claims: Coverage
+    coverage: Coverage
     named: int
 
     @property
@@ -92,7 +92,7 @@ class ReadyLog:
         self._loop = loop
         self._thread = threading.get_ident()
         self._wake = wake
-        self._afters = EventWaiter(devices)
+        self._waiter = EventWaiter(devices)
         self._woken = False
         self._lock = threading.Lock()
         self._later = 0
@@ -131,9 +131,9 @@ class ReadyLog:
         """
         names = [group] if group is not None else self._unnamed(layers, blocks)
         made = [self._mark(name, layers, blocks) for name in names]
-        wait = None if after is None else self._afters.prepare(after)
+        wait = None if after is None else self._waiter.prepare(after)
         with self._lock:
-            self._claim(made)
+            self._cover(made)
             if wait is None:
                 self.log.extend(made)  # bounded: SEGMENTS_MAX
             else:
@@ -167,7 +167,7 @@ class ReadyLog:
     @property
     def complete(self) -> bool:
         """Whether everything was marked."""
-        return all(group.claims.complete for group in self._groups.values())
+        return all(group.coverage.complete for group in self._groups.values())
 
     def wake(self) -> None:
         """Have the loop look at the log soon; one wake-up for any number of marks."""
@@ -198,7 +198,7 @@ class ReadyLog:
             self._later -= 1
         self.wake()
 
-    def _claim(self, made: list[ReadyRange]) -> None:
+    def _cover(self, made: list[ReadyRange]) -> None:
         if self.finished:
             raise UsageError("ready: the transfer is finished already")
         if len(self.log) + self._later >= SEGMENTS_MAX:
@@ -207,13 +207,13 @@ class ReadyLog:
                 f"layers or blocks at once"
             )
         for mark in made:
-            if self._groups[mark.group].claims.taken(mark.layers, mark.blocks):
+            if self._groups[mark.group].coverage.overlaps(mark.layers, mark.blocks):
                 raise UsageError(
                     f"ready: part of {self._named([mark])} was marked before; marked "
                     f"memory may not change, so it is not marked twice"
                 )
         for mark in made:
-            self._groups[mark.group].claims.claim(mark.layers, mark.blocks)
+            self._groups[mark.group].coverage.add(mark.layers, mark.blocks)
 
     def _named(self, made: list[ReadyRange]) -> str:
         return ", ".join(
@@ -252,11 +252,11 @@ class ReadyLog:
 
     def _gaps(self) -> str:
         for name, group in self._groups.items():
-            if not group.claims.complete:
-                layer, block = group.claims.first_gap()
+            if not group.coverage.complete:
+                layer, block = group.coverage.first_gap()
                 return (
                     f"layer {group.layers[layer]} of block position {block} of group "
-                    f"{name!r} ({group.claims.untouched} layers are wholly missing)"
+                    f"{name!r} ({group.coverage.untouched} layers are wholly missing)"
                 )
         return ""
 

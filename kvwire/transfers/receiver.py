@@ -45,7 +45,7 @@ class ReceiveAttempt(Attempt):
         """The plan is made; what was told to have landed does not come again."""
         self.advance(AttemptInput.AGREE)
         self._promised = Landed(self.incoming.plan)
-        for segment in self.incoming.told:
+        for segment in self.incoming.reported:
             self._promised.mark(segment)
 
     def agreed(self, description: TransferOffer) -> None:
@@ -81,7 +81,7 @@ class ReceiveAttempt(Attempt):
         """See Attempt."""
         if self.incoming.outcome is None:
             self._note_parts()
-        self.incoming.receipt_ended(error)
+        self.incoming.attempt_ended(error)
 
     def chunk_bytes(self) -> int:
         """Bytes of a chunk on this connection."""

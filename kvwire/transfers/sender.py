@@ -80,7 +80,7 @@ class SendAttempt(Attempt):
         self.advance(AttemptInput.AGREE)
         if settled:
             self.advance(AttemptInput.SETTLE)
-        self.send_marks()
+        self.send_ready()
 
     def plan_with(self, description: TransferOffer) -> None:
         """Plan against the consumer's half.
@@ -91,9 +91,9 @@ class SendAttempt(Attempt):
                 in a way that would take too long.
             BackendUnavailable: This connection cannot move memory of the device.
         """
-        self._phases.note("met")
-        out, self.peer_end = self.outgoing, description.end
-        self.confirmed = self.confirmed or bool(description.met)
+        self._phases.mark_first("met")
+        out, self.peer_id = self.outgoing, description.endpoint_id
+        self.confirmed = self.confirmed or bool(description.peer_id)
         self.connection.open_staging(out.cache.device)
         description.require_same_hashes(out.hashes)
         peer = description.read_geometry()
@@ -114,9 +114,9 @@ class SendAttempt(Attempt):
         self.landed.mark_boxes([Segment(*box) for box in description.landed])
         if self.landed.left < before:
             out.renew_lease()
-        self._phases.note("agreed")
+        self._phases.mark_first("agreed")
 
-    def send_marks(self) -> None:
+    def send_ready(self) -> None:
         """Turn the marks that have come since the last time into segments."""
         if self.state not in (AttemptState.MOVING, AttemptState.SETTLED):
             return
@@ -148,8 +148,8 @@ class SendAttempt(Attempt):
             self.landed.mark(self._sent[number])
         self.outgoing.renew_lease()
         self._under_way -= len(event.numbers)
-        self._phases.note_again("last")
-        self.send_marks()
+        self._phases.mark_last("last")
+        self.send_ready()
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""
@@ -158,7 +158,7 @@ class SendAttempt(Attempt):
             self.confirmed = True
             damaged = self.connection.transfers.transfer(self.core).damaged
             self._damaged = [self._sent[number] for number in damaged]
-        self.outgoing.delivery_ended(self, error)
+        self.outgoing.attempt_ended(self, error)
 
     def resume(self, connection: ConnectionPort) -> None:
         """Go on with another link: what was not acknowledged is sent again."""
@@ -214,7 +214,7 @@ class SendAttempt(Attempt):
                 f"or blocks at once"
             )
         assert self.core is not None
-        self._phases.note("first")
+        self._phases.mark_first("first")
         self._grouped = max(self._grouped, segment.layers)
         lent = self.outgoing.lend(self.plan.fragments(segment))
         core = self.connection.transfers

@@ -23,13 +23,13 @@ class SettleAttempt(Attempt):
     nothing may land any more: the producer is told that everything has.
     """
 
-    def __init__(self, incoming: IncomingState, receipt: ReceiveAttempt) -> None:
+    def __init__(self, incoming: IncomingState, attempt: ReceiveAttempt) -> None:
         super().__init__(
-            receipt.connection, asks=receipt.asks, state=AttemptState.WAITING
+            attempt.connection, asks=attempt.asks, state=AttemptState.WAITING
         )
         self.incoming = incoming
-        self.peer_end = incoming.met
-        self.key = (incoming.key, incoming.end)
+        self.peer_id = incoming.peer_id
+        self.key = (incoming.key, incoming.endpoint_id)
 
     @property
     def waits(self) -> bool:
@@ -47,7 +47,7 @@ class SettleAttempt(Attempt):
             pull=True,
         )
 
-    def meet(self, connection: ConnectionPort, core: Any) -> None:
+    def matched(self, connection: ConnectionPort, core: Any) -> None:
         """The producer pushes again, not having heard it."""
         self.advance(AttemptInput.RESUME)
         self.connection = connection

@@ -28,17 +28,17 @@ class PhaseTimer:
         self.created = monotonic() if created is None else created
         self._at: dict[Phase, float] = {}
 
-    def note(self, phase: Phase) -> None:
+    def mark_first(self, phase: Phase) -> None:
         """It has come; what was noted on an earlier link stands."""
         self._at.setdefault(phase, monotonic())
 
-    def note_again(self, phase: Phase) -> None:
+    def mark_last(self, phase: Phase) -> None:
         """It has come once more, and this time counts."""
         self._at[phase] = monotonic()
 
     def timings(self, *, memory: bool) -> Timings:
         """Where the time went; ``memory`` if meeting meant waiting for memory."""
-        self.note("over")
+        self.mark_first("over")
         over = self._at["over"]
         met = self._at.get("met", over)
         agreed = self._at.get("agreed", over)

@@ -35,9 +35,9 @@ async def half_way(w: World) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
 
 async def cut_and_resumed(w: World, inc: kvwire.Incoming) -> None:
     """Lose the link, and wait until the transfer is on the next one."""
-    before = inc._state.receipt
+    before = inc._state.attempt
     w.cut()
-    await w.until(lambda: inc._state.receipt is not before)
+    await w.until(lambda: inc._state.attempt is not before)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])

@@ -46,7 +46,7 @@ def nothing_sent(w: World) -> Iterator[None]:
     yield
     assert not frames
     for side in (w.p, w.d):
-        assert not side._state.exchange.live
+        assert not side._state.registry.live
         assert not len(side._state.buffers)
 
 
@@ -253,6 +253,6 @@ def test_on_what_is_closed(verb: str) -> None:
             with pytest.raises(kvwire.ConnectionClosed):
                 call("t", w.source.cache, LIST, deadline=0.1)
         for side in (w.p, w.d):
-            assert not side._state.exchange.live
+            assert not side._state.registry.live
 
     play(scenario, "inproc")

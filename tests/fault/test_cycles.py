@@ -146,7 +146,7 @@ async def test_nothing_is_left_of_a_thousand_failures() -> None:
         assert counted() == objects
         assert len(near._state.buffers) == len(far._state.buffers) == 0
         assert len(near._state.buffers.holds) == len(far._state.buffers.holds) == 0
-        assert not near._state.exchange.live
+        assert not near._state.registry.live
         assert len(open_descriptors()) == len(descriptors)
         assert asyncio.all_tasks() == tasks
         assert threading.active_count() == threads

@@ -142,7 +142,7 @@ async def run(nursery: Nursery, order: Order) -> Child:
         status = await victim.ended()
         assert status == (-signal.SIGKILL if victim.frames is None else 0)
         await survivor.play_again(again, heir)
-    assert not comm._state.exchange.live
+    assert not comm._state.registry.live
     assert not len(comm._state.buffers)
     return victim
 

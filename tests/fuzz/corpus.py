@@ -163,9 +163,9 @@ def _plans() -> Iterator[bytes]:
     for more in (
         {},
         {"have": (("kv", b"\x05"),), "hashes": bytes(32)},
-        {"landed": ((0, 0, 1, 0, 2), (0, 1, 1, 2, 1)), "met": bytes(8)},
+        {"landed": ((0, 0, 1, 0, 2), (0, 1, 1, 2, 1)), "peer_id": bytes(8)},
     ):
-        described = TransferOffer(geometry=geometry, end=bytes(8), **more)  # type: ignore[arg-type]
+        described = TransferOffer(geometry=geometry, endpoint_id=bytes(8), **more)  # type: ignore[arg-type]
         for options in (2, 3):
             yield bytes([options]) + msgspec.msgpack.encode(described)
     boxes = bytes([0, 0, 2, 0, 2, 1, 2, 0, 0, 0, 1, 2, 1])

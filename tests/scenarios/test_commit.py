@@ -45,7 +45,7 @@ def test_r25_a_commit_that_overtakes_the_data(play: Play) -> None:
         out.finish()
 
         def committed() -> bool:
-            receipt = inc._state.receipt
+            receipt = inc._state.attempt
             assert receipt is not None
             if receipt.core is None:
                 return True

@@ -61,7 +61,7 @@ def test_r40_a_call_that_fails_leaves_nothing(play: Play) -> None:
                     verb("t", memory.cache, LIST, deadline=0.01)
         w.p.publish("t", w.source.cache, LIST).abort()
         for side in (w.p, w.d):
-            assert not side._state.exchange.live
+            assert not side._state.registry.live
             assert not len(side._state.buffers)
         w.pull_side = await w.d.connect(w.address)
         assert await w.moves("t", LIST, DEST)

@@ -157,7 +157,7 @@ def test_r47_every_delayed_free_has_an_owner_and_an_end(play: Play) -> None:
         # The counters of what is still owed are at zero.
         for side in (w.p, w.d):
             assert not side.quarantined_bytes
-            assert not side._state.exchange.live
+            assert not side._state.registry.live
             assert not len(side._state.buffers)
 
     play(scenario, lease_s=0.1)
@@ -184,7 +184,7 @@ def test_r49_the_producer_frees_while_its_last_layers_are_queued(play: Play) -> 
         thaw()
         assert (await inc).complete
         assert same(kept, range(8), w.target, range(8))
-        await w.until(lambda: not w.p._state.exchange.live)
+        await w.until(lambda: not w.p._state.registry.live)
         gc.collect()
         assert alive() is None, "and are held no longer than that"
 

@@ -50,7 +50,7 @@ def test_r12_peer_leaves_while_transfers_run(play: Play) -> None:
         thaw = w.freeze(w.pull_side)
         out.ready()
         out.finish()
-        await w.until(lambda: out._state.deliveries)
+        await w.until(lambda: out._state.attempts)
         leaving = w.p._state.loop.create_task(w.push_side.close())
         await w.until(lambda: w.push_side._state.core.phase.value != "open")
         assert not leaving.done(), "what is in flight is waited for"

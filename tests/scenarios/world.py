@@ -194,8 +194,8 @@ async def world(transport: str, **config: Any) -> AsyncIterator[World]:
         pull_side = await d.connect(address)
         push_side = await p.accept()
         yield World(p, d, pull_side, push_side, address)
-    assert not p._state.exchange.live
-    assert not d._state.exchange.live
+    assert not p._state.registry.live
+    assert not d._state.registry.live
     assert not len(p._state.buffers)
     assert not len(d._state.buffers)
 

@@ -106,7 +106,7 @@ class Soak:
         except (kvwire.ConnectionClosed, StopIteration):
             self.tally.counts["not begun: connection lost"] += 1
             for side in (p, c):
-                side._state.exchange.end(number, "soak: not begun")
+                side._state.registry.end(number, "soak: not begun")
             self._free_out += source
             self._free_in += target
             return

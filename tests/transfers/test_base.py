@@ -192,7 +192,7 @@ def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
         within = 0.2 if end == "deadline" else None
         out = w.p.publish("t", w.source.cache, LIST, deadline=within)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
         out.ready(layers=slice(0, LAYERS - (end != "settled")))
         if end == "settled":
             out.finish()

@@ -24,9 +24,9 @@ def test_any_marks_in_any_order(marks: list[tuple[range, range]]) -> None:
     cells = np.zeros((LAYERS, BLOCKS), np.bool_)
     for layers, blocks in marks:
         part = cells[layers.start : layers.stop, blocks.start : blocks.stop]
-        assert claims.taken(layers, blocks) == bool(part.any())
+        assert claims.overlaps(layers, blocks) == bool(part.any())
         if not part.any():
-            claims.claim(layers, blocks)
+            claims.add(layers, blocks)
             part[:] = True
         assert claims.complete == bool(cells.all())
         assert claims.untouched == int((~cells.any(axis=1)).sum())
@@ -42,9 +42,9 @@ def test_layer_by_layer(blocks: int) -> None:
     assert claims.complete == (blocks == 0)
     for layer in range(80):
         one, every = range(layer, layer + 1), range(blocks)
-        assert not claims.taken(one, every)
-        claims.claim(one, every)
-        assert claims.taken(one, every) == (blocks > 0)
+        assert not claims.overlaps(one, every)
+        claims.add(one, every)
+        assert claims.overlaps(one, every) == (blocks > 0)
     assert claims.complete
 
 
@@ -52,7 +52,7 @@ def test_no_blocks_claim_nothing() -> None:
     """An empty range of blocks is no claim, not even twice."""
     claims = Coverage(2, 3)
     for _ in range(2):
-        assert not claims.taken(range(2), range(0))
-        claims.claim(range(2), range(0))
+        assert not claims.overlaps(range(2), range(0))
+        claims.add(range(2), range(0))
     assert claims.untouched == 2
     assert claims.first_gap() == (0, 0)

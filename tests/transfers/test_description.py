@@ -20,11 +20,11 @@ from kvwire.limits import (
     PROFILE_FIELDS_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
-from kvwire.transfers.description import END_BYTES, TransferOffer, pack_have
+from kvwire.transfers.description import ENDPOINT_ID_BYTES, TransferOffer, pack_have
 
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
 END = b"endpoint"
-assert len(END) == END_BYTES
+assert len(END) == ENDPOINT_ID_BYTES
 
 
 @dataclass
@@ -41,14 +41,14 @@ class Fields:
 
     def made(self, **more: Any) -> TransferOffer:
         fields: Any = self.geometry.encode()
-        return TransferOffer(geometry=fields, end=END, **more)
+        return TransferOffer(geometry=fields, endpoint_id=END, **more)
 
 
 U32 = st.integers(0, 2**32 - 1)
 
 
 @given(
-    met=st.sampled_from([b"", b"12345678"]),
+    peer_id=st.sampled_from([b"", b"12345678"]),
     hashes=st.binary(max_size=32),
     landed=st.lists(st.tuples(U32, U32, U32, U32, U32), max_size=5).map(tuple),
     plan=st.binary(max_size=16),
@@ -119,15 +119,15 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         read = TransferOffer.decode(data)
     except ProfileMismatch:
         return
-    assert len(read.end) == END_BYTES
+    assert len(read.endpoint_id) == ENDPOINT_ID_BYTES
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"end": b""},
-        {"end": b"123456789"},
-        {"met": b"123456789"},
+        {"endpoint_id": b""},
+        {"endpoint_id": b"123456789"},
+        {"peer_id": b"123456789"},
         {"hashes": bytes(33)},
         {"plan": bytes(17)},
         {"landed": ((0, 0, 1, 0, 2**32),)},

@@ -13,7 +13,7 @@ import pytest
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.limits import MIB
-from kvwire.transfers.event_wait import EventWaiter, fired
+from kvwire.transfers.event_wait import EventWaiter, wait_event
 from tests.support.pairs import until
 from tests.support.simulated_device import SimulatedDevice
 
@@ -89,8 +89,8 @@ async def test_waiting_for_an_event(devices: Devices) -> None:
     device = SimulatedDevice()
     stream, gate = device.stream(), threading.Event()
     stream.call(lambda: void(gate.wait()))
-    waiting = asyncio.ensure_future(fired(stream.record(), devices))
-    given_up = asyncio.ensure_future(fired(stream.record(), devices))
+    waiting = asyncio.ensure_future(wait_event(stream.record(), devices))
+    given_up = asyncio.ensure_future(wait_event(stream.record(), devices))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not waiting.done()
@@ -100,7 +100,7 @@ async def test_waiting_for_an_event(devices: Devices) -> None:
     assert given_up.cancelled()
     device.fail("an illegal memory access")
     with pytest.raises(BackendUnavailable, match="failed: RuntimeError: an illegal"):
-        await fired(stream.record(), devices)
+        await wait_event(stream.record(), devices)
     stream.close()
     device.close()
 
@@ -108,9 +108,9 @@ async def test_waiting_for_an_event(devices: Devices) -> None:
 async def test_waiting_for_a_future_of_another_thread(devices: Devices) -> None:
     after: Future[None] = Future()
     threading.Thread(target=after.set_result, args=(None,)).start()
-    await fired(after, devices)
+    await wait_event(after, devices)
     with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
-        await fired(7, devices)
+        await wait_event(7, devices)
 
 
 def test_what_comes_true_when_the_loop_is_closed() -> None:
@@ -119,7 +119,7 @@ def test_what_comes_true_when_the_loop_is_closed() -> None:
 
     async def given_up() -> None:
         devices = Devices(asyncio.get_running_loop(), MIB)
-        waiting = asyncio.ensure_future(fired(after, devices))
+        waiting = asyncio.ensure_future(wait_event(after, devices))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])

@@ -55,10 +55,10 @@ def test_a_gate_waits_for_every_block() -> None:
             assert not gate.done()
             out.ready(0, position)
             await w.until(
-                lambda: not out._state.deliveries or not out._state.deliveries[0]._held
+                lambda: not out._state.attempts or not out._state.attempts[0]._held
             )
             await w.turns_until(
-                lambda: inc._state.planned and not out._state.deliveries[0]._under_way
+                lambda: inc._state.planned and not out._state.attempts[0]._under_way
             )
         await gate
         out.abort()
@@ -139,7 +139,7 @@ def lose_link(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
 
 
 def close_here(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
-    w.d._state.exchange.closing()
+    w.d._state.registry.closing()
 
 
 def damage(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
@@ -321,7 +321,7 @@ def test_memory_that_nothing_can_land_in() -> None:
         for verb in (w.d.expect, w.pull_side.pull):
             with pytest.raises(kvwire.UsageError, match="not writable"):
                 verb("t", cache, DEST, deadline=0.01)
-        assert not w.d._state.exchange.live
+        assert not w.d._state.registry.live
 
     play(scenario, "inproc")
 
@@ -339,7 +339,7 @@ def test_a_list_too_long_to_say_what_is_here() -> None:
         for verb in (w.d.expect, w.pull_side.pull):
             with pytest.raises(kvwire.UsageError, match="or leave out have="):
                 verb("t", cache, range(count), hashes=names, have={b"h"})
-        assert not w.d._state.exchange.live
+        assert not w.d._state.registry.live
         w.d.expect("t", cache, range(count), hashes=names).abort()
 
     play(scenario, "inproc")

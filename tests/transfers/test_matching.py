@@ -57,11 +57,11 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(w: World) -> None:
         for number in range(10):
             w.p.publish(number, w.source.cache, LIST).abort(f"reason {number}")
-        assert len(w.p._state.exchange._tombstones) == 3
+        assert len(w.p._state.registry._tombstones) == 3
         for number in (9, 8, 7):
             inc = w.pull_side.pull(number, w.target.cache, DEST)
             assert f"reason {number}" in (await inc).missing["kv", DEST[0]]
-        assert not w.p._state.exchange._tombstones
+        assert not w.p._state.registry._tombstones
 
     play(scenario, "inproc")
 
@@ -70,12 +70,12 @@ def test_a_question_that_is_taken_back_is_forgotten() -> None:
     async def scenario(w: World) -> None:
         kept = w.pull_side.pull("t", w.target.cache, DEST)
         other = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: len(w.p._state.exchange._stashed) == 2)
+        await w.until(lambda: len(w.p._state.registry._stashed) == 2)
         other.abort()
-        await w.until(lambda: len(w.p._state.exchange._stashed) == 1)
+        await w.until(lambda: len(w.p._state.registry._stashed) == 1)
         kept.abort()
-        await w.until(lambda: not w.p._state.exchange._stashed)
-        assert not w.p._state.exchange._asked
+        await w.until(lambda: not w.p._state.registry._stashed)
+        assert not w.p._state.registry._asked
 
     play(scenario, "inproc")
 
@@ -83,12 +83,12 @@ def test_a_question_that_is_taken_back_is_forgotten() -> None:
 def test_questions_of_a_lost_connection_are_forgotten() -> None:
     async def scenario(w: World) -> None:
         asked = [w.pull_side.pull(n, w.target.cache, DEST) for n in range(50)]
-        await w.until(lambda: len(w.p._state.exchange._stashed) == 50)
+        await w.until(lambda: len(w.p._state.registry._stashed) == 50)
         w.cut()
         for inc in asked:
             assert not (await inc).landed
-        assert not w.p._state.exchange._stashed
-        assert not w.p._state.exchange._asked
+        assert not w.p._state.registry._stashed
+        assert not w.p._state.registry._asked
 
     play(scenario, "inproc", resume=False)
 
@@ -132,7 +132,7 @@ def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
         link._into.outcome = lambda: None
         w.pull_side.abort("seen by one side")
         state, lost = inc._state, w.pull_side._state
-        await w.until(lambda: state.receipt and state.receipt.connection is not lost)
+        await w.until(lambda: state.attempt and state.attempt.connection is not lost)
         if not agreed:
             out = w.p.publish("t", w.source.cache, LIST)
             out.ready(layers=0)
@@ -151,7 +151,7 @@ def test_ending_by_name() -> None:
     async def scenario(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST)
         other = w.p.publish("u", w.source.cache, LIST)
-        w.p._state.exchange.end("t", "the engine says so")
+        w.p._state.registry.end("t", "the engine says so")
         assert (await out).missing["kv", LIST[0]] == "the engine says so"
         assert not other.done()
         other.abort()
@@ -213,7 +213,7 @@ def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
     async def scenario(w: World) -> None:
         for number in range(5):
             w.pull_side.pull(f"unknown {number}", w.target.cache, DEST)
-        await w.until(lambda: len(w.p._state.exchange._stashed) == 5)
+        await w.until(lambda: len(w.p._state.registry._stashed) == 5)
         read = TransferOffer.decode
         said: list[bytes] = []
 
@@ -229,7 +229,7 @@ def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
         await w.until(lambda: theirs not in w.p.live_connections)
         await virtual_time.pass_time(1.0)
         assert said == []
-        assert len(w.p._state.exchange._stashed) == 5
+        assert len(w.p._state.registry._stashed) == 5
         assert await w.moves("named", [6, 7], [20, 21])
 
     play(scenario, "inproc")

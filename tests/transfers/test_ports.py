@@ -32,8 +32,8 @@ def test_what_stands_above_has_what_the_ports_name() -> None:
         inc = w.pull_side.pull("t", w.target.cache, [1])
         state = inc._state
         communicator: object = state.communicator
-        assert state.receipt is not None
-        connection: object = state.receipt.connection
+        assert state.attempt is not None
+        connection: object = state.attempt.connection
         for port, found in (
             (CommunicatorPort, communicator),
             (ConnectionPort, connection),

@@ -36,7 +36,7 @@ class Hostile:
         return cls(w, out, inc)
 
     def say(self, frame_type: FrameType, body: Any, *, producer: bool = True) -> None:
-        end = self.out._state.deliveries[0] if producer else self.inc._state.receipt
+        end = self.out._state.attempts[0] if producer else self.inc._state.attempt
         assert end is not None
         assert end.core is not None
         assert end.core.wire_id is not None
@@ -136,7 +136,7 @@ def test_one_granule_may_be_marked_however_long_it_is(
         hostile.say(
             FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes)
         )
-        receipt = hostile.inc._state.receipt
+        receipt = hostile.inc._state.attempt
         assert receipt is not None
         await w.until(lambda: bool(receipt._segments))
         assert not w.pull_side.closed
@@ -165,16 +165,18 @@ def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
         hostile = await Hostile.of(w)
         hostile.out.ready(layers=0)
         await hostile.inc.layer(0)
-        before = hostile.inc._state.receipt
+        before = hostile.inc._state.attempt
         w.cut()
         await w.until(
             lambda: (
-                hostile.inc._state.receipt is not before
-                and hostile.out._state.deliveries[0].core is not None
+                hostile.inc._state.attempt is not before
+                and hostile.out._state.attempts[0].core is not None
             )
         )
-        await w.until(lambda: hostile.inc._state.told and hostile.inc._state.planned)
-        resumed = hostile.inc._state.receipt
+        await w.until(
+            lambda: hostile.inc._state.reported and hostile.inc._state.planned
+        )
+        resumed = hostile.inc._state.attempt
         assert resumed is not None
         await w.until(lambda: hasattr(resumed, "_promised"))
         hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
@@ -235,7 +237,7 @@ def test_a_commit_that_comes_twice() -> None:
 
 def test_payload_for_a_segment_that_was_not_marked() -> None:
     def act(hostile: Hostile) -> None:
-        delivery = hostile.out._state.deliveries[0]
+        delivery = hostile.out._state.attempts[0]
         assert delivery.core is not None
         assert delivery.core.wire_id is not None
         connection: Any = delivery.connection

@@ -46,11 +46,11 @@ def chunks_of(connection: kvwire.Connection) -> Iterator[list[Chunk]]:
 
 
 async def on_another_link(w: World, inc: kvwire.Incoming, before: object) -> None:
-    await w.until(lambda: inc._state.receipt is not before)
+    await w.until(lambda: inc._state.attempt is not before)
 
 
 def sent_boxes(out: kvwire.Outgoing) -> list[Segment]:
-    return list(out._state.deliveries[0]._sent.values())
+    return list(out._state.attempts[0]._sent.values())
 
 
 @BOTH
@@ -75,7 +75,7 @@ def test_a_long_transfer_does_not_delay_a_short_one(transport: str) -> None:
             short.ready()
             await quick.layer(LAYERS - 1)
             behind = sent[marked_at:]
-            mine = short._state.deliveries[0].core
+            mine = short._state.attempts[0].core
             places = [
                 n
                 for n, chunk in enumerate(behind)
@@ -103,7 +103,7 @@ def test_a_higher_priority_goes_first() -> None:
             w.pull_side.pull("high", w.target.cache, range(8, 16)),
         ]
         await w.until(lambda: all(inc._state.planned for inc in incoming))
-        urgent = high._state.deliveries[0].core
+        urgent = high._state.attempts[0].core
         with chunks_of(w.push_side) as sent:
             low.ready()
             high.ready()
@@ -157,7 +157,7 @@ def test_small_layers_are_grouped_behind_one_under_way() -> None:
         for layer in range(LAYERS):
             out.ready(layers=layer)
             await inc.layer(layer)
-            await w.until(lambda: not out._state.deliveries[0]._under_way)
+            await w.until(lambda: not out._state.attempts[0]._under_way)
         out.finish()
         assert (await inc).layers_grouped == 1
 
@@ -281,8 +281,8 @@ def test_what_has_landed_is_not_sent_again(transport: str, cuts: int) -> None:
             for layer in range(cuts):
                 out.ready(layers=layer)
                 await inc.layer(layer)
-                await w.until(lambda: not out._state.deliveries[0]._under_way)
-                before = inc._state.receipt
+                await w.until(lambda: not out._state.attempts[0]._under_way)
+                before = inc._state.attempt
                 w.cut()
                 await on_another_link(w, inc, before)
             out.ready(layers=slice(cuts, None))
@@ -310,7 +310,7 @@ def test_chunks_of_a_segment_that_was_cut_are_not_sent_again() -> None:
         out.ready(layers=0)
 
         def half() -> bool:
-            receipt = inc._state.receipt
+            receipt = inc._state.attempt
             assert receipt is not None
             if receipt.core is None:
                 return False
@@ -319,11 +319,11 @@ def test_chunks_of_a_segment_that_was_cut_are_not_sent_again() -> None:
             return bool(segments) and segments[0].moved >= 4 * MIB
 
         await w.turns_until(half)
-        before = inc._state.receipt
+        before = inc._state.attempt
         w.cut()
-        await w.until(lambda: inc._state.receipt is not before and inc._state.told)
+        await w.until(lambda: inc._state.attempt is not before and inc._state.reported)
         await inc.layer(0)
-        again = sum(out._state.deliveries[0].plan.nbytes_of(s) for s in sent_boxes(out))
+        again = sum(out._state.attempts[0].plan.nbytes_of(s) for s in sent_boxes(out))
         assert again <= 4 * MIB
         assert same(w.source, range(8), w.target, range(8), layers=[0])
         out.abort()
@@ -400,13 +400,11 @@ def test_what_the_consumer_had_counts_once_it_knows_of_us(
         inc = w.pull_side.pull(
             "t", w.target.cache, DEST, hashes=hashes, have=hashes[:2]
         )
-        await w.until(
-            lambda: out._state.deliveries and out._state.deliveries[0].planned
-        )
+        await w.until(lambda: out._state.attempts and out._state.attempts[0].planned)
         if agreed:
             out.ready(layers=0)
             await inc.layer(0)
-            await w.until(lambda: not out._state.deliveries[0]._under_way)
+            await w.until(lambda: not out._state.attempts[0]._under_way)
         w.cut()
         produced, consumed = await out, await inc
         assert not produced.complete

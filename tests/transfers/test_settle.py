@@ -38,11 +38,11 @@ def test_the_producer_has_not_heard_that_all_is_settled(
     async def scenario(w: World) -> None:
         out, inc = begin(w, push)
         marked = slice(0, LAYERS - partial)
-        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
         if heard == "what has landed":
             out.ready(layers=marked)
             await w.until(lambda: inc.layer_landed(marked.stop - 1))
-            await w.until(lambda: not out._state.deliveries[0]._under_way)
+            await w.until(lambda: not out._state.attempts[0]._under_way)
             w.freeze(w.push_side)
         else:
             w.freeze(w.push_side)
@@ -77,7 +77,7 @@ def test_the_consumer_has_not_heard_that_it_was_heard(push: bool) -> None:
         assert (await out).complete
         w.cut()
         await virtual_time.pass_time(2 * w.d.config.lease_s)
-        assert not w.d._state.exchange._last_words
+        assert not w.d._state.registry._settle_retries
         assert (await inc).complete
         w.pull_side = await w.d.connect(w.address)
         assert await w.moves("t", [6, 7], [20, 21])
@@ -96,8 +96,8 @@ def test_a_producer_that_is_gone_is_not_told_for_ever() -> None:
         w.p.abort()
         await w.p.close()
         await virtual_time.pass_time(2 * w.d.config.lease_s)
-        assert not w.d._state.exchange._last_words
-        assert not w.d._state.exchange.interrupted(w.p.incarnation)
+        assert not w.d._state.registry._settle_retries
+        assert not w.d._state.registry.interrupted(w.p.incarnation)
 
     play(scenario, "inproc", lease_s=3.0)
 
@@ -105,9 +105,9 @@ def test_a_producer_that_is_gone_is_not_told_for_ever() -> None:
 @pytest.fixture(name="forge")
 def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that marks although its consumer says that all is settled."""
-    real = SendAttempt.send_marks
+    real = SendAttempt.send_ready
 
-    def send_marks(self: Any) -> None:
+    def send_ready(self: Any) -> None:
         if self.state is not AttemptState.SETTLED:
             real(self)
         elif self.core is not None and not self.core.over:
@@ -118,7 +118,7 @@ def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
             outbox.send(FrameType.SEGMENT, body, request=self.core.wire_id)
             self.connection.run()
 
-    monkeypatch.setattr(SendAttempt, "send_marks", send_marks)
+    monkeypatch.setattr(SendAttempt, "send_ready", send_ready)
 
 
 @PUSH
@@ -129,7 +129,7 @@ def test_a_mark_for_a_transfer_that_is_settled(push: bool) -> None:
 
     async def scenario(w: World) -> None:
         out, inc = begin(w, push)
-        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
         w.freeze(w.push_side)
         out.ready()
         out.finish()
@@ -157,7 +157,7 @@ def test_a_mark_for_a_transfer_that_is_settled(push: bool) -> None:
 def test_nothing_is_marked_for_a_transfer_that_is_settled(push: bool) -> None:
     async def scenario(w: World) -> None:
         out, inc = begin(w, push)
-        await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
+        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
         w.freeze(w.push_side)
         out.ready()
         out.finish()
@@ -165,7 +165,7 @@ def test_nothing_is_marked_for_a_transfer_that_is_settled(push: bool) -> None:
         assert same(w.source, LIST, w.target, DEST)
         w.cut()
         assert (await out).complete
-        assert not out._state.deliveries[0]._sent
+        assert not out._state.attempts[0]._sent
 
     play(scenario, "inproc")
 
@@ -185,7 +185,7 @@ def test_a_last_word_is_no_answer_to_another_transfer_of_the_name() -> None:
         new = w.p.publish("t", w.source.cache, [6, 7])
         await virtual_time.pass_time(2.0)
         assert not new.done()
-        assert not new._state.deliveries
+        assert not new._state.attempts
         new.ready()
         new.finish()
         w.pull_side = await w.d.connect(w.address)
@@ -211,7 +211,7 @@ def test_going_on_with_an_end_that_is_over_is_refused() -> None:
         )
         w.pull_side._state.run()
         await w.until(lambda: request.over)
-        assert not w.p._state.exchange.live
+        assert not w.p._state.registry.live
 
     play(scenario, "inproc")
 
@@ -239,9 +239,7 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
             w = World(p, d, pull_side, push_side, address)
             inc = d.expect("t", w.target.cache, DEST)
             out = push_side.push("t", w.source.cache, LIST)
-            await w.until(
-                lambda: inc._state.planned and out._state.deliveries[0].planned
-            )
+            await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
             w.freeze(push_side)
             out.ready()
             out.finish()
@@ -251,7 +249,7 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
             push_side.abort("a broken cable")
             await push_side.wait_closed()
             await p.connect(address)
-            await w.until(lambda: d._state.exchange._stashed)
+            await w.until(lambda: d._state.registry._stashed)
             assert not out.done()
             if ends == "is lost":
                 pull_side._state.core.fail(kvwire.ConnectionLost("silence"))
@@ -264,8 +262,8 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
             else:
                 (reason,) = produced.missing.reasons
                 assert "nothing is known of it" in reason
-            assert not d._state.exchange._settling
-            assert not d._state.exchange._asked
+            assert not d._state.registry._settling
+            assert not d._state.registry._asked
             link: Any = pull_side._state.link
             del link._turn, link.wake
             link.wake()
@@ -287,18 +285,16 @@ def test_a_producer_that_comes_back_while_its_last_link_says_the_last_word() -> 
             w = World(p, d, pull_side, push_side, address)
             inc = d.expect("t", w.target.cache, DEST)
             out = push_side.push("t", w.source.cache, LIST)
-            await w.until(
-                lambda: inc._state.planned and out._state.deliveries[0].planned
-            )
+            await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
             w.freeze(push_side)
             out.ready()
             out.finish()
             assert (await inc).complete
             push_side._state.dialled = None
             push_side.abort("a broken cable")
-            exchange = d._state.exchange
-            await w.until(lambda: exchange._last_words)
-            (word,) = exchange._last_words.values()
+            exchange = d._state.registry
+            await w.until(lambda: exchange._settle_retries)
+            (word,) = exchange._settle_retries.values()
             second = await p.connect(address)
             w.freeze(second)
             its_end = await d.accept()
@@ -313,7 +309,7 @@ def test_a_producer_that_comes_back_while_its_last_link_says_the_last_word() -> 
             its_end._state.core.fail(kvwire.ConnectionLost("silence"))
             its_end._state.run()
             assert (await out).complete
-            await w.until(lambda: not exchange._last_words)
+            await w.until(lambda: not exchange._settle_retries)
             assert not exchange._asked
             link: Any = its_end._state.link
             del link._turn, link.wake
@@ -328,7 +324,7 @@ def test_a_producer_that_comes_back_while_its_last_link_says_the_last_word() -> 
 async def settled_unheard(w: World, push: bool) -> kvwire.Outgoing:
     """A transfer that is complete for its consumer; the producer does not know yet."""
     out, inc = begin(w, push)
-    await w.until(lambda: inc._state.planned and out._state.deliveries[0].planned)
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
     w.freeze(w.push_side)
     out.ready()
     out.finish()
@@ -347,12 +343,12 @@ def test_a_consumer_that_closes_says_its_last_word_first(
         out = await settled_unheard(w, push)
         w.cut()
         if noticed:
-            await w.turns_until(lambda: w.d._state.exchange._last_words)
+            await w.turns_until(lambda: w.d._state.registry._settle_retries)
         await w.d.close()
         assert out.done()
         assert (await out).complete
         assert out.is_drained
-        assert not w.d._state.exchange.unsaid
+        assert not w.d._state.registry.unsettled
         assert not w.p.live_connections
 
     play(scenario, "inproc")

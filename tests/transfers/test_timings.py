@@ -30,7 +30,7 @@ ORDER: list[Phase] = ["met", "agreed", "first", "last", "over"]
 def test_every_phase(memory: bool) -> None:
     phases = PhaseTimer()
     for phase in ORDER:
-        phases.note(phase)
+        phases.mark_first(phase)
     times = phases.timings(memory=memory)
     assert (times.queue_s, times.memory_wait_s) == ((0, 1) if memory else (1, 0))
     assert (times.handshake_s, times.wire_s, times.commit_s) == (1, 1, 1)
@@ -43,7 +43,7 @@ def test_a_transfer_that_ended_early(reached: int) -> None:
     """Phases that never came take no time, and none of it is negative."""
     phases = PhaseTimer()
     for phase in ORDER[:reached]:
-        phases.note(phase)
+        phases.mark_first(phase)
     times = phases.timings(memory=False)
     assert all(getattr(times, name) >= 0 for name in times.__slots__)
     assert 0 < total(times) <= reached + 1
@@ -53,12 +53,12 @@ def test_a_transfer_that_ended_early(reached: int) -> None:
 @pytest.mark.usefixtures("clock")
 def test_an_earlier_link_stands_and_the_last_byte_moves() -> None:
     phases = PhaseTimer(created=90.0)
-    phases.note("met")
-    phases.note("met")
-    phases.note("agreed")
-    phases.note("first")
-    phases.note_again("last")
-    phases.note_again("last")
+    phases.mark_first("met")
+    phases.mark_first("met")
+    phases.mark_first("agreed")
+    phases.mark_first("first")
+    phases.mark_last("last")
+    phases.mark_last("last")
     times = phases.timings(memory=False)
     assert times.queue_s == 10
     assert times.wire_s == 2

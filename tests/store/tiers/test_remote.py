@@ -79,7 +79,7 @@ async def test_a_server_killed_in_the_middle_of_a_put() -> None:
     ):
         tier = tier_of(store)
         put = store.put(hashes, source.cache, range(BLOCKS))
-        await until(lambda: tier._communicator._state.exchange.live)
+        await until(lambda: tier._communicator._state.registry.live)
         server.signal(signal.SIGSTOP)
         assert not put.done()
         server.signal(signal.SIGKILL)
@@ -194,7 +194,7 @@ async def test_a_client_killed_in_the_middle(verb: str) -> None:
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
         await until(lambda: not server.clients())
-        assert not server._communicator._state.exchange.live
+        assert not server._communicator._state.registry.live
         if verb == "put":
             assert len(store._tiers.memory.index) < BLOCKS
         target = Filled(BLOCKS, LARGE)
