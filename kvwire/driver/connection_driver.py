@@ -12,13 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
-from kvwire.driver.buffers import BufferTable
 from kvwire.driver.checksums import ChecksumPolicy, arrived, landing_for
 from kvwire.driver.device_staging import DeviceStaging
-from kvwire.driver.handshake import HandshakeDriver
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.scheduler import LaneScheduler
 from kvwire.driver.lanes.setup import LaneSetup
@@ -41,10 +39,6 @@ from kvwire.proto.events import (
 )
 from kvwire.types import BufferId
 
-if TYPE_CHECKING:
-    from kvwire.endpoint.connection import ConnectionState
-    from kvwire.proto.agreement import Agreement
-
 logger = logging.getLogger("kvwire")
 
 # Events of one turn of the loop behind which payload queues up again. More of them, or
@@ -64,44 +58,44 @@ class _Landing(Landing):
 
 
 class ConnectionDriver(LinkHandler):
-    """Runs a link, first through its handshake and then for its connection.
+    """Runs the link and the lanes of one connection, once its handshake is over.
+
+    Args:
+        link: The link.
+        core: The protocol of the connection.
+        owner: Whose connection it is.
+        lanes: Its data paths beside the link.
+        on_event: Called with each event of the core that is not about lanes.
 
     Attributes:
         link: The link.
-        core: The protocol of the connection, once the handshake is over.
-        lanes: Its data paths beside the link, then too.
-        active: What carries its data.
+        lanes: The data paths beside it.
+        active: What carries the data.
         lane_setup: Opens the lanes.
-        staged: What of its payload lies in device memory.
+        staged: What of the payload lies in device memory.
         held: Messages that nobody has asked for yet, by the core's numbers.
         ended: Set when the link and its lanes have closed: nothing touches memory any
             more.
     """
 
-    lanes: LaneSet
-    active: ActiveTransport
-    lane_setup: LaneSetup
-    staged: DeviceStaging
-    _scheduler: LaneScheduler
-    _on_event: Callable[[Event], None]
-
     def __init__(
         self,
         link: Link,
-        buffers: BufferTable,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        checks: ChecksumPolicy,
+        core: ConnectionCore,
+        owner: DriverOwner,
+        lanes: LaneSet,
+        on_event: Callable[[Event], None],
     ) -> None:
+        loop = owner.loop
         self.link = link
-        self.core: ConnectionCore | None = None
         # bounded: EAGER_WINDOW_BYTES, by the credit that the core gives
         self.held: dict[BufferId, memoryview] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
-        self._opening: HandshakeDriver | None = None
-        self._buffers = buffers
+        self._core = core
+        self._on_event = on_event
+        self._buffers = owner.buffers
         self._loop = loop
-        self._checks = checks
+        self._checks = ChecksumPolicy(owner.config.checksum)
         self._copies = ScratchPool()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -113,31 +107,15 @@ class ConnectionDriver(LinkHandler):
         # Sends payload in a turn of the loop of its own; none is sent before it.
         self._again: asyncio.Handle | None = None
         self._times_put_off = 0
+        self._open_paths(owner, lanes)
+        self.set_timer()
 
-    def open(
-        self, opening: HandshakeDriver, agreed: Callable[[Agreement], ConnectionState]
-    ) -> None:
-        """Start the link and shake hands on it; ``agreed`` then calls ``connect``."""
-        self._opening = opening
-        self.link.start(self)
-        opening.begin(self.link, agreed)
-
-    def connect(
-        self,
-        core: ConnectionCore,
-        owner: DriverOwner,
-        lanes: LaneSet,
-        on_event: Callable[[Event], None],
-    ) -> None:
-        """From now on frames belong to ``core`` and its events go to ``on_event``.
-
-        But for those about lanes, which are dealt with here.
-        """
-        self._opening = None
-        self.core = core
+    def _open_paths(self, owner: DriverOwner, lanes: LaneSet) -> None:
+        """Make what moves payload: staging for device memory, and lanes."""
+        core, link = self._core, self.link
         self.staged = DeviceStaging(
             core,
-            self.link,
+            link,
             self._buffers,
             owner.devices,
             run=self.run,
@@ -160,24 +138,18 @@ class ConnectionDriver(LinkHandler):
             lanes,
             self.active,
             self._scheduler,
-            self.link.remote_address,
+            link.remote_address,
             owner,
             run=self.run,
             check_ended=self._check_ended,
         )
-        self._on_event = on_event
-        self.set_timer()
 
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
         """See LinkHandler."""
-        core = self.core
-        if core is None:
-            assert self._opening is not None
-            return self._opening.header_received(link, header)
         try:
-            arrival = core.header_received(header)
+            arrival = self._core.header_received(header)
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
@@ -189,12 +161,8 @@ class ConnectionDriver(LinkHandler):
 
     def body_received(self, link: Link, landing: Landing) -> None:
         """See LinkHandler."""
-        core = self.core
-        if core is None:
-            assert self._opening is not None
-            self._opening.body_received(link, landing)
-            return
         assert isinstance(landing, _Landing)
+        core = self._core
         arrival, payload = landing.arrival, landing.payload
         now = self._loop.time()
         self._seen_bytes, self._seen_at = link.received_bytes, now
@@ -221,16 +189,14 @@ class ConnectionDriver(LinkHandler):
     def frame_sent(self, link: Link, token: object) -> None:
         """See LinkHandler."""
         assert isinstance(token, Chunk)
-        assert self.core is not None
         self.staged.sent(token)
         self._copies.give_back(token)
-        self.core.chunk_sent(token)
+        self._core.chunk_sent(token)
         self.run()
 
     def link_writable(self, link: Link) -> None:
         """See LinkHandler."""
-        if self.core is not None:
-            self.run()
+        self.run()
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
         """See LinkHandler."""
@@ -240,22 +206,18 @@ class ConnectionDriver(LinkHandler):
             self._timer = None
         if self._again is not None:
             self._again.cancel()
-        if self._opening is not None:
-            self._opening.link_closed(error)
-        if self.core is not None:
-            self._scheduler.end()
-            self.staged.link_gone()
-            self.core.link_lost(_as_closed(error))
-            self.run()
-            self.lane_setup.cancel()
+        self._scheduler.end()
+        self.staged.link_gone()
+        self._core.link_lost(_as_closed(error))
+        self.run()
+        self.lane_setup.cancel()
         self._check_ended()
 
     # --- draining the core ------------------------------------------------------------
 
     def run(self, *, its_turn: bool = False) -> None:
         """Do everything that the core asks for now; see :meth:`_drain`."""
-        core = self.core
-        assert core is not None
+        core = self._core
         if self._running:
             return  # called from inside a run, which goes on until nothing is left
         outbox = core.outbox
@@ -279,8 +241,7 @@ class ConnectionDriver(LinkHandler):
 
     def set_timer(self) -> None:
         """Be woken when the core wants to look at the clock."""
-        assert self.core is not None
-        at = self.core.next_tick
+        at = self._core.next_tick
         if self._timer is not None:
             if at >= self._timer_at:
                 return
@@ -454,16 +415,14 @@ class ConnectionDriver(LinkHandler):
         """A staged payload of the link has been copied to where it belongs."""
         if self._closed:
             return
-        assert self.core is not None
         try:
-            self.core.body_received(arrival, self._loop.time())
+            self._core.body_received(arrival, self._loop.time())
         except ProtocolError as exc:
             self._broken(exc)
 
     def _receive_on_lane(self, event: LaneDataReceived) -> None:
         arrival = event.arrival
-        assert self.core is not None
-        if not self.core.lanes.expects(arrival):
+        if not self._core.lanes.expects(arrival):
             return  # its lane has ended since, and with it the hold of its memory
         payload = None if arrival.buffer is None else self._destination(arrival)
         try:
@@ -474,9 +433,7 @@ class ConnectionDriver(LinkHandler):
     def _check_ended(self) -> None:
         if not self._closed or self.ended.done():
             return
-        if self.core is None or (
-            not self.lane_setup.busy and self.lanes.quiet and self.staged.quiet
-        ):
+        if not self.lane_setup.busy and self.lanes.quiet and self.staged.quiet:
             self.ended.set_result(None)
 
     def _lane_broke(self, endpoint: LaneEndpoint) -> None:
@@ -494,8 +451,7 @@ class ConnectionDriver(LinkHandler):
 
     def _tick(self) -> None:
         self._timer = None
-        core, now = self.core, self._loop.time()
-        assert core is not None
+        core, now = self._core, self._loop.time()
         if self.link.received_bytes != self._seen_bytes:
             # Part of a frame, some time since: counted from the earliest, so that a
             # peer that dies in the middle of a frame is not known an interval too late.
@@ -510,9 +466,8 @@ class ConnectionDriver(LinkHandler):
             self.set_timer()
 
     def _broken(self, error: ProtocolError) -> None:
-        assert self.core is not None
-        logger.warning("peer %s: %s", self.core.agreement.peer, error)
-        self.core.fail(error)
+        logger.warning("peer %s: %s", self._core.agreement.peer, error)
+        self._core.fail(error)
         self.run()
         # Also where the connection had ended before, and only its link was closing.
         self.link.abort()
@@ -526,11 +481,10 @@ class ConnectionDriver(LinkHandler):
             self.link.abort()
 
     def _check_slow_peer(self) -> None:
-        assert self.core is not None
         # The last chunk was queued while there was room for a byte of it.
-        payload_bytes = LINK_QUEUE_BYTES + self.core.agreement.parameters.chunk_bytes
+        payload_bytes = LINK_QUEUE_BYTES + self._core.agreement.parameters.chunk_bytes
         if self.link.queued_bytes > payload_bytes + CONTROL_QUEUE_BYTES_MAX:
-            self.core.fail(
+            self._core.fail(
                 ConnectionLost(
                     f"the peer does not read: {self.link.queued_bytes} bytes are queued"
                 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar, cast
 
-from kvwire.backend import Landing, Link
+from kvwire.backend import Landing, Link, LinkHandler
 from kvwire.backend.selection import judge
 from kvwire.config import Config
 from kvwire.errors import (
@@ -29,59 +29,113 @@ from kvwire.proto.handshake import Handshake, HandshakeState, ServerHandshake
 from kvwire.types import Candidate, TransportReport, TrustMode
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 
-if TYPE_CHECKING:
-    from kvwire.driver.connection_driver import ConnectionDriver
-    from kvwire.endpoint.connection import ConnectionState
-
+T = TypeVar("T")
 
 # How a ClientHello begins (RFC 8446 5.1); no frame of ours has this type.
 _TLS_HANDSHAKE, _TLS_MAJOR = 0x16, 0x03
 
 
-class HandshakeDriver:
-    """One handshake under way on one link.
+class HandlerSwitch:
+    """What a link calls, whose methods are those of the handler of the moment.
+
+    So a link changes its handler within a frame, and each call costs nothing more.
+    """
+
+    __slots__ = (
+        "body_received",
+        "frame_sent",
+        "header_received",
+        "link_closed",
+        "link_writable",
+    )
+
+    def __init__(self, handler: LinkHandler) -> None:
+        self.switch(handler)
+
+    def switch(self, handler: LinkHandler) -> None:
+        """From now on, call the methods of this handler."""
+        self.header_received = handler.header_received
+        self.body_received = handler.body_received
+        self.frame_sent = handler.frame_sent
+        self.link_writable = handler.link_writable
+        self.link_closed = handler.link_closed
+
+
+class HandshakeDriver(LinkHandler, Generic[T]):
+    """Runs one handshake on one link, until the driver of the connection takes over.
 
     Attributes:
+        link: The link.
         handshake: The protocol's side of it.
         scheme: The transport of the link.
         done: The connection it led to, or the error that ended it.
+        ended: Set when the link has closed, or another handler has taken it over.
         identity: Who the peer has proved to be, in ``mtls`` mode.
     """
 
-    _agreed: Callable[[Agreement], ConnectionState]
-
     def __init__(
         self,
+        link: Link,
         handshake: Handshake,
         config: Config,
         scheme: str,
         loop: asyncio.AbstractEventLoop,
         *,
+        agreed: Callable[[HandshakeDriver[T], Agreement], T],
         busy: str = "",
     ) -> None:
         """Prepare a handshake.
 
         Args:
+            link: The link, which is not started yet.
             handshake: The protocol's side of it.
-            config: This side's wishes.
+            config: This side's preferences.
             scheme: The transport of the link.
             loop: The running loop.
+            agreed: Makes the connection, and calls :meth:`hand_over`.
             busy: Why there is no room for another connection, or "".
         """
+        self.link = link
         self.handshake = handshake
-        self.done: asyncio.Future[ConnectionState] = loop.create_future()
-        self._config = config
         self.scheme = scheme
-        self._busy = busy
+        self.done: asyncio.Future[T] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
         self.identity = ""
-
-    def begin(self, link: Link, agreed: Callable[[Agreement], ConnectionState]) -> None:
-        """Send what the handshake starts with; ``agreed`` makes the connection."""
+        self._config = config
         self._agreed = agreed
-        self._flush(link)
+        self._busy = busy
+        self._switch = HandlerSwitch(self)
+
+    def begin(self) -> None:
+        """Start the link, and send what the handshake starts with."""
+        self.link.start(cast("LinkHandler", self._switch))
+        self._flush(self.link)
+
+    def hand_over(self, handler: LinkHandler) -> None:
+        """Let the link call another handler, from the next frame on."""
+        self._switch.switch(handler)
+        self.ended.set_result(None)
+
+    async def wait_established(self) -> T:
+        """Wait for the connection.
+
+        Raises:
+            HandshakeError, ProtocolError, ConnectionLost: There is none.
+
+        Cancel safety: safe, the link is aborted.
+        """
+        try:
+            return await asyncio.shield(self.done)
+        except KVWireError:
+            # The last frame is on its way; the link ends after it.
+            raise
+        except BaseException:
+            self.link.abort()
+            self.done.cancel()
+            raise
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """Take a header of the handshake."""
+        """See LinkHandler."""
         if self.done.done():
             return Landing(0, None)
         try:
@@ -94,7 +148,7 @@ class HandshakeDriver:
         return Landing(length, memoryview(bytearray(length)))
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """Take the body of that frame, and act."""
+        """See LinkHandler."""
         if self.done.done():
             return  # the link is closing: nothing of the peer is read any more
         body = landing.payload
@@ -112,10 +166,17 @@ class HandshakeDriver:
             return
         self._flush(link)
         if self.handshake.agreement is not None and not self.done.done():
-            self.done.set_result(self._agreed(self.handshake.agreement))
+            self.done.set_result(self._agreed(self, self.handshake.agreement))
 
-    def link_closed(self, error: Exception | None) -> None:
-        """The link has ended before the handshake has."""
+    def frame_sent(self, link: Link, token: object) -> None:
+        """See LinkHandler; no frame of the handshake has a token."""
+
+    def link_writable(self, link: Link) -> None:
+        """See LinkHandler; the handshake answers, it never waits for room."""
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        """See LinkHandler."""
+        self.ended.set_result(None)
         if not self.done.done() and isinstance(error, HandshakeError):
             self.done.set_exception(error)
         if not self.done.done():
@@ -128,13 +189,6 @@ class HandshakeDriver:
             )
             lost.__cause__ = error
             self.done.set_exception(lost)
-
-    def timed_out(self, timeout_s: float) -> HandshakeTimeout:
-        """The error when the peer took too long."""
-        return HandshakeTimeout(
-            f"no handshake within {timeout_s:g} s; it waited for "
-            f"{self.handshake.state.name} from the peer"
-        )
 
     def _know_peer(self, link: Link) -> None:
         """In ``mtls`` mode, bind the handshake to what TLS has proved.
@@ -190,25 +244,12 @@ class HandshakeDriver:
         link.flush()
 
 
-async def hands_shaken(
-    pump: ConnectionDriver, opening: HandshakeDriver
-) -> ConnectionState:
-    """Wait for the connection; without anybody who waits, there is none.
-
-    Raises:
-        HandshakeError, ProtocolError, ConnectionLost: There is none.
-
-    Cancel safety: safe, the link is aborted.
-    """
-    try:
-        return await asyncio.shield(opening.done)
-    except KVWireError:
-        # The last word is on its way; the link ends after it.
-        raise
-    except BaseException:
-        pump.link.abort()
-        opening.done.cancel()
-        raise
+def handshake_timeout(handshake: Handshake, timeout_s: float) -> HandshakeTimeout:
+    """Make the error for a peer that took too long."""
+    return HandshakeTimeout(
+        f"no handshake within {timeout_s:g} s; it waited for "
+        f"{handshake.state.name} from the peer"
+    )
 
 
 def _check_plain(header: memoryview) -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from kvwire.backend import Backend
 from kvwire.config import Config
+from kvwire.driver.buffers import BufferTable
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
 
 
 class DriverOwner(Protocol):
     """The communicator, as the driver of one connection sees it."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop on which everything happens."""
+
+    @property
+    def buffers(self) -> BufferTable:
+        """The memory that transports use."""
 
     @property
     def config(self) -> Config:

@@ -15,16 +15,15 @@ from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
 from kvwire.backend.selection import control_refusal, local_refusal, wishes
 from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
-from kvwire.driver.acceptor import Acceptor
 from kvwire.driver.buffers import BufferTable
-from kvwire.driver.checksums import ChecksumPolicy
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
-from kvwire.driver.handshake import HandshakeDriver, hands_shaken, report_of
-from kvwire.driver.reconnect import Reconnector
+from kvwire.driver.handshake import HandshakeDriver, handshake_timeout, report_of
+from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.observers import Observers
+from kvwire.endpoint.reconnect import Reconnector
 from kvwire.endpoint.verbs import PublishExpect
 from kvwire.errors import (
     BackendUnavailable,
@@ -39,7 +38,7 @@ from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.handshake import ClientHandshake
+from kvwire.proto.handshake import ClientHandshake, Handshake
 from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.security.keys import crosses_hosts, load_keys, resolve
 from kvwire.security.tls import CredentialFiles
@@ -52,6 +51,9 @@ from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 logger = logging.getLogger("kvwire")
+
+# What runs a link: first the one, then the other.
+Driver = HandshakeDriver[ConnectionState] | ConnectionDriver
 
 
 class CommunicatorState(PublishExpect):
@@ -103,7 +105,7 @@ class CommunicatorState(PublishExpect):
         self._regions = RegionTable()
         self._backends: dict[str, Backend] = {}
         self._listeners: list[Listener] = []
-        self.drivers: set[ConnectionDriver] = set()
+        self.drivers: set[Driver] = set()
         self._connections: set[ConnectionState] = set()
         self._closed = False
         # No link is made or taken any more, not even to say a last word.
@@ -205,17 +207,16 @@ class CommunicatorState(PublishExpect):
             secrets.token_bytes(NONCE_BYTES),
             _offer(self.identity, config, where.scheme, resumes),
         )
-        opening = HandshakeDriver(handshake, config, where.scheme, self.loop)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 where, link = await self._dial(where, backend)
-                driver = self.open_link(link, opening)
-                connection = await hands_shaken(driver, opening)
+                opening = self.open_link(link, handshake, config, where.scheme)
+                connection = await opening.wait_established()
                 await _lanes_up(connection, config.lanes)
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise opening.timed_out(timeout_s) from None
+            raise handshake_timeout(handshake, timeout_s) from None
         except ConnectionLost:
             self._check_open()
             raise
@@ -399,27 +400,31 @@ class CommunicatorState(PublishExpect):
             self._backends[name] = backend  # bounded: BACKENDS_MAX
         return self._backends[name]
 
-    def open_link(self, link: Link, opening: HandshakeDriver) -> ConnectionDriver:
+    def open_link(
+        self,
+        link: Link,
+        handshake: Handshake,
+        config: Config,
+        scheme: str,
+        busy: str = "",
+    ) -> HandshakeDriver[ConnectionState]:
         """Start a link; when the handshake on it has ended, it has a connection."""
-        driver = ConnectionDriver(
-            link,
-            self.buffers,
-            self.loop,
-            checks=ChecksumPolicy(self.config.checksum),
+        opening = HandshakeDriver(
+            link, handshake, config, scheme, self.loop, agreed=self._begin, busy=busy
         )
-        self.drivers.add(driver)
-        driver.ended.add_done_callback(lambda _: self.drivers.discard(driver))
-
-        def agreed(agreement: Agreement) -> ConnectionState:
-            return self._begin(driver, opening, agreement)
-
-        driver.open(opening, agreed)
+        self._add_driver(opening)
+        opening.begin()
         if self.links_ended:
             link.abort()
-        return driver
+        return opening
+
+    def _add_driver(self, driver: Driver) -> None:
+        """Know what runs a link until it has ended."""
+        self.drivers.add(driver)  # bounded: CONNECTIONS_MAX, PENDING_HANDSHAKES_MAX
+        driver.ended.add_done_callback(lambda _: self.drivers.discard(driver))
 
     def _begin(
-        self, driver: ConnectionDriver, opening: HandshakeDriver, agreement: Agreement
+        self, opening: HandshakeDriver[ConnectionState], agreement: Agreement
     ) -> ConnectionState:
         core = ConnectionCore(
             agreement,
@@ -432,16 +437,18 @@ class CommunicatorState(PublishExpect):
         )
         connection = ConnectionState(
             self,
-            driver,
+            opening.link,
             core,
             peer=replace(
                 agreement.peer,
-                address=driver.link.remote_address,
+                address=opening.link.remote_address,
                 identity=opening.identity,
             ),
             report=report_of(agreement.choice),
             scheme=opening.scheme,
         )
+        self._add_driver(connection.driver)
+        opening.hand_over(connection.driver)
         self._connections.add(connection)
         self.counters.connections += 1
         return connection

@@ -84,7 +84,7 @@ class ConnectionState(PullPush):
     def __init__(
         self,
         communicator: CommunicatorState,
-        driver: ConnectionDriver,
+        link: Link,
         core: ConnectionCore,
         *,
         peer: PeerInfo,
@@ -95,7 +95,6 @@ class ConnectionState(PullPush):
         self._public: weakref.ref[Any] | None = None
         self.peer = peer
         self.core = core
-        self.driver = driver
         self._buffers = communicator.buffers
         self._loop = asyncio.get_running_loop()
         self._check = communicator.config.checksum != "off"
@@ -103,8 +102,8 @@ class ConnectionState(PullPush):
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
         lanes = LaneSet(scheme, report)
-        driver.connect(core, communicator, lanes, self._on_event)
-        self.staged = driver.staged
+        self.driver = ConnectionDriver(link, core, communicator, lanes, self._on_event)
+        self.staged = self.driver.staged
 
     def __repr__(self) -> str:
         state = self.core.phase.value

@@ -22,7 +22,8 @@ from kvwire import (
     ConnectionLost,
     PeerUnresponsive,
 )
-from kvwire.driver import acceptor, connection_driver
+from kvwire.driver import connection_driver
+from kvwire.endpoint import acceptor
 from kvwire.limits import (
     CHUNK_BYTES,
     HEADER_BYTES,

@@ -17,7 +17,7 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, HandshakeError
-from kvwire.driver import acceptor
+from kvwire.endpoint import acceptor
 from kvwire.limits import KIB, MIB, PENDING_HANDSHAKES_MAX
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Cut, Direction, Ending

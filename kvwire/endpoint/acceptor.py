@@ -12,9 +12,8 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from kvwire.backend import Backend, Link
-from kvwire.driver.accept_queue import AcceptQueue
-from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.driver.handshake import HandshakeDriver
+from kvwire.driver.handshake import HandshakeDriver, handshake_timeout
+from kvwire.endpoint.accept_queue import AcceptQueue
 from kvwire.errors import KVWireError
 from kvwire.limits import PENDING_HANDSHAKES_MAX
 from kvwire.proto.handshake import ServerHandshake
@@ -24,6 +23,7 @@ from kvwire.wire.handshake_messages import NONCE_BYTES
 
 if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState
+    from kvwire.endpoint.connection import ConnectionState
 
 logger = logging.getLogger("kvwire")
 
@@ -40,7 +40,7 @@ class Acceptor:
         self._communicator = communicator
         # Links that are not a connection: not yet, or never and on their way out.
         # Oldest first.
-        self._pending: dict[ConnectionDriver, None] = {}
+        self._pending: dict[HandshakeDriver[ConnectionState], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, link: Link, backend: Backend) -> None:
@@ -56,17 +56,16 @@ class Acceptor:
             oldest = next(iter(self._pending))
             del self._pending[oldest]
             oldest.link.abort()
-        opening = HandshakeDriver(
+        opening = communicator.open_link(
+            link,
             ServerHandshake(communicator.identity, secrets.token_bytes(NONCE_BYTES)),
             communicator.config,
             backend.scheme,
-            communicator.loop,
             busy=self._busy(),
         )
-        pump = communicator.open_link(link, opening)
-        self._pending[pump] = None  # bounded: PENDING_HANDSHAKES_MAX
-        pump.ended.add_done_callback(lambda _: self._pending.pop(pump, None))
-        task = communicator.loop.create_task(self._welcome(pump, opening))
+        self._pending[opening] = None  # bounded: PENDING_HANDSHAKES_MAX
+        opening.ended.add_done_callback(lambda _: self._pending.pop(opening, None))
+        task = communicator.loop.create_task(self._welcome(opening))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -78,22 +77,23 @@ class Acceptor:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _welcome(self, pump: ConnectionDriver, opening: HandshakeDriver) -> None:
-        communicator, remote = self._communicator, pump.link.remote_address
+    async def _welcome(self, opening: HandshakeDriver[ConnectionState]) -> None:
+        communicator, remote = self._communicator, opening.link.remote_address
         timeout_s = communicator.config.handshake_timeout_s
         # Not cancelled by a timeout: what has ended at the last moment has ended.
         await asyncio.wait([opening.done], timeout=timeout_s)
         if not opening.done.done():
-            logger.info("%s: %s", remote, opening.timed_out(timeout_s))
+            logger.info(
+                "%s: %s", remote, handshake_timeout(opening.handshake, timeout_s)
+            )
             opening.done.cancel()
-            pump.link.abort()
+            opening.link.abort()
             return
         try:
             connection = opening.done.result()
         except KVWireError as exc:
             logger.info("%s: refused: %s", remote, exc)
             return
-        self._pending.pop(pump, None)
         try:
             async with asyncio.timeout(timeout_s):
                 await connection.driver.lane_setup.wait_settled()
