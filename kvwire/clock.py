@@ -29,7 +29,7 @@ _STARTED = time.monotonic()
 
 
 def absolute(deadline: float | timedelta | None) -> float | None:
-    """The deadline as a time of the running loop's clock.
+    """Return the deadline as a time of the running loop's clock.
 
     A deadline is an instant, ``loop.time() + 2``. People also write the 2 alone. A
     number smaller than the clock was when this process began cannot be an instant of
@@ -73,7 +73,7 @@ async def at_most(
 
 
 class Backoff:
-    """A random part of a limit that doubles, up to a last one.
+    """Draws a random part of a limit that doubles, up to a last one.
 
     So many that have lost the same thing at once do not come back at once, and what
     stays away is asked for less and less often. Never less than half of the limit: a
@@ -89,7 +89,7 @@ class Backoff:
         self._last_s = last_s
 
     def pause_s(self) -> float:
-        """How long to wait before the next try; the one after may wait twice that."""
+        """Return how long to wait; the next wait may be twice as long."""
         limit_s, self._limit_s = self._limit_s, min(2 * self._limit_s, self._last_s)
         return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
 

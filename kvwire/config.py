@@ -152,7 +152,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return _build(values, origins)
 
     def replace(self, **arguments: Any) -> Config:
-        """The same with some keys changed.
+        """Return the same with some keys changed.
 
         Raises:
             UsageError: As :meth:`load`.
@@ -213,7 +213,7 @@ def _layers(
     environment: Mapping[str, str] | None,
     arguments: Mapping[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where values come from, the strongest last; and what they are."""
+    """Return where values come from, the strongest last, and what they are."""
     if path is not None:
         origin = f"config file {path}"
         yield origin, _checked_keys(_read_toml(Path(path)), origin)

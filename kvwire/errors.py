@@ -52,7 +52,7 @@ from kvwire.limits import LOG_CHARS_MAX, REASON_CHARS_MAX
 
 
 class WireCode(enum.IntEnum):
-    """What one peer tells the other about a failure. Values are never reused."""
+    """Names what one peer tells the other about a failure. Values are never reused."""
 
     OK = 0
     # A whole connection.
@@ -83,7 +83,7 @@ class KVWireError(Exception):
 
 
 class UsageError(KVWireError, ValueError):
-    """The call was wrong and nothing was sent; the message says what to change."""
+    """Reports a wrong call; nothing was sent. The message says what to change."""
 
 
 class BackendUnavailable(KVWireError):
@@ -102,7 +102,7 @@ class _AtAddress(OSError):
 
 
 class ListenError(KVWireError, _AtAddress):
-    """An address cannot be listened on: it is taken, not of this host, or unknown.
+    """Reports an address that is taken, not of this host, or unknown.
 
     Attributes:
         address: The address.
@@ -120,7 +120,7 @@ class ConnectError(KVWireError, _AtAddress):
 
 
 class HandshakeError(KVWireError):
-    """The two sides could not agree on a connection.
+    """Reports that the two sides could not agree on a connection.
 
     Attributes:
         fields: The names of the fields that differ, in the order of the message.
@@ -138,25 +138,25 @@ class VersionMismatch(HandshakeError):
 
 
 class AuthenticationFailed(HandshakeError):
-    """The peer did not prove who it is, is not accepted, or the trust modes differ."""
+    """Reports a peer unproved or not accepted, or unequal trust modes."""
 
     code = WireCode.AUTHENTICATION
 
 
 class ProfileMismatch(HandshakeError):
-    """A field that must be equal on both sides differs, or no transport is shared."""
+    """Reports a field that must be equal and is not, or no shared transport."""
 
     code = WireCode.PROFILE
 
 
 class HandshakeTimeout(HandshakeError):
-    """The handshake did not end before its deadline."""
+    """Reports a handshake that did not end before its deadline."""
 
     code = WireCode.HANDSHAKE_TIMEOUT
 
 
 class ProtocolError(KVWireError):
-    """The peer broke a numbered protocol rule, and the connection was closed.
+    """Reports that the peer broke a rule; the connection was closed.
 
     Attributes:
         rule: The rule's id in docs/topics/protocol.md, such as ``"KVW-HD-02"``.
@@ -170,23 +170,23 @@ class ProtocolError(KVWireError):
 
 
 class MalformedFrame(ProtocolError):
-    """A frame that cannot be decoded: bad checksum, field out of range, bad body."""
+    """Reports a frame that cannot be decoded: checksum, range or body."""
 
 
 class FrameTooLarge(ProtocolError):
-    """A frame announced more bytes than its type allows."""
+    """Reports a frame that announced more bytes than its type allows."""
 
 
 class UnexpectedFrame(ProtocolError):
-    """A well-formed frame that this state does not allow."""
+    """Reports a well-formed frame that this state does not allow."""
 
 
 class FlowControlViolation(ProtocolError):
-    """The peer sent more than it was granted."""
+    """Reports that the peer sent more than it was granted."""
 
 
 class ConnectionClosed(KVWireError):
-    """The connection is closed; every request that was open on it has failed."""
+    """Reports a closed connection; every request open on it has failed."""
 
     code = WireCode.GOING_AWAY
 
@@ -196,45 +196,45 @@ class ClosedOK(ConnectionClosed):
 
 
 class ConnectionLost(ConnectionClosed):
-    """The connection broke: reset, end of file in mid-frame, or aborted."""
+    """Reports a connection that broke: reset, cut off, or aborted."""
 
 
 class PeerUnresponsive(ConnectionClosed):
-    """The peer sent nothing for the whole liveness period."""
+    """Reports a peer that sent nothing for the whole liveness period."""
 
     code = WireCode.UNRESPONSIVE
 
 
 class RequestError(KVWireError):
-    """One request failed; the connection and its other requests go on."""
+    """Reports one failed request; the connection and its other requests go on."""
 
 
 class DeadlineExceeded(RequestError, TimeoutError):
-    """The request's deadline passed. Its memory is free only once it has drained."""
+    """Reports a deadline that passed. Memory is free only once drained."""
 
     code = WireCode.DEADLINE
 
 
 class AccessDenied(RequestError):
-    """The grant does not allow this: unknown, of another peer, wrong verb or range."""
+    """Reports a grant that is unknown, another peer's, or does not allow this."""
 
     code = WireCode.ACCESS
 
 
 class StaleRegion(RequestError):
-    """The region was closed or reused since the grant was made."""
+    """Reports a region that was closed or revoked since the grant was made."""
 
     code = WireCode.STALE
 
 
 class IntegrityError(RequestError):
-    """Bytes arrived that are not the bytes that were sent."""
+    """Reports bytes that arrived other than they were sent."""
 
     code = WireCode.INTEGRITY
 
 
 class PeerCancelled(RequestError):
-    """The peer cancelled its side of this request."""
+    """Reports that the peer cancelled its side of this request."""
 
     code = WireCode.CANCELLED
 
@@ -244,13 +244,13 @@ class RequestCancelled(RequestError):
 
 
 class MessageTooLarge(RequestError):
-    """A message is longer than its buffer, the limit given for it, or free memory."""
+    """Reports a message longer than its buffer, its limit, or free memory."""
 
     code = WireCode.TOO_LARGE
 
 
 class PeerError(RequestError):
-    """The peer failed this request for a reason this version has no class for."""
+    """Reports a failure at the peer that this version has no class for."""
 
 
 def _classes_by_code() -> dict[WireCode, type[KVWireError]]:
@@ -273,7 +273,7 @@ _BY_CODE = _classes_by_code()
 
 
 def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:
-    """A peer's string as errors and logs show it: quoted, without controls, short."""
+    """Return a peer's string for errors and logs: quoted, no controls, short."""
     quoted = repr(text)
     if len(quoted) <= chars_max:
         return quoted
@@ -281,7 +281,7 @@ def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:
 
 
 def printable(text: str) -> str:
-    """A peer's words as they are, if short and of no effect on a terminal."""
+    """Return a peer's words if they are short and do nothing to a terminal."""
     if text.isprintable() and len(text) <= REASON_CHARS_MAX:
         return text
     return shown(text, REASON_CHARS_MAX)

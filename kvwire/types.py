@@ -33,19 +33,19 @@ ChunkIndex = NewType("ChunkIndex", int)
 
 
 class Role(enum.IntEnum):
-    """Which side opened the connection."""
+    """Names the sides of a connection by who opened it."""
 
     CLIENT = 0
     SERVER = 1
 
     @property
     def other(self) -> Role:
-        """The peer's role."""
+        """Return the peer's role."""
         return Role.SERVER if self is Role.CLIENT else Role.CLIENT
 
 
 class TrustMode(enum.IntEnum):
-    """How the two sides know each other; see docs/topics/security.md."""
+    """Names how two sides know each other; see docs/topics/security.md."""
 
     LOOPBACK = 0
     PSK = 1
@@ -53,7 +53,7 @@ class TrustMode(enum.IntEnum):
 
 
 class Access(enum.Flag):
-    """What a peer may do with a region it was granted."""
+    """Names what a peer may do with a region it was granted."""
 
     READ = 1
     WRITE = 2
@@ -78,7 +78,7 @@ class Access(enum.Flag):
 
 
 class MemoryKind(enum.StrEnum):
-    """Where bytes lie."""
+    """Names the kinds of memory."""
 
     HOST = "host"
     CUDA = "cuda"
@@ -89,7 +89,7 @@ class MemoryKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What owns memory that host code cannot touch, such as ``cuda:0``.
+    """Names what owns memory that host code cannot touch, such as ``cuda:0``.
 
     Attributes:
         kind: Any but ``HOST``.
@@ -105,7 +105,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a communicator listens: a scheme, and what that scheme needs.
+    """Names where a communicator listens: a scheme, and what that scheme needs.
 
     ``str(address)`` and :meth:`parse` are inverses.
     """
@@ -157,7 +157,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """Who is at the other end, as it said and, outside ``loopback`` mode, proved.
+    """Says who the peer is, by its word and, outside ``loopback`` mode, by proof.
 
     Attributes:
         name: As it calls itself.
@@ -180,7 +180,7 @@ class PeerInfo:
 
     @property
     def origin(self) -> bytes:
-        """What tells this start of this peer from all others, by what is proved of it.
+        """Return what tells this start of this peer from all others.
 
         Whoever has heard an incarnation can claim it; in ``mtls`` mode not for another.
         """
@@ -194,7 +194,7 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One transport that was considered for a connection.
+    """Describes one transport that was considered for a connection.
 
     Attributes:
         name: Of its backend.
@@ -214,13 +214,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TransportReport:
-    """Every transport considered for a connection, and why it was taken or not."""
+    """Lists every transport considered for a connection, and why it was taken."""
 
     candidates: tuple[Candidate, ...] = field(default=())
 
     @property
     def taken(self) -> str:
-        """The name of the transport that was taken."""
+        """Return the name of the transport that was taken."""
         return next((c.name for c in self.candidates if c.taken), "")
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -259,7 +259,7 @@ class Grant:
         return self.nbytes
 
     def __getitem__(self, part: slice) -> Grant:
-        """A part of the grant, by byte positions as of a ``bytes`` object.
+        """Return a part of the grant, by byte positions as of a ``bytes`` object.
 
         Raises:
             UsageError: A step other than 1, or an index instead of a slice.
@@ -272,7 +272,7 @@ class Grant:
         return replace(self, offset=self.offset + start, nbytes=max(0, stop - start))
 
     def to_bytes(self) -> bytes:
-        """The bytes that :meth:`from_bytes` reads."""
+        """Return the bytes that :meth:`from_bytes` reads."""
         return _GRANT.pack(
             _GRANT_MAGIC,
             self.access.value,

@@ -23,7 +23,7 @@ _log = logging.getLogger("kvwire.inproc")
 
 
 class InprocBackend(Backend):
-    """Links between event loops of this process, at ``inproc://name``.
+    """Links event loops of this process, at ``inproc://name``.
 
     Args:
         faults: What befalls the frames that this side sends; by default the plan of
@@ -41,12 +41,12 @@ class InprocBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """First: whoever has an inproc address is in this process."""
+        """Return the first place: an inproc address is in this process."""
         return 0
 
     @classmethod
     def availability(cls) -> Availability:
-        """Always there."""
+        """Return that it is always available."""
         return Availability(available=True, reason="part of kvwire, no dependencies")
 
     async def listen(
@@ -86,7 +86,7 @@ class InprocBackend(Backend):
         return left
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """One half of a lane within this process."""
+        """Open one endpoint of a lane within this process."""
         return InprocLane(context)
 
     def _pipe(self, lock: threading.RLock) -> InprocPipe:
@@ -176,7 +176,7 @@ class _Names:
                 del self._listeners[listener.name]
 
     def _free(self, name: str) -> bool:
-        """Nobody has the name, or its loop was closed without giving it back."""
+        """Tell whether nobody has the name, or only a loop that was closed."""
         listener = self._listeners.get(name)
         return listener is None or listener.loop.is_closed()
 

@@ -22,7 +22,7 @@ from kvwire_inproc.plan import Fault, FaultDecision, FaultPlan, Schedule
 
 
 class FaultyPipe(InprocPipe):
-    """Frames from one link to its peer, most of them.
+    """Carries most frames from one link to its peer.
 
     Args:
         lock: Shared with the opposite pipe.

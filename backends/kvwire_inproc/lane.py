@@ -35,7 +35,7 @@ _halves: dict[int, InprocLane] = {}
 
 
 class InprocLane(Lane):
-    """One half of a lane.
+    """Implements one endpoint of a lane.
 
     Args:
         context: With the setting ``break_after``, the lane breaks after this half has

@@ -32,7 +32,7 @@ _log = logging.getLogger("kvwire.inproc")
 
 
 class InprocLink(Link):
-    """One end of a pair; made by :func:`join`.
+    """Implements one end of a pair; made by :func:`join`.
 
     Args:
         loop: Where its handler is called; its methods are called there too.

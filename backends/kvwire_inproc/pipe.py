@@ -47,19 +47,19 @@ class PipeFrame:
 
     @property
     def nbytes(self) -> int:
-        """Header and payload."""
+        """Return the length of header and payload."""
         return HEADER_BYTES + self.payload_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PipeEnd:
-    """That a side has ended, and with what error; None after a clean end."""
+    """Holds the error that a side has ended with; None after a clean end."""
 
     error: Exception | None
 
 
 class InprocPipe:
-    """Frames from one link to its peer, in order.
+    """Carries frames from one link to its peer, in order.
 
     Args:
         lock: Shared with the opposite pipe.
@@ -87,7 +87,7 @@ class InprocPipe:
                 self.queued_bytes += sum(frame.nbytes for frame in frames)
 
     def finish(self) -> None:
-        """Nothing follows the frames that wait."""
+        """End it cleanly: nothing follows the frames that wait."""
         with self._lock:
             self._finishing = True
 

@@ -23,7 +23,7 @@ from kvwire_local.lane import LocalLane
 
 
 class LocalBackend(Backend):
-    """Same-host memory: the receiver reads the sender's."""
+    """Moves payload within a host: the receiver reads the sender's memory."""
 
     scheme: ClassVar[str] = "local"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -32,7 +32,7 @@ class LocalBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Before every network; behind what stays within the process."""
+        """Return a place before networks, behind what stays in the process."""
         return 10
 
     @classmethod
@@ -55,7 +55,7 @@ class LocalBackend(Backend):
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
     ) -> Listener:
-        """Not offered.
+        """Refuse: this backend has lanes only.
 
         Raises:
             BackendUnavailable: Always; it says what to listen on.
@@ -65,7 +65,7 @@ class LocalBackend(Backend):
         _no_links("listen on")
 
     async def connect(self, address: Address) -> Link:
-        """Not offered.
+        """Refuse: this backend has lanes only.
 
         Raises:
             BackendUnavailable: Always; it says what to connect to.

@@ -58,7 +58,7 @@ _READ_METHODS = {
 
 
 class LocalLane(Lane):
-    """One side of a lane.
+    """Implements one endpoint of a lane.
 
     Args:
         context: What the core knows about it. Settings: ``way`` is how this side reads
@@ -142,7 +142,7 @@ class LocalLane(Lane):
         self._handler = handler
 
     def _on_rendezvous(self, task: asyncio.Task[RendezvousResult]) -> None:
-        """Server: the client has come, or never will."""
+        """Take the server's result: the client has come, or never will."""
         if task.cancelled():
             return
         error = task.exception()

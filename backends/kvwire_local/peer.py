@@ -27,7 +27,7 @@ ARENA_BODY: Final = struct.Struct("<I")
 
 
 class PeerMemory:
-    """One lane's knowledge of its peer.
+    """Reads the memory of one lane's peer.
 
     Args:
         pid: As the kernel says; 0 if the peer is not visible from here.
@@ -122,7 +122,7 @@ class PeerRead:
 
 
 class MemoryReading(PeerRead):
-    """From the peer's own address space, many fragments with one system call.
+    """Reads the peer's address space, many fragments with one system call.
 
     The last call reads the cookie as well, after the payload.
     """
@@ -158,7 +158,7 @@ class MemoryReading(PeerRead):
 
 
 class MappedReading(PeerRead):
-    """From an arena of the peer that is mapped here."""
+    """Reads an arena of the peer that is mapped here."""
 
     def __init__(self, source: Fragments, destination: Fragments) -> None:
         self._source = source

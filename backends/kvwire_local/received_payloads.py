@@ -54,7 +54,7 @@ class ReceivedPayloads:
         self._placed: deque[bytes] = deque()
 
     def __len__(self) -> int:
-        """Payloads that have not been read."""
+        """Return how many payloads have not been read."""
         return len(self._arrivals)
 
     def receive(self, ticket: bytes, landing: Landing) -> None:

@@ -65,7 +65,7 @@ class RendezvousResult:
 
 
 class Rendezvous:
-    """One side of a meeting.
+    """Runs one side of a rendezvous.
 
     Args:
         role: Of this side.
@@ -98,7 +98,7 @@ class Rendezvous:
         self._cookie = np.frombuffer(bytearray(self._cookie_of(role)), np.uint8)
 
     def listen(self) -> socket.socket:
-        """Server: the socket that the client will connect to.
+        """Open the server's socket, which the client will connect to.
 
         Raises:
             BackendUnavailable: The name is taken, or sockets are not to be had.
@@ -116,7 +116,7 @@ class Rendezvous:
         return sock
 
     async def wait(self, listener: socket.socket) -> RendezvousResult:
-        """Server: meet the client; strangers who connect are turned away."""
+        """Wait, as the server, for the client; turn strangers away."""
         while True:
             sock = await _accepted(listener)
             try:
@@ -130,7 +130,7 @@ class Rendezvous:
                 raise
 
     async def connect(self) -> RendezvousResult:
-        """Client: meet the server.
+        """Connect, as the client, to the server.
 
         Raises:
             BackendUnavailable: Nobody is there, or who is there knows no secret, or

@@ -67,7 +67,7 @@ class SentPayloads:
         self._shared: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Payloads that the peer has not read."""
+        """Return how many payloads the peer has not read."""
         return len(self._unread)
 
     def come_up(self, wire: LocalWire, methods: ReadMethod) -> None:

@@ -51,7 +51,7 @@ class TracerSlot:
 
     @property
     def scope(self) -> int | None:
-        """``kernel.yama.ptrace_scope``; None where Yama is not at work."""
+        """Return ``kernel.yama.ptrace_scope``; None where Yama is not at work."""
         try:
             return int(self._scope_file.read_text())
         except (OSError, ValueError):
@@ -73,7 +73,7 @@ class TracerSlot:
         return True
 
     def withdraw(self, pid: int, choice: str) -> None:
-        """One lane that was permitted has ended; the last one empties the place."""
+        """End one lane's permission; the last one empties the slot."""
         holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
         self._named[holder] -= 1
         if self._named[holder] < 1:

@@ -43,7 +43,7 @@ ARENAS_MAX: Final = 64
 
 
 class LocalMessageType(enum.IntEnum):
-    """Kinds of records."""
+    """Names the kinds of messages."""
 
     READ = 1
     PLACED = 2
@@ -59,7 +59,7 @@ class LocalMessage:
 
 
 class LocalWire:
-    """One end of the socket, connected and non-blocking.
+    """Owns one end of the socket, connected and non-blocking.
 
     Args:
         sock: The socket; closed with this object.

@@ -28,7 +28,7 @@ _RANK = 90
 
 
 class NcclBackend(Backend):
-    """GPU memory over NCCL, beside the control link of another transport.
+    """Moves GPU memory over NCCL, beside another transport's control link.
 
     One library object for each connection's settings; lanes hold what they need of it.
     """
@@ -66,7 +66,7 @@ class NcclBackend(Backend):
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
     ) -> Listener:
-        """NCCL has no addresses of its own.
+        """Refuse: NCCL has no addresses of its own.
 
         Raises:
             BackendUnavailable: Always.
@@ -76,7 +76,7 @@ class NcclBackend(Backend):
         _no_links(address)
 
     async def connect(self, address: Address) -> Link:
-        """NCCL has no addresses of its own.
+        """Refuse: NCCL has no addresses of its own.
 
         Raises:
             BackendUnavailable: Always.

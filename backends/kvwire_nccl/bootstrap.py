@@ -24,7 +24,7 @@ _NAME_BYTES_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class NcclBootstrap:
-    """One side's half.
+    """Holds what one lane endpoint tells the other.
 
     Attributes:
         library: Name and version of what moves the bytes.

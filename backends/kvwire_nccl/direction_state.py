@@ -54,7 +54,7 @@ class DirectionStep(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class PayloadMove:
-    """One payload to move.
+    """Describes one payload to move.
 
     Attributes:
         payload: Its memory; None drops what arrives.
@@ -69,7 +69,7 @@ class PayloadMove:
 
 @dataclass(slots=True, kw_only=True)
 class DirectionState:
-    """One direction.
+    """Decides what one direction does next.
 
     Attributes:
         start_timeout_s: How long it may take to come up.
@@ -109,12 +109,12 @@ class DirectionState:
         )
 
     def begun(self, now: float) -> None:
-        """It is coming up."""
+        """Note that it is coming up."""
         if self.stage is DirectionStage.MADE:
             self.stage, self._since = DirectionStage.STARTING, now
 
     def up(self) -> None:
-        """It has come up."""
+        """Note that it has come up."""
         if self.stage is DirectionStage.STARTING:
             self.stage = DirectionStage.UP
 
@@ -137,7 +137,7 @@ class DirectionState:
         return self.moving.popleft()
 
     def quiet(self) -> None:
-        """Nothing touches any memory any more."""
+        """Note that nothing touches any memory any more."""
         assert self.stage is DirectionStage.ENDING
         self.stage = DirectionStage.QUIET
         self.waiting.clear()
@@ -146,7 +146,7 @@ class DirectionState:
     # --- what is said to it -----------------------------------------------------------
 
     def submit(self, job: PayloadMove) -> None:
-        """Another job, behind those that wait."""
+        """Queue a job behind those that wait."""
         if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
             self.waiting.append(job)  # bounded: LANE_PAYLOADS_MAX
 

@@ -28,7 +28,7 @@ START_LOOK_S: Final = 0.002
 
 
 class Driver:
-    """One direction at work.
+    """Runs one direction on a thread.
 
     Args:
         way: The direction, which belongs to the thread from now on.
@@ -200,7 +200,7 @@ class Driver:
             return
 
     def _quarantine(self, error: Exception) -> None:
-        """It cannot prove that it is quiet, so nobody is told that it is."""
+        """Keep the memory: it cannot prove that nothing touches it."""
         _log.error(
             "%s: the abort failed; its memory stays in quarantine",
             self._thread.name,

@@ -31,7 +31,7 @@ _WINDOW_BYTES: Final = 16 * MIB
 
 
 class NcclLane(Lane):
-    """One half of a lane.
+    """Implements one endpoint of a lane.
 
     Args:
         context: What the core says of it.
@@ -234,7 +234,7 @@ class NcclLane(Lane):
             self._library.close()
 
     def _driver_gone(self, error: Exception | None) -> None:
-        """One direction is quiet; the other goes with it."""
+        """End the other direction when one is quiet."""
         self._gone += 1
         if error is not None and not self._ended:
             self._end(error)

@@ -41,7 +41,7 @@ class CollectiveLibrary(ABC):
 
     @abstractmethod
     def open(self, name: bytes, sends: bool) -> Pipe:
-        """One end of the direction with a name; nothing is awaited yet.
+        """Open one end of the named direction; await nothing yet.
 
         Raises:
             BackendUnavailable: It cannot be.

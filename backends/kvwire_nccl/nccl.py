@@ -63,7 +63,7 @@ class Nccl(CollectiveLibrary):
 
 
 def load() -> Any:
-    """nccl4py's public module.
+    """Return nccl4py's public module.
 
     Raises:
         BackendUnavailable: It is not installed, or does not load.

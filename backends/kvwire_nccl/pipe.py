@@ -33,7 +33,7 @@ class Progress(enum.Enum):
 
 
 class Move(ABC):
-    """One payload under way."""
+    """Follows one payload under way."""
 
     @abstractmethod
     def progress(self) -> Progress:
@@ -45,7 +45,7 @@ class Move(ABC):
 
 
 class Pipe(ABC):
-    """This side sends, or receives, all payloads of one direction."""
+    """Sends, or receives, all payloads of one direction."""
 
     @abstractmethod
     def begin(self) -> None:

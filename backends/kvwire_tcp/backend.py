@@ -41,7 +41,7 @@ _Target = tuple[int, Any]
 
 
 class TcpBackend(Backend):
-    """Transport over TCP, IPv4 and IPv6."""
+    """Moves frames and payload over TCP, IPv4 and IPv6."""
 
     scheme: ClassVar[str] = "tcp"
     capabilities: ClassVar[Capabilities] = Capabilities(lanes=True, tls=True)
@@ -58,7 +58,7 @@ class TcpBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Behind what reads memory directly, before what needs to be asked for."""
+        """Return a place behind what reads memory, before what is asked for."""
         return 30
 
     @classmethod

@@ -75,7 +75,7 @@ class Reader(Protocol):
 
     @property
     def position(self) -> str:
-        """In the middle of what the bytes stand; "" if nothing is missing."""
+        """Return what the bytes stand in the middle of; "" if in nothing."""
 
     def receive(self, wire: Wire) -> int:
         """Receive once; bytes received, 0 at the end of the stream.
@@ -143,16 +143,16 @@ class Duplex(ABC):
 
     @abstractmethod
     def _closed(self, error: Exception | None) -> None:
-        """It has ended, with an error or cleanly; the last callback."""
+        """Report the end, with an error or clean; the last callback."""
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes queued and not yet taken by the kernel."""
+        """Return the bytes queued and not yet taken by the kernel."""
         return 0 if self._ended else self._queue.nbytes + self._wire.unsent
 
     @property
     def received_bytes(self) -> int:
-        """Bytes received since it began."""
+        """Return the bytes received since it began."""
         return self._reader.received_bytes if self._started else 0
 
     def flush(self) -> None:
@@ -180,7 +180,7 @@ class Duplex(ABC):
         self._end(ConnectionLost("it was aborted on this side"))
 
     def _begin(self, reader: Reader) -> None:
-        """From now on there are callbacks."""
+        """Begin to call back."""
         self._started = True
         self._reader = reader
         self._loop.add_reader(self._sock, self._on_readable)
@@ -380,7 +380,7 @@ class Duplex(ABC):
             self._end(self._broken(error))
 
     def _finish(self) -> None:
-        """First step of a close: send the queue, if nobody does."""
+        """Begin to close: send the queue, if nobody does."""
         if not self._waiting and not self._ended:
             self._transmit()
             if not self.queued_bytes and self._failure is None:
@@ -408,7 +408,7 @@ class Duplex(ABC):
 
     @property
     def _gone(self) -> int:
-        """Bytes that the kernel has taken; it grows as long as the peer takes some."""
+        """Return how many bytes the kernel took; it grows as the peer reads."""
         return self._queue.sent_bytes - self._wire.unsent
 
     def _on_linger(self, sent_before: int) -> None:

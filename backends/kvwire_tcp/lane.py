@@ -52,7 +52,7 @@ Dial = Callable[[Address], Awaitable[tuple[Wire, Address]]]
 
 
 class TcpLane(Lane, PendingLane):
-    """One lane.
+    """Implements one endpoint of a lane.
 
     Args:
         context: What the core knows about it.

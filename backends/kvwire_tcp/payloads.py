@@ -139,7 +139,7 @@ class PayloadReader:
             self._target = Iovecs(payload)
 
     def _look(self, wire: Wire) -> int:
-        """Nothing is expected: 0 if the stream has ended.
+        """Look for the end of the stream where nothing is expected; 0 at it.
 
         Raises:
             OSError: As the wire says; BlockingIOError if it goes on.

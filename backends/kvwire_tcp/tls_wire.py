@@ -60,7 +60,7 @@ _NO_TLS_HERE: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 70))
 
 
 class Buffers:
-    """Memory that all wires of one backend use, each within one call."""
+    """Lends memory to all wires of one backend, each within one call."""
 
     def __init__(self) -> None:
         self.received = memoryview(bytearray(PIECE_BYTES))
@@ -69,7 +69,7 @@ class Buffers:
 
 @final
 class TlsWire:
-    """One socket inside TLS.
+    """Moves the bytes of one socket inside TLS.
 
     Args:
         sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.

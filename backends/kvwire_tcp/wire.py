@@ -40,7 +40,7 @@ class Wire(Protocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes that were taken from us and not yet by the kernel."""
+        """Return the bytes that were taken from us and not yet by the kernel."""
 
     @property
     def more(self) -> bool:

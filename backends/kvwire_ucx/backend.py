@@ -28,7 +28,7 @@ _log: Final = logging.getLogger("kvwire.ucx")
 
 
 class UcxBackend(Backend):
-    """Data over UCX, beside the control link of another transport.
+    """Moves payload over UCX, beside another transport's control link.
 
     Contexts are made with the first lane, one for each set of settings: in practice
     one, since a communicator has one configuration.
@@ -43,7 +43,7 @@ class UcxBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Before TCP where a network card would move the bytes, else behind it."""
+        """Return a place before TCP where a network card moves the bytes."""
         return diagnosis.rank()
 
     @classmethod
@@ -59,7 +59,7 @@ class UcxBackend(Backend):
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
     ) -> Listener:
-        """UCX has no addresses of its own.
+        """Refuse: UCX has no addresses of its own.
 
         Raises:
             BackendUnavailable: Always.
@@ -69,7 +69,7 @@ class UcxBackend(Backend):
         _no_links(address)
 
     async def connect(self, address: Address) -> Link:
-        """UCX has no addresses of its own.
+        """Refuse: UCX has no addresses of its own.
 
         Raises:
             BackendUnavailable: Always.

@@ -38,7 +38,7 @@ _PADDING: Final = bytes(4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxBootstrap:
-    """One side of a lane, as the other side is told.
+    """Holds what one lane endpoint tells the other.
 
     Attributes:
         lane: Its number.
@@ -51,7 +51,7 @@ class UcxBootstrap:
     address: bytes
 
     def to_bytes(self) -> bytes:
-        """As it is sent.
+        """Encode it.
 
         Raises:
             BackendUnavailable: It is too long: UCX found too many devices.

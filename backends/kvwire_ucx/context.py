@@ -25,7 +25,7 @@ _RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One way to move bytes: a transport on a device, such as ``tcp`` on ``eth0``."""
+    """Names one transport on one device, such as ``tcp`` on ``eth0``."""
 
     transport: str
     device: str

@@ -60,7 +60,7 @@ def rank() -> int:
 
 
 def summary(library: UcxLibrary) -> str:
-    """One line, without asking UCX for its devices."""
+    """Return one line, without asking UCX for its devices."""
     if not library.has_rdma:
         rdma = "built without RDMA"
     elif devices := rdma_devices():

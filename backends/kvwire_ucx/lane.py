@@ -103,7 +103,7 @@ class _MessageParts:
 
 @final
 class UcxLane(Lane):
-    """One side of a lane.
+    """Implements one endpoint of a lane.
 
     Args:
         worker: Whose turns move the bytes.
@@ -414,7 +414,7 @@ class UcxLane(Lane):
         self._endpoint.close(self._gone)
 
     def _gone(self) -> None:
-        """UCX has let go of the endpoint: the last step is due."""
+        """Begin the last step: UCX has let go of the endpoint."""
         self._worker.when_idle(self._finish)
 
     def _finish(self) -> None:

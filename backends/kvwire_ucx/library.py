@@ -57,7 +57,7 @@ class Version(NamedTuple):
 
 @final
 class Ucp:
-    """libucp's functions, without their prefix: ``ucp.worker_progress(handle)``."""
+    """Calls libucp's functions without prefix: ``ucp.worker_progress(handle)``."""
 
     def __init__(self, path: str) -> None:
         waiting, brief = ctypes.CDLL(path), ctypes.PyDLL(path)

@@ -22,7 +22,7 @@ OnDone = Callable[[int, int], None]
 
 @final
 class UcxRequest:
-    """One operation.
+    """Follows one operation.
 
     Attributes:
         number: What UCX calls back with.
@@ -42,7 +42,7 @@ class UcxRequest:
 
 @final
 class UcxRequests:
-    """Every operation of one worker that is not over, by number."""
+    """Holds the operations of one worker that are not over, by number."""
 
     def __init__(self, ucp: Ucp) -> None:
         self._ucp = ucp

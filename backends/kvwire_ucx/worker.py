@@ -287,7 +287,7 @@ class Worker:
                 on_failed(status)
 
     def _endpoint_failed(self, number: int, _endpoint: int, status: int) -> None:
-        """UCX calls this from within its own functions: only take a note."""
+        """Note a failure: UCX calls this from within its own functions."""
         self._failed.append((number, status))
 
     # --- inside -----------------------------------------------------------------------

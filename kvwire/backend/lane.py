@@ -61,7 +61,7 @@ from kvwire.types import Address, MemoryKind, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneContext:
-    """What a backend is told when it is asked for a lane.
+    """Holds what a backend is told when it is asked for a lane.
 
     Attributes:
         role: Whether this side opened the connection.
@@ -79,15 +79,15 @@ class LaneContext:
 
 
 class LaneHandler(ABC):
-    """The side of a lane that knows what the bytes are. Implemented by kvwire."""
+    """Knows what the bytes of a lane are. Implemented by kvwire."""
 
     @abstractmethod
     def payload_sent(self, lane: Lane, token: object) -> None:
-        """The lane no longer needs the memory of a payload sent with ``token``."""
+        """Note that the lane needs the memory of ``token`` no longer."""
 
     @abstractmethod
     def payload_received(self, lane: Lane, landing: Landing) -> None:
-        """The payload of a ``receive`` is in place, or was dropped as asked."""
+        """Note a ``receive`` in place, or dropped as asked."""
 
     @abstractmethod
     def lane_writable(self, lane: Lane) -> None:
@@ -95,7 +95,7 @@ class LaneHandler(ABC):
 
     @abstractmethod
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        """The lane has ended and touches no memory; ``error`` is None if we ended it.
+        """Note that the lane touches no memory; ``error`` unless we ended it.
 
         Payloads without ``payload_sent`` or ``payload_received`` have not arrived as
         far as this side can tell.
@@ -103,7 +103,7 @@ class LaneHandler(ABC):
 
 
 class Lane(ABC):
-    """A backend's data path beside a control link. Used on its loop only."""
+    """Moves payload beside a control link. Used on its loop only."""
 
     bytes_min: int = 1
     """Smaller payloads travel on the control link: there they are faster."""
@@ -130,12 +130,12 @@ class Lane(ABC):
     @property
     @abstractmethod
     def bootstrap(self) -> bytes:
-        """What the peer's lane needs to join, at most ``BOOTSTRAP_BYTES_MAX`` bytes."""
+        """Return what the peer's lane needs, at most ``BOOTSTRAP_BYTES_MAX``."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """One line for the transport report: what moves the bytes, such as "cma"."""
+        """Return for the transport report what moves the bytes, such as "cma"."""
 
     @abstractmethod
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -189,9 +189,9 @@ class Lane(ABC):
     @property
     @abstractmethod
     def queued_bytes(self) -> int:
-        """Bytes handed to ``send`` and not yet taken by the transport."""
+        """Return the bytes handed to ``send`` and not yet taken by the transport."""
 
     @property
     @abstractmethod
     def received_bytes(self) -> int:
-        """Bytes received since it came up; any change is a sign of life."""
+        """Return the bytes received since it came up; any change is a sign of life."""

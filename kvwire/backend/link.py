@@ -52,7 +52,7 @@ Payload = memoryview | Fragments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; the core plans with this and nothing else.
+    """Says what a backend can do; the core plans with this and nothing else.
 
     Attributes:
         links: It carries control links: it has addresses of its own.
@@ -75,7 +75,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """Whether a backend can run here, and if not, what would change that.
+    """Says whether a backend can run here, and if not, what would change that.
 
     Attributes:
         available: It can be used now.
@@ -90,7 +90,7 @@ class Availability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fact of this machine that bears on a transport; ``kvwire doctor`` prints it.
+    """States a fact of this machine for a transport; ``kvwire doctor`` prints it.
 
     Attributes:
         name: What was looked at, in a few words: "ptrace scope", "receive buffer".
@@ -107,7 +107,7 @@ class Finding:
 
 
 class Landing:
-    """Where the payload of one incoming frame goes. Handlers subclass it freely.
+    """Says where the payload of one incoming frame goes. Subclass it freely.
 
     Attributes:
         length: Payload bytes that follow the header.
@@ -122,11 +122,11 @@ class Landing:
 
 
 class LinkHandler(ABC):
-    """The side of a link that knows what frames mean. Implemented by kvwire."""
+    """Knows what the frames of a link mean. Implemented by kvwire."""
 
     @abstractmethod
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """A header has arrived; say where its payload goes.
+        """Take a header; return where its payload goes.
 
         ``header`` is valid only during the call. If the handler refuses the frame it
         aborts the link before it returns, and the link then ignores the landing.
@@ -134,11 +134,11 @@ class LinkHandler(ABC):
 
     @abstractmethod
     def body_received(self, link: Link, landing: Landing) -> None:
-        """The whole payload is in place; also called for a payload of 0 bytes."""
+        """Take a payload that is in place; one of 0 bytes as well."""
 
     @abstractmethod
     def frame_sent(self, link: Link, token: object) -> None:
-        """The memory of a frame sent with ``token`` is no longer needed by the link."""
+        """Note that the link needs the memory of ``token`` no longer."""
 
     @abstractmethod
     def link_writable(self, link: Link) -> None:
@@ -146,11 +146,11 @@ class LinkHandler(ABC):
 
     @abstractmethod
     def link_closed(self, link: Link, error: Exception | None) -> None:
-        """The link has ended; ``error`` is None after a clean end from either side."""
+        """Note the link's end; ``error`` is None after a clean one."""
 
 
 class Link(ABC):
-    """A backend's pipe between two peers. Not thread-safe: used on its loop only."""
+    """Moves frames between two peers. Not thread-safe: used on its loop only."""
 
     pausable: bool = False
     """Whether it has ``pause`` and ``resume``; caches in device memory need them."""
@@ -187,7 +187,7 @@ class Link(ABC):
         """End the link now and drop what is queued. Never raises."""
 
     def proven(self) -> PeerIdentity | None:
-        """Who the peer has proved to be inside TLS, from the first header on.
+        """Return the peer's identity proved by TLS, from the first header on.
 
         None on a link that proves nothing.
 
@@ -207,26 +207,26 @@ class Link(ABC):
     @property
     @abstractmethod
     def queued_bytes(self) -> int:
-        """Bytes queued and not yet taken by the transport."""
+        """Return the bytes queued and not yet taken by the transport."""
 
     @property
     @abstractmethod
     def received_bytes(self) -> int:
-        """Bytes received since the start; any change is a sign of life."""
+        """Return the bytes received since the start; any change is a sign of life."""
 
     @property
     @abstractmethod
     def remote_address(self) -> Address | None:
-        """Where the peer is, as far as the transport knows."""
+        """Return where the peer is, as far as the transport knows."""
 
 
 class Listener(ABC):
-    """An address that links come in on."""
+    """Accepts links at an address."""
 
     @property
     @abstractmethod
     def address(self) -> Address:
-        """The bound address, with the real port."""
+        """Return the bound address, with the real port."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -237,7 +237,7 @@ class Listener(ABC):
 
 
 class Backend(ABC):
-    """A transport, found by name through the entry-point group ``kvwire.backends``.
+    """Implements a transport; found through the group ``kvwire.backends``.
 
     The class is instantiated once per communicator, without arguments, on its loop.
     """
@@ -254,11 +254,11 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def availability(cls) -> Availability:
-        """Whether this backend can run in this process now. Cheap; never raises."""
+        """Tell whether it can run in this process now. Cheap; never raises."""
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """What else a user should know of this machine, for ``kvwire doctor``.
+        """Return what else a user should know of this machine, for the doctor.
 
         May take some 100 ms and look at devices, kernel settings and libraries. Called
         whether or not the backend is available; never raises.

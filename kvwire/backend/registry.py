@@ -19,7 +19,7 @@ GROUP = "kvwire.backends"
 
 
 def names() -> tuple[str, ...]:
-    """The schemes that some installed distribution offers, sorted."""
+    """Return the schemes that some installed distribution offers, sorted."""
     return tuple(sorted(_entry_points()))
 
 
@@ -53,7 +53,7 @@ def load(name: str) -> type[Backend]:
 
 
 def availability(name: str) -> Availability:
-    """Whether the backend called ``name`` can run here; never raises."""
+    """Tell whether the backend called ``name`` can run here; never raises."""
     try:
         return load(name).availability()
     except BackendUnavailable as exc:
@@ -61,7 +61,7 @@ def availability(name: str) -> Availability:
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
-    """Every offer, by name; one for each distribution, however it is installed.
+    """Return every offer, by name; one for each distribution, however it is installed.
 
     Raises:
         BackendUnavailable: What is installed cannot be read.

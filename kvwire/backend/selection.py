@@ -23,7 +23,7 @@ _NOT_NEEDED = "another was preferred"
 
 
 def wishes(config: Config, transport: str | Iterable[str] | None) -> Config:
-    """The configuration with a connection's own ``transport=`` put in.
+    """Return the configuration with a connection's own ``transport=``.
 
     Raises:
         BackendUnavailable: A required transport is not installed here, or cannot run.
@@ -39,7 +39,7 @@ def wishes(config: Config, transport: str | Iterable[str] | None) -> Config:
 
 
 def refusal(config: Config, name: str) -> str:
-    """Why this side's wishes rule a transport out; "" if they do not."""
+    """Return why this side's wishes rule a transport out; "" if they do not."""
     if name in config.forbid:
         return "forbidden by `forbid`"
     if config.require and name not in config.require:
@@ -48,7 +48,7 @@ def refusal(config: Config, name: str) -> str:
 
 
 def control_refusal(config: Config, scheme: str) -> str:
-    """Why this side does not use a transport for control links; "" if it does.
+    """Return why a transport carries no control links here; "" if it does.
 
     One that is not required may still carry the control link of one that is.
     """
@@ -70,7 +70,7 @@ def control_refusal(config: Config, scheme: str) -> str:
 
 
 def local_refusal(config: Config, name: str, scheme: str) -> str:
-    """Why this side does not offer a transport beside a link of a scheme; or ""."""
+    """Return why a transport is not offered beside a scheme's link; or ""."""
     ruled_out = refusal(config, name)
     if ruled_out:
         return ruled_out
@@ -96,7 +96,7 @@ def local_refusal(config: Config, name: str, scheme: str) -> str:
 
 
 def protection(name: str) -> str:
-    """What keeps others from payload in ``mtls`` mode; "" if nothing does."""
+    """Return what keeps payload private in ``mtls`` mode; "" if nothing does."""
     capabilities = registry.load(name).capabilities
     if capabilities.tls:
         return "inside TLS"
@@ -105,7 +105,7 @@ def protection(name: str) -> str:
 
 
 def _stays_inside(name: str) -> bool:
-    """Whether a transport stays within one process: no server has a use for it."""
+    """Tell whether a transport stays in one process; no server has use for it."""
     found = registry.availability(name)
     return found.available and registry.load(name).capabilities.same_process
 
@@ -113,7 +113,7 @@ def _stays_inside(name: str) -> bool:
 def judge(
     config: Config, scheme: str, offered: Iterable[tuple[str, int]]
 ) -> TransportReport:
-    """The server's verdict on every transport that either side knows of.
+    """Return the server's verdict on every transport that either side knows.
 
     Args:
         config: This side's wishes.
@@ -146,7 +146,7 @@ def judge(
 def tried(
     report: TransportReport, taken: str, why: str, failed: Mapping[str, str]
 ) -> TransportReport:
-    """The report once transports were tried, or one has broken.
+    """Return the report once transports were tried, or one has broken.
 
     Args:
         report: The report so far.

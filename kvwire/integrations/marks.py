@@ -61,7 +61,7 @@ class LayerMarks:
         self._last_layer = last_layer
 
     def __call__(self, layer: int, start: int, stop: int) -> None:
-        """Tokens ``start`` to before ``stop`` of a layer have been written."""
+        """Mark tokens ``start`` to before ``stop`` of a layer as written."""
         if start >= self._num_tokens:
             return
         size = self._block_tokens

@@ -32,7 +32,7 @@ UNNAMED: Final = -1
 
 
 class BlockLists(dict[str, Ids]):
-    """Block ids that were checked: an array for each group, in the cache's order."""
+    """Holds checked block ids: an array for each group, in the cache's order."""
 
     def padded(self, blocks: Mapping[str, int]) -> BlockLists:
         """Return the same with room for so many more blocks in each group."""
@@ -88,7 +88,7 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
 
 
 class BlockSet(AbstractSet[tuple[str, int]]):
-    """Blocks by (group, id): a set whose members are made only when asked for.
+    """Holds blocks by (group, id), whose members are made only when asked for.
 
     Args:
         ids: The ids of each group.
@@ -159,7 +159,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """Each value once, in order, as ``np.unique``."""
+    """Return each value once, in order, as ``np.unique``."""
     ordered = np.sort(values)
     first = np.ones(ordered.size, np.bool_)
     first[1:] = ordered[1:] != ordered[:-1]

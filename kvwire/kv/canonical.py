@@ -71,7 +71,7 @@ class Canonical:
 
     @property
     def granule_bytes(self) -> int:
-        """Bytes of one granule in one layer."""
+        """Return the bytes of one granule in one layer."""
         elements = self.components * self.granule_tokens * len(self.heads)
         return elements * self.head_dim * self.item_bytes
 
@@ -202,7 +202,7 @@ def _choose_order(
 
 
 def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -> int:
-    """Elements of the walk that lie together in a gapless memory of this side.
+    """Return the elements of the walk that lie together here without gaps.
 
     Blocks count as never adjacent, since nobody knows the peer's block ids.
     """
@@ -218,7 +218,7 @@ def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -
 
 
 def _gapless_strides(side: GroupGeometry) -> dict[str, int]:
-    """Elements between steps of the axes inside ``block``, if there is no padding."""
+    """Return the elements between steps inside ``block``, if nothing is padded."""
     extents = {
         "layer": side.spec.layers,
         "kv": side.spec.components,

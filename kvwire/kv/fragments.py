@@ -22,7 +22,7 @@ Array = npt.NDArray[np.uint64]
 
 
 class Fragments:
-    """Contiguous pieces of one side's memory, in canonical order.
+    """Lists contiguous pieces of one side's memory, in canonical order.
 
     Attributes:
         addresses: Shape (n,), uint64: the first byte of each fragment.
@@ -115,7 +115,7 @@ class Fragments:
         return self._with(addresses, self.lengths, self.starts, self.nbytes)
 
     def selected(self, which: Ids | Bits) -> Fragments:
-        """Some of the fragments, by position or by a mask, as a stream of their own."""
+        """Return the fragments by position or by a mask, as a stream of their own."""
         return self._part(self.addresses[which], self.lengths[which])
 
     def merged(self) -> Fragments:
@@ -140,7 +140,7 @@ class Fragments:
     def _with(
         self, addresses: Array, lengths: Array, starts: Array, nbytes: int
     ) -> Fragments:
-        """Other fragments of the same memory, which are known to be right."""
+        """Return other fragments of the same memory, which are known to be right."""
         other = Fragments.__new__(Fragments)
         other.addresses = addresses
         other.lengths = lengths

@@ -23,7 +23,7 @@ Tokens: TypeAlias = "int | Mapping[str, int] | None"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupGeometry:
-    """One side's share of a transfer in one cache group.
+    """Describes one side's part of a transfer in one cache group.
 
     Attributes:
         name: The group's name.
@@ -61,7 +61,7 @@ class GroupGeometry:
 
     @property
     def capacity(self) -> int:
-        """Tokens that are valid, as far as this side knows."""
+        """Return how many tokens are valid, as far as this side knows."""
         if self.tokens is not None:
             return self.tokens
         return self.blocks * self.spec.block_tokens
@@ -69,12 +69,12 @@ class GroupGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One side's share of a transfer, group by group in the cache's order."""
+    """Describes one side's part of a transfer, group by group."""
 
     groups: tuple[GroupGeometry, ...]
 
     def encode(self) -> tuple[object, ...]:
-        """Nested tuples of texts and numbers, for any codec."""
+        """Return nested tuples of texts and numbers, for any codec."""
         return tuple(
             (g.name, g.spec.to_pairs(), " ".join(g.order), g.blocks, g.tokens)
             for g in self.groups
@@ -99,7 +99,7 @@ class Geometry:
 def describe(
     cache: PagedCache, lists: Mapping[str, Ids], tokens: Tokens = None
 ) -> Geometry:
-    """This side's share of a transfer.
+    """Describe this side's part of a transfer.
 
     Args:
         cache: The cache the blocks are in.

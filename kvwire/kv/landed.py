@@ -40,7 +40,7 @@ class Landed:
             self._left.append(np.count_nonzero(~cells, axis=1))
 
     def mark(self, segment: Segment) -> None:
-        """Every byte of a segment has landed."""
+        """Note that every byte of a segment has landed."""
         part, left = self._part(segment), self._left_of(segment)
         # Streaming by layer marks one after the other: for one, counting is cheap.
         if segment.layers == 1:
@@ -50,12 +50,12 @@ class Landed:
         part.fill(True)
 
     def mark_granules(self, group: int, granules: Bits) -> None:
-        """Some granules of a group have landed in every layer; shape (granules,)."""
+        """Note granules of a group landed in every layer: (granules,)."""
         self._cells[group][:, granules] = True
         self._left[group][:] = np.count_nonzero(~self._cells[group], axis=1)
 
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
-        """Every byte of a segment has landed but some ranges.
+        """Note that every byte of a segment has landed but some ranges.
 
         Args:
             segment: The segment.
@@ -185,7 +185,7 @@ class Landed:
 
     @property
     def usable_tokens(self) -> int:
-        """Leading tokens of the request whose KV is here in every layer and group.
+        """Return how many leading tokens are here in every layer and group.
 
         A group that lists fewer tokens than another holds a window on the last of them.
         Its window for an earlier end is not here, so short of everything there is no
@@ -234,7 +234,7 @@ class Landed:
 
 
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:
-    """Cells that are set, as boxes: (row, rows, column, columns).
+    """Return the cells that are set, as boxes: (row, rows, column, columns).
 
     Rows that are equal and lie together make one box of each run of their columns,
     which is one box in all where layers have landed one after the other.

@@ -128,7 +128,7 @@ def read_axes(
     *,
     where: str,
 ) -> dict[str, Axis]:
-    """Every axis of one tensor with its extent and stride in bytes.
+    """Return every axis of one tensor with its extent and stride in bytes.
 
     Raises:
         UsageError: The shape is not the spec's, or a stride is zero, negative, makes

@@ -57,7 +57,7 @@ class GroupMap:
         self._last: _Answer | None = None
 
     def fragments(self, layers: range, granules: slice) -> Fragments:
-        """This side's memory of a part of the walk, merged where it is contiguous.
+        """Return this side's memory of a part of the walk, merged.
 
         Args:
             layers: The model's indices, inside ``walk.layers``.
@@ -116,7 +116,7 @@ class GroupMap:
         return self.memory.bases[first : first + len(layers)]
 
     def _offsets(self, granules: Ids) -> dict[str, Ids]:
-        """Bytes from the base along each axis that is not in the table of bases."""
+        """Return the offsets along each axis that is not in the table of bases."""
         strides = self.memory.strides
         per_block = self.granules_per_block
         blocks = self.ids[granules // per_block] * strides["block"]

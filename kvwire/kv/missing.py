@@ -57,7 +57,7 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Each reason that a missing block has, once."""
+        """Return each reason that a missing block has, once."""
         codes = [group.codes for group in self.groups.values()]
         used = distinct(np.concatenate(codes)).tolist() if codes else []
         return tuple(dict.fromkeys(self.meanings[code] for code in used))

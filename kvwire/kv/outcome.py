@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def state(self) -> Literal["complete", "partial", "failed"]:
-        """In a word: all that was asked has landed, some of it, or nothing."""
+        """Say in a word whether all that was asked has landed, some, or nothing."""
         if self.complete:
             return "complete"
         return "partial" if self.nbytes else "failed"
@@ -167,7 +167,7 @@ def nothing_landed(
 
 
 def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome of several transfers that each carried a share of the same blocks.
+    """Join the outcomes of transfers that each carried part of the same blocks.
 
     A block has landed if all shares of it have. Times are the longest of each phase,
     since the transfers ran side by side.
@@ -220,7 +220,7 @@ def _require_same_lists(first: Outcome, other: Outcome) -> None:
 
 
 def _codes(blocks: int, group: str, named: Sequence[Mapping[str, Bits]]) -> Codes:
-    """For each position the first reason that names it, or the one behind the last."""
+    """Return for each position the first reason naming it, or one past the last."""
     codes = np.full(blocks, len(named), np.uint16)
     for code in reversed(range(len(named))):
         if group in named[code]:

@@ -102,7 +102,7 @@ class PagedCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a cache without groups.
+        """Return how many blocks a cache without groups has.
 
         Raises:
             UsageError: The cache has several groups.
@@ -135,7 +135,7 @@ class PagedCache:
 
 
 class CacheGroup:
-    """One group of layers that share a block table.
+    """Describes one group of layers that share a block table.
 
     Attributes:
         name: The group's name.
@@ -202,7 +202,7 @@ def _check_name(name: object) -> None:
 
 
 def _entries(tensors: object, spec: KVSpec, group: str) -> list[tuple[object, ...]]:
-    """One tuple for each layer, or for all of them: (both,) or (keys, values)."""
+    """Return a tuple for each layer, or for all: (both,) or (keys, values)."""
     if not isinstance(tensors, list | tuple):
         return [(tensors,)]
     if len(tensors) not in (1, spec.layers):
@@ -320,7 +320,7 @@ def _table_axis(bases: Addresses, dim: int) -> Axis | None:
 
 
 def _sharing(bases: Addresses, nested: Mapping[str, Axis], item_bytes: int) -> str:
-    """Two entries of the table that share memory, in words; "" if none do."""
+    """Name two entries of the table that share memory; "" if none do."""
     span = item_bytes + sum((a.extent - 1) * a.stride for a in nested.values())
     rows = slice(0, 1) if "layer" in nested else slice(None)
     columns = slice(0, 1) if "kv" in nested else slice(None)

@@ -54,7 +54,7 @@ class Side(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some layers of some granules of one group: what one mark makes ready.
+    """Names layers and granules of one group: what one mark makes ready.
 
     Attributes:
         group: Index of the group in the cache's order.
@@ -82,7 +82,7 @@ class Segment:
 
     @property
     def granule_range(self) -> range:
-        """Its granules within the group."""
+        """Return its granules within the group."""
         return range(self.granule, self.granule + self.granules)
 
     @property
@@ -234,7 +234,7 @@ class TransferPlan:
             )
 
     def nbytes_of(self, segment: Segment) -> int:
-        """Bytes of one segment, which is inside this transfer."""
+        """Return the bytes of one segment, which is inside this transfer."""
         group_map, granules = self._maps[segment.group], segment.granules
         if not group_map.moves_all:
             granules = int(np.count_nonzero(group_map.wanted[segment.granule_slice]))
@@ -269,7 +269,7 @@ class TransferPlan:
         return found
 
     def granules_per_block(self, group: int) -> int:
-        """Granules in one local block of a group."""
+        """Return how many granules are in one local block of a group."""
         return self._maps[group].granules_per_block
 
     def wanted(self, group: int) -> Bits:
@@ -311,7 +311,7 @@ class TransferPlan:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that are equal on both sides exactly if their walks are."""
+        """Return 16 bytes, equal on both sides exactly if their walks are."""
         walks = tuple(walk.fields() for walk in self.groups)
         hashed = hashlib.sha256(repr(walks).encode())
         for group_map in self._maps:

@@ -34,7 +34,7 @@ from kvwire.kv.hashing import BlockHash
 
 
 class BlockPool:
-    """Block ids 0 to ``num_blocks - 1``, given out and taken back. Not thread-safe.
+    """Gives out block ids 0 to ``num_blocks - 1``. Not thread-safe.
 
     Args:
         num_blocks: Blocks of the cache.
@@ -75,12 +75,12 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that :meth:`allocate` can give out, cached or not."""
+        """Return how many blocks :meth:`allocate` can give out, cached or not."""
         return self._free
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks whose content has a name, held or free."""
+        """Return how many blocks have content with a name, held or free."""
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -49,7 +49,7 @@ Id = TypeVar("Id", bound=Hashable)
 
 
 class TokenRange(NamedTuple):
-    """Tokens of a request: ``start`` to before ``stop``."""
+    """Names tokens of a request: ``start`` to before ``stop``."""
 
     start: int
     stop: int
@@ -221,7 +221,7 @@ class _Blocks(Generic[Id]):
             self._valid[name][at] = 0
 
     def usable_tokens(self, request: _Request[Id]) -> int:
-        """Leading tokens of a request that need not be computed."""
+        """Return how many leading tokens of a request need not be computed."""
         usable = request.num_tokens
         for name, ids in request.lists.items():
             at, _ = self._find(name, ids)

@@ -120,22 +120,22 @@ class KVSpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer: every component and head of this shard."""
+        """Return a token's bytes in one layer: all components and heads here."""
         return self.components * self.kv_heads * self.head_dim * self.item_bytes
 
     @property
     def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer."""
+        """Return the bytes of one block in one layer."""
         return self.block_tokens * self.token_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over every layer."""
+        """Return the bytes of one block over every layer."""
         return self.layers * self.layer_block_bytes
 
     def differing(self, other: KVSpec) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
 
 
 def _windows(addresses: Array, length: int) -> tuple[Items, np.uint64]:
-    """All the runs of ``length`` bytes in the span of the addresses, and its start.
+    """Return all runs of ``length`` bytes between the addresses, and the start.
 
     The span may hold memory that is not ours, even not mapped: only what is indexed is
     touched.
@@ -204,7 +204,7 @@ def _windows(addresses: Array, length: int) -> tuple[Items, np.uint64]:
 
 
 class _ArrayView:
-    """Memory as an array; NumPy asks for ``__array_interface__``.
+    """Shows memory as an array; NumPy asks for ``__array_interface__``.
 
     An array type of ctypes would do as well, but making one of each length takes longer
     than gathering a chunk.

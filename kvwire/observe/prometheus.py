@@ -41,7 +41,7 @@ _OUTCOMES: Final = ("complete", "partial", "failed")
 
 
 class CommunicatorCollector(Collector):
-    """One communicator, under the label ``communicator`` with its name.
+    """Collects one communicator's numbers, labelled with its name.
 
     Args:
         communicator: Which one. It must not be closed while it is registered.
@@ -51,7 +51,7 @@ class CommunicatorCollector(Collector):
         self._communicator = communicator
 
     def describe(self) -> list[Metric]:
-        """Nothing: names are known without asking a communicator for its numbers."""
+        """Return nothing: names are known without the numbers."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -114,7 +114,7 @@ _TIER_GAUGES: Final = (
 
 
 class StoreCollector(Collector):
-    """One store, under the label ``store``; its tiers under ``tier``.
+    """Collects one store's numbers, labelled ``store``; its tiers ``tier``.
 
     Args:
         store: Which one.
@@ -126,7 +126,7 @@ class StoreCollector(Collector):
         self._name = name
 
     def describe(self) -> list[Metric]:
-        """Nothing: names are known without asking a store for its numbers."""
+        """Return nothing: names are known without the numbers."""
         return []
 
     def collect(self) -> Iterator[Metric]:

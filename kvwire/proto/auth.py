@@ -67,7 +67,7 @@ class Keys:
         )
 
     def lane_secret(self, number: int) -> bytes:
-        """32 bytes for the two halves of one lane to know each other by."""
+        """Return 32 bytes for the two halves of one lane to know each other by."""
         return hmac.digest(self.lane, number.to_bytes(4, "little"), "sha256")
 
     def server_proof(self, transcript: bytes) -> bytes:
@@ -80,7 +80,7 @@ class Keys:
 
 
 def transcript_hash(*messages: bytes) -> bytes:
-    """One digest over handshake messages; their lengths are fixed, so none shifts."""
+    """Digest handshake messages; lengths are fixed, so none shifts."""
     return hashlib.sha256(b"".join(messages)).digest()
 
 

@@ -47,7 +47,7 @@ class ChunkPlace(enum.Enum):
 
 
 class ChunkArrival(msgspec.Struct, eq=False):
-    """One frame whose header has been accepted and whose body is under way.
+    """Tracks a frame whose header was accepted and whose body is under way.
 
     Its payload comes on the control link, or on a lane as the ``index``-th there.
     """
@@ -64,12 +64,12 @@ class ChunkArrival(msgspec.Struct, eq=False):
 
     @property
     def length(self) -> int:
-        """Bytes of the body."""
+        """Return the bytes of the body."""
         return self.header.length
 
 
 class Chunk:
-    """One piece of payload to send: ``length`` bytes of ``buffer`` from ``offset``.
+    """Describes a piece of payload to send: ``length`` bytes from ``offset``.
 
     Attributes:
         lane: Which lane carries it; 0 for the control link.
@@ -112,7 +112,7 @@ class Chunk:
 
 
 class ChunkMover:
-    """Everything that moves on one connection."""
+    """Moves the chunks of one connection."""
 
     def __init__(self, requests: RequestTable, holds: Holds, chunk_bytes: int) -> None:
         self._requests = requests
@@ -129,13 +129,13 @@ class ChunkMover:
     # --- sending ----------------------------------------------------------------------
 
     def begin_send(self, request: RequestRecord) -> None:
-        """From now on the request takes its turn."""
+        """Let the request take its turn from now on."""
         assert request.kind in SENDING
         assert request.state is RequestState.MOVING
         self._scheduler.add(request)
 
     def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
-        """From now on a segment waits for its transfer's turn, behind earlier ones."""
+        """Queue a segment for its transfer's turn, behind earlier ones."""
         self._scheduler.add_segment(segment, priority)
 
     def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
@@ -224,7 +224,7 @@ class ChunkMover:
     # --- receiving --------------------------------------------------------------------
 
     def begin_receive(self, request: RequestRecord) -> None:
-        """From now on chunks of the request are accepted."""
+        """Accept chunks of the request from now on."""
         assert request.kind not in SENDING
         assert request.state is RequestState.MOVING
         request.arrived = ChunkSet()
@@ -350,7 +350,7 @@ class ChunkMover:
     # --- inside -----------------------------------------------------------------------
 
     def _span(self, mover: Mover, span: Callable[[BufferId], int]) -> int:
-        """Bytes of the next span of a mover: whole chunks, or all that is left."""
+        """Return the bytes of a mover's next burst: whole chunks, or the rest."""
         assert mover.buffer is not None
         chunks = max(1, min(span(mover.buffer), SPAN_BYTES_MAX) // self._chunk_bytes)
         return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)

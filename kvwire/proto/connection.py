@@ -234,7 +234,7 @@ class ConnectionCore:
         self._settle()
 
     def heard(self, now: float) -> None:
-        """Bytes have arrived that do not make a frame yet: a sign of life."""
+        """Note bytes that do not make a frame yet: a sign of life."""
         self._liveness.heard(now)
 
     def chunk_sent(self, chunk: Chunk) -> None:
@@ -246,7 +246,7 @@ class ConnectionCore:
         self._settle()
 
     def lane_gone(self, number: int, reason: str) -> None:
-        """Our half of a lane touches no memory any more, or never came up."""
+        """End our endpoint of a lane, which touches no memory now."""
         self.lanes.lower(number, reason)
         self._settle()
 
@@ -445,7 +445,7 @@ class ConnectionCore:
         self._settle()
 
     def fail(self, error: KVWireError) -> None:
-        """Something broke, here or in what the peer sent: end at once."""
+        """End at once: something broke, here or in what the peer sent."""
         if isinstance(error, ConnectionClosed):
             self._end(error)
             return

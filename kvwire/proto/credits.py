@@ -69,7 +69,7 @@ class ReceiveCredit:
             )
 
     def taken(self, nbytes: int) -> bool:
-        """Its owner has taken a message; True if credit should be returned now."""
+        """Count a message that was taken; True if credit is due back."""
         self.due_messages += 1
         self.due_bytes += nbytes
         return (
@@ -78,7 +78,7 @@ class ReceiveCredit:
         )
 
     def give_back(self) -> tuple[int, int]:
-        """Messages and bytes to return; the sender has them from now on."""
+        """Return the messages and bytes to give back, and count them given."""
         messages, nbytes = self.due_messages, self.due_bytes
         self.left.add(messages, nbytes)
         self.due_messages = self.due_bytes = 0

@@ -76,7 +76,7 @@ class SegmentMarked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentLanded(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a segment is here; ``segment.damaged`` says whether it can be used."""
+    """Reports a whole segment; ``segment.damaged`` says if it can be used."""
 
     segment: SegmentRecord
 
@@ -102,7 +102,7 @@ class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Server: the client wants a lane; answer with ``join`` or ``lower``."""
+    """Reports to a server that the client wants a lane; ``join`` or ``lower``."""
 
     lane: int
     backend: str
@@ -110,14 +110,14 @@ class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneBootstrapped(msgspec.Struct, frozen=True, kw_only=True):
-    """Client: the server's half is up; answer with ``up`` or ``lower``."""
+    """Reports to a client the server's endpoint; ``up`` or ``lower``."""
 
     lane: int
     bootstrap: bytes
 
 
 class LaneOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """Server: both halves are up. Of lane 0: the client has made its first choice."""
+    """Reports to a server that both ends are up; for lane 0, the first choice."""
 
     lane: int
 

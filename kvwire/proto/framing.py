@@ -31,7 +31,7 @@ _SEALED: Final = int(Flag.SEALED)
 
 
 class Framing:
-    """Both directions of one link, from this side's view.
+    """Frames both directions of one link, from this side's view.
 
     Attributes:
         sent: Frames encoded so far.
@@ -47,14 +47,14 @@ class Framing:
         self._open_key: bytes | None = None
 
     def use_seals(self, role: Role, seal: dict[Role, bytes]) -> None:
-        """From the next frame on, seal control frames and demand the peer's seals."""
+        """Seal control frames and demand the peer's seals from now on."""
         self._seal_key = seal[role]
         self._open_key = seal[role.other]
 
     def control(
         self, frame_type: int, body: bytes, *, request: int = 0
     ) -> tuple[bytes, bytes]:
-        """Header and body of the next control frame."""
+        """Return the header and body of the next control frame."""
         key, sequence = self._seal_key, self.sent & _SEQUENCE_MASK
         if key is None:
             header = encode_header(
@@ -82,7 +82,7 @@ class Framing:
         offset: int = 0,
         check: int | None = None,
     ) -> bytes:
-        """Header of the next frame that carries payload."""
+        """Return the header of the next frame that carries payload."""
         header = encode_header(
             frame_type,
             0 if check is None else _CHECKED,

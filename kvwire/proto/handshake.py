@@ -106,7 +106,7 @@ class Handshake(ABC):
         self._raw_header = b""
 
     def bind(self, binding: bytes) -> None:
-        """In ``mtls`` mode: what both ends of this one TLS connection know of it.
+        """Set what both ends know of this TLS connection (``mtls``).
 
         Called before the first frame is received, and only if the peer has proved to
         be somebody whom this side accepts. Without it every peer is refused.

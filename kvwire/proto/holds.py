@@ -32,7 +32,7 @@ class Holds:
         self._last = 0
 
     def __len__(self) -> int:
-        """Buffers that are not drained."""
+        """Return how many buffers are not drained."""
         return len(self._counts)
 
     def new(self) -> BufferId:
@@ -48,7 +48,7 @@ class Holds:
         self._counts[buffer] += 1
 
     def drop(self, buffer: BufferId) -> None:
-        """That operation has ended."""
+        """Drop a hold: that operation has ended."""
         left = self._counts[buffer] - 1
         assert left >= 0, "a hold was dropped twice"
         self._counts[buffer] = left  # bounded: REQUESTS_MAX, REGIONS_MAX
@@ -57,7 +57,7 @@ class Holds:
             self._drain(buffer)
 
     def retire(self, buffer: BufferId) -> None:
-        """Its owner has no more use for the buffer; it drains with the last hold."""
+        """Retire the buffer, which its owner needs no more; the last hold drains it."""
         held = self._counts.get(buffer)
         if held:
             self._retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
@@ -66,7 +66,7 @@ class Holds:
 
     @property
     def retired(self) -> frozenset[BufferId]:
-        """Buffers that are retired and still held."""
+        """Return the buffers that are retired and still held."""
         return frozenset(self._retired)
 
     def held(self, buffer: BufferId) -> bool:

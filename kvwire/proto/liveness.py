@@ -62,7 +62,7 @@ class Liveness:
         self.due = now + interval_s
 
     def heard(self, now: float) -> None:
-        """Something arrived, then or later."""
+        """Note that something arrived, then or later."""
         self._last_received = max(self._last_received, now)
 
     def silence_s(self, now: float) -> float:

@@ -237,7 +237,7 @@ class Messages:
             self._trim(tag)
 
     def turn_away(self) -> None:
-        """From now on nobody here takes an announced message: tell its sender.
+        """Refuse announced messages from now on, and tell their senders.
 
         Otherwise two sides that close at once would wait for each other's receives.
         """

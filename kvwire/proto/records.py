@@ -19,7 +19,7 @@ CHUNK_LANDED: Final = 2
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SegmentRecord:
-    """One marked part of a transfer, on either side.
+    """Holds one marked part of a transfer, on either side.
 
     Attributes:
         request: The transfer.

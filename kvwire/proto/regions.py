@@ -27,7 +27,7 @@ _TOKEN_FIELDS: Final = struct.Struct("<QQQQQB")
 
 @dataclass(slots=True, kw_only=True)
 class RegionRecord:
-    """Memory that peers may reach through grants.
+    """Holds memory that peers may reach through grants.
 
     Attributes:
         generation: Grants of an earlier one are stale.
@@ -84,7 +84,7 @@ class RegionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantRow:
-    """One grant as its giver keeps it."""
+    """Holds one grant as its giver keeps it."""
 
     id: GrantId
     region: RegionRecord

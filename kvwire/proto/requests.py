@@ -44,7 +44,7 @@ SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
 
 
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
-    """One movement of bytes, from this side's view. Changed by the core alone.
+    """Holds one movement of bytes, from this side's view. The core changes it.
 
     Attributes:
         kind: What it does.
@@ -121,7 +121,7 @@ class RequestTable:
         self._deadline_count = 0
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """All open requests, oldest first per table; a snapshot."""
+        """Iterate over a snapshot of all open requests, oldest first."""
         yield from list(self._ours.values())
         yield from list(self._theirs.values())
         yield from list(self._unmatched.values())

@@ -105,7 +105,7 @@ class Scheduler:
             level.old.append(following)  # bounded: REQUESTS_MAX
 
     def clear(self) -> None:
-        """Nobody sends any more."""
+        """Remove every mover."""
         self.count = 0
         self._levels.clear()
         self._behind.clear()
@@ -177,7 +177,7 @@ class _Level:
         self.old_turn_due = False
 
     def end_turn(self, turn: deque[Mover]) -> None:
-        """After a new one's turn comes an old one's, if there is one."""
+        """Decide whose turn is next: after a new one's an old one's, if any."""
         self.old_turn_due = turn is self.new and bool(self.old)
 
 

@@ -50,7 +50,7 @@ from typing import Final
 
 
 class _Symbol(enum.Enum):
-    """Members are singletons; the hash of Enum itself is a call into Python."""
+    """Makes members singletons that hash fast; Enum's hash is Python code."""
 
     __hash__ = object.__hash__
 

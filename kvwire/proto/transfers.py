@@ -192,7 +192,7 @@ class Transfers:
         self.settle(segment.request)
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
-        """Nothing more will be marked; ``complete`` if that is everything."""
+        """Commit: nothing more is marked; ``complete`` if that is everything."""
         transfer = self._transfers[request]
         transfer.committed = True
         assert request.wire_id is not None
@@ -382,7 +382,7 @@ class Transfers:
 
     @property
     def unanswered(self) -> list[RequestRecord]:
-        """Transfers the peer has opened and nobody has answered; a snapshot."""
+        """Return the transfers the peer has opened and nobody answered."""
         return [request for request in self._unanswered if not request.over]
 
     def transfer(self, request: RequestRecord) -> TransferRecord:
@@ -399,7 +399,7 @@ class Transfers:
         self._to_acknowledge.pop(request, None)
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
-        """Nobody has more use for the memory of a transfer; names its buffers."""
+        """Name the buffers of a transfer, whose memory nobody needs more."""
         transfer = self._transfers.get(request)
         segments = transfer.segments.values() if transfer else ()
         buffers = [s.buffer for s in segments if s.buffer is not None]
@@ -438,7 +438,7 @@ class Transfers:
     def _finish_incoming(
         self, request: RequestRecord, transfer: TransferRecord
     ) -> None:
-        """Once all that was marked has landed, say so and be done."""
+        """Send COMMIT_ACK once all that was marked has landed."""
         if not transfer.committed or transfer.open_segments:
             return
         self._send_landed(request, transfer)

@@ -113,7 +113,7 @@ async def resolve(address: Address, trust: TrustMode) -> Address:
 
 
 async def _numeric(address: Address) -> list[str]:
-    """Every address of a host; one that is numeric already needs no thread."""
+    """Return every address of a host; a numeric one needs no thread."""
     try:
         return [str(ipaddress.ip_address(address.host))]
     except ValueError:

@@ -85,7 +85,7 @@ class Credentials:
     def wrap(
         self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
     ) -> ssl.SSLObject:
-        """One end of a TLS connection, before its handshake."""
+        """Make one end of a TLS connection, before its handshake."""
         return self._contexts[role].wrap_bio(
             incoming, outgoing, server_side=role is Role.SERVER
         )
@@ -266,7 +266,7 @@ def _digest(path: str, content: bytes) -> bytes:
 
 
 def _folded(name: str) -> str:
-    """DNS names are the same in capitals (RFC 4343); URIs are not."""
+    """Fold a name's case: DNS names ignore it (RFC 4343), URIs do not."""
     return name if ":" in name else name.lower()
 
 

@@ -38,7 +38,7 @@ _SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 @dataclass(frozen=True, slots=True)
 class TierAddress:
-    """One tier as it was written.
+    """Holds one tier's address as it was written.
 
     Attributes:
         text: All of it, as the tier's name.
@@ -85,7 +85,7 @@ class TierAddress:
                 )
 
     def size(self, text: str, what: str = "size") -> int:
-        """Bytes, such as of ``8GiB``.
+        """Read a size in bytes, such as ``8GiB``.
 
         Raises:
             UsageError: It is no size, or more than any tier may have.
@@ -123,7 +123,7 @@ class TierAddress:
         return number
 
     def slab_bytes(self, nbytes: int) -> int:
-        """Bytes of a slab of a tier of ``nbytes``: as the user says, or by its size.
+        """Return a slab's bytes: as the user says, or by the tier's size.
 
         Raises:
             UsageError: A slab is not a size, larger than the tier, or none fits in it.

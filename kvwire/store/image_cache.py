@@ -23,7 +23,7 @@ _IN_NUMPY: Final = frozenset({"float16", "float32", "int8", "uint8"})
 
 
 class ImageCache:
-    """Images as blocks of a cache.
+    """Shows images as blocks of a cache.
 
     Args:
         namespace: What they are blocks of.
@@ -67,7 +67,7 @@ class ImageCache:
 
 
 def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
-    """Room for so many images of ``nbytes``, one behind the other."""
+    """Return room for so many images of ``nbytes``, one behind the other."""
     begin = int(memory.ctypes.data)
     assert count * nbytes <= memory.size
     return Fragments(

@@ -43,7 +43,7 @@ NO_SLOT = -1
 
 
 def as_keys(keys: Iterable[Key]) -> Keys:
-    """Keys as an array, which takes any selection at once."""
+    """Return the keys as an array, which takes any selection at once."""
     listed = list(keys)
     array = np.empty(len(listed), np.object_)
     array[:] = listed
@@ -60,7 +60,7 @@ def once(keys: Keys) -> Bits:
 
 
 class IndexedSlots(NamedTuple):
-    """Blocks and the slots that they are in."""
+    """Lists blocks and the slots that they are in."""
 
     keys: Keys
     slots: Ids
@@ -109,7 +109,7 @@ class Index:
         return tuple(self._lists)
 
     def named(self) -> IndexedSlots:
-        """Every block that has a name, and where it is."""
+        """Return every block that has a name, and where it is."""
         slots = np.fromiter(self._slots.values(), np.int64, len(self._slots))
         return IndexedSlots(as_keys(self._slots), slots)
 
@@ -129,7 +129,7 @@ class Index:
         return slots
 
     def give_back(self, slots: Ids) -> None:
-        """Taken slots that are not going to be named."""
+        """Free taken slots that are not going to be named."""
         self._pins[slots] = 0
         self.slabs.give(slots)
 
@@ -169,7 +169,7 @@ class Index:
         self._newest[numbers // self.slabs.stride] = self._clock
 
     def touch(self, keys: Keys, slots: Ids) -> None:
-        """Named slots are now the ones used last; each is there once or more."""
+        """Make named slots the last used; each is there once or more."""
         self.pin(keys, slots)
         self.unpin(keys, slots)
 

@@ -54,7 +54,7 @@ class Namespace:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of one block."""
+        """Return the bytes of one block."""
         return self.spec.block_bytes
 
     def differing(self, other: Namespace) -> tuple[str, ...]:

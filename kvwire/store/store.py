@@ -51,7 +51,7 @@ Write = Literal["through", "back"]
 
 
 class BlockStore:
-    """Blocks by their hashes, in memory and in the tiers below it.
+    """Keeps blocks by their hashes, in memory and in the tiers below it.
 
     Made by :meth:`open`; one event loop. Every block passes through the memory tier.
     """
@@ -222,7 +222,7 @@ class BlockStore:
 
     @property
     def name(self) -> str:
-        """Its tiers, as they were written."""
+        """Return its tiers, as they were written."""
         return ", ".join((self._name, *(tier.name for tier in self._tiers.below)))
 
     @property
@@ -237,7 +237,7 @@ class BlockStore:
 
     @property
     def report(self) -> dict[str, str]:
-        """For each tier why it takes no blocks, or what failed last; empty if well."""
+        """Return why each tier takes no blocks or what failed last; or ""."""
         return {self._name: ""} | {t.name: t.error for t in self._tiers.below}
 
     @yields_before_raising

@@ -59,7 +59,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class BackendOffer(Body, array_like=True, frozen=True, gc=False):
-    """One transport a side offers."""
+    """Describes one transport that a side offers."""
 
     name: Name
     api_version: U16

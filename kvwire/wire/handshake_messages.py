@@ -55,7 +55,7 @@ class ConnectionParameters:
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> ConnectionParameters:
-        """Terms of a peer, from the numbers in a body.
+        """Read a peer's parameters from the numbers in a body.
 
         Raises:
             MalformedFrame: A field is out of its range.
@@ -73,7 +73,7 @@ class ConnectionParameters:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As they stand in a body."""
+        """Return them as they stand in a body."""
         return (
             self.chunk_bytes,
             self.eager_bytes,
@@ -109,7 +109,7 @@ class ConnectionParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """First message, client to server: who I am and what I speak."""
+    """Opens the handshake, client to server: who I am and what I speak."""
 
     version_min: int
     version_max: int
@@ -160,7 +160,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """Second message, server to client: what we speak, and the server's proof."""
+    """Answers HELLO, server to client: what we speak, and the server's proof."""
 
     version: int
     trust: TrustMode
@@ -206,7 +206,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm:
-    """Third message, client to server: the client's proof."""
+    """Ends the proofs, client to server: the client's proof."""
 
     mac: bytes
 
@@ -226,7 +226,7 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """Either side's last message: a code, and what the sender would have spoken."""
+    """Refuses, as a side's last message: a code, and what it would have spoken."""
 
     code: int
     version_min: int

@@ -90,7 +90,7 @@ HANDSHAKE_TYPES: Final = frozenset(
 
 
 class Flag(enum.IntFlag):
-    """Bits of the flags byte.
+    """Names the bits of the flags byte.
 
     A control frame has exactly one of them, since its body is always covered. A payload
     frame is never sealed and need not be checked: the transport may be trusted.

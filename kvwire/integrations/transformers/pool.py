@@ -59,7 +59,7 @@ def kv_spec(
 
 
 class TensorPool:
-    """Blocks for the sequences of one model: one tensor a layer, keys beside values.
+    """Holds the blocks of one model's sequences: a tensor a layer.
 
     Args:
         spec: As :func:`kv_spec` gives it.

@@ -74,7 +74,7 @@ class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """One layer of a :class:`PagedSequence`.
+    """Keeps one layer of a :class:`PagedSequence`.
 
     Args:
         sequence: Whose hooks are called.
@@ -139,15 +139,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return self._read(stop)
 
     def get_seq_length(self) -> int:
-        """Tokens whose KV is in the blocks."""
+        """Return how many tokens have their KV in the blocks."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the attention mask for so many new tokens."""
+        """Return the length and offset of the attention mask for so many new tokens."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Tokens that the blocks hold."""
+        """Return how many tokens the blocks hold."""
         return int(self._table.numel() * self._tensor.shape[2])
 
     def reset(self) -> None:
@@ -157,7 +157,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
-        """Nothing to do: the pool's tensors are there before the first token."""
+        """Do nothing: the pool's tensors are there already."""
 
     def _read(self, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         used = -(-stop // self._tensor.shape[2])

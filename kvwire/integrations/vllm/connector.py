@@ -47,7 +47,7 @@ class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # l
 
 
 class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewise
-    """kvwire between two engines of vLLM; see docs/howto/vllm.md.
+    """Moves KV between two engines of vLLM; see docs/howto/vllm.md.
 
     Args:
         vllm_config: vLLM's.
@@ -247,7 +247,7 @@ def model_digest(vllm_config: Any) -> str:
 
 
 def _with_own_gpu(config: Config) -> Config:
-    """NCCL's settings name a GPU; all ranks read them, and each has its own."""
+    """Give each rank its own GPU in NCCL's settings, which all ranks read."""
     if "nccl" not in (*config.require, *config.prefer) or not torch.cuda.is_available():
         return config
     own = {
@@ -267,7 +267,7 @@ _OF_THE_FILES = {
 
 
 def _register() -> None:
-    """Be known to vLLM by name alone; MultiConnector adds up statistics by it."""
+    """Register by name with vLLM, whose MultiConnector adds up statistics by it."""
     with contextlib.suppress(ValueError):  # it is known already
         KVConnectorFactory.register_connector(
             KvwireConnector.__name__,

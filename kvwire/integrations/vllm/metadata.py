@@ -79,7 +79,7 @@ class LoadPrompt:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerStep:
-    """Everything that the workers have to know for one step.
+    """Holds everything that the workers have to know for one step.
 
     Attributes:
         sends: Prompts that begin to be sent.

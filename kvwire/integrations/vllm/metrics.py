@@ -64,7 +64,7 @@ def added(
 
 
 def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
-    """One line for a log."""
+    """Return one line for a log."""
     sent, received = observed.get("sent_bytes", []), observed.get("received_bytes", [])
     found: dict[str, int | float] = {
         "prompts sent": len(sent),

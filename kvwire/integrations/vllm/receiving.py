@@ -37,7 +37,7 @@ class ReceiveResult:
 
 
 class PromptReceive:
-    """One prompt's KV, from one prefill engine.
+    """Receives one prompt's KV from one prefill engine.
 
     Args:
         engine: Whose loop it runs on.

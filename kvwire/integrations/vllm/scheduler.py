@@ -238,7 +238,7 @@ class SchedulerSide:
     def _scheduled(
         self, step: WorkerStep, output: Any, request_id: str, blocks: Any, computed: int
     ) -> None:
-        """One request of a step: its new blocks, and what is computed of its prompt."""
+        """Add one request of a step: its new blocks, what is computed."""
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.lost or prompt.whole:
             return

@@ -23,7 +23,7 @@ logger = logging.getLogger("kvwire")
 
 
 class PromptSend:
-    """One prompt's KV, to one decode engine.
+    """Sends one prompt's KV to one decode engine.
 
     Args:
         engine: Whose loop it runs on.
@@ -69,7 +69,7 @@ class PromptSend:
             self._say(lambda out: out.extend(blocks))
 
     def ready(self, layers: slice, blocks: slice, after: object | None) -> None:
-        """Layers of some blocks are written; from any thread, does not wait.
+        """Mark layers of some blocks as written; from any thread, no waiting.
 
         Args:
             layers: By the model's indices.
@@ -79,12 +79,12 @@ class PromptSend:
         self._say(lambda out: out.ready(layers=layers, blocks=blocks, after=after))
 
     def finish(self) -> None:
-        """Everything is written; from any thread, does not wait."""
+        """Mark everything as written; from any thread, does not wait."""
         self.finished = True
         self._say(Outgoing.finish)
 
     def renew(self) -> None:
-        """Prefill goes on, so whoever is to come has the whole lease again."""
+        """Renew the lease, as prefill goes on."""
         self._engine.start(self._renew)
 
     @property

@@ -333,7 +333,7 @@ class WorkerSide:
                 )
 
     def _ends(self) -> dict[str, PromptSend | PromptReceive]:
-        """All transfers, by request; it is never both a sender's and a receiver's."""
+        """Return all transfers by request, each a sender's or a receiver's."""
         return {**self._departures, **self._arrivals, **self._gated}
 
     def _spec(self) -> KVSpec:

@@ -38,7 +38,7 @@ class PromptBlocks:
 
 
 class ForwardPass:
-    """One forward pass.
+    """Marks what one forward pass writes.
 
     Args:
         parts: Of prompts; passes that complete no block write nothing.

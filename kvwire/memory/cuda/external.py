@@ -13,7 +13,7 @@ from kvwire.memory.device.ops import Event
 
 
 class DeviceArray:
-    """Device memory at an address, as libraries take it in without a copy.
+    """Shows device memory at an address, as libraries take it without a copy.
 
     Whoever uses it keeps the memory's owner, and sees to the order of streams.
     """

@@ -55,7 +55,7 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """Work of a device that happens in the order it was queued in."""
+    """Queues a device's work, which happens in that order."""
 
     @property
     @abstractmethod
@@ -72,7 +72,7 @@ class Stream(ABC):
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Fragments:
-        """Contiguous device memory of this stream, freed with its last reference."""
+        """Make contiguous device memory, freed with its last reference."""
 
     @abstractmethod
     def gather(self, source: Fragments, into: Fragments) -> None:
@@ -96,7 +96,7 @@ class Stream(ABC):
 
 
 class DeviceOps(ABC):
-    """One device, through one library.
+    """Works with one device through one library.
 
     Attributes:
         device: Which.
@@ -120,7 +120,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def pinned(self, nbytes: int) -> memoryview:
-        """Host memory that the device copies from and to by itself.
+        """Return the host memory that the device copies from and to by itself.
 
         Raises:
             BackendUnavailable: The system does not give that much.

@@ -144,7 +144,7 @@ class LayerCounter:
 
 
 class GraphReplay(NamedTuple):
-    """One replay of the graph.
+    """Counts one replay of the graph.
 
     Attributes:
         counter: Whose it is.
@@ -160,7 +160,7 @@ class GraphReplay(NamedTuple):
         return self.generation << _LAYER_BITS
 
     def layer(self, layer: int) -> LayerDone:
-        """Done when a layer of this pass is; pass it to ``ready(after=...)``.
+        """Return what is done when a layer of this pass is, for ``after=``.
 
         Raises:
             UsageError: The model has no such layer.
@@ -171,7 +171,7 @@ class GraphReplay(NamedTuple):
 
 
 class LayerDone:
-    """That one layer of one pass is done; waited for as a future is."""
+    """Says that one layer of one pass is done; waited for as a future is."""
 
     def __init__(self, counter: LayerCounter, generation: int, layer: int) -> None:
         self._counter = counter
@@ -191,7 +191,7 @@ class LayerDone:
         return self._settled or self.is_before(self._counter.position)
 
     def result(self) -> None:
-        """Nothing, once it is done.
+        """Return nothing, once it is done.
 
         Raises:
             RequestCancelled: The counter was closed before.
@@ -212,7 +212,7 @@ class LayerDone:
         call(self)
 
     def settle(self, error: Exception | None) -> None:
-        """It is done, or never will be."""
+        """End it: it is done, or never will be."""
         with self._lock:
             self._settled, self._error = True, error
             calls, self._calls = self._calls, []

@@ -23,7 +23,7 @@ RUNS_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class FragmentRows:
-    """Fragments as rows of a table.
+    """Describes fragments as rows of a table.
 
     Attributes:
         base: The address of row 0.

@@ -131,7 +131,7 @@ class StreamWaiters:
 
 
 class _CopyDirection:
-    """One direction: a stream, its completion thread, and memory to gather in."""
+    """Owns a stream, its completion thread, and memory to gather in."""
 
     def __init__(
         self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int, name: str

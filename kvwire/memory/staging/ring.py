@@ -62,17 +62,17 @@ class Ring:
         return slot
 
     def filled(self, slot: int) -> None:
-        """It holds its bytes, which may be read from now on."""
+        """Note that a slot holds its bytes, which may be read from now on."""
         self._leave(slot, SlotState.FILLING)
         self._uses[slot] = SlotState.FULL
 
     def emptied(self, slot: int) -> None:
-        """Nobody reads it any more."""
+        """Free a slot that nobody reads any more."""
         self._leave(slot, SlotState.FULL)
         self._free.append(slot)
 
     def dropped(self, slot: int) -> None:
-        """Nobody will fill it any more."""
+        """Free a slot that nobody will fill."""
         self._leave(slot, SlotState.FILLING)
         self._free.append(slot)
 

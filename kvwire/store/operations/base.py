@@ -94,7 +94,7 @@ class Operation(ABC):
     # --- for the two directions -------------------------------------------------------
 
     def lost(self, request: GroupRequest, positions: Ids, reason: str) -> None:
-        """These blocks do not land, and why."""
+        """Note that these blocks do not land, and why."""
         if reason not in self._reasons:
             self._reasons.append(reason)
         self._codes[request][positions] = self._reasons.index(reason)
@@ -106,7 +106,7 @@ class Operation(ABC):
         return np.flatnonzero(self._codes[request] == self._reasons.index(reason))
 
     def settled(self, blocks: int) -> None:
-        """So many of the caller's blocks are not touched any more."""
+        """Count blocks of the caller's that are not touched any more."""
         self._left -= blocks
         if not self._left:
             self.drained.set()

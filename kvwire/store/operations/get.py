@@ -180,5 +180,5 @@ class GetOperation(Operation):
 
 
 def _moved(keys: Keys, namespace: Namespace) -> Keys:
-    """Keys of the same hashes in another namespace."""
+    """Return the keys of the same hashes in another namespace."""
     return as_keys(namespace.digest + key[DIGEST_BYTES:] for key in keys.tolist())

@@ -133,7 +133,7 @@ def group_requests(
 
 
 def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
-    """Hashes by group; a plain sequence where there is one.
+    """Return the hashes by group; a plain sequence where there is one.
 
     Raises:
         UsageError: A plain sequence for several groups.

@@ -36,7 +36,7 @@ class InFlightFills:
         self._ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
 
     def end(self, keys: Keys) -> None:
-        """All keys of one :meth:`begin` are filled, or not going to be."""
+        """End the fills of one :meth:`begin`, filled or not."""
         if keys.size:
             ends = list(map(self._ends.pop, keys.tolist()))
             ends[0].set()

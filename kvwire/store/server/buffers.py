@@ -18,7 +18,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TransferBuffers:
-    """Some pieces of memory of equal size, which take turns. One event loop.
+    """Lends pieces of memory of equal size. One event loop.
 
     Args:
         count: How many.

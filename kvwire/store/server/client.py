@@ -129,7 +129,7 @@ class ActiveConnection:
     async def moving(
         self, transfer: Incoming | Outgoing, images: ImageCache
     ) -> AsyncIterator[None]:
-        """Within the block, the end of the connection is that of a transfer.
+        """End a transfer if the connection ends within the block.
 
         After it the transfer is over, and nothing touches its memory any more.
 

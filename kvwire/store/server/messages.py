@@ -68,11 +68,11 @@ _TIERS_MAX: Final = 64
 
 
 class StoreMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One message, or a part of one."""
+    """Is the base of messages and of their parts."""
 
 
 class Names(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Keys of one length, one behind the other."""
+    """Joins keys of one length, one behind the other."""
 
     width: _Width
     joined: _Joined
@@ -89,7 +89,7 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def of(cls, keys: Keys) -> Self:
-        """Some keys, 1 to ``STORE_KEYS_MAX``, all of one length."""
+        """Join keys, 1 to ``STORE_KEYS_MAX``, all of one length."""
         return cls(len(keys[0]), b"".join(keys.tolist()))
 
     @property
@@ -145,13 +145,13 @@ class Find(ClientMessage, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
-    """These blocks were used elsewhere."""
+    """Tells that these blocks were used elsewhere."""
 
     names: Names
 
 
 class TransferMessage(ClientMessage, array_like=True, frozen=True, gc=False):
-    """Blocks that are to move.
+    """Names blocks that are to move.
 
     Attributes:
         number: Of the request.
@@ -265,7 +265,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
 
 
 class TierRow(StoreMessage, array_like=True, frozen=True, gc=False):
-    """One tier of a server."""
+    """Describes one tier of a server."""
 
     name: _Text
     error: _Reason
@@ -273,7 +273,7 @@ class TierRow(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class ClientRow(StoreMessage, array_like=True, frozen=True, gc=False):
-    """One client of a server.
+    """Describes one client of a server.
 
     Attributes:
         name: As it calls itself.

@@ -123,7 +123,7 @@ class ClientSession:
     # --- requests ---------------------------------------------------------------------
 
     async def _received(self, within: timedelta | None = None) -> AnyRequest:
-        """Its next request, for which a client may take any time once it is known."""
+        """Return its next request; a known client may take any time."""
         return decode_request(await self._connection.recv(TAG, deadline=within))
 
     def _begin(self, request: AnyRequest) -> None:
@@ -281,7 +281,7 @@ class ClientSession:
 
 
 def _images(berth: Bytes, request: TransferMessage, namespace: Namespace) -> ImageCache:
-    """Room in a berth for the images of a request."""
+    """Return room in a berth for the images of a request."""
     room = images_in(berth, namespace.image_bytes, len(request.names))
     return ImageCache(namespace, request.order, room)
 

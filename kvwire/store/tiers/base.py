@@ -60,7 +60,7 @@ BlockResults: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Batch(NamedTuple):
-    """Some blocks of one size, each key once.
+    """Lists blocks of one size, each key once.
 
     Attributes:
         keys: Their keys, those of a chain from the head on.
@@ -73,7 +73,7 @@ class Batch(NamedTuple):
     images: Fragments
 
     def selected(self, which: Ids | Bits) -> Batch:
-        """Some of the blocks, by position or by a mask."""
+        """Return some of the blocks, by position or by a mask."""
         return Batch(self.keys[which], self.orders[which], self.images.selected(which))
 
 
@@ -162,7 +162,7 @@ class Tier(ABC):
 
     @abstractmethod
     def touch(self, keys: Keys) -> None:
-        """Blocks were used in another tier: here they are not the next to go."""
+        """Note blocks used in another tier: here they are not the next to go."""
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -18,7 +18,7 @@ _FORMER: Final = "blocks"
 
 
 class Directory:
-    """One directory, which no other process uses meanwhile.
+    """Owns one directory, which no other process uses meanwhile.
 
     Args:
         path: Where it is; made if it is not there.

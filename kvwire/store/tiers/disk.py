@@ -45,7 +45,7 @@ _ERRORS: Final = (OSError, sqlite3.Error)
 
 
 class DiskTier(Tier):
-    """Blocks in a file. Made by :meth:`open`."""
+    """Keeps blocks in a file. Made by :meth:`open`."""
 
     durable = True
 
@@ -283,7 +283,7 @@ class DiskTier(Tier):
         self._stale.update(slots[self._index.drop(failed, slots)].tolist())
 
     def _room(self, nbytes: int, count: int) -> Ids:
-        """Slots for some blocks, as many as there are without those in use."""
+        """Return slots for some blocks, as many as there are, none in use."""
         slots = self._index.take(nbytes, count)
         while slots.size < count:
             evicted = self._index.evict(nbytes, count - slots.size).slots
@@ -432,7 +432,7 @@ class DiskTier(Tier):
         return results
 
     def _runs(self, slots: Ids, nbytes: int) -> Iterable[tuple[Ids, int]]:
-        """Slots whose images lie side by side in the file, and where they begin."""
+        """Yield slots whose images lie side by side in the file, and their place."""
         offsets = self._slabs.offsets(slots)
         breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes)) + 1
         for run in np.split(np.arange(slots.size), breaks):
@@ -454,7 +454,7 @@ _PAD: Final = memoryview(bytearray(GRAIN_BYTES))
 
 
 def _padded(images: Fragments) -> Sequence[memoryview]:
-    """Images with what fills their slots behind each of them."""
+    """Return the images, each with what fills its slot behind it."""
     views = views_of(images)
     pad = _PAD[: rounded(views[0].nbytes) - views[0].nbytes]
     return [piece for view in views for piece in (view, pad)] if pad else views

@@ -72,7 +72,7 @@ _AT_ONCE: Final = 64 * 1024
 
 
 class DiskRows(NamedTuple):
-    """Rows of ``blocks``, each column as an array.
+    """Holds rows of ``blocks``, each column as an array.
 
     Attributes:
         slots: Where each image is.
@@ -88,7 +88,7 @@ class DiskRows(NamedTuple):
     serials: Ids
 
     def selected(self, which: Ids | Bits) -> DiskRows:
-        """Some of the rows, by position or by a mask."""
+        """Return some of the rows, by position or by a mask."""
         return DiskRows._make(column[which] for column in self)
 
 
@@ -229,7 +229,7 @@ class DiskIndex:
 
     @contextlib.contextmanager
     def _transaction(self, *, synced: bool = False) -> Iterator[None]:
-        """All that is done within, or nothing of it."""
+        """Do all that is done within, or nothing of it."""
         how = "FULL" if self._synced or synced else "NORMAL"
         self._db.execute(f"PRAGMA synchronous={how}")
         self._db.execute("BEGIN IMMEDIATE")

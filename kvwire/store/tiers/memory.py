@@ -109,7 +109,7 @@ class MemoryTier:
         return slots
 
     def give_back(self, slots: Ids) -> None:
-        """Taken slots that are not going to be named."""
+        """Free taken slots that are not going to be named."""
         if slots.size:
             self.index.give_back(slots)
             self._notify()
@@ -237,7 +237,7 @@ _IS_LINUX: Final = sys.platform == "linux"
 
 
 def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
-    """Memory that other processes of this host can map, where there is such a thing."""
+    """Allocate memory that processes of this host can map, if possible."""
     if not _IS_LINUX:
         return None, np.zeros(nbytes, np.uint8)
     arena = Arena(nbytes, name="kvwire-store")

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class ObjectTier(Tier):
-    """Blocks as objects. Made by :meth:`open`.
+    """Keeps blocks as objects. Made by :meth:`open`.
 
     Args:
         name: As the user has written it.
@@ -166,14 +166,14 @@ class ObjectTier(Tier):
         return results
 
     def touch(self, keys: Keys) -> None:
-        """Nothing: an object store does not know what was used."""
+        """Do nothing: an object store does not know what was used."""
 
     def stats(self) -> TierStats:
         """Return what this side has moved; what is there is not counted."""
         return self._counts
 
     async def flush(self) -> None:
-        """Nothing: an object is safe once it is written.
+        """Do nothing: an object is safe once it is written.
 
         Cancel safety: safe.
         """
@@ -249,7 +249,7 @@ class ObjectTier(Tier):
     # --- requests ---------------------------------------------------------------------
 
     async def _range(self, key: Key, nbytes: int) -> memoryview | BlockResult:
-        """Up to so many bytes of an object from its beginning."""
+        """Fetch up to so many bytes of an object from its beginning."""
         path = path_of(key)
 
         async def fetch() -> Any:

@@ -49,7 +49,7 @@ _READ_ONLY: Final = "this server is read-only"
 
 
 class RemoteTier(Tier):
-    """Blocks at a store server. Made by :meth:`open`."""
+    """Keeps blocks at a store server. Made by :meth:`open`."""
 
     durable = False
 
@@ -230,7 +230,7 @@ class RemoteTier(Tier):
     async def _put(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """One request: publish the images, and let the server pull them."""
+        """Publish the images of one request, and let the server pull them."""
         number = self._client.number()
         images = ImageCache(namespace, int(batch.orders[0]), batch.images)
         out = self._communicator.publish(
@@ -250,7 +250,7 @@ class RemoteTier(Tier):
     async def _get(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """One request: hear which blocks there are, and expect the server's push."""
+        """Learn which blocks there are, and expect the server's push."""
         number = self._client.number()
         get = Get(*self._asked(number, namespace, batch))
         results = self._checked(
@@ -314,7 +314,7 @@ def _config(address: TierAddress) -> Config:
 
 
 def _by_width(keys: Keys) -> Iterator[Ids]:
-    """Positions of keys that one message can have: equally long, and not too many."""
+    """Yield positions for one message: keys of one length, not too many."""
     widths = np.fromiter(map(len, keys.tolist()), np.int64, keys.size)
     for width in sorted(set(widths.tolist())):
         same = np.flatnonzero(widths == width)
@@ -323,7 +323,7 @@ def _by_width(keys: Keys) -> Iterator[Ids]:
 
 
 def _parts(batch: Batch, most: int) -> Iterator[Ids]:
-    """Positions of blocks that one request can move: images of one order."""
+    """Yield positions for one request: images of one order, not too many."""
     for same in _by_width(batch.keys):
         for order in sorted(set(batch.orders[same].tolist())):
             alike = same[batch.orders[same] == order]

@@ -26,7 +26,7 @@ _Bytes = TypeVar("_Bytes", int, Ids)
 
 
 def rounded(nbytes: _Bytes) -> _Bytes:
-    """So many bytes in whole grains."""
+    """Round bytes up to whole grains."""
     return -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES
 
 
@@ -82,15 +82,15 @@ class Slabs:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots that are taken."""
+        """Return the bytes of the slots that are taken."""
         return int((self.used * self.slot_bytes).sum())
 
     def capacity(self, nbytes: int) -> int:
-        """Slots for blocks of so many bytes in one slab; 0 if none fits."""
+        """Return how many blocks of so many bytes a slab holds; 0 if none fits."""
         return min(self.stride, self.slab_bytes // rounded(nbytes))
 
     def free(self, nbytes: int) -> int:
-        """Slots for blocks of so many bytes that :meth:`take` can give."""
+        """Return how many slots :meth:`take` can give for blocks of so many bytes."""
         slabs = self._open.get(rounded(nbytes), ())
         ready = sum(len(self._free[slab]) for slab in slabs)
         return ready + len(self._blank) * self.capacity(nbytes)

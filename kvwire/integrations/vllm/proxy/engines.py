@@ -25,7 +25,7 @@ _PREFIX_CHARS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """One vLLM server.
+    """Names one vLLM server.
 
     Attributes:
         url: Where it serves HTTP.
@@ -55,7 +55,7 @@ def parse_engine(text: str) -> VllmServer:
 
 
 class VllmServerPool:
-    """Engines of one kind.
+    """Picks among engines of one kind.
 
     Args:
         engines: At least one.
@@ -98,7 +98,7 @@ class VllmServerPool:
         return choice[next(self._turns) % len(choice)]
 
     def down(self, engine: VllmServer) -> None:
-        """It could not be reached."""
+        """Note that an engine could not be reached."""
         self._down_until[engine] = self._clock() + DOWN_S  # one entry an engine
 
     def _is_down(self, engine: VllmServer) -> bool:
@@ -115,5 +115,5 @@ def _prefix(body: dict[str, Any]) -> str:
 
 
 def _weight(engine: VllmServer, prefix: str) -> bytes:
-    """Highest-random-weight hashing: one engine less moves only what it had."""
+    """Weigh an engine for a key: highest-random-weight hashing moves little."""
     return hashlib.sha256(f"{engine.url}\0{prefix}".encode()).digest()
