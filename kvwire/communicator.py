@@ -7,17 +7,20 @@ from collections.abc import AsyncIterator, Generator, Iterable
 from typing import Any, Self, Unpack
 
 from kvwire.clock import yields_before_raising
-from kvwire.config import Config
+from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection
 from kvwire.driver.counters import Counters
 from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.observers import Observers
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
+from kvwire.memory.buffers import Memory
 from kvwire.region import Region
 from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.options import PublishOptions, ReceiveOptions
-from kvwire.types import Access, Address
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_options
+from kvwire.transfers.outgoing import OutgoingState
+from kvwire.types import Access, AccessName, Address
 
 
 class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
@@ -39,7 +42,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
     def __init__(
         self,
         config: Config | str | os.PathLike[str] | None = None,
-        **arguments: Any,
+        **arguments: Unpack[ConfigOptions],
     ) -> None:
         if isinstance(config, Config):
             # Checked here, since a Config that was made by hand has not been.
@@ -191,7 +194,7 @@ class Communicator:
 
     # --- memory -----------------------------------------------------------------------
 
-    def register(self, buffer: Any, access: str | Access = "read") -> Region:
+    def register(self, buffer: Memory, access: AccessName | Access = "read") -> Region:
         """Lend memory that peers may reach, each with a grant.
 
         Args:
@@ -232,7 +235,11 @@ class Communicator:
         Raises:
             UsageError: The id is in use, or the cache or blocks cannot be used.
         """
-        return self._state.publish(id, cache, blocks, **options)
+        check_options("publish", options)
+        consumers = options.get("consumers", 1)
+        state = OutgoingState(self._state, id, cache, blocks, options, consumers)
+        self._state.start(state)
+        return Outgoing(state)
 
     def expect(
         self,
@@ -248,7 +255,10 @@ class Communicator:
         Raises:
             UsageError: The id is in use, or the cache or blocks cannot be used.
         """
-        return self._state.expect(id, cache, blocks, **options)
+        check_options("expect", options)
+        state = IncomingState(self._state, id, cache, blocks, options)
+        self._state.start(state)
+        return Incoming(state)
 
     async def fired(self, event: Any) -> None:
         """Wait until an event on a stream of a GPU has fired; the stream does not wait.

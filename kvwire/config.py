@@ -6,20 +6,19 @@ never come from the environment or the command line: only the path of a file doe
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import reprlib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 import msgspec
 from msgspec import Meta
 
 from kvwire import limits
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, nearest
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
 # In `tls_peers`: everybody whom a CA of `tls_ca_file` has signed.
@@ -29,6 +28,44 @@ _ARGUMENTS = "arguments"
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 ProfileText = Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)]
 Names = tuple[Annotated[str, Meta(min_length=1, max_length=32)], ...]
+
+
+Trust: TypeAlias = Literal["loopback", "psk", "mtls"]
+Checksum: TypeAlias = Literal["auto", "on", "sampled", "off"]
+
+
+class ConfigOptions(TypedDict, total=False):
+    """The keys of :class:`Config`, as ``kvwire.open`` takes them; see there."""
+
+    name: str
+    trust: Trust
+    psk_file: str
+    psk_accept_files: Sequence[str]
+    tls_cert_file: str
+    tls_key_file: str
+    tls_ca_file: str
+    tls_peers: Sequence[str]
+    prefer: Sequence[str]
+    require: Sequence[str]
+    forbid: Sequence[str]
+    lanes: int
+    backends: Mapping[str, Mapping[str, str]]
+    profile: Mapping[str, str]
+    checksum: Checksum
+    chunk_bytes: int
+    eager_bytes: int
+    window_bytes: int
+    window_messages: int
+    message_bytes: int
+    handshake_timeout_s: float
+    close_timeout_s: float
+    ping_interval_s: float
+    ping_misses: int
+    lease_s: float
+    resume: bool
+    quarantine_bytes: int
+    connections_max: int
+    io_cpus: Sequence[int]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +116,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     name: Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)] = ""
-    trust: Literal["loopback", "psk", "mtls"] = "loopback"
+    trust: Trust = "loopback"
     psk_file: str = ""
     psk_accept_files: tuple[str, ...] = ()
     tls_cert_file: str = ""
@@ -97,7 +134,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     profile: Annotated[
         dict[ProfileText, ProfileText], Meta(max_length=limits.PROFILE_FIELDS_MAX)
     ] = {}
-    checksum: Literal["auto", "on", "sampled", "off"] = "auto"
+    checksum: Checksum = "auto"
     chunk_bytes: Annotated[
         int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)
     ] = limits.CHUNK_BYTES
@@ -131,7 +168,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         path: str | os.PathLike[str] | None = None,
         *,
         environment: Mapping[str, str] | None = None,
-        **arguments: Any,
+        **arguments: Unpack[ConfigOptions],
     ) -> Config:
         """Read a TOML file, then the environment, then the arguments.
 
@@ -151,7 +188,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             origins |= dict.fromkeys(layer, origin)
         return _build(values, origins)
 
-    def replace(self, **arguments: Any) -> Config:
+    def replace(self, **arguments: Unpack[ConfigOptions]) -> Config:
         """Return the same with some keys changed.
 
         Raises:
@@ -204,6 +241,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 _TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
+_CHOICES = {"trust": get_args(Trust), "checksum": get_args(Checksum)}
 # How msgspec says which value it does not like.
 _PLACE = re.compile(r" - at `\$\.(\w+).*`$")
 
@@ -266,9 +304,7 @@ def _nested(flat: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def _checked_keys(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for key in values:
         if key not in FIELDS:
-            near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
-            known = f"keys are {', '.join(sorted(FIELDS))}"
-            hint = f"did you mean {near[0]!r}?" if near else known
+            hint = nearest(key, FIELDS)
             raise UsageError(f"{origin}: there is no key {key!r}; {hint}")
     return dict(values)
 
@@ -283,6 +319,8 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
             raise UsageError(f"config: {exc}") from None
         key = found[1]
         said = str(exc).removesuffix(found[0])
+        if key in _CHOICES:
+            said += f"; {nearest(values[key], _CHOICES[key])}"
         origin = origins.get(key, "config")
         raise UsageError(
             f"{origin}: {key}={reprlib.repr(values[key])}: {said}"

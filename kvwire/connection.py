@@ -8,9 +8,16 @@ from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.request import RequestState
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
+from kvwire.memory.buffers import Memory
 from kvwire.request import Request
 from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.options import ReceiveOptions, SendOptions
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.options import (
+    ReceiveOptions,
+    SendOptions,
+    check_options,
+)
+from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Deadline, Grant, PeerInfo, TransportReport
 
 
@@ -51,7 +58,9 @@ class Connection:
 
     # --- messages ---------------------------------------------------------------------
 
-    def send(self, tag: int, buffer: Any, *, deadline: Deadline = None) -> Request[int]:
+    def send(
+        self, tag: int, buffer: Memory, *, deadline: Deadline = None
+    ) -> Request[int]:
         """Send a message to the receiver of a tag; the result is its length in bytes.
 
         Completes when ``buffer`` may be reused, which says nothing about the receiver.
@@ -77,15 +86,17 @@ class Connection:
         return Request(self._state.send(tag, buffer, deadline))
 
     @overload
-    def recv(self, tag: int, *, deadline: Deadline = None) -> Request[bytearray]: ...
+    def recv(
+        self, tag: int, into: None = None, *, deadline: Deadline = None
+    ) -> Request[bytearray]: ...
 
     @overload
     def recv(
-        self, tag: int, into: Any, *, deadline: Deadline = None
+        self, tag: int, into: Memory, *, deadline: Deadline = None
     ) -> Request[int]: ...
 
     def recv(
-        self, tag: int, into: Any = None, *, deadline: Deadline = None
+        self, tag: int, into: Memory | None = None, *, deadline: Deadline = None
     ) -> Request[int] | Request[bytearray]:
         """Receive the next message of a tag.
 
@@ -118,7 +129,7 @@ class Connection:
     # --- one-sided --------------------------------------------------------------------
 
     def put(
-        self, buffer: Any, grant: Grant, *, deadline: Deadline = None
+        self, buffer: Memory, grant: Grant, *, deadline: Deadline = None
     ) -> Request[int]:
         """Write a buffer into memory that the peer has granted.
 
@@ -142,7 +153,7 @@ class Connection:
         return Request(self._state.put(buffer, grant, deadline))
 
     def get(
-        self, grant: Grant, into: Any, *, deadline: Deadline = None
+        self, grant: Grant, into: Memory, *, deadline: Deadline = None
     ) -> Request[int]:
         """Read memory that the peer has granted.
 
@@ -191,7 +202,10 @@ class Connection:
             UsageError: The cache or the blocks cannot be used; nothing was sent.
             ConnectionClosed: The connection is closing or closed.
         """
-        return self._state.pull(id, cache, blocks, **options)
+        check_options("pull", options)
+        state = IncomingState(self._state.communicator, id, cache, blocks, options)
+        self._state.start(state)
+        return Incoming(state)
 
     def push(
         self,
@@ -220,7 +234,10 @@ class Connection:
             UsageError: The cache or the blocks cannot be used; nothing was sent.
             ConnectionClosed: The connection is closing or closed.
         """
-        return self._state.push(id, cache, blocks, **options)
+        check_options("push", options)
+        state = OutgoingState(self._state.communicator, id, cache, blocks, options)
+        self._state.start(state)
+        return Outgoing(state)
 
     # --- the end ----------------------------------------------------------------------
 

@@ -17,17 +17,18 @@ import os
 import warnings
 from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from kvwire.communicator import Communicator
 from kvwire.communicator import open as open_communicator
-from kvwire.config import Config
+from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection
 from kvwire.driver.io_thread import IOThread, bind_thread
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
 from kvwire.transfer import Incoming, Outgoing
+from kvwire.transfers.options import PublishOptions, ReceiveOptions, SendOptions
 from kvwire.transfers.ready_log import Which
 from kvwire.types import Address, PeerInfo, TransportReport
 
@@ -48,7 +49,7 @@ class Engine:
     def __init__(
         self,
         config: Config | str | os.PathLike[str] | None = None,
-        **arguments: Any,
+        **arguments: Unpack[ConfigOptions],
     ) -> None:
         self._thread = IOThread("kvwire-engine")
         try:
@@ -106,7 +107,7 @@ class Engine:
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        **options: Any,
+        **options: Unpack[PublishOptions],
     ) -> EngineOutgoing:
         """See :meth:`kvwire.Communicator.publish`."""
         return EngineOutgoing(
@@ -121,7 +122,7 @@ class Engine:
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        **options: Any,
+        **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
         """See :meth:`kvwire.Communicator.expect`."""
         return EngineIncoming(
@@ -209,7 +210,7 @@ class EngineConnection:
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        **options: Any,
+        **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
         """See :meth:`kvwire.Connection.pull`."""
         pull = self._connection.pull
@@ -223,7 +224,7 @@ class EngineConnection:
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        **options: Any,
+        **options: Unpack[SendOptions],
     ) -> EngineOutgoing:
         """See :meth:`kvwire.Connection.push`."""
         push = self._connection.push
@@ -344,7 +345,7 @@ class EngineIncoming(_EngineTransfer):
 
 
 async def _opened(
-    config: Config | str | os.PathLike[str] | None, arguments: dict[str, Any]
+    config: Config | str | os.PathLike[str] | None, arguments: ConfigOptions
 ) -> Communicator:
     opening = open_communicator(config, **arguments)
     bind_thread(opening.config.io_cpus)

@@ -46,6 +46,7 @@ and :func:`error_from_code` turns it back into the class.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import ClassVar
 
 from kvwire.limits import LOG_CHARS_MAX, REASON_CHARS_MAX
@@ -300,3 +301,18 @@ def error_from_code(code: int, text: str) -> KVWireError:
     except ValueError:
         return PeerError(f"peer reported code {code}: {text}")
     return cls(text)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Suggest what was meant by a name that is none of the known ones.
+
+    Returns:
+        The end of an error text: the nearest name, or all of them if none is near.
+    """
+    import difflib  # noqa: PLC0415 - only for an error, and `import kvwire` is quick
+
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known are {', '.join(names)}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import UsageError
 from kvwire.proto.regions import RegionRecord
-from kvwire.types import Access, Grant
+from kvwire.types import Access, AccessName, Grant
 
 if TYPE_CHECKING:
     from kvwire.connection import Connection
@@ -46,7 +46,7 @@ class Region:
         *,
         offset: int = 0,
         nbytes: int | None = None,
-        access: str | Access | None = None,
+        access: AccessName | Access | None = None,
     ) -> Grant:
         """Allow the peer of one connection to reach a byte range.
 

@@ -7,10 +7,10 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Final, NewType, TypeAlias
+from typing import Final, Literal, NewType, TypeAlias
 from urllib.parse import urlsplit
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, nearest
 from kvwire.limits import REQUEST_BYTES_MAX
 
 _GRANT: Final = struct.Struct("<4sI16sQQ16sQQ")
@@ -52,6 +52,9 @@ class TrustMode(enum.IntEnum):
     MTLS = 2
 
 
+AccessName: TypeAlias = Literal["read", "write", "readwrite"]
+
+
 class Access(enum.Flag):
     """Names what a peer may do with a region it was granted."""
 
@@ -60,7 +63,7 @@ class Access(enum.Flag):
     READWRITE = READ | WRITE
 
     @classmethod
-    def parse(cls, text: str | Access) -> Access:
+    def parse(cls, text: AccessName | Access) -> Access:
         """Read ``"read"``, ``"write"`` or ``"readwrite"``.
 
         Raises:
@@ -72,7 +75,7 @@ class Access(enum.Flag):
         if text not in names:
             raise UsageError(
                 f'access={text!r}: use "read" (the peer may get), "write" (the peer '
-                f'may put) or "readwrite"'
+                f'may put) or "readwrite"; {nearest(text, names)}'
             )
         return names[text]
 

@@ -96,7 +96,7 @@ async def test_a_name_is_made_if_none_is_given() -> None:
 
 async def test_a_wrong_configuration_is_found_before_anything_is_opened() -> None:
     with pytest.raises(UsageError, match="did you mean 'name'"):
-        kvwire.open(nam="x")
+        kvwire.open(nam="x")  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="No such file"):
         await kvwire.open(trust="psk", psk_file="nowhere")
 

@@ -82,7 +82,7 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
             "arguments: there is no key 'ping_mises'; did you mean",
         ),
         ({"KVWIRE_TRUSST": "psk"}, {}, "variable KVWIRE_TRUSST: there is no key"),
-        ({}, {"xyzzy": 1}, "no key 'xyzzy'; keys are backends, checksum, chunk_bytes"),
+        ({}, {"xyzzy": 1}, "no key 'xyzzy'; known are backends, checksum, chunk_bytes"),
         ({"KVWIRE_PING_MISSES": "soon"}, {}, "KVWIRE_PING_MISSES: ping_misses='soon'"),
         ({}, {"chunk_bytes": 1}, "arguments: chunk_bytes=1: Expected `int` >= 65536"),
         ({}, {"lease_s": -1.0}, "lease_s=-1.0: Expected `float` > 0"),

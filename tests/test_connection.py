@@ -208,7 +208,7 @@ async def test_memory_that_cannot_be_used_says_why(pair: Pair) -> None:
     with pytest.raises(UsageError, match="not C-contiguous"):
         pair.left.recv(1, np.zeros((8, 8))[:, ::2])
     with pytest.raises(UsageError, match="str is no memory"):
-        pair.left.send(1, "text")
+        pair.left.send(1, "text")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="deadline="):
         pair.left.send(1, b"x", deadline=-1)
     await pair.left.send(1, b"still usable")

@@ -316,7 +316,7 @@ def test_a_wrong_configuration_leaves_no_thread() -> None:
     with pytest.raises(kvwire.UsageError, match="psk_file"):
         kvwire.Engine(trust="psk")
     with pytest.raises(kvwire.UsageError, match="did you mean"):
-        kvwire.Engine(nmae="x")
+        kvwire.Engine(nmae="x")  # type: ignore[call-arg]
     assert threading.active_count() == before
     gc.collect()
 

@@ -113,7 +113,7 @@ async def test_what_can_be_registered(pair: Pair) -> None:
     with pytest.raises(UsageError, match="read-only"):
         pair.far.register(b"constant", access="write")
     with pytest.raises(UsageError, match="access='rw'"):
-        pair.far.register(bytearray(1), access="rw")
+        pair.far.register(bytearray(1), access="rw")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not C-contiguous"):
         pair.far.register(np.zeros((4, 4))[:, 1])
     region = pair.far.register(b"constant")

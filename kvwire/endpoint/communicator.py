@@ -24,7 +24,6 @@ from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.observers import Observers
 from kvwire.endpoint.reconnect import Reconnector
-from kvwire.endpoint.verbs import PublishExpect
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
@@ -46,7 +45,7 @@ from kvwire.transfers.event_wait import wait_event
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
 from kvwire.transfers.outgoing import OutgoingState
-from kvwire.types import Access, Address
+from kvwire.types import Access, AccessName, Address
 from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
@@ -56,7 +55,7 @@ logger = logging.getLogger("kvwire")
 Driver = HandshakeDriver[ConnectionState] | ConnectionDriver
 
 
-class CommunicatorState(PublishExpect):
+class CommunicatorState:
     """The state of one communicator, on the loop it was made on.
 
     Args:
@@ -262,7 +261,7 @@ class CommunicatorState(PublishExpect):
 
     # --- memory -----------------------------------------------------------------------
 
-    def register(self, buffer: Any, access: str | Access) -> RegionRecord:
+    def register(self, buffer: Any, access: AccessName | Access) -> RegionRecord:
         """Lend memory that peers may reach, each with a grant."""
         self._check_open()
         allowed = Access.parse(access)
@@ -293,13 +292,8 @@ class CommunicatorState(PublishExpect):
 
     # --- KV transfers -----------------------------------------------------------------
 
-    @property
-    def communicator(self) -> CommunicatorState:
-        """See Offering."""
-        return self
-
     def start(self, end: IncomingState | OutgoingState) -> None:
-        """See Offering."""
+        """Let a transfer wait for its peer, or meet one that waits."""
         self._check_open()
         self.registry.offer(end)
 

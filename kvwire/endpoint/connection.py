@@ -13,7 +13,6 @@ from kvwire.clock import absolute
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.request import RequestState
-from kvwire.endpoint.verbs import PullPush
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -72,7 +71,7 @@ _TAG_MAX: Final = 2**64 - 1
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
-class ConnectionState(PullPush):
+class ConnectionState:
     """The state of one connection, on the loop it was made on.
 
     Attributes:
@@ -195,7 +194,7 @@ class ConnectionState(PullPush):
     # --- KV transfers -----------------------------------------------------------------
 
     def start(self, end: IncomingState | OutgoingState) -> None:
-        """See Asking."""
+        """Ask the peer for one end of a transfer."""
         self.communicator.registry.ask(end, self)
 
     def start_transfer(

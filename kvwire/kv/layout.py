@@ -13,9 +13,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, NewType, TypeAlias
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, nearest
 from kvwire.kv.spec import KVSpec
 
 AXES: Final = ("layer", "block", "kv", "token", "head", "dim")
@@ -26,6 +26,11 @@ ALIASES: Final = {
     "HND": "block kv head token dim",
 }
 """The field's names. In a cross-layer tensor the ``layer`` axis follows ``block``."""
+
+AxisOrder = NewType("AxisOrder", str)
+"""An axis order that is written out, for type checkers: a plain string will do at run
+time, but a checker cannot tell one from a misspelt ``"NHD"``."""
+Layout: TypeAlias = Literal["NHD", "HND"] | AxisOrder
 
 Dims = tuple[tuple[str, ...], ...]
 """The axes of each dimension of a tensor, outermost first."""
@@ -58,7 +63,8 @@ def parse_layout(text: str) -> Dims:
         if axis not in AXES:
             raise UsageError(
                 f"layout {text!r}: no axis {axis!r}; the axes are {', '.join(AXES)}, "
-                f"the short forms {' and '.join(ALIASES)}"
+                f"the short forms {' and '.join(ALIASES)}; "
+                f"{nearest(axis, (*AXES, *ALIASES))}"
             )
         if named.count(axis) > 1:
             raise UsageError(f"layout {text!r}: axis {axis!r} is there twice")

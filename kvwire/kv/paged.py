@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvwire import limits
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockLists, Blocks, block_lists
-from kvwire.kv.layout import AXES, Axis, choose_dims, overlapping, read_axes
+from kvwire.kv.layout import AXES, Axis, Layout, choose_dims, overlapping, read_axes
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import TensorView, tensor_view
 from kvwire.types import Device, MemoryKind
@@ -50,14 +50,14 @@ class PagedCache:
     groups: Mapping[str, CacheGroup]
     device: Device | None
 
-    def __init__(self, spec: KVSpec, tensors: object, layout: str = "NHD") -> None:
+    def __init__(self, spec: KVSpec, tensors: object, layout: Layout = "NHD") -> None:
         group = CacheGroup(DEFAULT_GROUP, spec, tensors, layout)
         self.groups = {DEFAULT_GROUP: group}
         self.device = group.device
 
     @classmethod
     def grouped(
-        cls, groups: Mapping[str, GroupSource], *, layout: str = "NHD"
+        cls, groups: Mapping[str, GroupSource], *, layout: Layout = "NHD"
     ) -> PagedCache:
         """Describe a hybrid model's cache: groups of spec, tensors and ids.
 

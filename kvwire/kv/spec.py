@@ -21,12 +21,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias, cast
 
 from kvwire import limits
-from kvwire.errors import ProfileMismatch, UsageError
+from kvwire.errors import ProfileMismatch, UsageError, nearest
 
-DTYPE_BYTES: Final = {
+DType: TypeAlias = Literal[
+    "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
+]
+DTYPE_BYTES: Final[dict[str, int]] = {
     "bfloat16": 2,
     "float16": 2,
     "float32": 4,
@@ -64,7 +67,7 @@ class KVSpec:
     kv_heads: int
     head_dim: int
     block_tokens: int
-    dtype: str = "bfloat16"
+    dtype: DType = "bfloat16"
     components: int = 2
     shard: tuple[int, int] = (0, 1)
     fingerprint: str = ""
@@ -77,7 +80,7 @@ class KVSpec:
         _check_count("kv_heads", self.kv_heads, limits.KV_HEADS_MAX)
         _check_count("head_dim", self.head_dim, limits.KV_HEAD_DIM_MAX)
         _check_count("block_tokens", self.block_tokens, limits.KV_BLOCK_TOKENS_MAX)
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if type(self.components) is not int or self.components not in (1, 2):
             raise UsageError(
                 f"KVSpec: components={self.components!r}: use 2 for keys and values, "
@@ -204,7 +207,7 @@ class KVSpec:
                 raise UsageError(f"KVSpec: the peer's description lacks {name!r}")
         return cls(
             shard=(rank, size),
-            dtype=values["dtype"],
+            dtype=dtype_name(values["dtype"]),
             fingerprint=values["fingerprint"],
             **numbers,
         )
@@ -271,14 +274,19 @@ def _overlap(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
-def _dtype_name(dtype: object) -> str:
-    """Read ``"bfloat16"``, ``"torch.bfloat16"`` or an object that prints as one."""
+def dtype_name(dtype: object) -> DType:
+    """Read ``"bfloat16"``, ``"torch.bfloat16"`` or an object that prints as one.
+
+    Raises:
+        UsageError: Blocks of this type cannot be moved.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UsageError(
-            f"KVSpec: dtype={str(dtype)!r} is none of {', '.join(DTYPE_BYTES)}"
+            f"KVSpec: dtype={str(dtype)!r} is none of {', '.join(DTYPE_BYTES)}; "
+            f"{nearest(name, DTYPE_BYTES)}"
         )
-    return name
+    return cast("DType", name)
 
 
 def _check_count(name: str, value: object, most: int, least: int = 1) -> None:

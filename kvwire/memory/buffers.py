@@ -11,13 +11,26 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class CpuTensor(Protocol):
+    """A tensor of torch, which has no buffer protocol."""
+
+    def data_ptr(self) -> int:
+        """Return the address of its first element."""
+
+
+Memory: TypeAlias = "Buffer | np.ndarray[Any, Any] | CpuTensor | Fragments"
+"""What bytes can be taken from, or put into where it is writable."""
 Payload = memoryview | Fragments
 
 # How buffer formats (PEP 3118, and those of ctypes) spell an object or another pointer,
@@ -90,9 +103,12 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError):
+        advice = "bytes, a bytearray, a NumPy array or a CPU torch tensor"
+        if isinstance(buffer, str):
+            advice = "its bytes, text.encode()"
         raise UsageError(
             f"{what}: {type(buffer).__name__} is no memory that kvwire can use; pass "
-            f"bytes, a bytearray, a NumPy array or a CPU torch tensor"
+            f"{advice}"
         ) from None
     if view.format not in _PLAIN and _POINTERS.search(
         _FIELD_NAMES.sub("", view.format)

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, overload
 
 from kvwire.clock import yields_before_raising
-from kvwire.errors import ClosedOK, UsageError
+from kvwire.errors import ClosedOK, UsageError, nearest
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.outcome import Outcome
@@ -362,7 +362,8 @@ class OpeningStore:
 
     def __init__(self, tiers: Sequence[str], write: Write) -> None:
         if write not in ("through", "back"):
-            raise UsageError(f'write={write!r}: "through" or "back"')
+            hint = nearest(write, ("through", "back"))
+            raise UsageError(f'write={write!r}: "through" or "back"; {hint}')
         if isinstance(tiers, str) or not tiers:
             raise UsageError('tiers: a list, such as ["memory:8GiB"]')
         self._tiers = [TierAddress.parse(text) for text in tiers]

@@ -14,8 +14,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Generator, Iterable
-from datetime import timedelta
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 from kvwire.backend import Payload
 from kvwire.clock import absolute
@@ -42,6 +41,7 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.requests import RequestRecord
 from kvwire.transfers.description import ENDPOINT_ID_BYTES, TransferOffer
+from kvwire.transfers.options import TransferOptions
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.state import (
     AttemptInput,
@@ -202,15 +202,6 @@ class Attempt:
                 self.advance(AttemptInput.RELEASE)
 
 
-class CommonOptions(TypedDict):
-    """What may be chosen for either end."""
-
-    deadline: float | timedelta | None
-    priority: int
-    tokens: Tokens
-    lease_s: float | None
-
-
 class KVTransfer:
     """One end of a KV transfer. Belongs to the loop of its communicator."""
 
@@ -225,9 +216,9 @@ class KVTransfer:
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        **options: Unpack[CommonOptions],
+        options: TransferOptions,
     ) -> None:
-        priority, lease_s = options["priority"], options["lease_s"]
+        priority, lease_s = options.get("priority", 0), options.get("lease_s")
         if not isinstance(cache, PagedCache):
             raise UsageError(
                 f"cache: {type(cache).__name__} is not a kvwire.PagedCache"
@@ -246,13 +237,13 @@ class KVTransfer:
         self.registry = communicator.registry
         self.observers = communicator.watchers
         self.priority = priority
-        self.tokens = tokens = options["tokens"]
+        self.tokens = tokens = options.get("tokens")
         self.lists = self.listed(blocks)
         self.geometry: Geometry = describe(cache, self.lists, tokens)
         if cache.device is not None:
             # That a device does not work is known before anything is promised.
             communicator.devices.copy_engine(cache.device)
-        self.deadline = absolute(options["deadline"])
+        self.deadline = absolute(options.get("deadline"))
         self.lease_s = self.communicator.config.lease_s if lease_s is None else lease_s
         self.phases = PhaseTimer()
         self.endpoint_id = secrets.token_bytes(ENDPOINT_ID_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Unpack
+from typing import Any
 
 from kvwire.clock import yields_before_raising
 from kvwire.errors import (
@@ -27,13 +27,13 @@ from kvwire.transfers.base import (
     DAMAGED,
     UNMARKED,
     Answer,
-    CommonOptions,
     KVTransfer,
     UnnotifiedPeers,
     recoverable,
 )
-from kvwire.transfers.dedup import Hashes, Have, digest, held, listed_hashes
+from kvwire.transfers.dedup import digest, held, listed_hashes
 from kvwire.transfers.description import TransferOffer, pack_have
+from kvwire.transfers.options import ReceiveOptions
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
 from kvwire.transfers.settle import SettleAttempt
@@ -60,18 +60,15 @@ class IncomingState(KVTransfer):
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        *,
-        have: Have = None,
-        hashes: Hashes = None,
-        **options: Unpack[CommonOptions],
+        options: ReceiveOptions,
     ) -> None:
-        super().__init__(communicator, id, cache, blocks, **options)
+        super().__init__(communicator, id, cache, blocks, options)
         if not self.cache.writable:
             raise UsageError(
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
-        listed = listed_hashes(hashes, self.geometry)
-        self.have = held(have, listed, self.lists)
+        listed = listed_hashes(options.get("hashes"), self.geometry)
+        self.have = held(options.get("have"), listed, self.lists)
         self.hashes = digest(listed)
         self.attempt: ReceiveAttempt | None = None
         self.peer_id = b""

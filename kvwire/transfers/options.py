@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any, Final, TypedDict
 
+from kvwire.errors import UsageError, nearest
 from kvwire.kv.geometry import Tokens
 from kvwire.transfers.dedup import Hashes, Have
 from kvwire.types import Deadline
@@ -58,3 +60,23 @@ class PublishOptions(SendOptions, total=False):
     """
 
     consumers: int
+
+
+_VERBS: Final[dict[str, Any]] = {
+    "pull": ReceiveOptions,
+    "expect": ReceiveOptions,
+    "push": SendOptions,
+    "publish": PublishOptions,
+}
+
+
+def check_options(verb: str, options: Mapping[str, object]) -> None:
+    """Refuse an option that a verb does not have.
+
+    Raises:
+        UsageError: There is one; names the nearest.
+    """
+    names = _VERBS[verb].__optional_keys__
+    for name in options:
+        if name not in names:
+            raise UsageError(f"{verb}: no option {name!r}; {nearest(name, names)}")

@@ -7,7 +7,7 @@ tensor-parallel group, each with its own plan: a
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 from kvwire.errors import (
     KVWireError,
@@ -24,13 +24,13 @@ from kvwire.limits import GROUP_BYTES
 from kvwire.transfers.base import (
     UNMARKED,
     Answer,
-    CommonOptions,
     KVTransfer,
     UnnotifiedPeers,
     recoverable,
 )
-from kvwire.transfers.dedup import Hashes, digest, listed_hashes
+from kvwire.transfers.dedup import digest, listed_hashes
 from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.options import SendOptions
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.ready_log import ReadyLog
 from kvwire.transfers.sender import SendAttempt
@@ -53,21 +53,20 @@ class OutgoingState(KVTransfer):
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
-        *,
+        options: SendOptions,
         consumers: int = 1,
-        group_bytes: int | None = None,
-        growing: bool = False,
-        hashes: Hashes = None,
-        **options: Unpack[CommonOptions],
     ) -> None:
-        self.growing = growing
-        super().__init__(communicator, id, cache, blocks, **options)
+        self.growing = options.get("growing", False)
+        super().__init__(communicator, id, cache, blocks, options)
+        if consumers < 1:
+            raise UsageError(f"consumers={consumers}: at least 1")
+        self.consumers = consumers
+        group_bytes = options.get("group_bytes")
         if group_bytes is not None and group_bytes < 1:
             raise UsageError(
                 f"group_bytes={group_bytes}: at least 1, for layer by layer"
             )
-        self.consumers = consumers
-        self.hashes = digest(listed_hashes(hashes, self.geometry))
+        self.hashes = digest(listed_hashes(options.get("hashes"), self.geometry))
         self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
         self.ready_log = ReadyLog(
             self.cache,

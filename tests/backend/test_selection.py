@@ -75,7 +75,7 @@ def test_preferred_ones_come_first() -> None:
 @pytest.mark.parametrize("key", ["prefer", "require"])
 def test_lanes_of_this_process_are_for_who_names_them(key: str) -> None:
     """Two communicators of one process are seldom anything but a test."""
-    config = Config().replace(**{key: ("inproc",)})
+    config = Config().replace(**{key: ("inproc",)})  # type: ignore[arg-type] # one of two keys
     (first, *_) = verdicts(config, "inproc", "tcp")
     assert first == "inproc: taken, offered by both sides"
 

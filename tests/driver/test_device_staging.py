@@ -24,6 +24,7 @@ from kvwire import (
     PagedCache,
     UsageError,
 )
+from kvwire.kv.layout import AxisOrder
 from kvwire.limits import KIB
 from kvwire.memory import LayerCounter
 from tests.support.pairs import Pair, connected, until
@@ -59,7 +60,7 @@ class Cache:
         if device is not None:
             self.arrays = [device.array(v, "torch.bfloat16") for v in values]
         self.layout = layout
-        self.paged = PagedCache(SPEC, self.arrays or values, layout)
+        self.paged = PagedCache(SPEC, self.arrays or values, AxisOrder(layout))
 
     def blocks(self, ids: list[int]) -> npt.NDArray[Any]:
         """Blocks of all layers in one order of axes: layer, block, kv, token, ..."""

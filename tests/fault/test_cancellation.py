@@ -16,6 +16,7 @@ import pytest
 
 from kvwire import ConnectionClosed, KVWireError, Region
 from kvwire.limits import EAGER_BYTES
+from kvwire.types import AccessName
 from tests.fault.interrupt import How, Interrupted
 from tests.support.pairs import Pair, connected, until
 
@@ -42,7 +43,7 @@ class Scene:
         await asyncio.gather(*self._beside, return_exceptions=True)
 
 
-def _region(scene: Scene, access: str) -> Region:
+def _region(scene: Scene, access: AccessName) -> Region:
     return scene.pair.far.register(bytearray(len(LARGE)), access)
 
 

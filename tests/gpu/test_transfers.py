@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from kvwire import KVSpec, PagedCache
-from kvwire.kv.spec import DTYPE_BYTES
+from kvwire.kv.layout import AxisOrder
+from kvwire.kv.spec import DTYPE_BYTES, DType
 from kvwire.limits import KIB
 from tests.gpu.devices import LIBRARIES, Gpu
 from tests.support.pairs import connected
@@ -54,7 +55,7 @@ def device_dtype(gpu: Gpu, dtype: str) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("device_side", ["producer", "consumer", "both"])
 async def test_every_bit_arrives(
-    gpu: Gpu, layout: str, dtype: str, device_side: str
+    gpu: Gpu, layout: str, dtype: DType, device_side: str
 ) -> None:
     spec = KVSpec(layers=LAYERS, kv_heads=4, head_dim=32, block_tokens=16, dtype=dtype)
     named = dtype if dtype not in ("float16", "float32") else ""
@@ -67,8 +68,8 @@ async def test_every_bit_arrives(
     if device_side != "producer":
         target = [gpu.array(v, device_dtype(gpu, dtype)) for v in target]
     async with connected("tcp", chunk_bytes=64 * KIB) as pair:
-        inc = pair.right.pull("t", PagedCache(spec, target, layout), TARGET)
-        cache = PagedCache(spec, source, layout)
+        inc = pair.right.pull("t", PagedCache(spec, target, AxisOrder(layout)), TARGET)
+        cache = PagedCache(spec, source, AxisOrder(layout))
         async with pair.near.publish("t", cache, SOURCE) as out:
             for layer in range(LAYERS):
                 out.ready(layers=layer, after=gpu.event())

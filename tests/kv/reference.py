@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
+from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment
 from kvwire.kv.spec import KVSpec
@@ -126,7 +127,7 @@ class Store:
 
     def cache(self) -> PagedCache:
         """The same as kvwire sees it."""
-        return PagedCache(self.spec, self.tensors(), self.layout)
+        return PagedCache(self.spec, self.tensors(), AxisOrder(self.layout))
 
     @property
     def layout(self) -> str:

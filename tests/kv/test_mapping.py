@@ -7,6 +7,7 @@ import pytest
 
 from kvwire.kv.canonical import negotiate
 from kvwire.kv.geometry import describe
+from kvwire.kv.layout import AxisOrder
 from kvwire.kv.mapping import GroupMap
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
@@ -22,7 +23,7 @@ def map_of(
     wanted: list[bool] | None = None,
 ) -> GroupMap:
     """The map of a cross-layer tensor that is both ends of a transfer."""
-    cache = PagedCache(SPEC, np.zeros(shape, np.uint16), layout)
+    cache = PagedCache(SPEC, np.zeros(shape, np.uint16), AxisOrder(layout))
     lists = cache.block_lists(ids)
     here = describe(cache, lists)
     (walk,) = negotiate(here, here)

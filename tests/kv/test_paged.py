@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvwire.errors import UsageError
+from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.types import MemoryKind
@@ -91,7 +92,7 @@ def test_the_memory_decides_the_order(memory: tuple[int, ...], order: str) -> No
         )
         for _ in range(3)
     ]
-    cache = PagedCache(SPEC, tensors, "block kv token head dim")
+    cache = PagedCache(SPEC, tensors, AxisOrder("block kv token head dim"))
     assert order_of(cache) == order
 
 
@@ -245,7 +246,7 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
 )
 def test_r35_wrong_tensors_are_named(tensors: Any, layout: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"group 'kv': .*{message}"):
-        PagedCache(SPEC, tensors, layout)
+        PagedCache(SPEC, tensors, AxisOrder(layout))
 
 
 def test_wrong_groups_are_named() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import ProfileMismatch, UsageError
-from kvwire.kv.spec import DTYPE_BYTES, KVSpec, shard_sources
+from kvwire.kv.spec import DTYPE_BYTES, KVSpec, dtype_name, shard_sources
 from tests.support.depth import examples
 
 SPEC = KVSpec(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
@@ -25,7 +25,9 @@ def test_bytes_of_a_block() -> None:
 
 
 def test_every_dtype_has_its_size() -> None:
-    sizes = {name: replace(SPEC, dtype=name).item_bytes for name in DTYPE_BYTES}
+    sizes = {
+        name: replace(SPEC, dtype=dtype_name(name)).item_bytes for name in DTYPE_BYTES
+    }
     assert sizes == {
         "bfloat16": 2,
         "float16": 2,
@@ -38,7 +40,7 @@ def test_every_dtype_has_its_size() -> None:
 
 
 def test_dtypes_by_other_names() -> None:
-    assert replace(SPEC, dtype="torch.bfloat16") == SPEC
+    assert replace(SPEC, dtype=dtype_name("torch.bfloat16")) == SPEC
     float16: Any = np.dtype(np.float16)
     assert replace(SPEC, dtype=float16).dtype == "float16"
 

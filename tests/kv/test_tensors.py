@@ -10,7 +10,7 @@ import pytest
 
 from kvwire.errors import UsageError
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.spec import KVSpec
+from kvwire.kv.spec import DType, KVSpec
 from kvwire.kv.tensors import tensor_view
 from kvwire.types import Device, MemoryKind
 from tests.kv.tensors import FakeTensor
@@ -166,7 +166,7 @@ def test_what_is_no_tensor_is_refused(other: Any) -> None:
     ],
     ids=str,
 )
-def test_dtypes_that_stand_for_another(stored: Any, dtype: str) -> None:
+def test_dtypes_that_stand_for_another(stored: Any, dtype: DType) -> None:
     spec = KVSpec(layers=1, kv_heads=1, head_dim=3, block_tokens=1, dtype=dtype)
     array = np.zeros((2, 2, 1, 1, 3), stored)
     (group,) = PagedCache(spec, array).groups.values()
@@ -186,7 +186,7 @@ def test_dtypes_that_stand_for_another(stored: Any, dtype: str) -> None:
     ],
     ids=str,
 )
-def test_dtypes_that_do_not(stored: Any, dtype: str) -> None:
+def test_dtypes_that_do_not(stored: Any, dtype: DType) -> None:
     view = tensor_view(np.zeros(3, stored), "t")
     with pytest.raises(UsageError, match=f"t: dtype is {view.dtype} and the spec says"):
         view.require_dtype(dtype, "t")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -35,6 +35,8 @@ from tests.protocol.world import (
 )
 from tests.support.pairs import until
 
+Short = Literal["NHD", "HND"]
+
 HASHES = [bytes([number]) * number for number in range(1, 7)]
 
 every_shape = pytest.mark.parametrize(
@@ -52,7 +54,11 @@ either_asks = pytest.mark.parametrize("asked_here", [False, True])
 @every_shape
 @either_asks
 async def test_kvwire_sends(
-    layout: str, block_tokens: int, order: str, their_tokens: int, asked_here: bool
+    layout: Literal["NHD", "HND"],
+    block_tokens: int,
+    order: str,
+    their_tokens: int,
+    asked_here: bool,
 ) -> None:
     """Other layouts and block sizes, asked by either side: every byte is in place."""
     async with world() as w:
@@ -73,7 +79,11 @@ async def test_kvwire_sends(
 @every_shape
 @either_asks
 async def test_kvwire_receives(
-    layout: str, block_tokens: int, order: str, their_tokens: int, asked_here: bool
+    layout: Literal["NHD", "HND"],
+    block_tokens: int,
+    order: str,
+    their_tokens: int,
+    asked_here: bool,
 ) -> None:
     """The other way."""
     async with world() as w:

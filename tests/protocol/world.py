@@ -11,12 +11,13 @@ import operator
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 import kvwire
+from kvwire.kv.spec import DType
 from tests.protocol.raw_client import RawCache, Side, answer, ask
 from tests.protocol.raw_link import RawLink
 from tests.protocol.raw_plan import ITEM_BYTES, Box, Element, Share
@@ -49,11 +50,11 @@ class Ours:
 
     def __init__(
         self,
-        layout: str = "NHD",
+        layout: Literal["NHD", "HND"] = "NHD",
         block_tokens: int = 4,
         *,
         dim: int = DIM,
-        dtype: str = "uint8",
+        dtype: DType = "uint8",
     ) -> None:
         spec = kvwire.KVSpec(
             layers=LAYERS,
@@ -101,7 +102,7 @@ class Theirs:
         block_tokens: int = 8,
         *,
         dim: int = DIM,
-        dtype: str = "uint8",
+        dtype: DType = "uint8",
         **spec: int,
     ) -> None:
         numbers = {

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import KVSpec, PagedCache
+from kvwire.kv.layout import Layout
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +29,7 @@ class Filled:
 
     blocks: int = 16
     spec: KVSpec = SPEC
-    layout: str = "NHD"
+    layout: Layout = "NHD"
     seed: int | None = None
     tensors: list[Array] = field(init=False)
 

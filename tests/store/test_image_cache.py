@@ -13,6 +13,7 @@ from kvwire import KVSpec
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.mapping import GroupMap
+from kvwire.kv.spec import DType
 from kvwire.store.image_cache import ImageCache, images_in
 from kvwire.store.namespace import ORDERS, Namespace
 from tests.store.caches import SPEC
@@ -64,7 +65,7 @@ def test_each_block_is_its_image(places: list[int], gap: int, order: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float32", "int8"])
-def test_every_element_type(dtype: str) -> None:
+def test_every_element_type(dtype: DType) -> None:
     spec = KVSpec(
         layers=1, kv_heads=1, head_dim=8, block_tokens=2, dtype=dtype, components=1
     )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire import KVSpec, PagedCache, UsageError
+from kvwire.kv.layout import AxisOrder
 from kvwire.store.namespace import (
     ABSENT,
     DIGEST_BYTES,
@@ -94,7 +95,7 @@ def test_an_order_is_a_number_for_ever() -> None:
 def test_images_have_the_order_of_their_cache(layout: str, order: str) -> None:
     extents = {"block": 3, "layer": 2, "kv": 2, "token": 4, "head": 2, "dim": 8}
     array = np.zeros([extents[axis] for axis in layout.split()], np.float16)
-    cache = PagedCache(SPEC, array, layout)
+    cache = PagedCache(SPEC, array, AxisOrder(layout))
     (group,) = cache.groups.values()
     assert ORDERS[order_of(group)] == tuple(order.split())
     assert namespace_of(group, None) == NAMESPACE
@@ -106,7 +107,9 @@ def test_images_have_the_order_of_their_cache(layout: str, order: str) -> None:
 
 @pytest.mark.parametrize("tokens", [0, -1, 2**40, 1.5, True, "4"])
 def test_tokens_of_a_hash_out_of_range(tokens: Any) -> None:
-    cache = PagedCache(SPEC, np.zeros((2, 3, 2, 4, 2, 8), np.float16), _LAYOUT)
+    cache = PagedCache(
+        SPEC, np.zeros((2, 3, 2, 4, 2, 8), np.float16), AxisOrder(_LAYOUT)
+    )
     (group,) = cache.groups.values()
     with pytest.raises(UsageError, match="tokens of one hash"):
         namespace_of(group, tokens)

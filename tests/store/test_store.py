@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, UsageError
+from kvwire.kv.layout import Layout
 from kvwire.store import store as store_module
 from kvwire.store.address import TierAddress
 from kvwire.store.tiers.base import Tier
@@ -52,7 +53,7 @@ async def test_what_is_not_there_is_missing() -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("block_tokens", [1, 2, 4, 8, 6])
-async def test_another_layout_and_block_size(layout: str, block_tokens: int) -> None:
+async def test_another_layout_and_block_size(layout: Layout, block_tokens: int) -> None:
     """Hashes of four tokens each, and blocks of any size on the other side."""
     fields = {name: getattr(SPEC, name) for name in SPEC.__slots__}
     spec = KVSpec(**fields | {"block_tokens": block_tokens})

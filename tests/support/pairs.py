@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import kvwire
 from kvwire import Address, Communicator, Connection, Region
+from kvwire.types import AccessName
 
 SCHEMES: Final = ("tcp", "inproc")
 _NAMES = itertools.count()
@@ -66,7 +67,7 @@ async def connected(scheme: str = "tcp", **config: Any) -> AsyncIterator[Pair]:
         yield Pair(near, far, left, right, address)
 
 
-def registered(end: Connection, memory: bytearray, access: str) -> Region:
+def registered(end: Connection, memory: bytearray, access: AccessName) -> Region:
     """Memory registered with the communicator that a connection is of."""
     state = end._state.communicator
     return Region(state, state.register(memory, access))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.spec import KVSpec
+from kvwire.kv.spec import KVSpec, dtype_name
 
 with needed_by("kvwire.integrations.transformers", extra="demo"):
     import torch
@@ -53,7 +53,7 @@ def kv_spec(
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         block_tokens=block_tokens,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         fingerprint=fingerprint,
     )
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvwire.errors import UsageError
+from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.spec import KVSpec
+from kvwire.kv.spec import DType, KVSpec, dtype_name
 from kvwire.kv.tensors import tensor_view
 
 
@@ -51,7 +52,7 @@ class CacheShape:
     model_layers: int | None = None
     fingerprint: str = ""
 
-    def spec(self, *, layers: int, dtype: str, rank: int | None = None) -> KVSpec:
+    def spec(self, *, layers: int, dtype: DType, rank: int | None = None) -> KVSpec:
         """Return the same as kvwire says it.
 
         Args:
@@ -161,10 +162,10 @@ def layer_caches(tensors: Mapping[str, Any], shape: CacheShape) -> LayerCaches:
         if row == len(ordered):
             ordered.append(tensor)
             layers[name] = shape.first_layer + row
-    dtype = str(ordered[0].dtype).removeprefix("torch.")
+    dtype = dtype_name(ordered[0].dtype)
     spec = shape.spec(layers=len(ordered), dtype=dtype)
     layout = find_layout(tuple(ordered[0].shape), shape)
-    return LayerCaches(PagedCache(spec, ordered, layout=layout), layers)
+    return LayerCaches(PagedCache(spec, ordered, layout=AxisOrder(layout)), layers)
 
 
 def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:

@@ -19,10 +19,10 @@ import asyncio
 import logging
 import os
 from functools import partial
-from typing import Any, Self
+from typing import Self, Unpack
 
 import kvwire
-from kvwire.config import Config
+from kvwire.config import Config, ConfigOptions
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import (
     NAME_CHARS_MAX,
@@ -81,7 +81,7 @@ class StoreServer:
         read_only: bool = False,
         berths: int = STORE_BERTHS,
         berth_bytes: int = STORE_BERTH_BYTES,
-        **arguments: Any,
+        **arguments: Unpack[ConfigOptions],
     ) -> None:
         if not 1 <= berths <= STORE_BERTHS_MAX:
             raise UsageError(f"berths={berths}: 1 to {STORE_BERTHS_MAX}")
@@ -210,7 +210,7 @@ class StoreServer:
 
 
 def _config(
-    config: Config | str | os.PathLike[str] | None, arguments: dict[str, Any]
+    config: Config | str | os.PathLike[str] | None, arguments: ConfigOptions
 ) -> Config:
     """Return the caller's config, with what a server needs beside it."""
     if arguments.get("psk_file"):

@@ -12,6 +12,7 @@ import pytest
 
 import kvwire
 from kvwire import KVSpec, PagedCache
+from kvwire.kv.layout import AxisOrder
 from kvwire.testing.harness import Loopback
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 
@@ -33,7 +34,9 @@ def cache(filled: bool) -> tuple[PagedCache, list[npt.NDArray[np.float16]]]:
         else np.zeros(shape, np.float16)
         for _ in range(SPEC.layers)
     ]
-    return PagedCache(SPEC, tensors, layout="block kv token head dim"), tensors
+    return PagedCache(
+        SPEC, tensors, layout=AxisOrder("block kv token head dim")
+    ), tensors
 
 
 @asynccontextmanager
