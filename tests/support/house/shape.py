@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from tests.support.house.check import Check, Finding, dotted, each, functions
+from tests.support.house.check import Check, Finding, dotted, each
 from tests.support.tree import Source
 
 # Projects that set no cap have one file of thousands of lines and never split it.
 FILE_LINES_MAX = 600
-# TigerBeetle's figure: what fits on a screen.
-FUNCTION_LINES_MAX = 70
 
 
 def long_files(source: Source) -> Iterator[Finding]:
@@ -20,15 +18,6 @@ def long_files(source: Source) -> Iterator[Finding]:
     if length > FILE_LINES_MAX:
         text = f"{length} lines; {FILE_LINES_MAX} are allowed"
         yield Finding(source.path, length, "file", text)
-
-
-def long_functions(source: Source) -> Iterator[Finding]:
-    """A function that does not fit on a screen, decorators not counted."""
-    for name, node in functions(source.syntax):
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        if length > FUNCTION_LINES_MAX:
-            text = f"{length} lines; {FUNCTION_LINES_MAX} are allowed"
-            yield Finding(source.path, node.lineno, name, text)
 
 
 def subclassed_values(files: Sequence[Source]) -> Iterator[Finding]:
@@ -73,19 +62,6 @@ CHECKS = (
         find=each(long_files),
         bad=[("a.py", "x = 1\n" * (FILE_LINES_MAX + 1))],
         good=[("a.py", "x = 1\n" * FILE_LINES_MAX)],
-    ),
-    Check(
-        name="functions are short",
-        over=_CODE,
-        find=each(long_functions),
-        bad=[
-            ("a.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX),
-            (
-                "a.py",
-                "class A:\n  async def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX,
-            ),
-        ],
-        good=[("a.py", "def f():\n" + "    x = 1\n" * (FUNCTION_LINES_MAX - 1))],
     ),
     Check(
         name="value types are final",
