@@ -75,9 +75,6 @@ MEMORY_CUDA: Final = 1
 DATATYPE_BYTES: Final = 1 << 3
 DATATYPE_IOV: Final = 2
 
-MAP_ADDRESS: Final = 1 << 0
-MAP_LENGTH: Final = 1 << 1
-
 
 def request_of(pointer: int | None) -> tuple[int, int]:
     """Return a status pointer as (status, request); the request may be 0."""

@@ -150,21 +150,6 @@ class TransferPlan:
                 f"{limits.REQUEST_BYTES_MAX} of one request; list fewer blocks"
             )
 
-    @property
-    def uncarried(self) -> tuple[str, ...]:
-        """Return what the peer has no share of: ``layers``, ``kv_heads``.
-
-        Such blocks are whole only once transfers with other peers bring the rest.
-        """
-        found: list[str] = []
-        for walk, group_map in zip(self.groups, self._maps, strict=True):
-            spec = group_map.memory.spec
-            if walk.layers != spec.layer_indices and "layers" not in found:
-                found.append("layers")
-            if walk.heads != spec.heads and "kv_heads" not in found:
-                found.append("kv_heads")
-        return tuple(found)
-
     def segments(
         self,
         layers: int | slice | None = None,

@@ -27,7 +27,6 @@ MAGIC: Final = b"kvwire\r\n"
 
 MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
-ID_BYTES: Final = 16
 
 _HELLO: Final = struct.Struct("<8sHHBBIIIIQ16s16s32s")
 _ACCEPT: Final = struct.Struct("<8sHBBIIIIQ16s32s32s")

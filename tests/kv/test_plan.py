@@ -250,21 +250,6 @@ def test_a_mark_of_what_the_peer_lacks_moves_nothing() -> None:
         plan.segments(layers=4)
 
 
-def test_what_no_transfer_with_this_peer_brings() -> None:
-    """The rest comes from other shards and stages, and has to be waited for."""
-    here = Store(SPEC4, 2, LAYOUTS["NHD"]).cache()
-    for fields, names in (
-        ({}, ()),
-        ({"kv_heads": 1, "shard": (0, 2)}, ("kv_heads",)),
-        ({"layers": 1, "first_layer": 1}, ("layers",)),
-        ({"layers": 1, "first_layer": 1, "kv_heads": 1, "shard": (1, 2)}, None),
-    ):
-        peer = Store(replace(SPEC4, **fields), 2, LAYOUTS["NHD"]).cache()
-        plan = plan_for(here, [0], peer, Side.CONSUMER)
-        assert plan.uncarried == (("layers", "kv_heads") if names is None else names)
-        assert plan_for(peer, [0], here, Side.PRODUCER).uncarried == ()
-
-
 def test_blocks_of_a_segment() -> None:
     """The consumer's blocks are half as large: a producer's block is two of them."""
     scenario = pair_of(SPEC, LAYOUTS["NHD"], LAYOUTS["NHD"], sizes=(4, 2))

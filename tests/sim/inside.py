@@ -73,21 +73,6 @@ def _landing(box: messages.Messages) -> int:
     )
 
 
-def check_credit_agrees(sender: Endpoint, receiver: Endpoint) -> None:
-    """With nothing on the way, both sides count the same credit.
-
-    Raises:
-        Violation: They do not.
-    """
-    has, given = sender.core._messages._send_credit, receiver.core._messages._credit
-    demand(
-        (has.messages, has.nbytes) == (given.left.messages, given.left.nbytes),
-        "credit",
-        f"{sender.name} has credit {has.messages, has.nbytes}, its peer has given "
-        f"{given.left.messages, given.left.nbytes}",
-    )
-
-
 def landed_messages(endpoint: Endpoint) -> int:
     """Whole and intact messages that wait to be asked for."""
     waiting = [w for q in endpoint.core._messages._waiting.values() for w in q]
