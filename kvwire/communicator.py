@@ -93,7 +93,7 @@ class Communicator:
         return self._state.counters
 
     @property
-    def watchers(self) -> Observers:
+    def watchers(self) -> Observers[Connection]:
         """Who is told when KV transfers begin and end."""
         return self._state.watchers
 

@@ -158,6 +158,19 @@ class Address:
         return cls(parts.scheme, parts.hostname or "", port)
 
 
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Holds what TLS has proved of the peer of one connection.
+
+    Attributes:
+        identity: The peer's, a name that `tls_peers` lists.
+        binding: The SHA-256 of the client's certificate, then the server's.
+    """
+
+    identity: str
+    binding: bytes = field(repr=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
     """Says who the peer is, by its word and, outside ``loopback`` mode, by proof.

@@ -17,10 +17,10 @@ from kvwire.backend import (
     Finding,
     Link,
     Listener,
+    TlsFiles,
 )
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
-from kvwire.security.tls import CredentialFiles
 from kvwire.types import Address, Role
 from kvwire_tcp import buffers
 from kvwire_tcp.lane import TcpLane
@@ -48,10 +48,10 @@ class TcpBackend(Backend):
 
     def __init__(self) -> None:
         self._pending_lanes = PendingLanes()
-        self._files: CredentialFiles | None = None
+        self._files: TlsFiles | None = None
         self._buffers: Buffers | None = None
 
-    def use_tls(self, files: CredentialFiles) -> None:
+    def use_tls(self, files: TlsFiles) -> None:
         """See :class:`~kvwire.backend.Backend`."""
         self._files = files
         self._buffers = Buffers()

@@ -13,8 +13,7 @@ import asyncio
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
-from kvwire.security.tls import PeerIdentity
-from kvwire.types import Address
+from kvwire.types import Address, PeerIdentity
 from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.pending_lanes import PendingLanes
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble

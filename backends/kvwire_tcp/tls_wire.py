@@ -37,12 +37,12 @@ import ssl
 from collections.abc import Sequence
 from typing import Final, NoReturn, cast, final
 
+from kvwire.backend import TlsCredentials
 from kvwire.errors import AuthenticationFailed
 from kvwire.limits import KIB
 from kvwire.memory.iovec import Iovecs
-from kvwire.security.tls import Credentials, PeerIdentity
 from kvwire.security.tls_errors import explained
-from kvwire.types import Role
+from kvwire.types import PeerIdentity, Role
 from kvwire_tcp.wire import Bytes
 
 # Encrypted or decrypted in one call: 8 records of TLS, some 50 us of processor time.
@@ -85,7 +85,7 @@ class TlsWire:
     def __init__(
         self,
         sock: socket.socket,
-        credentials: Credentials,
+        credentials: TlsCredentials,
         role: Role,
         buffers: Buffers,
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, final
 
 from kvwire.limits import WAKEUP_BYTES
 from kvwire.memory.iovec import Iovecs, readv, writev
-from kvwire.security.tls import PeerIdentity
+from kvwire.types import PeerIdentity
 
 Bytes = bytes | memoryview
 

@@ -17,6 +17,8 @@ from kvwire.backend.link import (
     LinkHandler,
     Listener,
     Payload,
+    TlsCredentials,
+    TlsFiles,
 )
 
 __all__ = [
@@ -33,4 +35,6 @@ __all__ = [
     "LinkHandler",
     "Listener",
     "Payload",
+    "TlsCredentials",
+    "TlsFiles",
 ]

@@ -33,15 +33,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
-from kvwire.types import Address, MemoryKind
+from kvwire.types import Address, MemoryKind, PeerIdentity, Role
 
 if TYPE_CHECKING:
+    import ssl
+
     from kvwire.backend.lane import Lane, LaneContext
-    from kvwire.security.tls import CredentialFiles, PeerIdentity
 
 API_VERSION: Final = 1
 """Raised when a backend written for the previous contract would misbehave."""
@@ -119,6 +120,29 @@ class Landing:
     def __init__(self, length: int, payload: Payload | None) -> None:
         self.length = length
         self.payload = payload
+
+
+class TlsCredentials(Protocol):
+    """Who this side is and whom it accepts, for the links of a backend with ``tls``."""
+
+    def wrap(
+        self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
+    ) -> ssl.SSLObject:
+        """Make one end of a TLS connection, before its handshake."""
+
+    def proven(self, tls: ssl.SSLObject, role: Role) -> PeerIdentity:
+        """Return the peer's identity, once the handshake is over.
+
+        Raises:
+            AuthenticationFailed: Nobody whom this side accepts.
+        """
+
+
+class TlsFiles(Protocol):
+    """Credentials in files that may change while links come and go."""
+
+    def current(self) -> TlsCredentials:
+        """Return what the files say now; each link asks once."""
 
 
 class LinkHandler(ABC):
@@ -287,7 +311,7 @@ class Backend(ABC):
         Cancel safety: safe, a half-made link is closed.
         """
 
-    def use_tls(self, files: CredentialFiles) -> None:
+    def use_tls(self, files: TlsFiles) -> None:
         """Put every link and every lane inside TLS; called before the first of them.
 
         Both sides show certificates. A link that came in gives its handler no byte

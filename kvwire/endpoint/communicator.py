@@ -81,7 +81,7 @@ class CommunicatorState:
         self.config = config
         self.buffers = BufferTable()
         self.counters = Counters()
-        self.watchers = Observers()
+        self.watchers: Observers[Any] = Observers()
         self.loop = asyncio.get_running_loop()
         self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
         self.registry = TransferRegistry()

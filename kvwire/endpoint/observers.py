@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from kvwire.kv.outcome import Outcome
 from kvwire.transfer import Incoming, Outgoing
@@ -19,13 +19,16 @@ from kvwire.transfers.outgoing import OutgoingState
 from kvwire.transfers.ports import ConnectionPort
 
 if TYPE_CHECKING:
-    from kvwire.connection import Connection
     from kvwire.endpoint.connection import ConnectionState
 
 logger = logging.getLogger("kvwire")
 
+# What users hold of a connection.
+C_contra = TypeVar("C_contra", contravariant=True)
+C = TypeVar("C")
 
-class Observer(Protocol):
+
+class Observer(Protocol[C_contra]):
     """What is told of each transfer; on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
@@ -35,7 +38,7 @@ class Observer(Protocol):
         self,
         transfer: Incoming | Outgoing,
         outcome: Outcome,
-        connections: tuple[Connection, ...],
+        connections: tuple[C_contra, ...],
     ) -> None:
         """It has an outcome. Called once for each that has begun.
 
@@ -46,17 +49,17 @@ class Observer(Protocol):
         """
 
 
-class Observers:
+class Observers(Generic[C]):
     """The watchers of one communicator."""
 
     def __init__(self) -> None:
-        self._all: list[Observer] = []
+        self._all: list[Observer[C]] = []
 
-    def add(self, watcher: Observer) -> None:
+    def add(self, watcher: Observer[C]) -> None:
         """Tell it of every transfer that begins from here on."""
         self._all.append(watcher)
 
-    def remove(self, watcher: Observer) -> None:
+    def remove(self, watcher: Observer[C]) -> None:
         """Tell it nothing any more; does nothing if it was not told before."""
         if watcher in self._all:
             self._all.remove(watcher)

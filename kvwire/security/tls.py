@@ -25,12 +25,11 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvwire.config import ANYBODY, Config
 from kvwire.errors import AuthenticationFailed, UsageError, shown
-from kvwire.types import Role
+from kvwire.types import PeerIdentity, Role
 
 # Names of one certificate that an error message lists.
 _NAMES_SHOWN: Final = 4
@@ -40,19 +39,6 @@ _BEGIN_CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
 _END_CERTIFICATE: Final = "-----END CERTIFICATE-----"
 
 logger = logging.getLogger("kvwire")
-
-
-@dataclass(frozen=True, slots=True)
-class PeerIdentity:
-    """Holds what TLS has proved of the peer of one connection.
-
-    Attributes:
-        identity: The peer's, a name that `tls_peers` lists.
-        binding: The SHA-256 of the client's certificate, then the server's.
-    """
-
-    identity: str
-    binding: bytes = field(repr=False)
 
 
 class Credentials:

@@ -13,9 +13,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from kvwire import AuthenticationFailed, Config, UsageError
 from kvwire.limits import BINDING_BYTES
 from kvwire.security import tls as tls_module
-from kvwire.security.tls import CredentialFiles, Credentials, PeerIdentity
+from kvwire.security.tls import CredentialFiles, Credentials
 from kvwire.security.tls_errors import explained
-from kvwire.types import Role
+from kvwire.types import PeerIdentity, Role
 from tests.support.certificates import (
     FAR,
     NEAR,
