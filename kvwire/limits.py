@@ -61,13 +61,13 @@ LANE_NUMBER_MAX: Final = 2**32 - 1
 BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
 # What names a payload to the receiver's lane. Where it lies, on the same host: one
 # chunk of 1 MiB in fragments of 512 bytes at 16 bytes each.
-TICKET_BYTES_MAX: Final = 32 * KIB
+DESCRIPTOR_BYTES_MAX: Final = 32 * KIB
 # Payloads that one lane has and the receiver has not taken yet.
 LANE_PAYLOADS_MAX: Final = 256
 # One payload on a lane where a chunk is smaller: 4 MiB pay for what a payload costs
 # beside its bytes, and are through in less than a millisecond where it matters.
 SPAN_BYTES_MAX: Final = 4 * MIB
-# Only what lies in pieces of this size on average: a ticket names each piece.
+# Only what lies in pieces of this size on average: a descriptor names each piece.
 SPAN_PIECE_BYTES: Final = 32 * KIB
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
@@ -262,7 +262,7 @@ assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - 
 assert LANDED_BOX_BYTES * LANDED_BOXES_MAX < DESCRIPTION_BYTES_MAX - 16 * KIB
 assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
-assert TICKET_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
+assert DESCRIPTOR_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert BOOTSTRAP_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert LANE_TIMEOUT_S < HANDSHAKE_TIMEOUT_S
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"

@@ -1,8 +1,8 @@
 """Lanes between event loops of one process: the reference of the contract.
 
-A payload waits in its sender's memory under its ticket until the receiver knows where
-it goes, and the receiver copies it. All of that happens under one lock, so once a half
-has ended under it, nobody reads that half's memory any more.
+A payload waits in its sender's memory under its descriptor until the receiver knows
+where it goes, and the receiver copies it. All of that happens under one lock, so once a
+half has ended under it, nobody reads that half's memory any more.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class InprocLane(Lane):
         self._number = next(_numbers)
         self._handler: LaneHandler | None = None
         self._peer: InprocLane | None = None
-        self._tickets = count(1)
+        self._descriptors = count(1)
         # Sent and not flushed; flushed and not taken by the peer.
         self._queue: dict[int, tuple[Payload, object]] = {}
         self._offers: dict[int, tuple[Payload, object]] = {}
@@ -98,17 +98,19 @@ class InprocLane(Lane):
         """See Lane."""
         if self._ended or self._closing:
             return b""
-        ticket = next(self._tickets)
-        self._queue[ticket] = (payload, token)  # bounded: LANE_PAYLOADS_MAX
-        return ticket.to_bytes(_NUMBER_BYTES, "little")
+        descriptor = next(self._descriptors)
+        self._queue[descriptor] = (payload, token)  # bounded: LANE_PAYLOADS_MAX
+        return descriptor.to_bytes(_NUMBER_BYTES, "little")
 
-    def receive(self, ticket: bytes, landing: Landing) -> None:
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
         """See Lane."""
-        if len(ticket) != _NUMBER_BYTES:
-            raise MalformedFrame("KVW-LN-07", f"a ticket of {len(ticket)} bytes")
+        if len(descriptor) != _NUMBER_BYTES:
+            raise MalformedFrame(
+                "KVW-LN-07", f"a descriptor of {len(descriptor)} bytes"
+            )
         if not self._ended:
             # bounded: LANE_PAYLOADS_MAX
-            self._awaited.append((int.from_bytes(ticket, "little"), landing))
+            self._awaited.append((int.from_bytes(descriptor, "little"), landing))
 
     def flush(self) -> None:
         """See Lane."""
@@ -187,12 +189,12 @@ class InprocLane(Lane):
         """Copy what the peer offers to where it belongs, up to a budget."""
         moved_bytes = 0
         while self._awaited and not self._ended:
-            ticket, landing = self._awaited[0]
+            descriptor, landing = self._awaited[0]
             if moved_bytes and moved_bytes + landing.length > WAKEUP_BYTES:
                 self._wake()
                 return
             with _lock:
-                offer = peer._offers.pop(ticket, None)
+                offer = peer._offers.pop(descriptor, None)
                 if offer is None:
                     return
                 payload, token = offer

@@ -1,10 +1,10 @@
-"""Tickets: where a payload lies, in at most ``TICKET_BYTES_MAX`` bytes.
+"""Descriptors: where a payload lies, in at most ``DESCRIPTOR_BYTES_MAX`` bytes.
 
 A payload of a KV cache is a list of fragments that nearly all have one length: only the
-first and the last are cut where the chunk was. So a ticket is a head of 32 bytes and a
-table with 4 bytes for each fragment: its distance from the lowest one, in units of the
-largest power of two that divides all distances. Fragments of many lengths have 4 bytes
-more each. 1 MiB in fragments of 512 bytes is 8 KiB that way.
+first and the last are cut where the chunk was. So a descriptor is a head of 32 bytes
+and a table with 4 bytes for each fragment: its distance from the lowest one, in units
+of the largest power of two that divides all distances. Fragments of many lengths have 4
+bytes more each. 1 MiB in fragments of 512 bytes is 8 KiB that way.
 
 ========= ===== ======================================================================
 kind      u8    LATER (nothing follows), MEMORY (of the sender), ARENA (shared by it)
@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Array, Fragments
-from kvwire.limits import TICKET_BYTES_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX
 
 RULE: Final = "KVW-LN-07"
 _HEAD: Final = struct.Struct("<BBBxIQIIII")
@@ -58,7 +58,7 @@ class DescribedPlace:
         kind: Where the payload lies.
         arena: Which arena of the sender, for ARENA.
         fragments: Its pieces: addresses of the sender, or offsets in the arena. None
-            for LATER: another ticket comes on the socket.
+            for LATER: another descriptor comes on the socket.
     """
 
     kind: PlaceKind
@@ -67,14 +67,14 @@ class DescribedPlace:
 
 
 LATER: Final = bytes([PlaceKind.LATER])
-"""The ticket of a payload whose place is told on the socket."""
+"""The descriptor of a payload whose place is told on the socket."""
 
 
 def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
-    """Return the ticket of a payload of at least one byte; None if it does not fit."""
+    """Describe a payload of at least one byte; None if that does not fit."""
     addresses, lengths = fragments.addresses, fragments.lengths
     count = len(fragments)
-    if fragments.nbytes > _UINT32_MAX or _HEAD.size + 4 * count > TICKET_BYTES_MAX:
+    if fragments.nbytes > _UINT32_MAX or _HEAD.size + 4 * count > DESCRIPTOR_BYTES_MAX:
         return None
     if count == 1:
         return encode_piece(kind, arena, int(addresses[0]), fragments.nbytes)
@@ -90,41 +90,41 @@ def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
         if not (lengths[1:-1] == middle).all():
             table += lengths.astype(_TABLE).tobytes()
             head = _HEAD.pack(kind, 1, shift, arena, base, count, 0, 0, 0)
-            ticket = head + table
-            return ticket if len(ticket) <= TICKET_BYTES_MAX else None
+            descriptor = head + table
+            return descriptor if len(descriptor) <= DESCRIPTOR_BYTES_MAX else None
     head = _HEAD.pack(kind, 0, shift, arena, base, count, first, middle, last)
     return head + table
 
 
 def encode_piece(kind: PlaceKind, arena: int, base: int, nbytes: int) -> bytes:
-    """Return the ticket of a payload in one piece, as :func:`encode` makes it."""
+    """Return the descriptor of a payload in one piece, as :func:`encode` makes it."""
     return _HEAD.pack(kind, 0, 0, arena, base, 1, nbytes, nbytes, nbytes) + bytes(4)
 
 
-def decode(ticket: bytes, nbytes: int) -> DescribedPlace:
-    """Read a ticket of the peer for a payload of ``nbytes`` bytes.
+def decode(descriptor: bytes, nbytes: int) -> DescribedPlace:
+    """Read a descriptor of the peer for a payload of ``nbytes`` bytes.
 
     Raises:
         ProtocolError: It is not what :func:`encode` makes for so many bytes.
     """
-    if ticket == LATER:
+    if descriptor == LATER:
         return DescribedPlace(PlaceKind.LATER)
-    if not _HEAD.size < len(ticket) <= TICKET_BYTES_MAX:
-        raise _refused(f"{len(ticket)} bytes")
-    kind, form, shift, arena, base, count, *cut = _HEAD.unpack_from(ticket)
+    if not _HEAD.size < len(descriptor) <= DESCRIPTOR_BYTES_MAX:
+        raise _refused(f"{len(descriptor)} bytes")
+    kind, form, shift, arena, base, count, *cut = _HEAD.unpack_from(descriptor)
     if kind not in (PlaceKind.MEMORY, PlaceKind.ARENA) or form > 1 or shift > 63:
         raise _refused(f"kind {kind}, form {form}, shift {shift}")
-    if count < 1 or len(ticket) != _HEAD.size + 4 * count * (form + 1):
-        raise _refused(f"{len(ticket)} bytes for {count} fragments of form {form}")
-    if (kind == PlaceKind.MEMORY and arena) or ticket[3] or (form and any(cut)):
+    if count < 1 or len(descriptor) != _HEAD.size + 4 * count * (form + 1):
+        raise _refused(f"{len(descriptor)} bytes for {count} fragments of form {form}")
+    if (kind == PlaceKind.MEMORY and arena) or descriptor[3] or (form and any(cut)):
         raise _refused("a field that must be 0 is not")
     if count == 1:
-        return DescribedPlace(PlaceKind(kind), arena, _piece(ticket, nbytes))
-    distances = np.frombuffer(ticket, _TABLE, count, _HEAD.size)
+        return DescribedPlace(PlaceKind(kind), arena, _piece(descriptor, nbytes))
+    distances = np.frombuffer(descriptor, _TABLE, count, _HEAD.size)
     furthest = int(distances.max()) << shift
     if furthest + base + nbytes >= _ADDRESS_MAX:
         raise _refused("addresses beyond the end of memory")
-    lengths = _lengths(ticket, form, count, cut)
+    lengths = _lengths(descriptor, form, count, cut)
     total = int(lengths.sum())
     if total != nbytes or not lengths.all():
         raise _refused(f"fragments of {total} bytes, not of {nbytes}, or an empty one")
@@ -139,10 +139,10 @@ def _common_shift(distances: Array) -> int:
     return (bits & -bits).bit_length() - 1 if bits else 0
 
 
-def _piece(ticket: bytes, nbytes: int) -> Fragments:
-    """Read a ticket of one fragment; NumPy would take longer than the reading."""
-    _, form, _, _, base, _, first, middle, last = _HEAD.unpack_from(ticket)
-    if form or ticket[_HEAD.size :] != bytes(4) or not first == middle == last:
+def _piece(descriptor: bytes, nbytes: int) -> Fragments:
+    """Read a descriptor of one fragment; NumPy would take longer than the reading."""
+    _, form, _, _, base, _, first, middle, last = _HEAD.unpack_from(descriptor)
+    if form or descriptor[_HEAD.size :] != bytes(4) or not first == middle == last:
         raise _refused("one fragment that is not told as one")
     if first != nbytes:
         raise _refused(f"fragments of {first} bytes, not of {nbytes}")
@@ -156,10 +156,10 @@ def _piece(ticket: bytes, nbytes: int) -> Fragments:
     )
 
 
-def _lengths(ticket: bytes, form: int, count: int, cut: list[int]) -> Array:
+def _lengths(descriptor: bytes, form: int, count: int, cut: list[int]) -> Array:
     if form:
         table: npt.NDArray[np.uint32] = np.frombuffer(
-            ticket, _TABLE, count, _HEAD.size + 4 * count
+            descriptor, _TABLE, count, _HEAD.size + 4 * count
         )
         return table.astype(np.uint64)
     first, middle, last = cut
@@ -170,4 +170,4 @@ def _lengths(ticket: bytes, form: int, count: int, cut: list[int]) -> Array:
 
 
 def _refused(text: str) -> ProtocolError:
-    return ProtocolError(RULE, f"local: a ticket of {text}")
+    return ProtocolError(RULE, f"local: a descriptor of {text}")

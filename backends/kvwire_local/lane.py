@@ -1,9 +1,9 @@
 """A lane between two processes of one host: the receiver reads the sender's memory.
 
-Nothing is sent. A ticket says where the payload lies, and the receiver copies it from
-there, once, to where it belongs: with ``process_vm_readv`` from the sender's address
-space ("cma"), or from an arena of the sender that is mapped here ("arena"). Beside the
-lane there is a Unix socket on which the receiver says what it has read
+Nothing is sent. A descriptor says where the payload lies, and the receiver copies it
+from there, once, to where it belongs: with ``process_vm_readv`` from the sender's
+address space ("cma"), or from an arena of the sender that is mapped here ("arena").
+Beside the lane there is a Unix socket on which the receiver says what it has read
 (:mod:`kvwire_local.wire`)::
 
     made --join()--> WAITING --the two have met--> UP --close(), all read--> ENDED
@@ -28,7 +28,7 @@ So every byte was loaded before it could be overwritten, on any processor. This 
 sequence lock whose counter is a socket, and that also tells of a process that has died:
 the kernel takes its memory away before it closes its sockets.
 
-**Who is read.** Addresses in tickets are the peer's, and are used in nothing but
+**Who is read.** Addresses in descriptors are the peer's, and are used in nothing but
 ``process_vm_readv`` of the peer: the pid comes from the kernel, and a cookie in the
 peer's memory is read again after each batch, since a pid may be used again.
 """
@@ -175,10 +175,10 @@ class LocalLane(Lane):
             self._loop.call_soon(self._end, lost)
             return b""
 
-    def receive(self, ticket: bytes, landing: Landing) -> None:
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
         """See Lane."""
         if not self._ended:
-            self._incoming.receive(ticket, landing)
+            self._incoming.receive(descriptor, landing)
 
     def flush(self) -> None:
         """See Lane."""
@@ -262,7 +262,7 @@ class LocalLane(Lane):
         elif record.kind is LocalMessageType.PLACED:
             self._incoming.placed(record.body)
         elif self._incoming.peer is not None:
-            self._incoming.peer.adopt(record.body, wire.take_descriptor())
+            self._incoming.peer.adopt(record.body, wire.take_fd())
 
     def _read(self, body: bytes) -> None:
         """Report payloads of ours that the peer has read."""

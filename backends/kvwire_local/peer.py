@@ -54,7 +54,7 @@ class PeerMemory:
             return f"pid {self.pid} is another process here"
         return ""
 
-    def adopt(self, body: bytes, descriptor: int) -> None:
+    def adopt(self, body: bytes, fd: int) -> None:
         """Map an arena that the peer shares, read-only.
 
         Raises:
@@ -66,12 +66,12 @@ class PeerMemory:
             number = len(self._maps)
             if body != ARENA_BODY.pack(number) or number >= ARENAS_MAX:
                 raise ProtocolError(RULE, f"local: the next arena is number {number}")
-            if _seals(descriptor) & SEALS != SEALS:
+            if _seals(fd) & SEALS != SEALS:
                 raise ProtocolError(RULE, "local: a descriptor that is no sealed arena")
-            nbytes = os.fstat(descriptor).st_size
-            mapping = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+            nbytes = os.fstat(fd).st_size
+            mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         finally:
-            os.close(descriptor)
+            os.close(fd)
         use_huge_pages(mapping)
         self._maps.append(mapping)  # bounded: ARENAS_MAX
         self._addresses.append(address_of_map(mapping))  # bounded: ARENAS_MAX
@@ -178,8 +178,8 @@ class MappedReading(PeerRead):
         return length
 
 
-def _seals(descriptor: int) -> int:
+def _seals(fd: int) -> int:
     try:
-        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         return 0  # no memfd

@@ -1,4 +1,4 @@
-"""What this side receives: payloads of the peer, read in the order of their tickets.
+"""What this side receives: payloads of the peer, read in their descriptors' order.
 
 Payloads are read in batches of about a millisecond, so that the loop has its turns. A
 batch counts only if the peer was still there after it (see :mod:`kvwire_local.lane`),
@@ -50,32 +50,33 @@ class ReceivedPayloads:
         self.received_bytes = 0
         self.count = 0
         self._arrivals: deque[_Arrival] = deque()
-        # Tickets that came on the socket, for arrivals whose own was LATER.
+        # Descriptors that came on the socket, for arrivals whose own was LATER.
         self._placed: deque[bytes] = deque()
 
     def __len__(self) -> int:
         """Return how many payloads have not been read."""
         return len(self._arrivals)
 
-    def receive(self, ticket: bytes, landing: Landing) -> None:
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
         """Queue one.
 
         Raises:
-            ProtocolError: The ticket is not one of this transport, or is for another
+            ProtocolError: The descriptor is not one of this transport, or is for
+            another
                 number of bytes.
         """
-        place = decode(ticket, landing.length)
+        place = decode(descriptor, landing.length)
         self._arrivals.append(_Arrival(landing, place))  # bounded: LANE_PAYLOADS_MAX
 
-    def placed(self, ticket: bytes) -> None:
+    def placed(self, descriptor: bytes) -> None:
         """Note where the first unplaced payload lies, as the peer says.
 
         Raises:
             ProtocolError: It says more than it can have sent.
         """
         if len(self._placed) >= LANE_PAYLOADS_MAX:
-            raise ProtocolError(RULE, "local: more tickets than payloads")
-        self._placed.append(ticket)  # bounded: LANE_PAYLOADS_MAX
+            raise ProtocolError(RULE, "local: more descriptors than payloads")
+        self._placed.append(descriptor)  # bounded: LANE_PAYLOADS_MAX
 
     def read(self) -> list[Landing]:
         """Read one batch; returns what is whole.

@@ -1,14 +1,14 @@
 """What this side sends: payloads that lie here until the peer has read them.
 
-Each payload gets a ticket at once, by the first of these that holds:
+Each payload gets a descriptor at once, by the first of these that holds:
 
 1. it lies in one arena that the peer can map: where in the arena;
 2. the peer reads this process, and the fragments are worth it: their addresses;
 3. it is gathered into the lane's staging ring: where in the ring;
-4. the ring is full, or the lane is not up here: LATER, and the ticket follows on the
-   socket.
+4. the ring is full, or the lane is not up here: LATER, and the descriptor follows on
+   the socket.
 
-Memory is given back when the peer has read the payload, whatever the ticket was.
+Memory is given back when the peer has read the payload, whatever the descriptor was.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ class SentPayloads:
         self.place_later()
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """Queue a payload of at least one byte; returns its ticket.
+        """Queue a payload of at least one byte; returns its descriptor.
 
         Raises:
             OSError: There is no memory for staging, or no descriptor.
         """
         sent = _Sent(payload, token)
         self._unread.append(sent)  # bounded: LANE_PAYLOADS_MAX
-        ticket = None if self._later else self._ticket(sent)
-        if ticket is None:
+        descriptor = None if self._later else self._descriptor(sent)
+        if descriptor is None:
             self._later.append(sent)  # bounded: LANE_PAYLOADS_MAX
             self.queued_bytes += payload.nbytes
             return LATER
-        return ticket
+        return descriptor
 
     def place_later(self) -> None:
         """Tell the peer where payloads lie for which there is room now.
@@ -97,13 +97,13 @@ class SentPayloads:
             OSError: There is no memory for staging, or no descriptor.
         """
         while self._later:
-            ticket = self._ticket(self._later[0])
-            if ticket is None:
+            descriptor = self._descriptor(self._later[0])
+            if descriptor is None:
                 return
             sent = self._later.popleft()
             self.queued_bytes -= sent.payload.nbytes
             assert self._wire is not None
-            self._wire.say(LocalMessageType.PLACED, ticket)
+            self._wire.say(LocalMessageType.PLACED, descriptor)
 
     def read(self, body: bytes) -> list[object]:
         """Note that the peer has read more; return the payloads' tokens.
@@ -133,14 +133,14 @@ class SentPayloads:
         self.queued_bytes = 0
         self._staging.close()
 
-    def _ticket(self, sent: _Sent) -> bytes | None:
+    def _descriptor(self, sent: _Sent) -> bytes | None:
         """Say where a payload lies; None if that cannot be said now."""
         if self._wire is None:
             return None
         fragments = as_fragments(sent.payload).merged()
-        ticket = self._in_place(fragments)
-        if ticket is not None:
-            return ticket
+        descriptor = self._in_place(fragments)
+        if descriptor is not None:
+            return descriptor
         begin = self._staging.place(sent.payload)
         if begin is None:
             return None
@@ -155,17 +155,17 @@ class SentPayloads:
         return encode_piece(PlaceKind.ARENA, number, begin, sent.payload.nbytes)
 
     def _in_place(self, fragments: Fragments) -> bytes | None:
-        """Return the ticket of a payload that the peer can well read where it lies."""
+        """Describe a payload that the peer can well read where it lies."""
         mean = fragments.nbytes // len(fragments)
         by_memory = ReadMethod.MEMORY in self._methods
         arena = arena_of(fragments)
         number = self._number_of(arena) if arena is not None else None
         if arena is not None and number is not None:
             offsets = fragments.shifted(-arena.address)
-            ticket = encode(PlaceKind.ARENA, number, offsets)
-            if ticket is not None:
+            descriptor = encode(PlaceKind.ARENA, number, offsets)
+            if descriptor is not None:
                 self._share(arena, number)
-                return ticket
+                return descriptor
         if by_memory and (mean >= _GATHER_BELOW_BYTES or len(fragments) == 1):
             return encode(PlaceKind.MEMORY, 0, fragments)
         return None

@@ -13,7 +13,7 @@ No payload passes through it. It exists because only the kernel can say these th
 Records are a head of 8 bytes and a body::
 
     READ    u64     payloads of yours that I have read, in all
-    PLACED  ticket  of the next of my payloads whose ticket was LATER
+    PLACED  descriptor  of the next of my payloads whose descriptor was LATER
     ARENA   u32     the number of the arena whose descriptor comes with this record
 """
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvwire.errors import ConnectionLost, ProtocolError
-from kvwire.limits import KIB, LANE_PAYLOADS_MAX, TICKET_BYTES_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, LANE_PAYLOADS_MAX
 from kvwire_local.descriptor import RULE
 
 _HEAD: Final = struct.Struct("<BxxxI")
@@ -37,7 +37,7 @@ _HEAD: Final = struct.Struct("<BxxxI")
 _CREDENTIALS: Final = struct.Struct("iII")
 _READ_BYTES: Final = 64 * KIB
 # A place for each payload that may be under way, and as much again.
-_HEARD_MAX: Final = 2 * LANE_PAYLOADS_MAX * (TICKET_BYTES_MAX + _HEAD.size)
+_HEARD_MAX: Final = 2 * LANE_PAYLOADS_MAX * (DESCRIPTOR_BYTES_MAX + _HEAD.size)
 ARENAS_MAX: Final = 64
 """Arenas that one lane shares; what lies in further ones is read as other memory is."""
 
@@ -68,7 +68,7 @@ class LocalWire:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._received = bytearray()
-        self._descriptors: deque[int] = deque()
+        self._fds: deque[int] = deque()
         self._unsaid: deque[tuple[bytes, int]] = deque()
 
     def fileno(self) -> int:
@@ -80,26 +80,24 @@ class LocalWire:
         """Tell whether the socket was full; flush when it is writable."""
         return bool(self._unsaid)
 
-    def say(self, kind: LocalMessageType, body: bytes, descriptor: int = -1) -> None:
+    def say(self, kind: LocalMessageType, body: bytes, fd: int = -1) -> None:
         """Send one record, now or when there is room; order is kept."""
         record = _HEAD.pack(kind, len(body)) + body
-        if descriptor >= 0:
+        if fd >= 0:
             # Ours, since the arena may be closed before there is room.
-            descriptor = os.dup(descriptor)
-        self._unsaid.append((record, descriptor))  # bounded: LANE_PAYLOADS_MAX
+            fd = os.dup(fd)
+        self._unsaid.append((record, fd))  # bounded: LANE_PAYLOADS_MAX
         self.say_rest()
 
     def say_rest(self) -> None:
         """Send what there was no room for. Whether the peer has gone, `hear` sees."""
         try:
             while self._unsaid:
-                record, descriptor = self._unsaid[0]
-                descriptors = [descriptor] if descriptor >= 0 else []
-                sent = socket.send_fds(
-                    self._socket, [record], descriptors, socket.MSG_NOSIGNAL
-                )
-                if descriptors:
-                    os.close(descriptor)
+                record, fd = self._unsaid[0]
+                fds = [fd] if fd >= 0 else []
+                sent = socket.send_fds(self._socket, [record], fds, socket.MSG_NOSIGNAL)
+                if fds:
+                    os.close(fd)
                 self._unsaid[0] = (record[sent:], -1)
                 if sent == len(record):
                     self._unsaid.popleft()
@@ -125,15 +123,15 @@ class LocalWire:
             records.append(record)
         return records, there
 
-    def take_descriptor(self) -> int:
+    def take_fd(self) -> int:
         """Return the descriptor of an ARENA message; close it after.
 
         Raises:
             ProtocolError: None came.
         """
-        if not self._descriptors:
+        if not self._fds:
             raise ProtocolError(RULE, "local: an arena without its descriptor")
-        return self._descriptors.popleft()
+        return self._fds.popleft()
 
     def close(self) -> None:
         """Shut it down, which the peer sees, and close it."""
@@ -141,32 +139,32 @@ class LocalWire:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._forget_unsaid()
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+        while self._fds:
+            os.close(self._fds.popleft())
 
     def _receive(self) -> bool:
         """Take all that is there; False at the end of the stream."""
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(
+                data, fds, _, _ = socket.recv_fds(
                     self._socket, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 return True
             except OSError:
                 return False
-            self._descriptors.extend(descriptors)  # bounded: ARENAS_MAX
+            self._fds.extend(fds)  # bounded: ARENAS_MAX
             self._received += data
             if not data:
                 return False
-            if len(self._received) > _HEARD_MAX or len(self._descriptors) > ARENAS_MAX:
+            if len(self._received) > _HEARD_MAX or len(self._fds) > ARENAS_MAX:
                 raise ProtocolError(RULE, "local: more records than a lane has to say")
 
     def _next(self) -> LocalMessage | None:
         if len(self._received) < _HEAD.size:
             return None
         number, length = _HEAD.unpack_from(self._received)
-        if number not in tuple(LocalMessageType) or length > TICKET_BYTES_MAX:
+        if number not in tuple(LocalMessageType) or length > DESCRIPTOR_BYTES_MAX:
             raise ProtocolError(RULE, f"local: record {number} of {length} bytes")
         end = _HEAD.size + length
         if len(self._received) < end:
@@ -177,9 +175,9 @@ class LocalWire:
 
     def _forget_unsaid(self) -> None:
         while self._unsaid:
-            _, descriptor = self._unsaid.popleft()
-            if descriptor >= 0:
-                os.close(descriptor)
+            _, fd = self._unsaid.popleft()
+            if fd >= 0:
+                os.close(fd)
 
 
 def peer_pid(sock: socket.socket) -> int:

@@ -1,8 +1,8 @@
 """A lane of two directions, each with a communicator and a thread of its own.
 
-Tickets are empty: both sides queue the payloads of a direction in the same order. What
-the library cannot move (host memory, to NCCL) ends the lane with the reason, and the
-core sends it by the control link, if that is allowed.
+Descriptors are empty: both sides queue the payloads of a direction in the same order.
+What the library cannot move (host memory, to NCCL) ends the lane with the reason, and
+the core sends it by the control link, if that is allowed.
 """
 
 from __future__ import annotations
@@ -128,15 +128,16 @@ class NcclLane(Lane):
         self._queued_bytes += payload.nbytes
         return b""
 
-    def receive(self, ticket: bytes, landing: Landing) -> None:
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
         """See :class:`~kvwire.backend.lane.Lane`.
 
         Raises:
-            ProtocolError: There is something in the ticket.
+            ProtocolError: There is something in the descriptor.
         """
-        if ticket:
+        if descriptor:
             raise ProtocolError(
-                "KVW-LN-07", f"a ticket of {len(ticket)} bytes; over nccl it is empty"
+                "KVW-LN-07",
+                f"a descriptor of {len(descriptor)} bytes; over nccl it is empty",
             )
         if self._ended:
             return

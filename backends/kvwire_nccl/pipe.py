@@ -3,7 +3,7 @@
 A lane has two of these, one for each direction. A single communicator would do its
 operations in one order on both sides, and the two sides do not know each other's: each
 could wait in a send for the other's receive, for ever. In one direction alone the order
-is that of the tickets.
+is that of the descriptors.
 
 All methods are called by one thread, the direction's own, and by no other. None of them
 waits for the peer but :meth:`Pipe.abort`, which returns when nothing touches any

@@ -3,7 +3,7 @@
 The client dials the address of the control link and proves with a preamble which lane
 the socket is for; the listener knows it by that and proves itself in turn
 (:mod:`kvwire_tcp.preamble`). From then on payload bytes follow one another, in each
-direction in the order of ``send`` and of ``receive``, and so a ticket is empty::
+direction in the order of ``send`` and of ``receive``, and so a descriptor is empty::
 
     made --join--> WAITING --socket--> OPEN --close()--> ... --> ENDED: lane_closed
                    (listener's side only;
@@ -139,16 +139,17 @@ class TcpLane(Lane, PendingLane):
             self._queue.lend(payload, token)
         return b""
 
-    def receive(self, ticket: bytes, landing: Landing) -> None:
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
         """See Lane.
 
         Raises:
-            ProtocolError: The ticket is not empty.
+            ProtocolError: The descriptor is not empty.
             UsageError: The landing's memory is not writable or has another length.
         """
-        if ticket:
+        if descriptor:
             raise ProtocolError(
-                "KVW-LN-07", f"a ticket of {len(ticket)} bytes; over tcp it is empty"
+                "KVW-LN-07",
+                f"a descriptor of {len(descriptor)} bytes; over tcp it is empty",
             )
         if self.reader.stopped:
             return

@@ -10,8 +10,8 @@
      ENDED, and no            endpoint gone, no operation open: lane_closed <---- ENDING
      lane_closed
 
-*A payload* is sent under a tag that only this lane's peer knows; the ticket says which.
-The receiver posts its memory under that tag, and UCX brings the two together: by
+*A payload* is sent under a tag that only this lane's peer knows; the descriptor says
+which. The receiver posts its memory under that tag, and UCX brings the two together: by
 rendezvous, so nothing moves before the receiver has named its memory. A send is over
 when the receiver's operation has met it.
 
@@ -59,7 +59,7 @@ from kvwire_ucx.bootstrap import (
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
 from kvwire_ucx.memory import MemoryHandles
-from kvwire_ucx.pieces import RULE, piece_lengths, pieces, read_ticket, ticket
+from kvwire_ucx.pieces import RULE, descriptor, piece_lengths, pieces, read_descriptor
 from kvwire_ucx.requests import UcxRequest
 from kvwire_ucx.worker import Worker
 
@@ -261,7 +261,7 @@ class UcxLane(Lane):
             return b""
         assert self._endpoint is not None
         lengths = piece_lengths(payload)
-        said = ticket(self._next_sent, lengths)
+        said = descriptor(self._next_sent, lengths)
         parts = _MessageParts(token, max(1, len(lengths)))
         self._payloads += 1
         for piece in pieces(payload, lengths):
@@ -276,17 +276,17 @@ class UcxLane(Lane):
             )
         return said
 
-    def receive(self, ticket: bytes, landing: Landing) -> None:
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
         """See :class:`~kvwire.backend.Lane`.
 
         Raises:
-            ProtocolError: The ticket is not one that the peer's lane would make.
+            ProtocolError: The descriptor is not one that the peer's lane would make.
         """
-        first, lengths = read_ticket(ticket, landing.length)
+        first, lengths = read_descriptor(descriptor, landing.length)
         if not self._is_live:
             return
         if first != self._next_received:
-            text = f"ucx: a ticket for message {first}, not {self._next_received}"
+            text = f"ucx: a descriptor for message {first}, not {self._next_received}"
             raise MalformedFrame(RULE, text)
         payload = landing.payload
         if payload is None:

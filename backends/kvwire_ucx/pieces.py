@@ -1,8 +1,8 @@
-"""A payload as messages, and the ticket that says which they are.
+"""A payload as messages, and the descriptor that says which they are.
 
 ::
 
-    ticket = number of the first message | length of each, if there are several
+    descriptor = number of the first message | length of each, if there are several
                 (4 bytes)                            (4 bytes each)
 
 Large fragments are moved as they lie, each as a message of its own: over RDMA by the
@@ -25,7 +25,7 @@ from kvwire.memory.buffers import slice_payload
 # Fragments of at least this are messages of their own, which nobody has to pack.
 PIECE_BYTES: Final = 128 * KIB
 PIECES_MAX: Final = 32
-# Of docs/topics/protocol.md: what a ticket and its payload have to be.
+# Of docs/topics/protocol.md: what a descriptor and its payload have to be.
 RULE: Final = "KVW-LN-07"
 
 _NUMBER: Final = struct.Struct(">I")
@@ -51,7 +51,7 @@ def pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
         yield slice_payload(payload, start, length)
 
 
-def ticket(first: int, lengths: list[int]) -> bytes:
+def descriptor(first: int, lengths: list[int]) -> bytes:
     """Return the descriptor that the receiver gets.
 
     Args:
@@ -61,7 +61,7 @@ def ticket(first: int, lengths: list[int]) -> bytes:
     return b"".join(map(_NUMBER.pack, (first, *lengths)))
 
 
-def read_ticket(data: bytes, nbytes: int) -> tuple[int, list[int]]:
+def read_descriptor(data: bytes, nbytes: int) -> tuple[int, list[int]]:
     """Return the first message's number and all lengths; none if it is one.
 
     Args:
@@ -73,9 +73,9 @@ def read_ticket(data: bytes, nbytes: int) -> tuple[int, list[int]]:
     """
     count, rest = divmod(len(data), _NUMBER.size)
     if rest or not 1 <= count <= PIECES_MAX + 1 or count == 2:
-        raise MalformedFrame(RULE, f"ucx: a ticket of {len(data)} bytes")
+        raise MalformedFrame(RULE, f"ucx: a descriptor of {len(data)} bytes")
     first, *lengths = (number for (number,) in _NUMBER.iter_unpack(data))
     if lengths and (0 in lengths or sum(lengths) != nbytes):
-        text = f"ucx: a ticket of {sum(lengths)} bytes for {nbytes}"
+        text = f"ucx: a descriptor of {sum(lengths)} bytes for {nbytes}"
         raise MalformedFrame(RULE, text)
     return first, lengths

@@ -3,13 +3,13 @@
 A connection has one control link, which carries every frame in order. Beside it there
 may be *lanes*, which carry payload and nothing else. What the payload of a lane is
 travels on the control link, as a frame that says which lane, how many bytes, where they
-belong, and a *ticket*: up to :data:`~kvwire.limits.TICKET_BYTES_MAX` bytes that the
-sender's lane made and only the receiver's lane reads. So the protocol stays one ordered
-stream, the receiver names every destination, and a lane may be anything that moves
-bytes from there to here:
+belong, and a *descriptor*: up to :data:`~kvwire.limits.DESCRIPTOR_BYTES_MAX` bytes that
+the sender's lane made and only the receiver's lane reads. So the protocol stays one
+ordered stream, the receiver names every destination, and a lane may be anything that
+moves bytes from there to here:
 
 ============== ======================== ==================================
-transport      ticket                   what happens
+transport      descriptor                   what happens
 ============== ======================== ==================================
 another socket nothing: first in first  ``writev`` here, ``readv`` there
                out
@@ -36,7 +36,7 @@ What a lane promises, and the conformance kit checks:
 1. Payload memory belongs to the lane from ``send`` until ``payload_sent``, and from
    ``receive`` until ``payload_received``. Outside these spans the lane neither reads
    nor writes it.
-2. Every payload that was sent and received under the same ticket ends in both
+2. Every payload that was sent and received under the same descriptor ends in both
    callbacks, or else ``lane_closed`` is called.
 3. ``lane_closed`` is called exactly once if ``join`` returned, last of all callbacks,
    and only when the lane touches no memory any more. A lane that cannot prove this yet
@@ -153,20 +153,20 @@ class Lane(ABC):
 
     @abstractmethod
     def send(self, payload: Payload, token: object) -> bytes:
-        """Queue a payload, which is lent until ``payload_sent``; returns its ticket.
+        """Queue a payload, lent until ``payload_sent``; return its descriptor.
 
         On a lane that has ended this returns b"" and ``lane_closed`` tells.
         """
 
     @abstractmethod
-    def receive(self, ticket: bytes, landing: Landing) -> None:
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
         """Queue the arrival of ``landing.length`` bytes that the peer has sent.
 
-        They go to ``landing.payload``, or nowhere if that is None. Tickets come in the
-        order in which the peer's ``send`` returned them.
+        They go to ``landing.payload``, or nowhere if that is None. Descriptors come in
+        the order in which the peer's ``send`` returned them.
 
         Raises:
-            ProtocolError: The ticket is not one that the peer's lane would make. An
+            ProtocolError: The descriptor is not one that the peer's lane would make. An
                 empty one, as of a lane that has ended, then costs this lane alone.
         """
 

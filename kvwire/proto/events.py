@@ -133,7 +133,7 @@ class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
     """Reports a payload on a lane: receive it, call ``payload_landed``."""
 
     arrival: ChunkArrival
-    ticket: bytes
+    descriptor: bytes
 
 
 Event = (

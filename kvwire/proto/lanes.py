@@ -12,7 +12,7 @@ Each side may announce payloads for a lane that is up. They are numbered from 0 
 order of their LANE_DATA frames, in each direction by itself::
 
     sender                                receiver
-      LANE_DATA   lane 1, chunk, ticket ->      names the destination
+      LANE_DATA   lane 1, chunk, descriptor ->      names the destination
       (payload on the lane)
               <- LANE_ACK    lane 1, the first 7
 
@@ -288,7 +288,7 @@ class LaneTable:
         )
 
     def aside(
-        self, chunk: Chunk, number: int, ticket: bytes, check: int | None
+        self, chunk: Chunk, number: int, descriptor: bytes, check: int | None
     ) -> tuple[bytes, bytes]:
         """The frame that announces a chunk; send it before any other.
 
@@ -310,7 +310,7 @@ class LaneTable:
             offset=chunk.position,
             nbytes=chunk.length,
             check=check,
-            ticket=ticket,
+            descriptor=descriptor,
         )
         return self._outbox.framing.control(
             FrameType.LANE_DATA, encode_body(body), request=request.wire_id
@@ -367,7 +367,9 @@ class LaneTable:
         arrival = self._place(_as_data(header, body))
         arrival.lane, arrival.index = body.lane, index
         lane.arriving[index] = arrival  # bounded: LANE_PAYLOADS_MAX
-        self._outbox.report(LaneDataReceived(arrival=arrival, ticket=body.ticket))
+        self._outbox.report(
+            LaneDataReceived(arrival=arrival, descriptor=body.descriptor)
+        )
 
     def expects(self, arrival: ChunkArrival) -> bool:
         """Whether an arrival is still to come; otherwise it was missed."""

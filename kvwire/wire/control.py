@@ -19,6 +19,7 @@ from kvwire.limits import (
     BOOTSTRAP_BYTES_MAX,
     CHUNK_BYTES_MAX,
     DESCRIPTION_BYTES_MAX,
+    DESCRIPTOR_BYTES_MAX,
     EAGER_WINDOW_BYTES_MAX,
     LANDED_MAX,
     LANE_NUMBER_MAX,
@@ -30,7 +31,6 @@ from kvwire.limits import (
     REQUEST_BYTES_MAX,
     SEGMENTS_MAX,
     SETTLED_MAX,
-    TICKET_BYTES_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
 from kvwire.wire.decode_errors import DECODE_ERRORS
@@ -47,7 +47,7 @@ Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Bootstrap = Annotated[bytes, Meta(max_length=BOOTSTRAP_BYTES_MAX)]
-Ticket = Annotated[bytes, Meta(max_length=TICKET_BYTES_MAX)]
+Descriptor = Annotated[bytes, Meta(max_length=DESCRIPTOR_BYTES_MAX)]
 LaneNumber = Annotated[int, Meta(ge=1, le=LANE_NUMBER_MAX)]
 TransferId = Annotated[bytes, Meta(min_length=1, max_length=TRANSFER_ID_BYTES_MAX)]
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
@@ -162,7 +162,7 @@ class LaneData(Body, array_like=True, frozen=True, gc=False):
     offset: Bytes
     nbytes: Annotated[int, Meta(ge=1, le=CHUNK_BYTES_MAX)]
     check: U32 | None
-    ticket: Ticket
+    descriptor: Descriptor
 
 
 class Announce(Body, array_like=True, frozen=True, gc=False):

@@ -33,13 +33,13 @@ from kvwire.limits import (
     BOOTSTRAP_BYTES_MAX,
     CHUNK_BYTES_MAX,
     CONTROL_BODY_BYTES_MAX,
+    DESCRIPTOR_BYTES_MAX,
     EAGER_BYTES_MAX,
     HANDSHAKE_BODY_BYTES,
     HEADER_BYTES,
     LANDED_MAX,
     LANE_PAYLOADS_MAX,
     SEAL_BYTES,
-    TICKET_BYTES_MAX,
 )
 
 _LAYOUT: Final = struct.Struct("<BBHIIIQII")
@@ -118,7 +118,7 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.CHOICE: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.LANE_OPEN: (1, BOOTSTRAP_BYTES_MAX + 1024),
     FrameType.LANE_CLOSE: (1, 9 * LANE_PAYLOADS_MAX + 1024),
-    FrameType.LANE_DATA: (1, TICKET_BYTES_MAX + 128),
+    FrameType.LANE_DATA: (1, DESCRIPTOR_BYTES_MAX + 128),
     FrameType.OPEN: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.AGREE: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.SEGMENT_ACK: (1, 5 * LANDED_MAX + 64),

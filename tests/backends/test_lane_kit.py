@@ -176,10 +176,10 @@ def never_gives_memory_back(patch: pytest.MonkeyPatch) -> None:
 def fails_without_a_destination(patch: pytest.MonkeyPatch) -> None:
     receive = InprocLane.receive
 
-    def needy(self: InprocLane, ticket: bytes, landing: Landing) -> None:
+    def needy(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
         if landing.payload is None:
             raise ValueError("no destination")
-        receive(self, ticket, landing)
+        receive(self, descriptor, landing)
 
     patch.setattr(InprocLane, "receive", needy)
 
@@ -253,8 +253,8 @@ def is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
 def delivers_from_inside_receive(patch: pytest.MonkeyPatch) -> None:
     receive = InprocLane.receive
 
-    def eager(self: InprocLane, ticket: bytes, landing: Landing) -> None:
-        receive(self, ticket, landing)
+    def eager(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
+        receive(self, descriptor, landing)
         self._turn()
 
     patch.setattr(InprocLane, "receive", eager)
@@ -340,27 +340,28 @@ def never_says_that_it_ended(patch: pytest.MonkeyPatch) -> None:
     _patch_handler(patch, "lane_closed", lambda call, *arguments: None)
 
 
-# --- tickets and leaks ----------------------------------------------------------------
+# --- descriptors and leaks
+# ----------------------------------------------------------------
 
 
-@caught_by("ticket.refused[one-byte-more]", "ticket.refused[too-long]")
-def takes_any_ticket(patch: pytest.MonkeyPatch) -> None:
+@caught_by("descriptor.refused[one-byte-more]", "descriptor.refused[too-long]")
+def takes_any_descriptor(patch: pytest.MonkeyPatch) -> None:
     receive = InprocLane.receive
 
-    def trusting(self: InprocLane, ticket: bytes, landing: Landing) -> None:
-        receive(self, ticket[:8].ljust(8, b"\0"), landing)
+    def trusting(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
+        receive(self, descriptor[:8].ljust(8, b"\0"), landing)
 
     patch.setattr(InprocLane, "receive", trusting)
 
 
-@caught_by("ticket.truncated[view]", "ticket.refused[of-ones]")
-def fails_on_a_wrong_ticket_with_another_error(patch: pytest.MonkeyPatch) -> None:
+@caught_by("descriptor.truncated[view]", "descriptor.refused[of-ones]")
+def fails_on_a_wrong_descriptor_with_another_error(patch: pytest.MonkeyPatch) -> None:
     receive = InprocLane.receive
 
-    def unpacking(self: InprocLane, ticket: bytes, landing: Landing) -> None:
-        if len(ticket) != 8:
+    def unpacking(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
+        if len(descriptor) != 8:
             raise IndexError("8 bytes are needed")
-        receive(self, ticket, landing)
+        receive(self, descriptor, landing)
 
     patch.setattr(InprocLane, "receive", unpacking)
 

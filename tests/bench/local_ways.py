@@ -62,10 +62,10 @@ class Writer(LaneHandler):
         self._streams = streams
 
     def send(self) -> None:
-        """Send the next payload; its ticket takes the place of the control link."""
+        """Send the next payload; its descriptor takes the place of the control link."""
         if self.payloads:
-            ticket = self.lane.send(self.payloads.popleft(), None)
-            self._streams[1].write(_LENGTH.pack(len(ticket)) + ticket)
+            descriptor = self.lane.send(self.payloads.popleft(), None)
+            self._streams[1].write(_LENGTH.pack(len(descriptor)) + descriptor)
             self.lane.flush()
 
     def payload_sent(self, lane: Lane, token: object) -> None:

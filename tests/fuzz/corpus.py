@@ -41,7 +41,7 @@ from kvwire_nccl.bootstrap import NcclBootstrap
 from kvwire_tcp.preamble import make_preamble
 from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.library import Version
-from kvwire_ucx.pieces import ticket
+from kvwire_ucx.pieces import descriptor
 from tests.fuzz.guard import Run
 from tests.fuzz.targets.frames import BUILT
 from tests.support.core_pair.transcripts import Transcript
@@ -190,7 +190,7 @@ def _backends() -> Iterator[bytes]:
         bytes([4])
         + UcxBootstrap(lane=5, version=Version(1, 18, 0), address=b"address").to_bytes()
     )
-    yield bytes([5, 23]) + ticket(2, [8, 16])
+    yield bytes([5, 23]) + descriptor(2, [8, 16])
     yield bytes([6]) + NcclBootstrap("NCCL 2.27", b"there", b"back").encode()
 
 

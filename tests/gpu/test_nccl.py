@@ -52,8 +52,8 @@ async def test_a_payload_between_two_ranks() -> None:
         target = torch.zeros_like(values).cuda(1 if two else 0)
         torch.cuda.synchronize()
         del gpu
-        ticket = client.send(whole(values), 1)
-        server.receive(ticket, Landing(8 << 20, whole(target)))
+        descriptor = client.send(whole(values), 1)
+        server.receive(descriptor, Landing(8 << 20, whole(target)))
         client.flush()
         server.flush()
         await until(lambda: notes[1].received or notes[1].closed or notes[0].closed)

@@ -45,7 +45,7 @@ class Scene:
     def put(self) -> RequestRecord:
         return self.client.put(self.data, self.grant)
 
-    def tickets(self, role: Role, number: int = 1) -> list[int]:
+    def descriptors(self, role: Role, number: int = 1) -> list[int]:
         return list(self.half(role, number).arriving)
 
     def said(self, frame_type: FrameType, peer: Peer) -> list[Body]:

@@ -197,10 +197,12 @@ def test_payload_in_any_order(backwards: bool) -> None:
     scene.up()
     request = scene.put()
     scene.pair.run()
-    tickets = scene.tickets(SERVER)
-    assert len(tickets) == 3
-    for done, ticket in enumerate(tickets[::-1] if backwards else tickets, 1):
-        scene.lanes.move(scene.half(SERVER), ticket)
+    descriptors = scene.descriptors(SERVER)
+    assert len(descriptors) == 3
+    for done, descriptor in enumerate(
+        descriptors[::-1] if backwards else descriptors, 1
+    ):
+        scene.lanes.move(scene.half(SERVER), descriptor)
         counts = [
             body.count
             for body in scene.said(FrameType.LANE_ACK, scene.server)
@@ -211,8 +213,8 @@ def test_payload_in_any_order(backwards: bool) -> None:
         assert max(counts, default=0) == (whole if backwards else done)
     scene.pair.run()
     assert request.buffer in scene.client.memory
-    for ticket in tickets:
-        scene.lanes.sent(scene.half(CLIENT), ticket)
+    for descriptor in descriptors:
+        scene.lanes.sent(scene.half(CLIENT), descriptor)
     expect_whole(scene, request)
 
 
@@ -268,8 +270,8 @@ def test_a_payload_without_check_is_believed() -> None:
     scene.client.aside = lambda peer, chunk, check: announced(scene, chunk, None)
     request = scene.put()
     scene.pair.run()
-    (ticket,) = scene.tickets(SERVER)
-    arrival = scene.half(SERVER).arriving[ticket]
+    (descriptor,) = scene.descriptors(SERVER)
+    arrival = scene.half(SERVER).arriving[descriptor]
     assert not arrival.header.flags & Flag.CHECKED
     scene.lanes.rest()
     expect_whole(scene, request)
@@ -280,8 +282,8 @@ def announced(scene: Scene, chunk: Chunk, check: int | None) -> tuple[bytes, byt
     half = scene.half(CLIENT)
     half.sending[99] = chunk
     half.unread.add(99)
-    ticket = (99).to_bytes(8, "little")
-    return scene.client.core.lanes.aside(chunk, 1, ticket, check)
+    descriptor = (99).to_bytes(8, "little")
+    return scene.client.core.lanes.aside(chunk, 1, descriptor, check)
 
 
 def test_damage_fails_the_request_and_not_the_lane() -> None:
@@ -289,8 +291,8 @@ def test_damage_fails_the_request_and_not_the_lane() -> None:
     scene.up()
     request = scene.put()
     scene.pair.run()
-    (ticket,) = scene.tickets(SERVER)
-    scene.lanes.move(scene.half(SERVER), ticket, flip=True)
+    (descriptor,) = scene.descriptors(SERVER)
+    scene.lanes.move(scene.half(SERVER), descriptor, flip=True)
     scene.lanes.rest()
     assert isinstance(scene.client.error(request), IntegrityError)
     again = scene.put()
@@ -306,8 +308,8 @@ def test_payload_of_a_request_that_is_over_goes_nowhere(cut: bool) -> None:
     request = scene.put()
     scene.server.revoke(scene.region)
     scene.pair.run()
-    (ticket,) = scene.tickets(SERVER)
-    assert scene.half(SERVER).arriving[ticket].buffer is None
+    (descriptor,) = scene.descriptors(SERVER)
+    assert scene.half(SERVER).arriving[descriptor].buffer is None
     assert request.buffer in scene.client.memory
     if cut:
         scene.lanes.end(scene.half(SERVER))
@@ -338,11 +340,11 @@ def test_a_lane_takes_no_more_payloads_than_the_receiver_allows() -> None:
     for _ in range(LANE_PAYLOADS_MAX + 5):
         scene.client.put(b"x", small)
     scene.pair.run()
-    tickets = scene.tickets(SERVER)
-    assert len(tickets) == LANE_PAYLOADS_MAX
+    descriptors = scene.descriptors(SERVER)
+    assert len(descriptors) == LANE_PAYLOADS_MAX
     assert not scene.client.core.lanes.room(1, 2**30)
-    for ticket in tickets[1:]:
-        scene.lanes.move(scene.half(SERVER), ticket)
+    for descriptor in descriptors[1:]:
+        scene.lanes.move(scene.half(SERVER), descriptor)
     scene.pair.run()
     assert not scene.client.core.lanes.room(1, 2**30)
     scene.lanes.rest()
@@ -381,7 +383,7 @@ def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
     elif stage == "ending":
         scene.up()
         scene.lanes.end(scene.half(CLIENT))
-    aside = LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b"")
+    aside = LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, descriptor=b"")
     scene.client.forge(FrameType.LANE_DATA, aside, request=1)
     expect_refused(scene, scene.server, "KVW-LN-03")
 
@@ -395,7 +397,7 @@ def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
         (FrameType.LANE_ACK, LaneAck(lane=1, count=0)),
         (
             FrameType.LANE_DATA,
-            LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, ticket=b""),
+            LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, descriptor=b""),
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -459,7 +461,7 @@ def test_a_lane_is_a_sign_of_life() -> None:
     scene.put()
     scene.pair.run()
     scene.server.now += 1.5
-    scene.lanes.move(scene.half(SERVER), *scene.tickets(SERVER))
+    scene.lanes.move(scene.half(SERVER), *scene.descriptors(SERVER))
     assert scene.server.core._liveness.silence_s(scene.server.now) == 0
 
 
@@ -471,7 +473,7 @@ def test_what_was_missed_is_sent_again(role: Role) -> None:
     scene.up()
     request = scene.put()
     scene.pair.run()
-    scene.lanes.move(scene.half(SERVER), scene.tickets(SERVER)[1])
+    scene.lanes.move(scene.half(SERVER), scene.descriptors(SERVER)[1])
     scene.lanes.end(scene.half(role))
     if role is CLIENT:
         scene.pair.run()
@@ -523,7 +525,7 @@ def test_the_end_of_the_wire_frees_what_lanes_are_through_with() -> None:
     scene.up()
     request = scene.put()
     scene.pair.run()
-    first, second = scene.tickets(SERVER)
+    first, second = scene.descriptors(SERVER)
     scene.lanes.move(scene.half(SERVER), first)
     scene.lanes.sent(scene.half(CLIENT), first)
     scene.client.lose()
@@ -565,7 +567,7 @@ def test_a_lower_that_cannot_be(lane: int, seen: int, missed: tuple[int, ...]) -
     scene.up()
     scene.put()
     scene.pair.run()
-    scene.lanes.move(scene.half(SERVER), scene.tickets(SERVER)[0])
+    scene.lanes.move(scene.half(SERVER), scene.descriptors(SERVER)[0])
     scene.pair.run()
     body = LaneClose(lane=lane, reason="", seen=seen, missed=missed)
     scene.server.forge(FrameType.LANE_CLOSE, body)

@@ -147,5 +147,5 @@ def happenings(scene: Scene, asked: Asked) -> list[Callable[[], object]]:
         # A lane need not keep the order.
         possible += [partial(lanes.move, half, t) for t in lanes.movable(half)]
         done = sorted(half.sending.keys() - half.unread)
-        possible += [partial(lanes.sent, half, ticket) for ticket in done]
+        possible += [partial(lanes.sent, half, descriptor) for descriptor in done]
     return possible

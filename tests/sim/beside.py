@@ -138,7 +138,7 @@ class Beside:
         self.halves: dict[int, Half] = {}
         self._world = world
         self._endpoint = endpoint
-        self._tickets = count()
+        self._descriptors = count()
 
     def ask(self) -> None:
         """Client: ask for the lanes of this seed."""
@@ -160,8 +160,8 @@ class Beside:
                     self.halves[number].up = True
             case LaneClosed(lane=number):
                 self.break_half(self.halves[number], "the other half is gone")
-            case LaneDataReceived(arrival=arrival, ticket=ticket):
-                self._receive(arrival, int.from_bytes(ticket, "little"))
+            case LaneDataReceived(arrival=arrival, descriptor=descriptor):
+                self._receive(arrival, int.from_bytes(descriptor, "little"))
 
     # --- sending ----------------------------------------------------------------------
 
@@ -185,11 +185,11 @@ class Beside:
     def send(self, half: Half, chunk: Chunk, check: int | None) -> Frame:
         """Put a chunk on a lane; returns the frame that announces it."""
         lease = self._endpoint.node.lease(chunk.buffer)
-        ticket = next(self._tickets)
-        half.sending[ticket] = _Load(chunk, lease)
+        descriptor = next(self._descriptors)
+        half.sending[descriptor] = _Load(chunk, lease)
         lanes = self._endpoint.core.lanes
         return Frame(
-            *lanes.aside(chunk, half.number, ticket.to_bytes(8, "little"), check)
+            *lanes.aside(chunk, half.number, descriptor.to_bytes(8, "little"), check)
         )
 
     # --- breaking ---------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Beside:
             self._world.note(self._endpoint.name, "lane", "up")
             self._pump()
 
-    def _receive(self, arrival: ChunkArrival, ticket: int) -> None:
+    def _receive(self, arrival: ChunkArrival, descriptor: int) -> None:
         endpoint = self._endpoint
         if not endpoint.core.lanes.expects(arrival):
             return
@@ -257,10 +257,10 @@ class Beside:
             self._world.judge.lands(endpoint, _frame(arrival), arrival)
         half = self.halves[arrival.lane]
         demand(not half.gone, "lane", "a payload for a half that is gone")
-        half.arriving[ticket] = _Bay(arrival, lease)
+        half.arriving[descriptor] = _Bay(arrival, lease)
         # Slower than the wire: what follows on the wire overtakes it.
         delay_s = 3 * self._world.latency()
-        endpoint.node.after(delay_s, self._move, half, ticket)
+        endpoint.node.after(delay_s, self._move, half, descriptor)
         if self._world.fate.strikes():
             self._strike(half)
 
@@ -274,13 +274,13 @@ class Beside:
         delay_s = self._world.latency()
         owner.node.after(delay_s, owner.beside.break_half, struck, "it broke")
 
-    def _move(self, half: Half, ticket: int) -> None:
+    def _move(self, half: Half, descriptor: int) -> None:
         """Read from the sender's memory, and write to ours; in two parts perhaps."""
         world, endpoint, across = self._world, self._endpoint, self._across(half)
         if half.gone or across is None or across.gone:
             return
         assert endpoint.peer is not None
-        load, bay = across.sending[ticket], half.arriving[ticket]
+        load, bay = across.sending[descriptor], half.arriving[descriptor]
         chunk, arrival = load.chunk, bay.arrival
         memory = endpoint.peer.node.memory
         data = memory.read(load.lease, chunk.offset, chunk.length)
@@ -293,13 +293,13 @@ class Beside:
         if pause_s:
             bay.begun = True
             endpoint.core.heard(endpoint.node.clock)
-            endpoint.node.after(pause_s, self._move, half, ticket)
+            endpoint.node.after(pause_s, self._move, half, descriptor)
             return
-        del half.arriving[ticket]
+        del half.arriving[descriptor]
         delay_s = world.completion_delay_s()
         if delay_s is not None:
             peer = endpoint.peer
-            peer.node.after(delay_s, peer.beside.sent, across, ticket)
+            peer.node.after(delay_s, peer.beside.sent, across, descriptor)
         if bay.lease is not None:
             frame = _frame(arrival)
             world.judge.landed(endpoint, frame, arrival, data, intact=True)
@@ -308,10 +308,10 @@ class Beside:
         world.note(endpoint.name, "lane", "payload" + later * " of a later lane")
         self._pump()
 
-    def sent(self, half: Half, ticket: int) -> None:
+    def sent(self, half: Half, descriptor: int) -> None:
         """A half is through with the memory of a chunk."""
         if not half.gone:
-            self._endpoint.core.chunk_sent(half.sending.pop(ticket).chunk)
+            self._endpoint.core.chunk_sent(half.sending.pop(descriptor).chunk)
             self._pump()
 
     def _gone(self, half: Half, reason: str) -> None:

@@ -159,7 +159,7 @@ def test_the_ranges_are_those_of_the_document() -> None:
                 offset=limits.REQUEST_BYTES_MAX,
                 nbytes=limits.CHUNK_BYTES_MAX,
                 check=2**32 - 1,
-                ticket=bytes(limits.TICKET_BYTES_MAX),
+                descriptor=bytes(limits.DESCRIPTOR_BYTES_MAX),
             ),
         ),
     ],

@@ -19,7 +19,7 @@ from kvwire.driver.checksums import ChecksumPolicy, matches
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import LINK_QUEUE_BYTES, SPAN_PIECE_BYTES, TICKET_BYTES_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, LINK_QUEUE_BYTES, SPAN_PIECE_BYTES
 from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.events import LaneClosed, LaneDataReceived
 from kvwire.types import BufferId, MemoryKind
@@ -126,10 +126,10 @@ class LaneScheduler(LaneHandler):
     ) -> tuple[bytes, bytes]:
         """Queue a chunk on a lane; returns the frame that announces it."""
         check = self._checks.of(payload, intact=endpoint.lane.intact)
-        ticket = endpoint.lane.send(payload, chunk)
-        assert len(ticket) <= TICKET_BYTES_MAX
+        descriptor = endpoint.lane.send(payload, chunk)
+        assert len(descriptor) <= DESCRIPTOR_BYTES_MAX
         self._dirty[endpoint.lane] = None  # bounded: LANES_MAX
-        return self._core.lanes.aside(chunk, endpoint.number, ticket, check)
+        return self._core.lanes.aside(chunk, endpoint.number, descriptor, check)
 
     def flush(self) -> bool:
         """Move what was queued; False if there was nothing."""
@@ -147,15 +147,15 @@ class LaneScheduler(LaneHandler):
         """Let a lane receive what the peer has announced.
 
         Raises:
-            ProtocolError: The ticket is not one of the peer's lane.
+            ProtocolError: The descriptor is not one of the peer's lane.
         """
         arrival = event.arrival
         endpoint = self._lanes.find(arrival.lane)
         assert endpoint is not None, "the core expects it"
         try:
-            endpoint.lane.receive(event.ticket, _Landing(arrival, payload))
+            endpoint.lane.receive(event.descriptor, _Landing(arrival, payload))
         except ProtocolError:
-            if event.ticket:
+            if event.descriptor:
                 raise
             # Sent by an endpoint that had ended and could not say so yet.
             endpoint.lane.abort()

@@ -1,8 +1,9 @@
 """The other half of a lane, in a process of its own.
 
 The parent is the client. It talks with the child over standard input and output, one
-JSON object a line, as the control link of a connection would: bootstraps and tickets.
-Payloads are those of the conformance kit, so either side can tell what is torn.
+JSON object a line, as the control link of a connection would: bootstraps and
+descriptors. Payloads are those of the conformance kit, so either side can tell what is
+torn.
 """
 
 from __future__ import annotations
@@ -125,17 +126,17 @@ class Child:
         answer = await self.ask("send", number=number, nbytes=nbytes, **how)
         memory = Memory(nbytes, CUTS[how.get("land", "view")])
         landing = Landing(nbytes, memory.payload)
-        self.lane.receive(bytes.fromhex(answer["ticket"]), landing)
+        self.lane.receive(bytes.fromhex(answer["descriptor"]), landing)
         return memory
 
     async def send_there(self, number: int, nbytes: int, cut: str) -> dict[str, Any]:
         """Send a payload to the child; returns what it says of it."""
         memory = Memory(nbytes, CUTS[cut])
         memory.fill(pattern(number, nbytes))
-        ticket = self.lane.send(memory.payload, number)
+        descriptor = self.lane.send(memory.payload, number)
         self.lane.flush()
         return await self.ask(
-            "receive", number=number, nbytes=nbytes, ticket=ticket.hex()
+            "receive", number=number, nbytes=nbytes, descriptor=descriptor.hex()
         )
 
 
@@ -202,19 +203,21 @@ class _Half:
             place = self._arena.buffer(nbytes)
             place[:] = data
             self._places.append(place)
-            ticket = self.lane.send(place.data, number)
+            descriptor = self.lane.send(place.data, number)
         else:
             memory = Memory(nbytes, CUTS[cut])
             memory.fill(data)
             self._memories.append(memory)
-            ticket = self.lane.send(memory.payload, number)
+            descriptor = self.lane.send(memory.payload, number)
         self.lane.flush()
-        return {"ticket": ticket.hex()}
+        return {"descriptor": descriptor.hex()}
 
-    async def receive(self, number: int, nbytes: int, ticket: str) -> dict[str, Any]:
+    async def receive(
+        self, number: int, nbytes: int, descriptor: str
+    ) -> dict[str, Any]:
         memory = Memory(nbytes, CUTS["odd-pages"])
         count = len(self.handler.received) + 1
-        self.lane.receive(bytes.fromhex(ticket), Landing(nbytes, memory.payload))
+        self.lane.receive(bytes.fromhex(descriptor), Landing(nbytes, memory.payload))
         self.lane.flush()
         await self.handler.until(received=count)
         return {

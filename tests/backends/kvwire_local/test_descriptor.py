@@ -1,4 +1,4 @@
-"""Tickets: short, exact, and read with suspicion."""
+"""Descriptors: short, exact, and read with suspicion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import KIB, MIB, TICKET_BYTES_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, MIB
 from kvwire_local.descriptor import LATER, PlaceKind, decode, encode, encode_piece
 
 
@@ -37,22 +37,22 @@ regular = st.tuples(
 
 
 def assert_is_read_back(kind: PlaceKind, arena: int, said: Fragments) -> bytes | None:
-    ticket = encode(kind, arena, said)
-    if ticket is not None:
-        place = decode(ticket, said.nbytes)
+    descriptor = encode(kind, arena, said)
+    if descriptor is not None:
+        place = decode(descriptor, said.nbytes)
         assert (place.kind, place.arena) == (kind, arena)
         assert place.fragments is not None
         assert place.fragments.addresses.tolist() == said.addresses.tolist()
         assert place.fragments.lengths.tolist() == said.lengths.tolist()
-    return ticket
+    return descriptor
 
 
 @given(lists)
 def test_any_list_that_fits_is_read_back(pieces: list[tuple[int, int]]) -> None:
     said = fragments(*map(list, zip(*pieces, strict=True)))
-    ticket = assert_is_read_back(PlaceKind.MEMORY, 0, said)
+    descriptor = assert_is_read_back(PlaceKind.MEMORY, 0, said)
     span = max(a for a, _ in pieces) - min(a for a, _ in pieces)
-    assert ticket is not None or span >= 2**32
+    assert descriptor is not None or span >= 2**32
 
 
 @given(regular)
@@ -63,46 +63,46 @@ def test_lists_of_a_cache_take_4_bytes_a_fragment(
     lengths = [middle] * len(places)
     lengths[0], lengths[-1] = first, last
     said = fragments([base + (place << shift) for place in places], lengths)
-    ticket = assert_is_read_back(PlaceKind.ARENA, 3, said)
-    assert ticket is not None
-    assert len(ticket) == 32 + 4 * len(places)
+    descriptor = assert_is_read_back(PlaceKind.ARENA, 3, said)
+    assert descriptor is not None
+    assert len(descriptor) == 32 + 4 * len(places)
 
 
 def test_a_chunk_in_fragments_of_512_bytes_fits() -> None:
     count = MIB // 512
     order = np.random.default_rng(1).permutation(count)
     said = fragments([(1 << 44) + int(i) * 1024 for i in order], [512] * count)
-    ticket = assert_is_read_back(PlaceKind.MEMORY, 0, said)
-    assert ticket is not None
-    assert len(ticket) < 9 * KIB
+    descriptor = assert_is_read_back(PlaceKind.MEMORY, 0, said)
+    assert descriptor is not None
+    assert len(descriptor) < 9 * KIB
 
 
-def test_what_does_not_fit_has_no_ticket() -> None:
-    many = TICKET_BYTES_MAX // 4
+def test_what_does_not_fit_has_no_descriptor() -> None:
+    many = DESCRIPTOR_BYTES_MAX // 4
     assert (
         encode(PlaceKind.MEMORY, 0, fragments([2 * i for i in range(many)], [1] * many))
         is None
     )
-    half = TICKET_BYTES_MAX // 8
+    half = DESCRIPTOR_BYTES_MAX // 8
     mixed = fragments([4 * i for i in range(half)], [1 + i % 2 for i in range(half)])
     assert encode(PlaceKind.MEMORY, 0, mixed) is None
     assert encode(PlaceKind.MEMORY, 0, fragments([1, 1 << 45], [1, 1])) is None
     assert encode(PlaceKind.MEMORY, 0, fragments([1], [1 << 32])) is None
 
 
-def test_later_is_a_ticket_of_one_byte() -> None:
+def test_later_is_a_descriptor_of_one_byte() -> None:
     assert decode(LATER, 5).kind is PlaceKind.LATER
 
 
 @given(lists, st.data())
-def test_a_wrong_ticket_is_refused_or_stays_within_bounds(
+def test_a_wrong_descriptor_is_refused_or_stays_within_bounds(
     pieces: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     said = fragments(*map(list, zip(*pieces, strict=True)))
-    ticket = encode(PlaceKind.MEMORY, 0, said)
-    if ticket is None:
+    descriptor = encode(PlaceKind.MEMORY, 0, said)
+    if descriptor is None:
         return
-    wrong = bytearray(ticket)
+    wrong = bytearray(descriptor)
     for _ in range(data.draw(st.integers(1, 3))):
         wrong[data.draw(st.integers(0, len(wrong) - 1))] = data.draw(
             st.integers(0, 255)
@@ -111,14 +111,14 @@ def test_a_wrong_ticket_is_refused_or_stays_within_bounds(
 
 
 @given(st.binary(max_size=200), st.integers(1, 2**32))
-def test_anything_is_refused_or_sound(ticket: bytes, nbytes: int) -> None:
-    assert_is_sound(ticket, nbytes)
+def test_anything_is_refused_or_sound(descriptor: bytes, nbytes: int) -> None:
+    assert_is_sound(descriptor, nbytes)
 
 
-def assert_is_sound(ticket: bytes, nbytes: int) -> None:
+def assert_is_sound(descriptor: bytes, nbytes: int) -> None:
     """Refused with the documented error, or what it says adds up."""
     try:
-        place = decode(ticket, nbytes)
+        place = decode(descriptor, nbytes)
     except ProtocolError:
         return
     if place.fragments is not None:
@@ -151,35 +151,37 @@ def assert_is_sound(ticket: bytes, nbytes: int) -> None:
     ],
 )
 def test_each_field_is_checked(place: int, value: int, said: str) -> None:
-    ticket = bytearray(encode(PlaceKind.MEMORY, 0, fragments([4096], [100])) or b"")
-    ticket[place] = value
+    descriptor = bytearray(encode(PlaceKind.MEMORY, 0, fragments([4096], [100])) or b"")
+    descriptor[place] = value
     with pytest.raises(ProtocolError, match=said) as caught:
-        decode(bytes(ticket), 100)
+        decode(bytes(descriptor), 100)
     assert caught.value.rule == "KVW-LN-07"
 
 
 def test_what_adds_up_to_something_else_is_refused() -> None:
-    ticket = bytearray(encode(PlaceKind.MEMORY, 0, fragments([0, 100], [5, 5])) or b"")
+    descriptor = bytearray(
+        encode(PlaceKind.MEMORY, 0, fragments([0, 100], [5, 5])) or b""
+    )
     with pytest.raises(ProtocolError, match="fragments of 10 bytes, not of 11"):
-        decode(bytes(ticket), 11)
+        decode(bytes(descriptor), 11)
     with pytest.raises(ProtocolError, match="fragments of 50 bytes, not of 51"):
         decode(encode_piece(PlaceKind.MEMORY, 0, 4096, 50), 51)
-    ticket[20], ticket[28] = 0, 10
+    descriptor[20], descriptor[28] = 0, 10
     with pytest.raises(ProtocolError, match="or an empty one"):
-        decode(bytes(ticket), 10)
+        decode(bytes(descriptor), 10)
 
 
 def test_a_piece_is_told_as_a_list_of_one() -> None:
     said = fragments([1 << 45], [1 << 20])
-    ticket = encode(PlaceKind.ARENA, 5, said)
-    assert ticket == encode_piece(PlaceKind.ARENA, 5, 1 << 45, 1 << 20)
-    assert assert_is_read_back(PlaceKind.ARENA, 5, said) == ticket
+    descriptor = encode(PlaceKind.ARENA, 5, said)
+    assert descriptor == encode_piece(PlaceKind.ARENA, 5, 1 << 45, 1 << 20)
+    assert assert_is_read_back(PlaceKind.ARENA, 5, said) == descriptor
 
 
 def test_form_1_has_no_lengths_in_its_head() -> None:
     said = fragments([0, 100, 200, 300], [1, 2, 3, 4])
-    ticket = bytearray(encode(PlaceKind.MEMORY, 0, said) or b"")
-    assert ticket[1] == 1
-    ticket[20] = 1
+    descriptor = bytearray(encode(PlaceKind.MEMORY, 0, said) or b"")
+    assert descriptor[1] == 1
+    descriptor[20] = 1
     with pytest.raises(ProtocolError, match="must be 0"):
-        decode(bytes(ticket), 10)
+        decode(bytes(descriptor), 10)

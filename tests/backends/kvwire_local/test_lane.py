@@ -112,11 +112,11 @@ async def test_a_server_sends_before_it_has_heard_the_client_out() -> None:
     await right.join(left.bootstrap, handlers[1])
     memory, landed = Memory(MIB), Memory(MIB)
     memory.fill(pattern(1, MIB))
-    ticket = right.send(memory.payload, "early")
+    descriptor = right.send(memory.payload, "early")
     assert right.queued_bytes == MIB
     await left.join(right.bootstrap, handlers[0])
     right.flush()
-    left.receive(ticket, Landing(MIB, landed.payload))
+    left.receive(descriptor, Landing(MIB, landed.payload))
     await handlers[0].until(received=1)
     assert landed.differs_at(pattern(1, MIB)) is None
     await handlers[1].until(sent=1)
@@ -369,13 +369,13 @@ async def test_a_pid_that_is_another_process_now_is_noticed() -> None:
     await left.join(right.bootstrap, handlers[0])
     assert isinstance(right, LocalLane)
     memory, landed = Memory(MIB), Memory(MIB)
-    ticket = right.send(memory.payload, 0) if right._wire else b""
-    while not ticket:
+    descriptor = right.send(memory.payload, 0) if right._wire else b""
+    while not descriptor:
         await right._rendezvous_task  # type: ignore[misc]
-        ticket = right.send(memory.payload, 0) if right._wire else b""
+        descriptor = right.send(memory.payload, 0) if right._wire else b""
     # What another process has at the address of the cookie.
     right._rendezvous._cookie[:] = 0
-    left.receive(ticket, Landing(MIB, landed.payload))
+    left.receive(descriptor, Landing(MIB, landed.payload))
     left.flush()
     await handlers[0].end()
     assert "is no longer the peer" in str(handlers[0].closed[0])
@@ -392,10 +392,10 @@ async def test_memory_that_the_peer_does_not_have_ends_the_lane() -> None:
         pid = there.process.pid
         assert pid != os.getpid()
         answer = await there.ask("send", number=1, nbytes=64 * KIB)
-        ticket = bytearray.fromhex(answer["ticket"])
-        ticket[8:16] = (8).to_bytes(8, "little")
+        descriptor = bytearray.fromhex(answer["descriptor"])
+        descriptor[8:16] = (8).to_bytes(8, "little")
         there.lane.receive(
-            bytes(ticket), Landing(64 * KIB, memoryview(bytearray(64 * KIB)))
+            bytes(descriptor), Landing(64 * KIB, memoryview(bytearray(64 * KIB)))
         )
         there.lane.flush()
         await there.handler.end()
@@ -403,13 +403,13 @@ async def test_memory_that_the_peer_does_not_have_ends_the_lane() -> None:
 
 
 @one_loop
-async def test_a_ticket_for_another_length_is_refused() -> None:
+async def test_a_descriptor_for_another_length_is_refused() -> None:
     async with child() as there:
         await there.join()
         answer = await there.ask("send", number=0, nbytes=MIB)
-        ticket = bytes.fromhex(answer["ticket"])
+        descriptor = bytes.fromhex(answer["descriptor"])
         with pytest.raises(ProtocolError, match="fragments of 1048576 bytes, not of"):
-            there.lane.receive(ticket, Landing(MIB + 1, None))
+            there.lane.receive(descriptor, Landing(MIB + 1, None))
 
 
 @one_loop

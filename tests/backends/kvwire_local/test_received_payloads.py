@@ -30,7 +30,7 @@ def landing(nbytes: int) -> Landing:
     return Landing(nbytes, memoryview(bytearray(nbytes)))
 
 
-def ticket_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+def descriptor_of(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
     return encode_piece(PlaceKind.MEMORY, 0, memory.ctypes.data, memory.size)
 
 
@@ -45,7 +45,7 @@ def drain(inc: ReceivedPayloads) -> list[list[Landing]]:
 def test_nothing_is_read_before_the_peer_is_known() -> None:
     inc = ReceivedPayloads()
     memory = np.ones(100, np.uint8)
-    inc.receive(ticket_of(memory), landing(100))
+    inc.receive(descriptor_of(memory), landing(100))
     assert not inc.can_read
     assert inc.read() == []
     assert len(inc) == 1
@@ -57,7 +57,7 @@ def test_payloads_come_in_order_and_are_counted() -> None:
     landings = [landing(memory.size) for memory in memories]
     landings[2] = Landing(102, None)
     for memory, place in zip(memories, landings, strict=True):
-        inc.receive(ticket_of(memory), place)
+        inc.receive(descriptor_of(memory), place)
     assert [place for batch in drain(inc) for place in batch] == landings
     assert landings[3].payload == memories[3].data
     assert inc.count == 5
@@ -69,7 +69,7 @@ def test_a_batch_is_bounded() -> None:
     memory = np.ones(MIB, np.uint8)
     count = 3 * WAKEUP_BYTES // MIB
     for _ in range(count):
-        inc.receive(ticket_of(memory), landing(MIB))
+        inc.receive(descriptor_of(memory), landing(MIB))
     batches = drain(inc)
     assert sum(map(len, batches)) == count
     assert max(map(len, batches)) <= WAKEUP_BYTES // MIB
@@ -86,8 +86,8 @@ def test_long_fragments_are_read_in_one_step(
     lengths = np.full(firsts.size, fragment_bytes, np.uint64)
     addresses = firsts.astype(np.uint64) + np.uint64(memory.ctypes.data)
     scattered = Fragments(addresses, lengths, owner=memory, writable=False)
-    ticket = encode(PlaceKind.MEMORY, 0, scattered)
-    assert ticket is not None
+    descriptor = encode(PlaceKind.MEMORY, 0, scattered)
+    assert descriptor is not None
     taken: list[int] = []
     step = MemoryReading.step
 
@@ -98,7 +98,7 @@ def test_long_fragments_are_read_in_one_step(
     monkeypatch.setattr(MemoryReading, "step", counted)
     inc = incoming()
     arrived = bytearray(SPAN_BYTES_MAX)
-    inc.receive(ticket, Landing(SPAN_BYTES_MAX, memoryview(arrived)))
+    inc.receive(descriptor, Landing(SPAN_BYTES_MAX, memoryview(arrived)))
     drain(inc)
     assert taken == steps
     assert arrived == memory.reshape(-1, fragment_bytes)[::-1].tobytes()
@@ -109,9 +109,9 @@ def test_what_was_put_off_waits_for_its_place() -> None:
     memory = np.arange(100, dtype=np.uint8)
     late, soon = landing(100), landing(100)
     inc.receive(LATER, late)
-    inc.receive(ticket_of(memory), soon)
+    inc.receive(descriptor_of(memory), soon)
     assert not inc.can_read
-    inc.placed(ticket_of(memory))
+    inc.placed(descriptor_of(memory))
     assert drain(inc) == [[late, soon]]
     assert late.payload == memory.data
 
@@ -119,7 +119,7 @@ def test_what_was_put_off_waits_for_its_place() -> None:
 def test_a_place_may_be_told_before_it_is_asked_for() -> None:
     inc = incoming()
     memory = np.arange(100, dtype=np.uint8)
-    inc.placed(ticket_of(memory))
+    inc.placed(descriptor_of(memory))
     inc.receive(LATER, landing(100))
     assert len(drain(inc)) == 1
 
@@ -137,13 +137,13 @@ def test_more_places_than_payloads_are_refused() -> None:
     inc = incoming()
     for _ in range(LANE_PAYLOADS_MAX):
         inc.placed(LATER)
-    with pytest.raises(ProtocolError, match="more tickets than payloads"):
+    with pytest.raises(ProtocolError, match="more descriptors than payloads"):
         inc.placed(LATER)
 
 
 def test_at_the_end_it_holds_nothing() -> None:
     inc = incoming()
-    inc.receive(ticket_of(np.ones(9, np.uint8)), landing(9))
+    inc.receive(descriptor_of(np.ones(9, np.uint8)), landing(9))
     inc.close()
     assert len(inc) == 0
     assert inc.peer is None

@@ -1,4 +1,4 @@
-"""What is sent: which ticket a payload gets, and which acknowledgement is believed."""
+"""Each payload gets the right descriptor; false acknowledgements are not believed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def every_other(
         (ReadMethod.MEMORY, 4 * KIB, True, PlaceKind.MEMORY, 1),
     ],
 )
-def test_each_payload_gets_the_ticket_that_suits_it(
+def test_each_payload_gets_the_descriptor_that_suits_it(
     ends: tuple[LocalWire, LocalWire],
     outgoing: SentPayloads,
     methods: ReadMethod,
@@ -79,8 +79,8 @@ def test_each_payload_gets_the_ticket_that_suits_it(
     arena = Arena(2 * MIB)
     memory = arena.buffer(2 * MIB) if in_arena else np.zeros(2 * MIB, np.uint8)
     outgoing.come_up(ends[0], methods)
-    ticket = outgoing.send(every_other(memory, size), "token")
-    place = decode(ticket, MIB)
+    descriptor = outgoing.send(every_other(memory, size), "token")
+    place = decode(descriptor, MIB)
     assert place.fragments is not None
     assert (place.kind, len(place.fragments)) == (kind, count)
     records, _ = ends[1].hear()
@@ -110,8 +110,8 @@ def test_beyond_so_many_arenas_memory_is_ordinary(
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     arenas = [Arena(4096) for _ in range(ARENAS_MAX + 1)]
-    tickets = [outgoing.send(arena.buffer(4096).data, None) for arena in arenas]
-    kinds = [decode(ticket, 4096).kind for ticket in tickets]
+    descriptors = [outgoing.send(arena.buffer(4096).data, None) for arena in arenas]
+    kinds = [decode(descriptor, 4096).kind for descriptor in descriptors]
     assert kinds == [PlaceKind.ARENA] * ARENAS_MAX + [PlaceKind.MEMORY]
     outgoing.close()
     for arena in arenas:
@@ -127,9 +127,9 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
     assert outgoing.queued_bytes == MIB
     outgoing.come_up(ends[0], BOTH)
     assert outgoing.queued_bytes == 0
-    tickets = [outgoing.send(payload, number) for number in range(1, room + 2)]
-    assert tickets[-2:] == [LATER, LATER]
-    assert LATER not in tickets[:-2]
+    descriptors = [outgoing.send(payload, number) for number in range(1, room + 2)]
+    assert descriptors[-2:] == [LATER, LATER]
+    assert LATER not in descriptors[:-2]
     assert outgoing.queued_bytes == 2 * MIB
     # What comes behind is told later as well, although it needs no room.
     assert outgoing.send(memoryview(bytearray(100)), "last") == LATER

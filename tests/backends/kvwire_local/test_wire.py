@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvwire.errors import ConnectionLost, ProtocolError
-from kvwire.limits import TICKET_BYTES_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.testing.conformance.bench import open_descriptors
 from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire, peer_pid
 
@@ -31,7 +31,7 @@ def test_records_come_whole_and_in_order(
 ) -> None:
     left, right, _ = ends
     assert right.hear() == ([], True)
-    bodies = [b"", b"x", bytes(TICKET_BYTES_MAX)]
+    bodies = [b"", b"x", bytes(DESCRIPTOR_BYTES_MAX)]
     for body in bodies:
         left.say(LocalMessageType.PLACED, body)
     left.say(LocalMessageType.READ, b"12345678")
@@ -74,11 +74,11 @@ def test_descriptors_come_with_their_records(
     records, _there = right.hear()
     for record in records:
         if record.kind is LocalMessageType.ARENA:
-            file = right.take_descriptor()
+            file = right.take_fd()
             assert os.pread(file, 10, 0) == record.body
             os.close(file)
     with pytest.raises(ProtocolError, match="without its descriptor"):
-        right.take_descriptor()
+        right.take_fd()
 
 
 def test_descriptors_that_nobody_takes_are_closed(
@@ -123,7 +123,7 @@ def test_an_end_with_unread_records_is_an_end(
     [
         b"\x00\x00\x00\x00\x00\x00\x00\x00",
         b"\x09\x00\x00\x00\x00\x00\x00\x00",
-        b"\x01\x00\x00\x00" + (TICKET_BYTES_MAX + 1).to_bytes(4, "little"),
+        b"\x01\x00\x00\x00" + (DESCRIPTOR_BYTES_MAX + 1).to_bytes(4, "little"),
     ],
 )
 def test_what_no_lane_says_is_refused(

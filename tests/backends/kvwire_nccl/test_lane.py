@@ -53,9 +53,11 @@ class Pair:
     def move(self, nbytes: int = 1000) -> bytearray:
         """A payload from the client to the server; where it goes."""
         into = bytearray(nbytes)
-        ticket = self.client.send(memoryview(bytes(range(250)) * (nbytes // 250)), 7)
+        descriptor = self.client.send(
+            memoryview(bytes(range(250)) * (nbytes // 250)), 7
+        )
         self.client.flush()
-        self.server.receive(ticket, Landing(nbytes, memoryview(into)))
+        self.server.receive(descriptor, Landing(nbytes, memoryview(into)))
         self.server.flush()
         return into
 
@@ -217,10 +219,10 @@ async def test_a_server_cannot_name_the_directions() -> None:
         await server.join(client.bootstrap, Notes())
 
 
-async def test_a_ticket_is_empty() -> None:
+async def test_a_descriptor_is_empty() -> None:
     pair = Pair()
     await pair.join()
-    with pytest.raises(ProtocolError, match="a ticket of 1 bytes; over nccl"):
+    with pytest.raises(ProtocolError, match="a descriptor of 1 bytes; over nccl"):
         pair.server.receive(b"x", Landing(4, memoryview(bytearray(4))))
     await pair.end()
 

@@ -216,7 +216,7 @@ async def test_abort_lets_go_of_all_memory_at_once(home: House) -> None:
         body.arena.clear()
 
 
-async def test_a_ticket_is_empty(home: House) -> None:
+async def test_a_descriptor_is_empty(home: House) -> None:
     async with raised(home) as ends:
         with pytest.raises(ProtocolError, match="empty"):
             ends.server.receive(b"x", Body(1, 0, VIEW))

@@ -14,7 +14,7 @@ from kvwire_ucx import UcxBackend
 from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import Version
-from kvwire_ucx.pieces import PIECE_BYTES, read_ticket
+from kvwire_ucx.pieces import PIECE_BYTES, read_descriptor
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 
 pytestmark = needs_ucx
@@ -39,7 +39,7 @@ async def test_they_land_wherever_the_receiver_says(pieces: int) -> None:
     right.land = lambda parcel: Memory(parcel.length, cut)
     right.holding = True
     left.send(nbytes, lambda _: [PIECE_BYTES] * 4)
-    _, lengths = read_ticket(right.inbox[0].ticket, nbytes)
+    _, lengths = read_descriptor(right.inbox[0].descriptor, nbytes)
     assert lengths == [PIECE_BYTES] * 4
     right.take()
     await test.arrives(right, 1)
@@ -108,13 +108,13 @@ async def test_a_payload_of_another_length_ends_the_lane(length: int) -> None:
     await test.aclose()
 
 
-async def test_tickets_come_in_their_order() -> None:
+async def test_descriptors_come_in_their_order() -> None:
     test = rig()
     left, right = await test.pair()
     right.holding = True
     left.send(100 * KIB)
     left.send(100 * KIB)
     right.inbox.reverse()
-    with pytest.raises(ProtocolError, match="a ticket for message 3, not 2"):
+    with pytest.raises(ProtocolError, match="a descriptor for message 3, not 2"):
         right.take()
     await test.aclose()

@@ -1,4 +1,4 @@
-"""How a payload becomes messages, and what a ticket may say of it."""
+"""How a payload becomes messages, and what a descriptor may say of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from kvwire.errors import MalformedFrame
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import KIB, TICKET_BYTES_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB
 from kvwire.memory.iovec import address_of
 from kvwire_ucx.pieces import (
     PIECE_BYTES,
     PIECES_MAX,
+    descriptor,
     piece_lengths,
     pieces,
-    read_ticket,
-    ticket,
+    read_descriptor,
 )
 
 numbers = st.integers(0, 2**24 - 1)
@@ -73,19 +73,19 @@ def test_the_pieces_are_the_payload(lengths: list[int]) -> None:
 
 
 @given(first=numbers, lengths=lengths_of_several)
-def test_a_ticket_says_what_it_was_made_of(first: int, lengths: list[int]) -> None:
-    assert read_ticket(ticket(first, lengths), sum(lengths)) == (first, lengths)
+def test_a_descriptor_says_what_it_was_made_of(first: int, lengths: list[int]) -> None:
+    assert read_descriptor(descriptor(first, lengths), sum(lengths)) == (first, lengths)
 
 
 @given(first=numbers, nbytes=st.integers(0, 2**32))
 def test_of_one_message_only_the_number_is_said(first: int, nbytes: int) -> None:
-    said = ticket(first, [])
+    said = descriptor(first, [])
     assert len(said) == 4
-    assert read_ticket(said, nbytes) == (first, [])
+    assert read_descriptor(said, nbytes) == (first, [])
 
 
-def test_the_longest_ticket_is_one_that_the_core_takes() -> None:
-    assert len(ticket(0, [PIECE_BYTES] * PIECES_MAX)) <= TICKET_BYTES_MAX
+def test_the_longest_descriptor_is_one_that_the_core_takes() -> None:
+    assert len(descriptor(0, [PIECE_BYTES] * PIECES_MAX)) <= DESCRIPTOR_BYTES_MAX
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ def test_the_longest_ticket_is_one_that_the_core_takes() -> None:
     ],
     ids=["empty", "one-piece", "too-many", "wrong-sum", "empty-piece", "overflow"],
 )
-def test_a_ticket_that_no_lane_makes(words: list[int], nbytes: int) -> None:
+def test_a_descriptor_that_no_lane_makes(words: list[int], nbytes: int) -> None:
     with pytest.raises(MalformedFrame, match="KVW-LN-07"):
-        read_ticket(struct.pack(f">{len(words)}I", *words), nbytes)
+        read_descriptor(struct.pack(f">{len(words)}I", *words), nbytes)
 
 
 @given(data=st.binary(max_size=4 * (PIECES_MAX + 2)), nbytes=st.integers(0, 2**32))
-def test_any_bytes_are_a_ticket_or_refused(data: bytes, nbytes: int) -> None:
+def test_any_bytes_are_a_descriptor_or_refused(data: bytes, nbytes: int) -> None:
     try:
-        first, lengths = read_ticket(data, nbytes)
+        first, lengths = read_descriptor(data, nbytes)
     except MalformedFrame:
         return
-    assert ticket(first, lengths) == data
+    assert descriptor(first, lengths) == data
     assert not lengths or sum(lengths) == nbytes

@@ -135,7 +135,7 @@ class _EndsWhileItSends(InprocLane):
 async def test_a_lane_that_has_ended_and_not_said_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its empty ticket costs the lane and not the connection."""
+    """Its empty descriptor costs the lane and not the connection."""
     use(monkeypatch, _EndsWhileItSends, "client")
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
@@ -146,11 +146,11 @@ async def test_a_lane_that_has_ended_and_not_said_so(
 class _Forging(InprocLane):
     def send(self, payload: Payload, token: object) -> bytes:
         super().send(payload, token)
-        return b"not a ticket"
+        return b"not a descriptor"
 
 
 @pytest.mark.rule("KVW-LN-07", "breaks")
-async def test_a_ticket_that_no_lane_makes_ends_the_connection(
+async def test_a_descriptor_that_no_lane_makes_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use(monkeypatch, _Forging, "client")
@@ -164,7 +164,7 @@ async def test_a_ticket_that_no_lane_makes_ends_the_connection(
 
 
 @pytest.mark.rule("KVW-LN-07", "keeps")
-async def test_tickets_of_the_peer_s_lane_are_understood() -> None:
+async def test_descriptors_of_the_peer_s_lane_are_understood() -> None:
     async with connected(**ONLY) as pair:
         await expect_moves(pair)
         assert not pair.right.closed

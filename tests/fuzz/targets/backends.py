@@ -1,4 +1,4 @@
-"""What backends read of a peer beside the frames: bootstraps, tickets, preambles.
+"""What backends read of a peer beside the frames: bootstraps, descriptors, preambles.
 
 The first byte chooses which, the rest are the bytes.
 """
@@ -21,7 +21,7 @@ from kvwire_local.wire import LocalMessageType, LocalWire
 from kvwire_nccl.bootstrap import NcclBootstrap
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble, is_proof, token_in
 from kvwire_ucx.bootstrap import parse
-from kvwire_ucx.pieces import PIECES_MAX, read_ticket, ticket
+from kvwire_ucx.pieces import PIECES_MAX, descriptor, read_descriptor
 from tests.fuzz.reader import Reader
 
 
@@ -39,7 +39,7 @@ def _local_host(_: Reader, said: bytes) -> None:
     assert Host.decode(said).encode() == said
 
 
-def _local_ticket(reader: Reader, _: bytes) -> None:
+def _local_descriptor(reader: Reader, _: bytes) -> None:
     nbytes = 1 + reader.number() % 2**34
     said = reader.take(1024)
     place = decode(said, nbytes)
@@ -71,7 +71,7 @@ def _local_records(_: Reader, said: bytes) -> None:
             if record.kind is LocalMessageType.READ:
                 outgoing.read(record.body)
             elif record.kind is LocalMessageType.ARENA:
-                wire.take_descriptor()
+                wire.take_fd()
     finally:
         theirs.close()
         wire.close()
@@ -89,11 +89,11 @@ def _ucx_bootstrap(_: Reader, said: bytes) -> None:
     assert parse(said).to_bytes() == said
 
 
-def _ucx_ticket(reader: Reader, _: bytes) -> None:
+def _ucx_descriptor(reader: Reader, _: bytes) -> None:
     nbytes = 1 + reader.number() % 2**34
     said = reader.take(1024)
-    first, lengths = read_ticket(said, nbytes)
-    assert ticket(first, lengths) == said
+    first, lengths = read_descriptor(said, nbytes)
+    assert descriptor(first, lengths) == said
     assert len(lengths) <= PIECES_MAX
     assert not lengths or (sum(lengths) == nbytes and all(lengths))
 
@@ -104,10 +104,10 @@ def _nccl_bootstrap(_: Reader, said: bytes) -> None:
 
 _READERS: Final[tuple[Callable[[Reader, bytes], None], ...]] = (
     _local_host,
-    _local_ticket,
+    _local_descriptor,
     _local_records,
     _tcp_preamble,
     _ucx_bootstrap,
-    _ucx_ticket,
+    _ucx_descriptor,
     _nccl_bootstrap,
 )

@@ -274,14 +274,14 @@ class _World:
             lanes.end(half)
 
     def _honest(self, half: Half) -> list[int]:
-        """Tickets that the other end has made, for as many bytes as it has sent."""
+        """Descriptors that the other end has made, for as many bytes as it has sent."""
         across = self._lanes.halves.get((half.role.other, half.number))
         return [
-            ticket
-            for ticket in self._lanes.movable(half)
+            descriptor
+            for descriptor in self._lanes.movable(half)
             if across is not None
-            and ticket in across.unread
-            and across.sending[ticket].length == half.arriving[ticket].length
+            and descriptor in across.unread
+            and across.sending[descriptor].length == half.arriving[descriptor].length
         ]
 
     # --- what no honest end does

@@ -44,9 +44,9 @@ class Half:
     Attributes:
         role: Whose half it is.
         number: The lane's number.
-        sending: Chunks whose memory it may touch, by ticket.
+        sending: Chunks whose memory it may touch, by descriptor.
         unread: Those of them that the other half has not read.
-        arriving: Payloads that it was told to receive, by ticket.
+        arriving: Payloads that it was told to receive, by descriptor.
         ending: The other half is gone, and this one has to go.
         gone: It touches nothing any more.
     """
@@ -76,7 +76,7 @@ class PairLanes:
         self.refuses = False
         self.span_bytes = 0
         self._pair = pair
-        self._tickets = count()
+        self._descriptors = count()
         for role in Role:
             pair.of(role).aside = self._aside
             pair.of(role).span = self._span
@@ -100,14 +100,14 @@ class PairLanes:
         self._pair.run()
         return number
 
-    def move(self, half: Half, ticket: int, *, flip: bool = False) -> None:
+    def move(self, half: Half, descriptor: int, *, flip: bool = False) -> None:
         """A half reads what it was told to receive; ``flip`` damages one bit."""
         sender, receiver = self._pair.of(half.role.other), self._pair.of(half.role)
         other = self.halves[half.role.other, half.number]
         assert not half.gone
         assert not other.gone
-        chunk, arrival = other.sending[ticket], half.arriving.pop(ticket)
-        other.unread.remove(ticket)
+        chunk, arrival = other.sending[descriptor], half.arriving.pop(descriptor)
+        other.unread.remove(descriptor)
         memory = sender.memory[chunk.buffer]
         body = bytearray(memory[chunk.offset : chunk.offset + chunk.length])
         assert len(body) == arrival.length, "not as long as it was announced"
@@ -122,11 +122,11 @@ class PairLanes:
         receiver.core.payload_landed(arrival, receiver.now, intact=intact)
         receiver.collect()
 
-    def sent(self, half: Half, ticket: int) -> None:
+    def sent(self, half: Half, descriptor: int) -> None:
         """A half is through with the memory of a chunk that was read."""
-        assert ticket not in half.unread
+        assert descriptor not in half.unread
         peer = self._pair.of(half.role)
-        peer.core.chunk_sent(half.sending.pop(ticket))
+        peer.core.chunk_sent(half.sending.pop(descriptor))
         peer.collect()
 
     def end(self, half: Half, reason: str = "cut") -> None:
@@ -142,7 +142,7 @@ class PairLanes:
         peer.collect()
 
     def movable(self, half: Half) -> list[int]:
-        """The tickets that this half could read now."""
+        """The descriptors that this half could read now."""
         other = self.halves.get((half.role.other, half.number))
         if half.gone or other is None or other.gone:
             return []
@@ -158,12 +158,12 @@ class PairLanes:
     # --- inside -----------------------------------------------------------------------
 
     def _rest_of(self, half: Half) -> bool:
-        for ticket in self.movable(half):
-            self.move(half, ticket)
+        for descriptor in self.movable(half):
+            self.move(half, descriptor)
             return True
-        for ticket in half.sending.keys() - half.unread:
+        for descriptor in half.sending.keys() - half.unread:
             if not half.gone:
-                self.sent(half, ticket)
+                self.sent(half, descriptor)
                 return True
         lost = self._pair.of(half.role).lost
         if (half.ending or lost) and not half.gone:
@@ -187,10 +187,12 @@ class PairLanes:
         role, number = peer.core.agreement.role, self._room(peer)
         if not number:
             return None
-        half, ticket = self.halves[role, number], next(self._tickets)
-        half.sending[ticket] = chunk
-        half.unread.add(ticket)
-        return peer.core.lanes.aside(chunk, number, ticket.to_bytes(8, "little"), check)
+        half, descriptor = self.halves[role, number], next(self._descriptors)
+        half.sending[descriptor] = chunk
+        half.unread.add(descriptor)
+        return peer.core.lanes.aside(
+            chunk, number, descriptor.to_bytes(8, "little"), check
+        )
 
     def _on_event(self, peer: Peer, event: LaneEvent) -> None:
         role, lanes = peer.core.agreement.role, peer.core.lanes
@@ -205,7 +207,7 @@ class PairLanes:
                 lanes.up(number)
             case LaneClosed(lane=number):
                 self.halves[role, number].ending = True
-            case LaneDataReceived(arrival=arrival, ticket=ticket):
+            case LaneDataReceived(arrival=arrival, descriptor=descriptor):
                 if lanes.expects(arrival):
                     half = self.halves[role, arrival.lane]
-                    half.arriving[int.from_bytes(ticket, "little")] = arrival
+                    half.arriving[int.from_bytes(descriptor, "little")] = arrival

@@ -13,7 +13,7 @@ from kvwire.testing.conformance.joined import Joined
 from kvwire.testing.conformance.lanes.side import LaneSide
 from kvwire.types import Address, Role
 
-# Where the control link would lead; the kit relays tickets itself.
+# Where the control link would lead; the kit relays descriptors itself.
 _CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
 
 

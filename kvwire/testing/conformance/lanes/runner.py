@@ -10,12 +10,12 @@ from kvwire.testing.conformance.lanes.groups import (
     aborting,
     callbacks,
     closing,
+    descriptors,
     joining,
     leaks,
     memory,
     payloads,
     pressure,
-    tickets,
 )
 from kvwire.testing.conformance.lanes.rig import LaneCheck, LaneRig
 from kvwire.testing.conformance.report import Report, Result
@@ -32,7 +32,7 @@ LANE_CHECKS: tuple[LaneCheck, ...] = tuple(
         pressure,
         closing,
         aborting,
-        tickets,
+        descriptors,
         leaks,
     )
     for check in module.group.checks

@@ -4,8 +4,8 @@ Whatever a check is about, every callback is held against the contract of
 :mod:`kvwire.backend.lane`: on the loop's thread, not from inside a call other than
 ``flush``, for a payload that is under way, and nothing after ``lane_closed``.
 
-A side plays the core as well: it hands each ticket to the side across, in order, as a
-control link would, and names the memory that its payload lands in.
+A side plays the core as well: it hands each descriptor to the side across, in order, as
+a control link would, and names the memory that its payload lands in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvwire.backend import Landing
 from kvwire.backend.lane import Lane, LaneHandler
-from kvwire.limits import TICKET_BYTES_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.testing.conformance.content import Cut, Memory, pattern
 from kvwire.testing.conformance.witness import Token, Verdicts, Witness, nothing
 
@@ -27,7 +27,7 @@ class Parcel:
 
     number: int
     length: int
-    ticket: bytes
+    descriptor: bytes
 
 
 class LaneLanding(Landing):
@@ -109,12 +109,12 @@ class LaneSide(Witness, LaneHandler):
         if not ended and not self._aborted:
             self._lent.append(token)
         with self._calling("send"):
-            ticket = self.lane.send(memory.payload, token)
-        if len(ticket) > TICKET_BYTES_MAX:
-            self.wrong(f"send returned a ticket of {len(ticket)} bytes")
-        if ended and ticket:
-            self.wrong("send returned a ticket after lane_closed")
-        self.across.inbox.append(Parcel(number, length, ticket))
+            descriptor = self.lane.send(memory.payload, token)
+        if len(descriptor) > DESCRIPTOR_BYTES_MAX:
+            self.wrong(f"send returned a descriptor of {len(descriptor)} bytes")
+        if ended and descriptor:
+            self.wrong("send returned a descriptor after lane_closed")
+        self.across.inbox.append(Parcel(number, length, descriptor))
         return token
 
     def send(self, length: int, cut: Cut | None = None) -> Token:
@@ -135,7 +135,7 @@ class LaneSide(Witness, LaneHandler):
         """Queue one arrival, as the control link said it.
 
         Raises:
-            ProtocolError: The lane refuses the ticket.
+            ProtocolError: The lane refuses the descriptor.
         """
         if self.closed or self._aborted:
             landing = LaneLanding(parcel, None)
@@ -144,7 +144,7 @@ class LaneSide(Witness, LaneHandler):
             self._landings.append(landing)
         try:
             with self._calling("receive"):
-                self.lane.receive(parcel.ticket, landing)
+                self.lane.receive(parcel.descriptor, landing)
         except Exception:
             if landing in self._landings:
                 self._landings.remove(landing)
