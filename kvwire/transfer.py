@@ -22,7 +22,7 @@ from kvwire.transfers.ready_log import Which
 
 
 class _Transfer:
-    """What both ends offer. Two objects of one transfer's end are equal."""
+    """Offers what both ends have. Two objects of one end are equal."""
 
     __slots__ = ("_state",)
 
@@ -43,21 +43,21 @@ class _Transfer:
 
     @property
     def id(self) -> str | bytes | int:
-        """The name that both applications know the transfer by."""
+        """Return the name that both applications know the transfer by."""
         return self._state.id
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Tell whether the outcome is known."""
         return self._state.done()
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome, once it is known."""
+        """Return the outcome, or None while it is not known."""
         return self._state.outcome
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of kvwire can touch the transfer's blocks any more."""
+        """Tell whether nothing of kvwire can touch the transfer's blocks any more."""
         return self._state.is_drained
 
     async def drained(self) -> None:
@@ -76,7 +76,7 @@ class _Transfer:
 
 
 class Outgoing(_Transfer):
-    """A transfer that this side produces. Made by ``publish`` and ``push``.
+    """Sends a transfer that this side produces. Made by ``publish`` and ``push``.
 
     Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an
     outcome and not an exception. ``async with out:`` finishes at the end of the block,
@@ -111,7 +111,7 @@ class Outgoing(_Transfer):
         group: str | None = None,
         after: Any = None,
     ) -> None:
-        """Say that this part of the cache will not change any more; it flows at once.
+        """Mark a part of the cache that will not change any more; it flows at once.
 
         Thread-safe and non-blocking. The memory may be neither written nor reused until
         :meth:`drained`.
@@ -131,7 +131,7 @@ class Outgoing(_Transfer):
         self._state.ready_log.add(layers, blocks, group, after)
 
     def finish(self, *, partial: bool = False) -> None:
-        """No more marks: commit. Thread-safe and non-blocking.
+        """Commit: no more marks. Thread-safe and non-blocking.
 
         Args:
             partial: Commit although parts were not marked; the outcome names them.
@@ -150,7 +150,7 @@ class Outgoing(_Transfer):
         self._state.renew_lease()
 
     async def __aenter__(self) -> Self:
-        """The transfer itself."""
+        """Return the transfer itself."""
         return self
 
     async def __aexit__(
@@ -175,7 +175,7 @@ class Outgoing(_Transfer):
 
 
 class Incoming(_Transfer):
-    """A transfer that this side consumes. Made by ``pull`` and ``expect``.
+    """Receives a transfer that this side consumes. Made by ``pull`` and ``expect``.
 
     Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an
     outcome and not an exception. All methods belong to the loop of the communicator.
@@ -208,7 +208,7 @@ class Incoming(_Transfer):
         await self._state.layer(layer, group)
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
-        """An event behind which a layer that has landed may be read.
+        """Return an event behind which a layer that has landed may be read.
 
         For streams of the device that the cache lies on. The layer has landed for the
         host as well, so the event has fired: it names the order for tools and for
@@ -224,7 +224,7 @@ class Incoming(_Transfer):
         return self._state.layer_event(layer, group)
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """Whether a layer of every block has landed.
+        """Tell whether a layer of every block has landed.
 
         Raises:
             UsageError: There is no such layer or group.
@@ -233,7 +233,7 @@ class Incoming(_Transfer):
 
 
 class Joined:
-    """Several incoming transfers of the same blocks. Made by :func:`join`.
+    """Joins several incoming transfers of the same blocks. Made by :func:`join`.
 
     A tensor-parallel producer group sends each rank's heads of the same blocks; the
     consumer waits for all of them, layer by layer, and gets one outcome.
@@ -246,16 +246,16 @@ class Joined:
         return self._outcome().__await__()
 
     def done(self) -> bool:
-        """Whether the outcome is known, which is when every part's is."""
+        """Tell whether the outcome is known, which is when every part's is."""
         return all(part.done() for part in self._parts)
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of kvwire can touch the blocks any more."""
+        """Tell whether nothing of kvwire can touch the blocks any more."""
         return all(part.is_drained for part in self._parts)
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """Whether a layer has landed from every producer.
+        """Tell whether a layer has landed from every producer.
 
         Raises:
             UsageError: There is no such layer or group.

@@ -69,7 +69,7 @@ TransferEvent = (
 
 
 def transfer_key(id: str | bytes | int) -> bytes:
-    """The bytes that name a transfer on the wire; 1, "1" and b"1" are three names.
+    """Return the bytes that name a transfer on the wire; 1, "1", b"1" are three names.
 
     Raises:
         UsageError: Another type, or too long.
@@ -88,7 +88,7 @@ def transfer_key(id: str | bytes | int) -> bytes:
 
 
 class Answer(enum.Enum):
-    """What an end of a transfer says to a peer that asks for it."""
+    """Answers a peer that asks for a transfer."""
 
     YES = "yes"
     NO = "no"
@@ -97,7 +97,7 @@ class Answer(enum.Enum):
 
 
 class UnnotifiedPeers(NamedTuple):
-    """The peers of a transfer that is over who may still ask for it.
+    """Counts and names the peers that may still ask for a transfer that is over.
 
     Attributes:
         unseen: How many never came.
@@ -109,7 +109,7 @@ class UnnotifiedPeers(NamedTuple):
 
 
 class Attempt:
-    """A transfer as one peer has it, on the connection that carries it now.
+    """Runs a transfer with one peer, on the connection that carries it now.
 
     Attributes:
         connection: The last one that has carried it.
@@ -164,32 +164,32 @@ class Attempt:
             raise
 
     def agreed(self, description: TransferOffer) -> None:
-        """The peer has answered our OPEN."""
+        """Take in the peer's answer to our OPEN."""
         raise NotImplementedError
 
     def event(self, event: TransferEvent) -> None:
-        """Something happened to its segments."""
+        """Take in an event of the attempt's segments."""
         raise NotImplementedError
 
     def ended(self, error: KVWireError | None) -> None:
-        """The request of this attempt is over; called exactly once."""
+        """Take in the end of the attempt's request; called exactly once."""
         raise NotImplementedError
 
     def refuse(self, error: KVWireError, code: WireCode) -> None:
-        """End it, and tell the peer."""
+        """End the attempt and tell the peer; does nothing if its request is over."""
         if self.core is not None and not self.core.over:
             self.advance(AttemptInput.REFUSE)
             self.connection.refuse(self.core, error, code)
             self.connection.run()
 
     def retire(self) -> list[BufferId]:
-        """Let go of the memory of its segments; names the buffers."""
+        """Retire the memory of the attempt's segments; return the buffers."""
         if self.core is None:
             return []
         return self.connection.transfers.retire(self.core)
 
     def forget(self) -> None:
-        """Leave its connection, if its request is over.
+        """Leave the attempt's connection if its request is over.
 
         Called where the memory of the request is watched by holds, or the link has
         ended: from here on a lost attempt may be resumed.
@@ -203,7 +203,7 @@ class Attempt:
 
 
 class KVTransfer:
-    """One end of a KV transfer. Belongs to the loop of its communicator."""
+    """Holds one end of a KV transfer; belongs to the loop of its communicator."""
 
     # A push meets its peer when that has given memory.
     waits_for_memory = False
@@ -265,17 +265,17 @@ class KVTransfer:
         return (yield from asyncio.shield(self._done))
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Tell whether the outcome is known."""
         return self._outcome is not None
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome, once it is known."""
+        """Return the outcome, or None while it is not known."""
         return self._outcome
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of kvwire can touch the transfer's blocks any more."""
+        """Tell whether nothing of kvwire can touch the transfer's blocks any more."""
         return self.state is TransferState.DRAINED
 
     async def drained(self) -> None:
@@ -290,7 +290,7 @@ class KVTransfer:
         if self._outcome is None:
             self.stop(RequestCancelled(reason), WireCode.CANCELLED)
 
-    # --- for the exchange -------------------------------------------------------------
+    # --- for the registry -------------------------------------------------------------
 
     def check_room(self) -> None:
         """Refuse to begin while too much memory waits to be let go of.
@@ -319,7 +319,7 @@ class KVTransfer:
     # --- for the two ends -------------------------------------------------------------
 
     def listed(self, blocks: Blocks) -> BlockLists:
-        """The block list of each group, checked against the cache.
+        """Return the block list of each group, checked against the cache.
 
         Raises:
             UsageError: Names the group, the block id and the range.
@@ -332,19 +332,19 @@ class KVTransfer:
 
     @property
     def finishing(self) -> bool:
-        """Whether nothing but delivering it is left to do on this side."""
+        """Tell whether nothing but delivering it is left to do on this side."""
         return False
 
     def runs_on(self, connection: ConnectionPort) -> bool:
-        """Whether a connection carries it now."""
+        """Tell whether a connection carries the transfer now."""
         raise NotImplementedError
 
     def lost(self, connection: ConnectionPort) -> None:
-        """A connection is gone, its link has touched memory for the last time."""
+        """Release a connection whose link has touched memory for the last time."""
         raise NotImplementedError
 
     def start_lease(self) -> None:
-        """A peer is missing: it ends unless that changes within the lease.
+        """Arm the lease: without its missing peer the transfer ends at its end.
 
         What is left of the lease when a peer comes back and is lost again without any
         progress is all there is: a link that breaks each time does not renew it.
@@ -355,20 +355,20 @@ class KVTransfer:
             self._lease = self.loop.call_at(self._lease_until, self._lease_over)
 
     def stop_lease(self) -> None:
-        """Every peer is at work on it."""
+        """Disarm the lease: every peer is at work on the transfer."""
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
 
     def renew_lease(self) -> None:
-        """There is progress: from here on the whole of the lease is left."""
+        """Start the lease anew, since there is progress."""
         self._lease_until = None
         if self._lease is not None:
             self.stop_lease()
             self.start_lease()
 
     def finish_with(self, end: Callable[[], None]) -> None:
-        """Call what makes the outcome and records it, once.
+        """End the transfer by calling, once, what makes and records the outcome.
 
         Where there is no memory for an outcome it is called again in a moment: nobody
         would ever end the transfer otherwise.
@@ -421,7 +421,7 @@ class KVTransfer:
         buffers.collect()
 
     def nothing(self, reason: str, tokens: Tokens = None) -> Outcome:
-        """The outcome of a transfer of which nothing was ever agreed."""
+        """Return the outcome of a transfer of which nothing was ever agreed."""
         return nothing_landed(
             self.cache,
             self.lists,
@@ -454,5 +454,5 @@ class KVTransfer:
 
 
 def recoverable(error: KVWireError | None) -> bool:
-    """Whether a transfer that an attempt ended with may go on with another link."""
+    """Tell whether a transfer may go on with another link after this error."""
     return isinstance(error, ConnectionLost | PeerUnresponsive)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class Coverage:
-    """The cells, layers times blocks, of one group of one transfer.
+    """Records which cells, layers times blocks, of one group were marked.
 
     Args:
         layers: How many layers there are.
@@ -29,7 +29,7 @@ class Coverage:
         self._bits: dict[int, int] = {}
 
     def overlaps(self, layers: range, blocks: range) -> bool:
-        """Whether any of these cells was claimed before."""
+        """Tell whether any of these cells was added before."""
         if not blocks:
             return False
         wanted = _mask(layers)
@@ -41,7 +41,7 @@ class Coverage:
         return any(self._bits.get(layer, 0) & mask for layer in layers)
 
     def add(self, layers: range, blocks: range) -> None:
-        """Claim cells that are not taken."""
+        """Add cells that were not added before."""
         if len(blocks) == self._blocks:
             self._whole |= _mask(layers)
             return
@@ -60,16 +60,16 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every cell is claimed."""
+        """Tell whether every cell was added."""
         return self._whole == self._all_layers
 
     @property
     def untouched(self) -> int:
-        """How many layers there are of which no block is claimed."""
+        """Return how many layers have no block that was added."""
         return (self._all_layers & ~self._whole & ~self._begun).bit_count()
 
     def first_gap(self) -> tuple[int, int]:
-        """The first (layer, block) that is not claimed; there must be one."""
+        """Return the first (layer, block) that was not added; there must be one."""
         assert not self.complete
         layer = _lowest(self._all_layers & ~self._whole)
         return layer, _lowest(self._all_blocks & ~self._bits.get(layer, 0))

@@ -25,7 +25,7 @@ Have: TypeAlias = "object | Callable[[bytes], bool] | None"
 
 
 def listed_hashes(hashes: Hashes, geometry: Geometry) -> dict[str, list[bytes]]:
-    """The hashes of each group, checked against its block list.
+    """Return the hashes of each group, checked against its block list.
 
     Raises:
         UsageError: A group is unknown or missing, its hashes are not one a block, or
@@ -62,7 +62,7 @@ def _of_group(hashes: Sequence[object], group: GroupGeometry) -> list[bytes]:
 
 
 def digest(hashes: Mapping[str, list[bytes]]) -> bytes:
-    """32 bytes over all hashes, or none where none were given."""
+    """Return 32 bytes over all hashes, or none where none were given."""
     if not hashes:
         return b""
     total = hashlib.sha256()
@@ -75,7 +75,7 @@ def digest(hashes: Mapping[str, list[bytes]]) -> bytes:
 def held(
     have: Have, hashes: Mapping[str, list[bytes]], lists: Mapping[str, Ids]
 ) -> dict[str, Bits]:
-    """Which positions of its lists a consumer has already.
+    """Return which positions of its lists a consumer has already.
 
     Raises:
         UsageError: ``have`` without hashes, or neither a collection nor a predicate.

@@ -39,7 +39,7 @@ _FIXARRAY = 16
 
 
 class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One side's half of a transfer.
+    """Describes one side's half of a transfer.
 
     Attributes:
         geometry: See :meth:`kvwire.kv.geometry.Geometry.encode`; checked by its decode.
@@ -74,7 +74,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     settled: bool = False
 
     def encode(self) -> bytes:
-        """The bytes that travel.
+        """Return the bytes that travel.
 
         Raises:
             UsageError: They would be more than one frame holds, now or, with what has
@@ -94,7 +94,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def decode(cls, data: bytes) -> TransferOffer:
-        """Read a peer's.
+        """Read a peer's description.
 
         Raises:
             ProfileMismatch: It is not one.
@@ -105,7 +105,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             raise ProfileMismatch(f"the peer's description: {exc}") from None
 
     def read_geometry(self) -> Geometry:
-        """The peer's geometry.
+        """Return the peer's geometry.
 
         Raises:
             ProfileMismatch: A number in it is out of range.
@@ -145,7 +145,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             )
 
     def read_have(self, consumer: Geometry) -> dict[str, Bits]:
-        """What the consumer has, one bool for each position of its lists.
+        """Return what the consumer has, one bool for each position of its lists.
 
         Raises:
             ProfileMismatch: A bitmap does not fit the consumer's list.
@@ -169,7 +169,7 @@ _DECODER = msgspec.msgpack.Decoder(TransferOffer)
 
 
 def pack_have(have: Mapping[str, Bits]) -> tuple[tuple[str, bytes], ...]:
-    """The bitmaps of :attr:`TransferOffer.have`."""
+    """Return the bitmaps of :attr:`TransferOffer.have`."""
     return tuple(
         (name, np.packbits(bits, bitorder="little").tobytes())
         for name, bits in have.items()

@@ -33,7 +33,7 @@ class EventWaiter:
         self._assigned: tuple[StreamWaiters, int] | None = None
 
     def prepare(self, after: Any) -> Callable[[Callable[[Failure], None]], None]:
-        """How to wait for something; thread-safe.
+        """Return a function that waits for something; thread-safe.
 
         Returns:
             Takes what is to be called, once and from any thread, when it is over.

@@ -47,7 +47,7 @@ from kvwire.transfers.state import (
 
 
 class IncomingState(KVTransfer):
-    """The state of a transfer that this side consumes."""
+    """Holds the state of a transfer that this side consumes."""
 
     plan: TransferPlan
     landed: Landed
@@ -118,12 +118,12 @@ class IncomingState(KVTransfer):
         self._check_layer(layer, group)
         return self._has(layer, group)
 
-    # --- the exchange -----------------------------------------------------------------
+    # --- for the registry -------------------------------------------------------------
 
     def answer_to(
         self, connection: ConnectionPort, description: TransferOffer
     ) -> Answer:
-        """Whether a peer that offers it may send it."""
+        """Tell whether a peer that offers the transfer may send it."""
         attempt = self.attempt
         if attempt is None:
             return Answer.YES
@@ -136,17 +136,17 @@ class IncomingState(KVTransfer):
 
     @property
     def planned(self) -> bool:
-        """Whether a producer was met, on this link or an earlier one."""
+        """Tell whether a producer was met, on this link or an earlier one."""
         return bool(self.peer_id)
 
     @property
     def settling(self) -> bool:
-        """Whether its link has not said yet that the producer knows of the end."""
+        """Tell whether all is here and the producer does not know that yet."""
         return self._in(AttemptState.SETTLED)
 
     @property
     def unnotified(self) -> UnnotifiedPeers:
-        """The producer, if it may still ask once it is over."""
+        """Return the producer if it may still ask once the transfer is over."""
         attempt = self.attempt
         if attempt is None:
             return UnnotifiedPeers(1, frozenset())
@@ -154,19 +154,19 @@ class IncomingState(KVTransfer):
         return UnnotifiedPeers(0, frozenset(known))
 
     def interrupted(self, origin: bytes) -> bool:
-        """Whether it waits for another link to a peer."""
+        """Tell whether the transfer waits for another link to a peer."""
         attempt = self.attempt
         return self._in(*OFF_LINK) and attempt is not None and attempt.origin == origin
 
     def asks(self, origin: bytes) -> bool:
-        """Whether it is this side that asks again on another link."""
+        """Tell whether this side asks that peer again on another link."""
         attempt = self.attempt
         if attempt is None or not self._in(AttemptState.WAITING):
             return False
         return attempt.asks and attempt.origin == origin
 
     def ask(self, connection: ConnectionPort) -> None:
-        """Pull: ask the peer of a connection for it."""
+        """Pull: ask the peer of a connection for the transfer."""
         before, attempt = self.attempt, self._new_attempt(connection, asks=True)
         try:
             attempt.ask(
@@ -185,7 +185,7 @@ class IncomingState(KVTransfer):
     def matched(
         self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
-        """Push: the peer of a connection offers it."""
+        """Push: answer the peer of a connection that offers the transfer."""
         attempt = self._new_attempt(connection, asks=False)
         attempt.core, core.context = core, attempt
         attempt.peer_id = description.endpoint_id
@@ -250,12 +250,12 @@ class IncomingState(KVTransfer):
         self.phases.mark_first("agreed")
 
     def segment_placed(self, segment: Segment) -> None:
-        """A segment is on its way."""
+        """Note a segment that is on its way."""
         self.phases.mark_first("first")
         self._layers_grouped = max(self._layers_grouped, segment.layers)
 
     def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
-        """All of a segment is here; open the gates it opens."""
+        """Note a segment that is here in whole, and open the gates it opens."""
         if core.damaged:
             self._damaged.append(segment)  # bounded: SEGMENTS_MAX
             assert self.attempt is not None
@@ -268,7 +268,7 @@ class IncomingState(KVTransfer):
         self._open_gates()
 
     def attempt_ended(self, error: KVWireError | None) -> None:
-        """The request of the attempt is over."""
+        """Take in the end of the attempt's request."""
         attempt = self.attempt
         assert attempt is not None
         lost = recoverable(error) and self.communicator.config.resume
@@ -287,7 +287,7 @@ class IncomingState(KVTransfer):
             self._end(error)
 
     def settled(self) -> None:
-        """All that the producer has marked is here."""
+        """End the transfer: all that the producer has marked is here."""
         self._end(PeerCancelled(UNMARKED))
 
     # --- inside -----------------------------------------------------------------------
@@ -298,11 +298,11 @@ class IncomingState(KVTransfer):
         return self.attempt
 
     def _in(self, *states: AttemptState) -> bool:
-        """Whether there is an attempt, in one of these states."""
+        """Tell whether there is an attempt in one of these states."""
         return self.attempt is not None and self.attempt.state in states
 
     def description(self, plan: bytes = b"") -> TransferOffer:
-        """This side's half; ``plan`` is the digest of its plan, in an answer."""
+        """Return this side's half; ``plan`` is the digest of its plan, in an answer."""
         # What does not fit is sent again, which is only slower.
         self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self.peer_id else []
         return TransferOffer(

@@ -43,7 +43,7 @@ Question = tuple[ConnectionPort, TransferOpened]
 
 
 class Tombstone(NamedTuple):
-    """A transfer that ended before all of its peers knew.
+    """Remembers a transfer that ended before all of its peers knew.
 
     Attributes:
         reason: Why it ended.
@@ -57,7 +57,7 @@ class Tombstone(NamedTuple):
 
 
 class TransferRegistry:
-    """The KV transfers of one communicator.
+    """Matches the KV transfers of one communicator with peers that ask.
 
     Attributes:
         live: Transfers that have not ended.
@@ -80,7 +80,7 @@ class TransferRegistry:
     # --- our side ---------------------------------------------------------------------
 
     def offer(self, end: End) -> None:
-        """``publish`` or ``expect``: wait for the peer, or meet one that waits.
+        """Wait for the peer (``publish``, ``expect``), or match one that waits.
 
         Raises:
             UsageError: The id is in use, the transfer is too large to be described, or
@@ -103,7 +103,7 @@ class TransferRegistry:
         self._ask_again(key)
 
     def ask(self, end: End, connection: ConnectionPort) -> None:
-        """``pull`` or ``push``: ask the peer.
+        """Ask the peer (``pull``, ``push``).
 
         Raises:
             UsageError: Too much memory is in quarantine, or the peer has too many
@@ -120,7 +120,7 @@ class TransferRegistry:
         end.begin()
 
     def over(self, end: End, reason: str) -> None:
-        """A transfer has ended."""
+        """Remove a transfer that has ended; keep the reason for late peers."""
         self.live.pop(end, None)
         if isinstance(end, IncomingState) and end.settling:
             self._settling[end.key, end.endpoint_id] = None
@@ -137,7 +137,7 @@ class TransferRegistry:
     # --- the peer's side --------------------------------------------------------------
 
     def opened(self, connection: ConnectionPort, event: TransferOpened) -> None:
-        """A peer asks: match it, answer it, or let it wait."""
+        """Match a peer that asks, answer it, or let it wait."""
         request = event.request
         if request.over:
             return
@@ -180,7 +180,7 @@ class TransferRegistry:
         self._asked.setdefault(key, {})[event.request] = (connection, event)
 
     def request_over(self, request: RequestRecord, connection: ConnectionPort) -> None:
-        """A question has ended: refused, or the peer gave up, or is gone."""
+        """Remove a question that was refused, or whose peer gave up or is gone."""
         key = self._stashed.pop(request, None)
         if key is not None:
             asked = self._asked[key]
@@ -190,7 +190,7 @@ class TransferRegistry:
         connection.transfers.forget(request)
 
     def _ended(self, key: Key, description: TransferOffer) -> str:
-        """Why the transfer that a peer asks for has ended; "" if it has not.
+        """Return why the transfer that a peer asks for has ended; "" if it has not.
 
         A peer that never came is told once. After that the id can be used anew,
         untainted by its last use.
@@ -217,7 +217,7 @@ class TransferRegistry:
         return ""
 
     def _begin_anew(self, key: Key) -> None:
-        """An id is used again: only those who came for its last use hear of that."""
+        """Use an id anew: only peers that came for its last use hear how that ended."""
         tombstone = self._tombstones.get(key)
         if tombstone is not None:
             self._add_tombstone(
@@ -227,7 +227,7 @@ class TransferRegistry:
     def _add_tombstone(
         self, key: Key, tombstone: Tombstone, unnotified: UnnotifiedPeers
     ) -> None:
-        """Keep the reason for as long as somebody may ask for it."""
+        """Keep the reason for as long as a peer may ask for it."""
         self._tombstones.pop(key, None)
         if any(unnotified):
             # bounded: TOMBSTONES_MAX
@@ -236,7 +236,7 @@ class TransferRegistry:
                 self._tombstones.popitem(last=False)
 
     def _ask_again(self, key: Key) -> None:
-        """Ask once more for those who wait for a transfer of this name."""
+        """Look again at the peers that wait for a transfer of this name."""
         for connection, event in self._asked.pop(key, {}).values():
             del self._stashed[event.request]
             self.opened(connection, event)
@@ -244,7 +244,7 @@ class TransferRegistry:
     # --- connections ------------------------------------------------------------------
 
     def connection_lost(self, connection: ConnectionPort) -> None:
-        """A link has touched memory for the last time."""
+        """Release a connection whose link has touched memory for the last time."""
         for end in list(self.live):
             end.lost(connection)
         # A peer may have asked on its new link before we knew that the old one is gone.
@@ -254,13 +254,13 @@ class TransferRegistry:
             self._ask_again(key)
 
     def interrupted(self, origin: bytes) -> bool:
-        """Whether some transfer with a peer waits for another link."""
+        """Tell whether some transfer with a peer waits for another link."""
         return any(end.interrupted(origin) for end in self.live) or any(
             retry.origin == origin for retry in self._settle_retries.values()
         )
 
     def peer_restarted(self, origin: bytes) -> None:
-        """The start of the peer that had our transfers is gone for good."""
+        """End the transfers with a peer that has restarted and forgotten them."""
         error = ConnectionLost("the peer has restarted; its side of it is gone")
         for end in list(self.live):
             if end.interrupted(origin):
@@ -277,14 +277,14 @@ class TransferRegistry:
                 end.abort(reason)
 
     def settled(self, end: IncomingState) -> None:
-        """The producer of a settled transfer knows that, or its link is lost."""
+        """Note that the producer of a settled transfer knows, or its link is lost."""
         if (end.key, end.endpoint_id) in self._settling:
             del self._settling[end.key, end.endpoint_id]
             self._note_settled()
             self._ask_again(_key(end))
 
     def unconfirmed(self, retry: SettleAttempt) -> None:
-        """A transfer is settled here, and its producer may not know.
+        """Keep a settle retry: the producer of a settled transfer may not know.
 
         Kept for as long as the producer would wait for another link.
         """
@@ -294,11 +294,11 @@ class TransferRegistry:
         end.loop.call_later(end.lease_s, self.confirmed, retry)
 
     def notify_again(self, retry: SettleAttempt) -> None:
-        """Say it to the producer if that has asked on another link already."""
+        """Answer a producer that has asked on another link already."""
         self._ask_again(_key(retry.incoming))
 
     def confirmed(self, retry: SettleAttempt) -> None:
-        """Its producer knows, or has stopped waiting."""
+        """Remove a settle retry: its producer knows, or has stopped waiting."""
         if self._settle_retries.get(retry.key) is retry:
             del self._settle_retries[retry.key]
             self._note_settled()
@@ -306,7 +306,7 @@ class TransferRegistry:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a producer may not know what has landed here."""
+        """Tell whether a producer may not know what has landed here."""
         return bool(self._settling or self._settle_retries)
 
     async def all_settled(self) -> None:
@@ -321,7 +321,7 @@ class TransferRegistry:
             self._all_settled.set()
 
     def closing(self, connection: ConnectionPort | None = None) -> None:
-        """A connection, or the communicator, is closed gracefully.
+        """End the transfers of a connection, or of all, that is closed gracefully.
 
         What the producer has finished is delivered; every other transfer ends.
         """
@@ -332,12 +332,12 @@ class TransferRegistry:
                 end.stop(error, WireCode.GOING_AWAY)
 
     def stop(self, error: KVWireError) -> None:
-        """The communicator is closed: every transfer ends."""
+        """End every transfer: the communicator is closed."""
         for end in list(self.live):
             end.stop(error, WireCode.GOING_AWAY)
 
     def reattach(self, connection: ConnectionPort) -> None:
-        """There is a new link to a peer: ask again for what was ours to ask for.
+        """Ask again, on a new link to a peer, for what this side had asked for.
 
         If this link is gone again, or full, the next one is the same to them.
         """
@@ -352,7 +352,7 @@ class TransferRegistry:
                     retry.pull(connection)
 
     def _retry_for(self, key: Key, description: TransferOffer) -> SettleAttempt | None:
-        """The last word that a producer which pushes again has not heard."""
+        """Return the settle retry for a producer that pushes again, or None."""
         for retry in self._settle_retries.values():
             same = (
                 retry.incoming.key == key[0]

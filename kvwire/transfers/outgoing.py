@@ -45,7 +45,7 @@ from kvwire.transfers.state import (
 
 
 class OutgoingState(KVTransfer):
-    """The state of a transfer that this side produces."""
+    """Holds the state of a transfer that this side produces."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class OutgoingState(KVTransfer):
                 )
         return lists.padded(room)
 
-    # --- the exchange -----------------------------------------------------------------
+    # --- for the registry -------------------------------------------------------------
 
     def answer_to(
         self, connection: ConnectionPort, description: TransferOffer
     ) -> Answer:
-        """Whether a peer that asks may have it."""
+        """Tell whether a peer that asks may have the transfer."""
         known = self._known(connection, description)
         if known is None:
             return Answer.YES if len(self.attempts) < self.consumers else Answer.NO
@@ -121,23 +121,23 @@ class OutgoingState(KVTransfer):
 
     @property
     def unnotified(self) -> UnnotifiedPeers:
-        """The consumers who may still ask once it is over."""
+        """Return the consumers that may still ask once the transfer is over."""
         return UnnotifiedPeers(
             self.consumers - len(self.attempts),
             frozenset(d.peer_id for d in self._in(*UNNOTIFIED)),
         )
 
     def interrupted(self, origin: bytes) -> bool:
-        """Whether it waits for another link to a peer."""
+        """Tell whether the transfer waits for another link to a peer."""
         return any(d.origin == origin for d in self._in(*OFF_LINK))
 
     def asks(self, origin: bytes) -> bool:
-        """Whether it is this side that asks again on another link."""
+        """Tell whether this side asks that peer again on another link."""
         waiting = self._in(AttemptState.WAITING)
         return any(d.asks and d.origin == origin for d in waiting)
 
     def description(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
-        """This side's half.
+        """Return this side's half of the description.
 
         Args:
             peer_id: The consumer's end, if this side goes on with it.
@@ -152,7 +152,7 @@ class OutgoingState(KVTransfer):
         )
 
     def ask(self, connection: ConnectionPort) -> None:
-        """Push: ask the peer of a connection to take it."""
+        """Push: ask the peer of a connection to take the transfer."""
         self.waits_for_memory = True
         waiting = self._in(AttemptState.WAITING)
         known = waiting[0] if waiting else None
@@ -174,7 +174,7 @@ class OutgoingState(KVTransfer):
     def matched(
         self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
-        """Pull: the peer of a connection asks for it."""
+        """Pull: answer the peer of a connection that asks for the transfer."""
         known = self._known(connection, description)
         attempt = self._attempt_on(connection, known, asks=False)
         attempt.core, core.context = core, attempt
@@ -218,7 +218,7 @@ class OutgoingState(KVTransfer):
     # --- inside -----------------------------------------------------------------------
 
     def attempt_ended(self, attempt: SendAttempt, error: KVWireError | None) -> None:
-        """One consumer is served, or lost."""
+        """Take in the end of an attempt: its consumer is served, or its link lost."""
         going_on = self.state is TransferState.OPEN
         if going_on and recoverable(error) and self.communicator.config.resume:
             attempt.advance(AttemptInput.LOSE)
@@ -257,7 +257,7 @@ class OutgoingState(KVTransfer):
     def _known(
         self, connection: ConnectionPort, description: TransferOffer
     ) -> SendAttempt | None:
-        """The attempt that a peer's question belongs to, if it is not a new one."""
+        """Return the attempt that a peer asks to go on with, or None."""
         for attempt in self.attempts:
             same_peer = attempt.origin == connection.peer.origin
             if same_peer and attempt.peer_id == description.endpoint_id:
@@ -267,7 +267,7 @@ class OutgoingState(KVTransfer):
     def _attempt_on(
         self, connection: ConnectionPort, known: SendAttempt | None, *, asks: bool
     ) -> SendAttempt:
-        """A new consumer, or one whose last connection was lost."""
+        """Return the attempt of a new consumer, or resume that of a known one."""
         if known is None:
             attempt = SendAttempt(self, connection, asks=asks)
             self.attempts.append(attempt)  # bounded by `consumers`
@@ -285,7 +285,7 @@ class OutgoingState(KVTransfer):
             self.start_lease()
 
     def _in(self, *states: AttemptState) -> list[SendAttempt]:
-        """The attempts in one of these states."""
+        """Return the attempts in one of these states."""
         return [d for d in self.attempts if d.state in states]
 
     def _marked(self) -> None:

@@ -30,7 +30,7 @@ Which = int | slice | None
 
 
 class ReadyRange(NamedTuple):
-    """Layers and block positions of one group, by index within the group."""
+    """Names layers and block positions of one group, by index within the group."""
 
     group: str
     layers: range
@@ -39,7 +39,7 @@ class ReadyRange(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """What marks of one group are checked against.
+    """Holds what marks of one group are checked against.
 
     The list of a growing transfer has room for blocks that are not named yet; it is the
     transfer's own, so whoever reads it finds the names where they will be.
@@ -52,7 +52,7 @@ class _Group:
 
     @property
     def blocks(self) -> range:
-        """The positions of the list."""
+        """Return the positions of the list."""
         return range(self.ids.size)
 
     def check_names(self, group: str, ids: Ids) -> None:
@@ -70,7 +70,7 @@ class _Group:
 
 
 class ReadyLog:
-    """The marks of one transfer.
+    """Collects the marks of one transfer, from any thread.
 
     Attributes:
         log: Marks whose bytes may be sent, oldest first; grows, never shrinks.
@@ -144,7 +144,7 @@ class ReadyLog:
             wait(lambda failure: self._arrived(made, failure))
 
     def finish(self, *, partial: bool) -> None:
-        """No mark will come any more.
+        """Close the log: no mark will come any more.
 
         Raises:
             UsageError: Something was never marked, and ``partial`` is not set.
@@ -161,12 +161,12 @@ class ReadyLog:
 
     @property
     def all_in(self) -> bool:
-        """Whether the log is whole: finished, and every ``after`` has come true."""
+        """Tell whether the log is finished, and every ``after`` has come true."""
         return self.finished and not self._later and not self.failed
 
     @property
     def complete(self) -> bool:
-        """Whether everything was marked."""
+        """Tell whether everything was marked."""
         return all(group.coverage.complete for group in self._groups.values())
 
     def wake(self) -> None:
@@ -262,7 +262,7 @@ class ReadyLog:
 
 
 def _range(which: Which, held: range, what: str, group: str) -> range:
-    """The part that a caller names, relative to the first one held."""
+    """Return the part that a caller names, relative to the first one held."""
     if which is None:
         return held if not held.start else range(len(held))
     where = f"ready: {what} of group {group!r}"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ReceiveAttempt(Attempt):
-    """An incoming transfer on one connection."""
+    """Receives an incoming transfer on one connection."""
 
     def __init__(
         self, incoming: IncomingState, connection: ConnectionPort, *, asks: bool
@@ -42,7 +42,7 @@ class ReceiveAttempt(Attempt):
         self._segments: dict[int, Segment] = {}
 
     def begin(self) -> None:
-        """The plan is made; what was told to have landed does not come again."""
+        """Expect what the plan has, less what was reported as landed."""
         self.advance(AttemptInput.AGREE)
         self._promised = Landed(self.incoming.plan)
         for segment in self.incoming.reported:
@@ -84,11 +84,11 @@ class ReceiveAttempt(Attempt):
         self.incoming.attempt_ended(error)
 
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk on this connection."""
+        """Return the bytes of a chunk on this connection."""
         return self.connection.chunk_bytes
 
     def _check(self, core: SegmentRecord) -> Segment:
-        """What of the plan a marked segment is.
+        """Return what of the plan a marked segment is.
 
         Raises:
             ProtocolError: None of it, another length, too much at once, or some of it
@@ -119,7 +119,7 @@ class ReceiveAttempt(Attempt):
         return segment
 
     def _note_parts(self) -> None:
-        """Of segments that never became whole: note what of them is here."""
+        """Note the parts that are here of segments that never became whole."""
         if self.core is None or not self._segments:
             return
         segments = self.connection.transfers.transfer(self.core).segments
@@ -134,7 +134,7 @@ class ReceiveAttempt(Attempt):
 
 
 def missing_chunks(core: SegmentRecord, chunk_bytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of each run of chunks of a segment that have not landed."""
+    """Return (offset, bytes) of each run of a segment's chunks that have not landed."""
     count = -(-core.nbytes // chunk_bytes)
     landed = np.ones(count + 2, np.bool_)
     landed[1:-1] = np.frombuffer(core.arrived or bytes(count), np.uint8) == CHUNK_LANDED

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SendAttempt(Attempt):
-    """An outgoing transfer on its way to one consumer.
+    """Sends an outgoing transfer to one consumer.
 
     Attributes:
         confirmed: The consumer has said something that shows that it knows our half:
@@ -56,12 +56,12 @@ class SendAttempt(Attempt):
 
     @property
     def planned(self) -> bool:
-        """Whether the consumer was met, on this link or an earlier one."""
+        """Tell whether the consumer was met, on this link or an earlier one."""
         return self._plan is not None
 
     @property
     def plan(self) -> TransferPlan:
-        """What the consumer gets of the transfer, once it is planned."""
+        """Return the plan of what the consumer gets; it must have been met."""
         assert self._plan is not None
         return self._plan
 
@@ -76,7 +76,7 @@ class SendAttempt(Attempt):
         self.begin(settled=description.settled)
 
     def begin(self, *, settled: bool) -> None:
-        """Both sides have agreed: send what was marked, unless all of it is there."""
+        """Send what was marked, as agreed, unless the consumer has all of it."""
         self.advance(AttemptInput.AGREE)
         if settled:
             self.advance(AttemptInput.SETTLE)
@@ -171,7 +171,7 @@ class SendAttempt(Attempt):
         self._under_way = 0
 
     def outcome(self, reason: str) -> Outcome:
-        """What this consumer got."""
+        """Return what this consumer got."""
         return outcome_of(
             self.landed if self.confirmed else Landed(self.plan, held=False),
             reasons=[(DAMAGED, self.plan.covering(self._damaged))],
@@ -223,18 +223,18 @@ class SendAttempt(Attempt):
         self._under_way += 1
 
     def _named(self, mark: ReadyRange) -> tuple[Segment, ...]:
-        """A mark in the words of the plan."""
+        """Return a mark as segments of the plan."""
         first = self.outgoing.cache.groups[mark.group].spec.first_layer
         layers = slice(first + mark.layers.start, first + mark.layers.stop)
         blocks = slice(mark.blocks.start, mark.blocks.stop)
         return self.plan.segments(layers, blocks, mark.group)
 
     def _lacking(self, segment: Segment) -> list[Segment]:
-        """What of a segment is to be sent: after a lost link, what has not landed."""
+        """Return what of a segment to send: after a lost link, what has not landed."""
         return self.landed.lacking(segment) if self._links > 1 else [segment]
 
     def _cut(self, segment: Segment) -> list[Segment]:
-        """A segment as pieces, none much larger than SEGMENT_BYTES.
+        """Cut a segment into pieces, none much larger than SEGMENT_BYTES.
 
         Of whole layers, so that the first can be read while the others come, unless the
         bytes of a block's layers lie together.
@@ -260,7 +260,7 @@ def _cut_range(whole: range, step: int) -> list[range]:
 
 
 def _joins(before: ReadyRange, mark: ReadyRange) -> bool:
-    """Whether a mark goes on with the layers of the one before."""
+    """Tell whether a mark goes on with the layers of the one before."""
     return (
         before.group == mark.group
         and before.blocks == mark.blocks

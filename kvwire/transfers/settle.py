@@ -33,11 +33,11 @@ class SettleAttempt(Attempt):
 
     @property
     def waits(self) -> bool:
-        """Whether no link carries it, so that the next one may."""
+        """Tell whether no link carries the attempt, so that the next one may."""
         return self.state is AttemptState.WAITING
 
     def pull(self, connection: ConnectionPort) -> None:
-        """Pull again, to say it."""
+        """Pull again, to tell the producer that all is settled."""
         self.advance(AttemptInput.RESUME)
         self.ask(
             connection,
@@ -48,7 +48,7 @@ class SettleAttempt(Attempt):
         )
 
     def matched(self, connection: ConnectionPort, core: Any) -> None:
-        """The producer pushes again, not having heard it."""
+        """Answer a producer that pushes again, not having heard that all is settled."""
         self.advance(AttemptInput.RESUME)
         self.connection = connection
         self.core, core.context = core, self

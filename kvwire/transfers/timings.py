@@ -11,7 +11,7 @@ Phase = Literal["met", "agreed", "first", "last", "over"]
 
 
 class PhaseTimer:
-    """The moments between which the time of a transfer is divided.
+    """Measures the moments between which the time of a transfer is divided.
 
     * met: the peer's counterpart is known
     * agreed: the plan is made
@@ -29,15 +29,15 @@ class PhaseTimer:
         self._at: dict[Phase, float] = {}
 
     def mark_first(self, phase: Phase) -> None:
-        """It has come; what was noted on an earlier link stands."""
+        """Note when a phase came first; what an earlier link has noted stands."""
         self._at.setdefault(phase, monotonic())
 
     def mark_last(self, phase: Phase) -> None:
-        """It has come once more, and this time counts."""
+        """Note when a phase came last."""
         self._at[phase] = monotonic()
 
     def timings(self, *, memory: bool) -> Timings:
-        """Where the time went; ``memory`` if meeting meant waiting for memory."""
+        """Return where the time went; ``memory``: meeting meant waiting for memory."""
         self.mark_first("over")
         over = self._at["over"]
         met = self._at.get("met", over)
