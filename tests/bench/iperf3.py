@@ -48,6 +48,8 @@ class Iperf3(Contender):
     """A server that stays, and a client for each round."""
 
     name = "iperf3"
+    streams = True
+    note = "iperf3 moves a stream of bytes, not fragments."
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None

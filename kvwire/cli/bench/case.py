@@ -74,9 +74,13 @@ class Contender(ABC):
 
     Attributes:
         name: As it is shown.
+        streams: It moves bytes side by side, which have no layout.
+        note: A line that a reader of the table needs; "" for none.
     """
 
     name: str
+    streams: bool = False
+    note: str = ""
 
     @abstractmethod
     def start(self) -> None:

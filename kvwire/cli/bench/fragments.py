@@ -30,11 +30,9 @@ VERBS: Final = ("push", "pull")
 MEMCPY: Final = "memcpy"
 # Blocks across layers differ from others where the others' fragments are small.
 CROSS_LAYER_BYTES_MAX: Final = 64 * 1024
-# What UCX may use, for kvwire as for NIXL.
+# What UCX may use.
 UCX_TCP: Final = {"UCX_TLS": "tcp"}
 UCX_SHM: Final = {"UCX_TLS": "self,sm,tcp"}
-# Bytes side by side, which have no layout.
-STREAMS: Final = ("iperf3", MEMCPY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +135,7 @@ def fragments(
     if others is not None:
         others(team, pool_bytes)
     memcpy = SoloContender(MEMCPY, MEMCPY, [f"pool_bytes={pool_bytes}"])
+    memcpy.streams, memcpy.note = True, "memcpy is one copy of bytes side by side."
     team.add(SAME_HOST, memcpy)
     rows = [
         Row(wire, work, contenders)
@@ -173,7 +172,7 @@ def size_name(nbytes: int) -> str:
 
 def _has_layout(work: FragmentWork, contender: Contender) -> bool:
     """Bytes side by side have none: they are measured once."""
-    return not (work.cross_layer and contender.name in STREAMS)
+    return not (work.cross_layer and contender.streams)
 
 
 def _works(choice: Choice) -> list[FragmentWork]:
