@@ -72,7 +72,7 @@ class ConnectionDriver(LinkHandler):
         lanes: The data paths beside it.
         active: What carries the data.
         lane_setup: Opens the lanes.
-        staged: What of the payload lies in device memory.
+        staging: What of the payload lies in device memory.
         held: Messages that nobody has asked for yet, by the core's numbers.
         ended: Set when the link and its lanes have closed: nothing touches memory any
             more.
@@ -113,7 +113,7 @@ class ConnectionDriver(LinkHandler):
     def _open_paths(self, owner: DriverOwner, lanes: LaneSet) -> None:
         """Make what moves payload: staging for device memory, and lanes."""
         core, link = self._core, self.link
-        self.staged = DeviceStaging(
+        self.staging = DeviceStaging(
             core,
             link,
             self._buffers,
@@ -126,7 +126,7 @@ class ConnectionDriver(LinkHandler):
         self._scheduler = LaneScheduler(
             core,
             lanes,
-            self.staged,
+            self.staging,
             self._loop,
             checks=self._checks,
             run=self.run,
@@ -178,7 +178,7 @@ class ConnectionDriver(LinkHandler):
                     assert arrival.buffer is not None
                     assert isinstance(payload, memoryview)
                     self.held[arrival.buffer] = payload
-                if self.staged.landed(arrival, self._in_place, intact=intact):
+                if self.staging.landed(arrival, self._in_place, intact=intact):
                     return
                 core.body_received(arrival, now, intact=intact)
         except ProtocolError as exc:
@@ -189,7 +189,7 @@ class ConnectionDriver(LinkHandler):
     def frame_sent(self, link: Link, token: object) -> None:
         """See LinkHandler."""
         assert isinstance(token, Chunk)
-        self.staged.sent(token)
+        self.staging.sent(token)
         self._copies.give_back(token)
         self._core.chunk_sent(token)
         self.run()
@@ -207,7 +207,7 @@ class ConnectionDriver(LinkHandler):
         if self._again is not None:
             self._again.cancel()
         self._scheduler.end()
-        self.staged.link_gone()
+        self.staging.link_gone()
         self._core.link_lost(_as_closed(error))
         self.run()
         self.lane_setup.cancel()
@@ -221,7 +221,7 @@ class ConnectionDriver(LinkHandler):
         if self._running:
             return  # called from inside a run, which goes on until nothing is left
         outbox = core.outbox
-        if outbox.events or outbox.frames or core.sending or self.staged.ready:
+        if outbox.events or outbox.frames or core.sending or self.staging.ready:
             self._drain(core, its_turn=its_turn)
         if self._buffers.holds.drained:
             self._buffers.collect()
@@ -268,7 +268,7 @@ class ConnectionDriver(LinkHandler):
                 if outbox.events:
                     woken |= self._dispatch_all(core)
                     continue
-                due = bool(core.sending or self.staged.ready)
+                due = bool(core.sending or self.staging.ready)
                 if due and woken and not its_turn:
                     self._put_off()
                 if due or queued:
@@ -363,11 +363,11 @@ class ConnectionDriver(LinkHandler):
         """Queue chunks while there is room; the bytes of payload."""
         link = self.link
         queued_bytes = 0
-        lanes, scheduler, ready = self.lanes, self._scheduler, self.staged.ready
+        lanes, scheduler, ready = self.lanes, self._scheduler, self.staging.ready
         while link.queued_bytes < LINK_QUEUE_BYTES:
             if (lanes.open or not lanes.fallback) and scheduler.full:
                 break
-            if not ready and self.staged.full:
+            if not ready and self.staging.full:
                 break
             endpoint = scheduler.pick(link.queued_bytes) if lanes.open else None
             if ready:
@@ -385,12 +385,12 @@ class ConnectionDriver(LinkHandler):
         self, core: ConnectionCore, chunk: Chunk, endpoint: LaneEndpoint | None
     ) -> int:
         """Hand a chunk to what carries it, or to staging; the bytes handed over."""
-        payload = self.staged.payload(chunk)
+        payload = self.staging.payload(chunk)
         if endpoint is not None and self._scheduler.carries(endpoint, payload):
             header, body = self._scheduler.send(endpoint, chunk, payload)
             self.link.send(header, memoryview(body))
         elif isinstance(payload, Fragments) and payload.device is not None:
-            self.staged.stage(chunk, payload)
+            self.staging.stage(chunk, payload)
             return 0
         else:
             payload, check = self._checks.seal(payload, self._copies, chunk)
@@ -409,7 +409,7 @@ class ConnectionDriver(LinkHandler):
             return part
         if arrival.lane and self._scheduler.takes(arrival.lane, part.device.kind):
             return part
-        return self.staged.land(arrival, part)
+        return self.staging.land(arrival, part)
 
     def _in_place(self, arrival: ChunkArrival) -> None:
         """A staged payload of the link has been copied to where it belongs."""
@@ -433,7 +433,7 @@ class ConnectionDriver(LinkHandler):
     def _check_ended(self) -> None:
         if not self._closed or self.ended.done():
             return
-        if not self.lane_setup.busy and self.lanes.quiet and self.staged.quiet:
+        if not self.lane_setup.busy and self.lanes.quiet and self.staging.quiet:
             self.ended.set_result(None)
 
     def _lane_broke(self, endpoint: LaneEndpoint) -> None:
@@ -457,7 +457,7 @@ class ConnectionDriver(LinkHandler):
             # peer that dies in the middle of a frame is not known an interval too late.
             core.heard(self._seen_at)
             self._seen_bytes, self._seen_at = self.link.received_bytes, now
-        elif self.staged.paused:
+        elif self.staging.paused:
             core.heard(now)  # it is we who do not listen
         self._copies.trim()
         core.tick(now)

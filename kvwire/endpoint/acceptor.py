@@ -96,7 +96,7 @@ class Acceptor:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                await connection.driver.lane_setup.wait_settled()
+                await connection.driver.lane_setup.wait_initial_set()
         except TimeoutError:
             connection.abort(f"no transport for the data within {timeout_s:g} s")
             return

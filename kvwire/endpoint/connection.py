@@ -102,7 +102,7 @@ class ConnectionState:
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
         lanes = LaneSet(scheme, report)
         self.driver = ConnectionDriver(link, core, communicator, lanes, self._on_event)
-        self.staged = self.driver.staged
+        self.staging = self.driver.staging
 
     def __repr__(self) -> str:
         state = self.core.phase.value
@@ -226,7 +226,7 @@ class ConnectionState:
 
     def open_staging(self, device: Device | None) -> None:
         """See ConnectionPort."""
-        self.staged.open(device)
+        self.staging.open(device)
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode

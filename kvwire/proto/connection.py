@@ -247,7 +247,7 @@ class ConnectionCore:
 
     def lane_gone(self, number: int, reason: str) -> None:
         """End our endpoint of a lane, which touches no memory now."""
-        self.lanes.lower(number, reason)
+        self.lanes.close(number, reason)
         self._settle()
 
     def link_lost(self, error: ConnectionClosed | None = None) -> None:

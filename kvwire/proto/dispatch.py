@@ -121,7 +121,7 @@ class Dispatch:
             case FrameType.FIN:
                 self._done(header, narrowed(body, Fin))
             case FrameType.LANE_DATA:
-                self._lanes.aside_received(header, narrowed(body, LaneData))
+                self._lanes.data_received(header, narrowed(body, LaneData))
             case _:
                 self._failed(header, narrowed(body, Fail))
 

@@ -102,7 +102,7 @@ class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports to a server that the client wants a lane; ``join`` or ``lower``."""
+    """Reports to a server that the client wants a lane; ``answer`` or ``lane_gone``."""
 
     lane: int
     backend: str
@@ -110,20 +110,20 @@ class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneBootstrapped(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports to a client the server's endpoint; ``up`` or ``lower``."""
+    """Reports to a client the server's endpoint; ``ready`` or ``lane_gone``."""
 
     lane: int
     bootstrap: bytes
 
 
 class LaneOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports to a server that both ends are up; for lane 0, the first choice."""
+    """Reports to a server that a lane is open; for lane 0, the initial set."""
 
     lane: int
 
 
 class LaneClosed(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the peer closed its end: end ours, then call ``lower``."""
+    """Reports that the peer closed its end: end ours, then call ``lane_gone``."""
 
     lane: int
     reason: str

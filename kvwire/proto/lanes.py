@@ -1,14 +1,15 @@
 """Lanes: payload beside the control link, counted so that none is lost or doubled.
 
-Lanes come up while the connection is new, one after the other::
+Each side has an endpoint of a lane. Lanes open one after the other, in one exchange::
 
     client                                server
-      LANE_OPEN   lane 1, backend, half ->      its half joins
-              <- LANE_OPEN    lane 1, backend, its half
-      LANE_READY  lane 1                ->      up on both sides
-      LANE_READY  lane 0                ->      the first choice is made
+      LANE_OPEN   lane 1, backend, its       its endpoint joins
+                  bootstrap          ->
+              <- LANE_OPEN    lane 1, backend, its bootstrap
+      LANE_READY  lane 1             ->      open on both sides
+      LANE_READY  lane 0             ->      the initial set is done
 
-Each side may announce payloads for a lane that is up. They are numbered from 0 in the
+Each side may announce payloads for a lane that is open. They are numbered from 0 in the
 order of their LANE_DATA frames, in each direction by itself::
 
     sender                                receiver
@@ -17,13 +18,13 @@ order of their LANE_DATA frames, in each direction by itself::
               <- LANE_ACK    lane 1, the first 7
 
 The memory of a chunk is held until two things are known: that the lane here is through
-with it, and what has become of it there. LANE_ACK says that it has arrived. When a half
-of a lane is gone its side says LANE_CLOSE, with how many ASIDEs it has seen and which
-of those it has missed; an LANE_DATA that comes later is missed too and is named in
-another LANE_CLOSE. So the fate of every chunk becomes known exactly, as long as the
-control link lives, and what was missed is sent again by another way.
+with it, and what has become of it there. LANE_ACK says that it has arrived. When an
+endpoint is gone its side sends LANE_CLOSE, with how many LANE_DATA frames it has seen
+and which of those it has missed; a LANE_DATA that comes later is missed too and is
+named in another LANE_CLOSE. So the fate of every chunk becomes known exactly, as long
+as the control link lives, and what was missed is sent again by another way.
 
-A lane is *over* when both sides have said LANE_CLOSE and all that was missed has been
+A lane is *over* when both sides have sent LANE_CLOSE and all that was missed has been
 named: from then on no frame is about it, and it is forgotten. The client may ask for
 lanes for as long as the connection lives, so that one that broke can be replaced. The
 next lane has the next number, always: a number stands for a secret, and a secret is
@@ -78,22 +79,22 @@ _CHECKED: Final = int(Flag.CHECKED)
 
 
 class LaneStage(enum.Enum):
-    """How far a lane is, from this side's view."""
+    """How far a lane is for frames: which of them may come, and be sent."""
 
     ASKED = "asked"
-    """The client has said LANE_OPEN; a half is being made, here or there."""
+    """The client has sent LANE_OPEN; an endpoint is being made, here or there."""
     ANSWERED = "answered"
-    """The server has said LANE_OPEN; its half receives, the client's may not yet."""
-    UP = "up"
-    ENDING = "ending"
-    """The peer's half is gone; this side's goes next."""
-    DOWN = "down"
-    """The half of this side is gone, or never was."""
+    """The server has sent LANE_OPEN; its endpoint receives, the client's not yet."""
+    OPEN = "open"
+    CLOSING = "closing"
+    """The peer's endpoint is gone; this side's goes next."""
+    CLOSED = "closed"
+    """The endpoint of this side is gone, or never was."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LaneRecord:
-    """One lane.
+    """The count of what one lane carries, both ways.
 
     Attributes:
         number: 1 and up, in the order of LANE_OPEN.
@@ -102,11 +103,11 @@ class LaneRecord:
         waiting: Those whose memory is held still, by index.
         waiting_bytes: Their bytes.
         seen: Payloads that the peer has announced.
-        arriving: Those that our half is to receive, by index.
-        taken: So many have arrived without a gap, and ``beyond`` these as well.
-        told: What the last LANE_ACK said.
+        arriving: Those that our endpoint is to receive, by index.
+        arrived: So many have arrived without a gap, and ``beyond`` these as well.
+        acknowledged: The count in the last LANE_ACK.
         missed: To be named in the next LANE_CLOSE.
-        lowered: The peer has said LANE_CLOSE.
+        peer_closed: The peer has sent LANE_CLOSE.
     """
 
     number: int
@@ -117,24 +118,24 @@ class LaneRecord:
     waiting_bytes: int = 0
     seen: int = 0
     arriving: dict[int, ChunkArrival] = field(default_factory=dict)
-    taken: int = 0
+    arrived: int = 0
     beyond: set[int] = field(default_factory=set)
-    told: int = 0
+    acknowledged: int = 0
     missed: list[int] = field(default_factory=list)
-    lowered: bool = False
+    peer_closed: bool = False
 
     @property
     def over(self) -> bool:
-        """Whether neither side has anything to say of it any more."""
+        """Whether no frame is about it any more."""
         # What this side has missed is named at the end of the step that missed it.
-        return self.stage is LaneStage.DOWN and self.lowered and not self.waiting
+        return self.stage is LaneStage.CLOSED and self.peer_closed and not self.waiting
 
 
 class LaneTable:
     """The lanes of one connection.
 
     Attributes:
-        settled: The client has made its first choice; lanes may still be raised.
+        initial_set_done: The client has made its first choice. Lanes may still open.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class LaneTable:
             place: Finds where a chunk belongs, and takes a hold of it.
             landed: Takes a chunk that is in place, intact or not.
         """
-        self.settled = False
+        self.initial_set_done = False
         self._role = role
         self._outbox = outbox
         self._flows = flows
@@ -165,7 +166,7 @@ class LaneTable:
         self._lanes: dict[int, LaneRecord] = {}
         self._last = 0
         # Those with something to say at the next `acknowledge`; ordered.
-        self._to_tell: dict[LaneRecord, None] = {}
+        self._to_report: dict[LaneRecord, None] = {}
         self._ended = False
 
     def control(self, frame_type: int, body: Body) -> None:
@@ -176,15 +177,15 @@ class LaneTable:
         """
         match frame_type:
             case FrameType.LANE_OPEN:
-                self._raise_received(narrowed(body, LaneOpen))
+                self._open_received(narrowed(body, LaneOpen))
             case FrameType.LANE_READY:
-                self._raised_received(narrowed(body, LaneReady))
+                self._ready_received(narrowed(body, LaneReady))
             case FrameType.LANE_CLOSE:
-                self._lower_received(narrowed(body, LaneClose))
+                self._close_received(narrowed(body, LaneClose))
             case _:
-                self._taken_received(narrowed(body, LaneAck))
+                self._ack_received(narrowed(body, LaneAck))
 
-    # --- coming up --------------------------------------------------------------------
+    # --- opening ----------------------------------------------------------------------
 
     def next_number(self) -> int | None:
         """The number of the next lane to ask for; None while there are too many."""
@@ -197,34 +198,34 @@ class LaneTable:
         """What carries a lane."""
         return self._lanes[number].backend
 
-    def ask(self, number: int, backend: str, bootstrap: bytes) -> None:
-        """Client: send our half of a lane."""
+    def open(self, number: int, backend: str, bootstrap: bytes) -> None:
+        """Client: ask for a lane, with the bootstrap of our endpoint."""
         assert self._role is Role.CLIENT
         assert number == self.next_number()
         self._add(number, backend)
-        self._say_raise(number, backend, bootstrap)
+        self._send_open(number, backend, bootstrap)
 
     def answer(self, number: int, bootstrap: bytes) -> None:
-        """Server: our half has joined and can receive."""
+        """Server: answer that our endpoint has joined and can receive."""
         lane = self._lanes[number]
         if lane.stage is LaneStage.ASKED:
             lane.stage = LaneStage.ANSWERED
-            self._say_raise(number, lane.backend, bootstrap)
+            self._send_open(number, lane.backend, bootstrap)
 
-    def up(self, number: int) -> None:
-        """Client: our half has joined too; both sides may send."""
+    def ready(self, number: int) -> None:
+        """Client: say that our endpoint has joined too; both sides may send."""
         lane = self._lanes[number]
         if lane.stage is LaneStage.ANSWERED:
-            lane.stage = LaneStage.UP
+            lane.stage = LaneStage.OPEN
             self._outbox.send(FrameType.LANE_READY, LaneReady(lane=number))
 
-    def settle(self) -> None:
-        """Client: the first choice is made; data goes by what is up now."""
-        self.settled = True
+    def end_initial_set(self) -> None:
+        """Client: say that the first choice is made; data goes by what is open now."""
+        self.initial_set_done = True
         self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
-    def _raise_received(self, body: LaneOpen) -> None:
-        """The other half of a lane is there.
+    def _open_received(self, body: LaneOpen) -> None:
+        """Take the bootstrap of the peer's endpoint.
 
         Raises:
             UnexpectedFrame: Not the next one, too many, or an answer to nothing.
@@ -245,8 +246,8 @@ class LaneTable:
             )
             return
         lane = self._find(body.lane, "KVW-LN-01")
-        if lane.stage is LaneStage.DOWN:
-            return  # our LANE_CLOSE is under way
+        if lane.stage is LaneStage.CLOSED:
+            return  # our LANE_CLOSE is on its way
         if lane.stage is not LaneStage.ASKED or lane.backend != body.backend:
             raise UnexpectedFrame(
                 "KVW-LN-01",
@@ -255,48 +256,48 @@ class LaneTable:
         lane.stage = LaneStage.ANSWERED
         self._outbox.report(LaneBootstrapped(lane=body.lane, bootstrap=body.bootstrap))
 
-    def _raised_received(self, body: LaneReady) -> None:
-        """The client says that a lane is up, or that it has made its first choice.
+    def _ready_received(self, body: LaneReady) -> None:
+        """Open a lane that is ready on both sides, or end the initial set.
 
         Raises:
             UnexpectedFrame: It is not for it to say now.
         """
-        if self._role is Role.CLIENT or (self.settled and not body.lane):
+        if self._role is Role.CLIENT or (self.initial_set_done and not body.lane):
             raise UnexpectedFrame("KVW-LN-02", f"LANE_READY of lane {body.lane}")
         if not body.lane:
-            self.settled = True
+            self.initial_set_done = True
         else:
             lane = self._find(body.lane, "KVW-LN-02")
-            if lane.stage is LaneStage.DOWN:
-                return  # our LANE_CLOSE is under way
+            if lane.stage is LaneStage.CLOSED:
+                return  # our LANE_CLOSE is on its way
             if lane.stage is not LaneStage.ANSWERED:
                 raise UnexpectedFrame(
                     "KVW-LN-02", f"LANE_READY of a lane that is {lane.stage.value}"
                 )
-            lane.stage = LaneStage.UP
+            lane.stage = LaneStage.OPEN
         self._outbox.report(LaneOpened(lane=body.lane))
 
     # --- sending ----------------------------------------------------------------------
 
     def room(self, number: int, window_bytes: int) -> bool:
-        """Whether a lane may take one more chunk: up, and not too much under way."""
+        """Whether a lane may take one more chunk: open, and not too much under way."""
         lane = self._lanes[number]
         return (
-            lane.stage is LaneStage.UP
+            lane.stage is LaneStage.OPEN
             and lane.waiting_bytes < window_bytes
             and lane.sent - next(iter(lane.waiting), lane.sent) < LANE_PAYLOADS_MAX
         )
 
-    def aside(
+    def announce(
         self, chunk: Chunk, number: int, descriptor: bytes, check: int | None
     ) -> tuple[bytes, bytes]:
-        """The frame that announces a chunk; send it before any other.
+        """Make the frame that announces a chunk; send it before any other.
 
         From now on the chunk is held until its fate is known and ``payload_sent`` was
         called.
         """
         lane = self._lanes[number]
-        assert lane.stage is LaneStage.UP
+        assert lane.stage is LaneStage.OPEN
         chunk.lane, chunk.index = number, lane.sent
         chunk.quiet, chunk.taken = False, None
         lane.sent += 1
@@ -317,13 +318,13 @@ class LaneTable:
         )
 
     def payload_sent(self, chunk: Chunk) -> None:
-        """Our half of the lane no longer needs the chunk's memory."""
+        """Note that our endpoint no longer needs the chunk's memory."""
         lane = self._lanes[chunk.lane]
         chunk.quiet = True
-        self._let_go(lane, chunk)
+        self._release(lane, chunk)
 
-    def _taken_received(self, body: LaneAck) -> None:
-        """The first so many payloads of a lane have arrived.
+    def _ack_received(self, body: LaneAck) -> None:
+        """Note that the first so many payloads of a lane have arrived.
 
         Raises:
             UnexpectedFrame: More than were sent, or one that was missed.
@@ -337,32 +338,32 @@ class LaneTable:
                 "KVW-LN-05", f"LANE_ACK {body.count} of {lane.sent} payloads"
             )
         for index in arrived:
-            self._learn(lane, index, taken=True)
+            self._fate_known(lane, index, taken=True)
 
     # --- receiving --------------------------------------------------------------------
 
-    def aside_received(self, header: Header, body: LaneData) -> None:
-        """A chunk comes on a lane; ``header`` is that of the LANE_DATA.
+    def data_received(self, header: Header, body: LaneData) -> None:
+        """Find the place of a chunk on a lane; ``header`` is that of LANE_DATA.
 
         Raises:
-            ProtocolError: The lane is not up, has too many under way, or the chunk is
+            ProtocolError: The lane is not open, has too many under way, or the chunk is
                 not one that may come.
         """
         lane = self._find(body.lane, "KVW-LN-03")
         index = lane.seen
         lane.seen += 1
-        if lane.stage is LaneStage.DOWN:
+        if lane.stage is LaneStage.CLOSED:
             lane.missed.append(index)  # bounded: LANE_PAYLOADS_MAX
-            self._to_tell[lane] = None  # bounded: LANES_MAX
-        elif lane.stage is not LaneStage.UP:
+            self._to_report[lane] = None  # bounded: LANES_MAX
+        elif lane.stage is not LaneStage.OPEN:
             raise UnexpectedFrame(
                 "KVW-LN-03", f"payload for a lane that is {lane.stage.value}"
             )
-        if lane.seen - lane.taken > LANE_PAYLOADS_MAX:
+        if lane.seen - lane.arrived > LANE_PAYLOADS_MAX:
             raise FlowControlViolation(
                 "KVW-LN-04", f"more than {LANE_PAYLOADS_MAX} payloads on a lane at once"
             )
-        if lane.stage is LaneStage.DOWN:
+        if lane.stage is LaneStage.CLOSED:
             return
         arrival = self._place(_as_data(header, body))
         arrival.lane, arrival.index = body.lane, index
@@ -377,48 +378,48 @@ class LaneTable:
         return lane is not None and arrival.index in lane.arriving
 
     def payload_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Our half of the lane has put a payload in place, or dropped it as asked."""
+        """Note that our endpoint has put a payload in place, or dropped it as asked."""
         lane = self._lanes[arrival.lane]
         del lane.arriving[arrival.index]
         lane.beyond.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
-        while lane.taken in lane.beyond:
-            lane.beyond.remove(lane.taken)
-            lane.taken += 1
-        self._to_tell[lane] = None  # bounded: LANES_MAX
+        while lane.arrived in lane.beyond:
+            lane.beyond.remove(lane.arrived)
+            lane.arrived += 1
+        self._to_report[lane] = None  # bounded: LANES_MAX
         if arrival.buffer is not None:
             self._landed(arrival, intact)
 
     def acknowledge(self) -> None:
-        """Say what has become of the peer's payloads since the last time."""
-        for lane in self._to_tell:
-            if lane.stage is LaneStage.DOWN:
-                self._say_lower(lane, "the lane is down")
-            elif lane.taken > lane.told:
-                lane.told = lane.taken
-                body = LaneAck(lane=lane.number, count=lane.taken)
+        """Report what has become of the peer's payloads since the last time."""
+        for lane in self._to_report:
+            if lane.stage is LaneStage.CLOSED:
+                self._send_close(lane, "the lane is closed")
+            elif lane.arrived > lane.acknowledged:
+                lane.acknowledged = lane.arrived
+                body = LaneAck(lane=lane.number, count=lane.arrived)
                 self._outbox.send(FrameType.LANE_ACK, body)
-        self._to_tell.clear()
+        self._to_report.clear()
 
-    # --- going down -------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------
 
-    def lower(self, number: int, reason: str) -> None:
-        """Our half of a lane is gone and touches no memory, or it never came up."""
+    def close(self, number: int, reason: str) -> None:
+        """Close a lane whose endpoint here touches no memory, or never joined."""
         lane = self._lanes[number]
-        if lane.stage is LaneStage.DOWN:
+        if lane.stage is LaneStage.CLOSED:
             return
-        lane.stage = LaneStage.DOWN
+        lane.stage = LaneStage.CLOSED
         for index, arrival in lane.arriving.items():
             lane.missed.append(index)  # bounded: LANE_PAYLOADS_MAX
             if arrival.buffer is not None:
                 self._flows.missed(arrival)
         lane.arriving.clear()
-        self._say_lower(lane, reason)
+        self._send_close(lane, reason)
         for chunk in list(lane.waiting.values()):
             chunk.quiet = True
-            self._let_go(lane, chunk)
+            self._release(lane, chunk)
 
-    def _lower_received(self, body: LaneClose) -> None:
-        """The peer's half of a lane is gone.
+    def _close_received(self, body: LaneClose) -> None:
+        """Note that the peer's endpoint of a lane is gone, and what it has missed.
 
         Raises:
             MalformedFrame: What it says of our payloads cannot be.
@@ -434,20 +435,20 @@ class LaneTable:
                 f"LANE_CLOSE of lane {body.lane}: {body.seen} seen of {lane.sent}, "
                 f"missed {sorted(missed)[:5]} of those under way",
             )
-        lane.lowered = True
+        lane.peer_closed = True
         for index in sorted(i for i in open_fates if i < body.seen):
-            self._learn(lane, index, taken=index not in missed)
-        if lane.stage not in (LaneStage.ENDING, LaneStage.DOWN):
-            lane.stage = LaneStage.ENDING
+            self._fate_known(lane, index, taken=index not in missed)
+        if lane.stage not in (LaneStage.CLOSING, LaneStage.CLOSED):
+            lane.stage = LaneStage.CLOSING
             reason = printable(body.reason)
             self._outbox.report(LaneClosed(lane=body.lane, reason=reason))
 
     def link_gone(self) -> None:
-        """The control link has ended: what lanes that are down held is free."""
+        """Free what closed lanes held: the control link has ended."""
         self._ended = True
         for lane in self._lanes.values():
             for chunk in list(lane.waiting.values()):
-                self._let_go(lane, chunk)
+                self._release(lane, chunk)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -458,24 +459,24 @@ class LaneTable:
         self._last = number
 
     def _find(self, number: int, rule: str) -> LaneRecord:
-        """The lane that the peer names.
+        """Find the lane that the peer names.
 
         Raises:
             UnexpectedFrame: There is none; ``rule`` if there never was.
         """
         if number > self._last:
-            raise UnexpectedFrame(rule, f"lane {number} was never raised")
+            raise UnexpectedFrame(rule, f"lane {number} was never opened")
         lane = self._lanes.get(number)
         if lane is None or lane.over:
             raise UnexpectedFrame("KVW-LN-08", f"lane {number} is over")
         return lane
 
-    def _learn(self, lane: LaneRecord, index: int, *, taken: bool) -> None:
+    def _fate_known(self, lane: LaneRecord, index: int, *, taken: bool) -> None:
         chunk = lane.waiting[index]
         chunk.taken = taken
-        self._let_go(lane, chunk)
+        self._release(lane, chunk)
 
-    def _let_go(self, lane: LaneRecord, chunk: Chunk) -> None:
+    def _release(self, lane: LaneRecord, chunk: Chunk) -> None:
         """Drop the hold of a chunk once nothing can need it, or send it again."""
         if not chunk.quiet or (chunk.taken is None and not self._ended):
             return
@@ -486,11 +487,11 @@ class LaneTable:
         else:
             self._flows.chunk_sent(chunk)
 
-    def _say_raise(self, number: int, backend: str, bootstrap: bytes) -> None:
+    def _send_open(self, number: int, backend: str, bootstrap: bytes) -> None:
         body = LaneOpen(lane=number, backend=backend, bootstrap=bootstrap)
         self._outbox.send(FrameType.LANE_OPEN, body)
 
-    def _say_lower(self, lane: LaneRecord, reason: str) -> None:
+    def _send_close(self, lane: LaneRecord, reason: str) -> None:
         missed, lane.missed = tuple(lane.missed), []
         body = LaneClose(
             lane=lane.number,

@@ -1,4 +1,4 @@
-"""The pump: what it hands to a link, when it stops, and what its mistakes end."""
+"""What the driver hands to a link, when it stops, and what its mistakes end."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> Non
         pair.left.abort()
 
 
-async def test_the_end_stops_a_pump_with_chunks_left_and_room_for_them() -> None:
+async def test_the_end_stops_a_driver_with_chunks_left_and_room_for_them() -> None:
     """It once span for ever: chunks were left, and the ended core gave none."""
     async with connected() as pair:
         FakeRoom(pair, 0)

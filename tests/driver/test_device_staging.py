@@ -256,7 +256,7 @@ async def test_slots_are_all_that_waits_for_a_slow_device(
     source, target = Cache(None), Cache(near, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    staged = pair.right._state.staged
+    staged = pair.right._state.staging
     await until(lambda: staged.paused)
     # Whatever else comes waits in the wire: a message behind it as well.
     sent = pair.left.send(7, b"behind")
@@ -282,7 +282,7 @@ async def test_a_slow_device_is_given_no_more_than_its_slots(
     source, target = Cache(near), Cache(None, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    staged = pair.left._state.staged
+    staged = pair.left._state.staging
     await until(lambda: staged.full)
     assert not staged.quiet
     # Host memory is not held up by that: a message overtakes all of it.
@@ -306,7 +306,7 @@ async def test_memory_has_not_drained_while_a_device_copies(
     out, inc = begin(pair, source, target)
     end = out if device_side == "producer" else inc
     mine = pair.left if device_side == "producer" else pair.right
-    await until(lambda: not mine._state.staged.quiet)
+    await until(lambda: not mine._state.staging.quiet)
     if how == "abort":
         end.abort("enough")
     else:
@@ -332,7 +332,7 @@ async def test_a_failed_device_keeps_its_memory(
     source, target = Cache(near), Cache(None, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    await until(lambda: not pair.left._state.staged.quiet)
+    await until(lambda: not pair.left._state.staging.quiet)
     near.fail("it fell off the bus")
     near.release()
     # No other link would help, so the lease is not waited for.
@@ -381,8 +381,8 @@ async def test_a_lane_that_breaks_gives_its_slots_back(near: SimulatedDevice) ->
         out = pair.left.push("t", source.paged, SOURCE)
         out.ready(layers=0)
         await inc.layer(0)
-        for half in list(pair.left._state.driver.lanes.open):
-            half.lane.abort()
+        for endpoint in list(pair.left._state.driver.lanes.open):
+            endpoint.lane.abort()
         out.ready(layers=slice(1, None))
         out.finish()
         assert (await inc).complete
@@ -417,7 +417,7 @@ async def test_a_link_that_cannot_be_paused_is_refused(
 ) -> None:
     monkeypatch.setattr(type(pair.left._state.driver.link), "pausable", False)
     with pytest.raises(BackendUnavailable, match="cannot be paused"):
-        pair.left._state.staged.open(near.device)
+        pair.left._state.staging.open(near.device)
 
 
 async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:

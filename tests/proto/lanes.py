@@ -40,7 +40,7 @@ class Scene:
     def stage(self, role: Role, number: int = 1) -> LaneStage:
         """How far a lane is; one that is forgotten is down."""
         lane = self.pair.of(role).core.lanes._lanes.get(number)
-        return LaneStage.DOWN if lane is None else lane.stage
+        return LaneStage.CLOSED if lane is None else lane.stage
 
     def put(self) -> RequestRecord:
         return self.client.put(self.data, self.grant)

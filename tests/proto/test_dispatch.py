@@ -76,7 +76,7 @@ ROUTES: dict[FrameType, tuple[Body, str, bool]] = {
     FrameType.FAIL: (Fail(1, ""), "messages.withdrawn", False),
     FrameType.LANE_DATA: (
         LaneData(1, 0, 0, 1, None, b""),
-        "lanes.aside_received",
+        "lanes.data_received",
         False,
     ),
     FrameType.OPEN: (Open(b"id", True, 0, b""), "transfers.opened", True),

@@ -42,15 +42,15 @@ def test_a_lane_comes_up() -> None:
     scene.pair.deliver(scene.client)
     assert scene.stage(SERVER) is LaneStage.ANSWERED
     scene.pair.deliver(scene.server)
-    assert scene.stage(CLIENT) is LaneStage.UP
+    assert scene.stage(CLIENT) is LaneStage.OPEN
     assert scene.stage(SERVER) is LaneStage.ANSWERED
     scene.pair.run()
-    assert scene.stage(SERVER) is LaneStage.UP
-    scene.client.core.lanes.settle()
+    assert scene.stage(SERVER) is LaneStage.OPEN
+    scene.client.core.lanes.end_initial_set()
     scene.client.collect()
     scene.pair.run()
-    assert scene.server.core.lanes.settled
-    assert scene.client.core.lanes.settled
+    assert scene.server.core.lanes.initial_set_done
+    assert scene.client.core.lanes.initial_set_done
     assert scene.server.events == [
         LaneAsked(lane=1, backend=BACKEND, bootstrap=b"the client's half"),
         LaneOpened(lane=1),
@@ -78,13 +78,13 @@ def test_a_lane_that_is_declined() -> None:
     number = scene.lanes.ask()
     scene.lanes.rest()
     assert scene.client.events == [LaneClosed(lane=number, reason="not today")]
-    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.DOWN
+    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.CLOSED
 
 
 def test_a_pair_without_lanes_declines() -> None:
     """As a front does that knows no transport of that name."""
     pair = ConnectionPair()
-    pair.client.core.lanes.ask(1, BACKEND, b"")
+    pair.client.core.lanes.open(1, BACKEND, b"")
     pair.client.collect()
     pair.run()
     assert pair.client.events == [LaneClosed(lane=1, reason="there are no lanes here")]
@@ -103,7 +103,7 @@ def test_a_client_that_has_given_up_hears_of_it_late(late: str) -> None:
         scene.lanes.end(scene.half(SERVER))
     scene.lanes.rest()
     assert scene.client.broken is scene.server.broken is None
-    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.DOWN
+    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.CLOSED
 
 
 def test_what_is_too_late_to_say_is_not_said() -> None:
@@ -114,11 +114,11 @@ def test_what_is_too_late_to_say_is_not_said() -> None:
     scene.pair.deliver(scene.client)
     lanes = scene.server.core.lanes
     scene.pair.deliver(scene.client)
-    assert scene.stage(SERVER) is LaneStage.ENDING
+    assert scene.stage(SERVER) is LaneStage.CLOSING
     scene.server.wire.clear()
     lanes.answer(1, b"late")
     assert not scene.server.core.outbox.frames
-    scene.client.core.lanes.up(1)
+    scene.client.core.lanes.ready(1)
     assert not scene.client.core.outbox.frames
     scene.client.core.lane_gone(1, "again")
     assert not scene.client.core.outbox.frames
@@ -144,7 +144,7 @@ def test_a_server_answers_what_it_was_asked(
 ) -> None:
     scene = Scene()
     if asked:
-        scene.client.core.lanes.ask(1, BACKEND, b"")
+        scene.client.core.lanes.open(1, BACKEND, b"")
         scene.client.core.outbox.frames.clear()
     scene.server.forge(
         FrameType.LANE_OPEN, LaneOpen(lane=lane, backend=backend, bootstrap=b"")
@@ -283,7 +283,7 @@ def announced(scene: Scene, chunk: Chunk, check: int | None) -> tuple[bytes, byt
     half.sending[99] = chunk
     half.unread.add(99)
     descriptor = (99).to_bytes(8, "little")
-    return scene.client.core.lanes.aside(chunk, 1, descriptor, check)
+    return scene.client.core.lanes.announce(chunk, 1, descriptor, check)
 
 
 def test_damage_fails_the_request_and_not_the_lane() -> None:
@@ -377,7 +377,7 @@ def test_too_many_payloads_on_a_lane(down: bool) -> None:
 def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
     scene = Scene()
     if stage == "answered":
-        scene.client.core.lanes.ask(1, BACKEND, b"")
+        scene.client.core.lanes.open(1, BACKEND, b"")
         scene.client.collect()
         scene.pair.deliver(scene.client)
     elif stage == "ending":

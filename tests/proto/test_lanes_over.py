@@ -27,7 +27,7 @@ def test_so_many_lanes_at_once_and_no_more() -> None:
     assert scene.client.core.lanes.next_number() is None
     scene.lanes.rest()
     assert scene.lanes.raise_one() == LANES_MAX + 1
-    assert scene.stage(SERVER, LANES_MAX + 1) is LaneStage.UP
+    assert scene.stage(SERVER, LANES_MAX + 1) is LaneStage.OPEN
     assert scene.client.core.lanes.next_number() is None
 
 
@@ -55,7 +55,7 @@ def test_a_connection_lives_longer_than_any_number_of_its_lanes(refuses: bool) -
 def test_a_lane_is_raised_after_the_first_choice() -> None:
     scene = Scene()
     scene.up()
-    scene.client.core.lanes.settle()
+    scene.client.core.lanes.end_initial_set()
     scene.client.collect()
     scene.lanes.end(scene.half(CLIENT))
     scene.lanes.rest()
@@ -64,7 +64,7 @@ def test_a_lane_is_raised_after_the_first_choice() -> None:
     scene.lanes.rest()
     expect_whole(scene, request)
     assert scene.half(CLIENT, 2).number == 2
-    assert scene.server.core.lanes.settled
+    assert scene.server.core.lanes.initial_set_done
 
 
 def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
@@ -75,7 +75,7 @@ def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
     request = scene.put()
     scene.pair.deliver(scene.server)
     scene.lanes.end(scene.half(CLIENT))
-    assert scene.stage(CLIENT) is LaneStage.DOWN
+    assert scene.stage(CLIENT) is LaneStage.CLOSED
     assert not is_over(scene)
     scene.lanes.rest()
     assert is_over(scene)

@@ -141,7 +141,7 @@ def happenings(scene: Scene, asked: Asked) -> list[Callable[[], object]]:
     for half in lanes.halves.values():
         if half.gone:
             continue
-        if scene.stage(half.role, half.number) is LaneStage.UP:
+        if scene.stage(half.role, half.number) is LaneStage.OPEN:
             possible.append(partial(lanes.via.update, {half.role: half.number}))
         possible.append(partial(lanes.end, half))
         # A lane need not keep the order.

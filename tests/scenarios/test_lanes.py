@@ -49,7 +49,9 @@ async def w() -> AsyncIterator[World]:
 
 def lanes_of(connection: kvwire.Connection) -> list[LaneSocket]:
     """The sockets of the lanes that are up beside the control link."""
-    found: list[Any] = [half.lane for half in connection._state.driver.lanes.open]
+    found: list[Any] = [
+        endpoint.lane for endpoint in connection._state.driver.lanes.open
+    ]
     return [lane._socket for lane in found]
 
 

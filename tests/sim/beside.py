@@ -189,7 +189,7 @@ class Beside:
         half.sending[descriptor] = _Load(chunk, lease)
         lanes = self._endpoint.core.lanes
         return Frame(
-            *lanes.aside(chunk, half.number, descriptor.to_bytes(8, "little"), check)
+            *lanes.announce(chunk, half.number, descriptor.to_bytes(8, "little"), check)
         )
 
     # --- breaking ---------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Beside:
         number = lanes.next_number()
         if number is not None:
             self._make(number)
-            lanes.ask(number, _BACKEND, b"")
+            lanes.open(number, _BACKEND, b"")
 
     def _make(self, number: int) -> None:
         half = self.halves[number] = Half(number)
@@ -243,7 +243,7 @@ class Beside:
             self.break_half(half, "declined")
         if not half.breaking:
             half.up = True
-            self._endpoint.core.lanes.up(half.number)
+            self._endpoint.core.lanes.ready(half.number)
             self._world.note(self._endpoint.name, "lane", "up")
             self._pump()
 

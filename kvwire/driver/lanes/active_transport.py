@@ -49,7 +49,7 @@ class ActiveTransport:
             why = f"{why}; {protection(self.name) or 'NOT ENCRYPTED'}"
         return tried(lanes.verdicts, self.name, why, lanes.failed)
 
-    def settled(self) -> None:
+    def initial_set_done(self) -> None:
         """Count a first choice that is not the one that both sides prefer."""
         if self.name != self._lanes.verdicts.taken and not self._lanes.broken:
             self._counters.transport_fallbacks += 1

@@ -1,4 +1,4 @@
-"""Raises lanes again that were up and have broken, while their connection lives.
+"""Open lanes in the place of those that have broken, while their connection lives.
 
 A port that was down, a device that was reset or a limit of the system may cost a lane
 and be no matter a minute later, and a connection may live for weeks. Only the client
@@ -16,13 +16,13 @@ from kvwire.limits import RERAISE_S, RERAISE_S_MAX
 
 
 class LaneReconnector:
-    """Of one connection's lanes.
+    """Opens the lanes of one connection again, one after the other, with pauses.
 
     Args:
         lacks: Whether lanes are missing that are worth another try.
-        attempt: Raises one; BackendUnavailable if it does not come up, and any other
-            error of kvwire if the connection has ended.
-        ended: Called whenever nothing is being raised any more.
+        attempt: Opens one. Raises BackendUnavailable if it does not come up, and any
+            other error of kvwire if the connection has ended.
+        ended: Called whenever nothing is being opened any more.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class LaneReconnector:
         return self._task is not None
 
     def lost(self) -> None:
-        """A lane has broken: bring it back, in a task of its own."""
-        # One that breaks as soon as it is up is not to be raised without a pause.
+        """Open a lane in the place of one that broke, in a task of its own."""
+        # One that breaks as soon as it is open is not to be opened without a pause.
         if self._loop.time() - self._up_at >= RERAISE_S_MAX:
             self._backoff.reset()
         if self._task is None and self._lacks():
@@ -54,7 +54,7 @@ class LaneReconnector:
             self._task.add_done_callback(self._done)
 
     def cancel(self) -> None:
-        """The connection ends: nothing more comes up."""
+        """Open nothing more: the connection ends."""
         if self._task is not None:
             self._task.cancel()
 

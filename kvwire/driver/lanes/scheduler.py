@@ -44,7 +44,7 @@ class LaneScheduler(LaneHandler):
     Args:
         core: The protocol of the connection.
         lanes: Its lanes.
-        staged: What of its payload lies in device memory.
+        staging: What of its payload lies in device memory.
         loop: The running loop.
         checks: Which payloads have checksums.
         run: Does what the core asks for.
@@ -56,7 +56,7 @@ class LaneScheduler(LaneHandler):
         self,
         core: ConnectionCore,
         lanes: LaneSet,
-        staged: DeviceStaging,
+        staging: DeviceStaging,
         loop: asyncio.AbstractEventLoop,
         *,
         checks: ChecksumPolicy,
@@ -66,7 +66,7 @@ class LaneScheduler(LaneHandler):
     ) -> None:
         self._core = core
         self._lanes = lanes
-        self._staged = staged
+        self._staging = staging
         self._loop = loop
         self._checks = checks
         self._run = run
@@ -93,9 +93,9 @@ class LaneScheduler(LaneHandler):
         return endpoint if endpoint.lane.queued_bytes <= link_queued_bytes else None
 
     def carries(self, endpoint: LaneEndpoint, payload: Payload) -> bool:
-        """Whether a lane is the way for a payload: worth it, and memory that it takes.
+        """Whether a lane is to carry a payload: worth it, and memory that it takes.
 
-        A lane that takes device memory alone may be the only way that is allowed; then
+        A lane that takes device memory alone may be all that is allowed; then
         it is for the lane to say why it cannot carry what lies elsewhere.
         """
         device = payload.device if isinstance(payload, Fragments) else None
@@ -107,8 +107,8 @@ class LaneScheduler(LaneHandler):
         return MemoryKind.HOST in kinds or not self._lanes.fallback
 
     def span(self, endpoint: LaneEndpoint, buffer: BufferId) -> int:
-        """Bytes of a buffer that a lane takes at once; 0 for a chunk."""
-        payload = self._staged.whole(buffer)
+        """Return how many bytes of a buffer a lane takes at once; 0 for a chunk."""
+        payload = self._staging.whole(buffer)
         if isinstance(payload, Fragments) and (
             payload.device is not None
             or payload.nbytes < SPAN_PIECE_BYTES * payload.lengths.size
@@ -129,7 +129,7 @@ class LaneScheduler(LaneHandler):
         descriptor = endpoint.lane.send(payload, chunk)
         assert len(descriptor) <= DESCRIPTOR_BYTES_MAX
         self._dirty[endpoint.lane] = None  # bounded: LANES_MAX
-        return self._core.lanes.aside(chunk, endpoint.number, descriptor, check)
+        return self._core.lanes.announce(chunk, endpoint.number, descriptor, check)
 
     def flush(self) -> bool:
         """Move what was queued; False if there was nothing."""
@@ -167,7 +167,7 @@ class LaneScheduler(LaneHandler):
     def payload_sent(self, lane: Lane, token: object) -> None:
         """See LaneHandler."""
         assert isinstance(token, Chunk)
-        self._staged.sent(token)
+        self._staging.sent(token)
         self._core.chunk_sent(token)
         self._run()
 
@@ -176,7 +176,7 @@ class LaneScheduler(LaneHandler):
         assert isinstance(landing, _Landing)
         arrival = landing.arrival
         intact = matches(landing.payload, arrival.header)
-        if self._staged.landed(arrival, self._in_place, intact=intact):
+        if self._staging.landed(arrival, self._in_place, intact=intact):
             return
         self._core.payload_landed(arrival, self._loop.time(), intact=intact)
         self._run()
@@ -188,7 +188,7 @@ class LaneScheduler(LaneHandler):
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
         """See LaneHandler."""
         endpoint = self._lanes.of(lane)
-        self._staged.lane_gone(endpoint.number)
+        self._staging.lane_gone(endpoint.number)
         reason = str(error or "this side ended it")
         left = self._lanes.advance(endpoint, LaneInput.GONE, reason)
         self._core.lane_gone(endpoint.number, endpoint.reason)

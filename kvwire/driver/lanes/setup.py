@@ -77,7 +77,9 @@ class LaneSetup:
         self._wanted = 0
         self._refusals = 0
         self._reconnector = LaneReconnector(self._lacks, self._reopen, check_ended)
-        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._initial_set: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )
 
     @property
     def busy(self) -> bool:
@@ -120,8 +122,8 @@ class LaneSetup:
         else:
             reasons = "; ".join(f"{name}: {why}" for name, why in lanes.failed.items())
             raise BackendUnavailable(f"no transport that is allowed works: {reasons}")
-        self._core.lanes.settle()
-        self._settle()
+        self._core.lanes.end_initial_set()
+        self._end_initial_set()
         self._run()
         self._reconnector.lost()  # if one has broken while others were opening
 
@@ -180,7 +182,7 @@ class LaneSetup:
         loop = asyncio.get_running_loop()
         bootstrap: asyncio.Future[bytes] = loop.create_future()
         self._bootstrap = number, bootstrap
-        self._core.lanes.ask(number, name, endpoint.lane.bootstrap)
+        self._core.lanes.open(number, name, endpoint.lane.bootstrap)
         self._lanes.add(endpoint)
         self._run()
         # In a task of its own, which the end of the connection cancels.
@@ -198,7 +200,7 @@ class LaneSetup:
         if endpoint.state is not LaneState.JOINED:
             self._check_alive()
             raise BackendUnavailable(endpoint.reason or "it broke as soon as it was up")
-        self._core.lanes.up(number)
+        self._core.lanes.ready(number)
         self._ready(endpoint)
         self._run()
         return endpoint
@@ -233,14 +235,14 @@ class LaneSetup:
     def opened(self, event: LaneOpened) -> None:
         """Use a lane that is ready on both sides; 0 ends the client's first choice."""
         if not event.lane:
-            self._settle()
+            self._end_initial_set()
             return
         endpoint = self._lanes.find(event.lane)
         if endpoint is None:
             self._owner.counters.lanes_raised += 1
             return
         self._ready(endpoint)
-        if endpoint.state is LaneState.OPEN and self._settled.done():
+        if endpoint.state is LaneState.OPEN and self._initial_set.done():
             self._active.lane_came_back(endpoint)
 
     async def _answer(self, event: LaneAsked) -> None:
@@ -274,13 +276,13 @@ class LaneSetup:
         self._tasks.discard(task)
         self._check_ended()
 
-    async def wait_settled(self) -> None:
+    async def wait_initial_set(self) -> None:
         """Server: wait until the client has opened its lanes, or has gone.
 
         Cancel safety: safe, it only watches.
         """
         if self._needed:
-            await asyncio.shield(self._settled)
+            await asyncio.shield(self._initial_set)
 
     # --- both -------------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ class LaneSetup:
         if bootstrap is not None:
             self._refusals += 1
             bootstrap.set_exception(BackendUnavailable(reason))
-        elif not self._settled.done():
+        elif not self._initial_set.done():
             name = self._core.lanes.backend(event.lane)
             if name in lanes.possible:
                 lanes.failed.setdefault(name, reason)
@@ -308,15 +310,15 @@ class LaneSetup:
             self._joining.cancel()
         self._reconnector.cancel()
         self._active.end()
-        if not self._settled.done():
-            self._settled.set_result(None)
+        if not self._initial_set.done():
+            self._initial_set.set_result(None)
 
-    def _settle(self) -> None:
+    def _end_initial_set(self) -> None:
         """Let data go by what is open now."""
-        self._lanes.settle()
-        self._active.settled()
-        if not self._settled.done():
-            self._settled.set_result(None)
+        self._lanes.end_initial_set()
+        self._active.initial_set_done()
+        if not self._initial_set.done():
+            self._initial_set.set_result(None)
 
     def _ready(self, endpoint: LaneEndpoint) -> None:
         self._owner.counters.lanes_raised += 1

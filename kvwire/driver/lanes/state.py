@@ -111,7 +111,7 @@ class LaneSet:
         possible: The transports that may carry data, in the order of the report.
         open: The lanes that may be sent on, in the order in which they opened.
         failed: Why a transport did not come up, or broke, by name.
-        settled: The client has made its first choice. Lanes may still open.
+        initial_set_done: The client has made its first choice. Lanes may still open.
         broken: The transport whose last open lane has broken, until one opens, or "".
     """
 
@@ -121,7 +121,7 @@ class LaneSet:
         self.possible = tuple(c.name for c in report if c.possible or c.taken)
         self.open: list[LaneEndpoint] = []
         self.failed: dict[str, str] = {}  # bounded: BACKENDS_MAX
-        self.settled = False
+        self.initial_set_done = False
         self._endpoints: dict[Lane, LaneEndpoint] = {}
         self.broken = ""
         # What carried the data when the connection ended, and why.
@@ -177,9 +177,9 @@ class LaneSet:
                 self.failed[self.broken] = endpoint.reason
         return before
 
-    def settle(self) -> None:
+    def end_initial_set(self) -> None:
         """Note that the client has made its first choice."""
-        self.settled = True
+        self.initial_set_done = True
 
     def end(self) -> list[LaneEndpoint]:
         """Close every lane, since the connection ends; those that are not quiet."""
@@ -213,7 +213,9 @@ class LaneSet:
             return self._last[0]
         if self.open:
             return self.open[0].backend
-        return self.scheme if self.settled or self.broken else self.verdicts.taken
+        return (
+            self.scheme if self.initial_set_done or self.broken else self.verdicts.taken
+        )
 
     @property
     def why(self) -> str:
@@ -225,6 +227,6 @@ class LaneSet:
             return _OFFERED if shared else self.open[0].lane.description
         if self.broken:
             return f"{self.broken} failed: {self.failed[self.broken]}"
-        if self.settled:
+        if self.initial_set_done:
             return _OFFERED
         return next((c.reason for c in self.verdicts if c.taken), "")

@@ -50,8 +50,8 @@ class Ends:
         return endpoint
 
     def settle(self) -> None:
-        self.lanes.settle()
-        self.active.settled()
+        self.lanes.end_initial_set()
+        self.active.initial_set_done()
 
     def lose(self, endpoint: LaneEndpoint, reason: str) -> None:
         self.lanes.advance(endpoint, LaneInput.GONE, reason)

@@ -1,6 +1,6 @@
 """When a lane that broke is tried again: pauses, and what ends the trying.
 
-In virtual time. That data moves over what came back is in test_raising.py.
+In virtual time. That data moves over what came back is in test_setup.py.
 """
 
 from __future__ import annotations

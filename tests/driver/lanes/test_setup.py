@@ -1,7 +1,7 @@
 """Which transport carries a connection's data, and which lane comes up again.
 
 The lanes are those of inproc beside a link over tcp. What moves on a lane, and what
-becomes of it when one breaks, is in test_lanes.py.
+becomes of it when one breaks, is in test_scheduler.py.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ comes_back = lane_pause(0.0)
 def on_lanes(pair: Pair) -> int:
     """Bytes that both ends have received on lanes that are up."""
     return sum(
-        half.lane.received_bytes
+        endpoint.lane.received_bytes
         for end in (pair.left, pair.right)
-        for half in end._state.driver.lanes.open
+        for endpoint in end._state.driver.lanes.open
     )
 
 
@@ -310,8 +310,8 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
 
 def break_lanes(end: kvwire.Connection) -> None:
     """As when its device is reset: our halves of all lanes are gone at once."""
-    for half in list(end._state.driver.lanes.open):
-        half.lane.abort()
+    for endpoint in list(end._state.driver.lanes.open):
+        endpoint.lane.abort()
 
 
 async def restored(pair: Pair, count: int) -> None:
@@ -379,8 +379,8 @@ async def test_as_many_come_back_as_there_were(broken: int) -> None:
     """Sockets beside the control link: it has its part of the data all the while."""
     async with connected(prefer=("tcp",), chunk_bytes=CHUNK, lanes=3) as pair:
         await until(lambda: len(pair.right._state.driver.lanes.open) == 2)
-        for half in pair.right._state.driver.lanes.open[:broken]:
-            half.lane.abort()
+        for endpoint in pair.right._state.driver.lanes.open[:broken]:
+            endpoint.lane.abort()
         await restored(pair, broken)
         await expect_moves(pair)
         for end in (pair.left, pair.right):
@@ -407,9 +407,9 @@ async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
         for turn in range(2 * LANES_MAX):
             number = lanes.next_number()
             assert number is not None
-            lanes.ask(number, f"made up {turn}", b"")
+            lanes.open(number, f"made up {turn}", b"")
             pair.left._state.run()
-            await until(lambda: lanes._lanes[number].lowered)  # noqa: B023
+            await until(lambda: lanes._lanes[number].peer_closed)  # noqa: B023
             pair.left._state.core.lane_gone(number, "neither do I")
             pair.left._state.run()
         assert not pair.right._state.driver.lanes.failed

@@ -99,7 +99,7 @@ def test_what_carries_the_data_follows_from_what_is_open(
     made = [LaneEndpoint(n, "fast", cast("Any", _Lane())) for n in range(4)]
     for one in made:
         lanes.add(one)
-    lanes.settle()
+    lanes.end_initial_set()
     for index, happened in steps:
         one = made[index]
         if (one.state, happened) not in LANE_TRANSITIONS:
@@ -124,7 +124,7 @@ def test_before_the_first_choice_it_is_what_both_sides_prefer() -> None:
     lanes = LaneSet("tcp", REPORT)
     assert (lanes.transport, lanes.why) == ("fast", "offered by both sides")
     assert not lanes.shared
-    lanes.settle()
+    lanes.end_initial_set()
     assert (lanes.transport, lanes.why) == ("tcp", "offered by both sides")
 
 
@@ -149,7 +149,7 @@ def test_the_control_link_carries_data_only_where_it_may() -> None:
 def test_the_end_of_the_connection_is_no_broken_lane() -> None:
     """What carried the data until then is still named after it."""
     lanes = LaneSet("tcp", REPORT)
-    lanes.settle()
+    lanes.end_initial_set()
     made = opened(lanes)
     joining = LaneEndpoint(2, "fast", cast("Any", _Lane()))
     lanes.add(joining)

@@ -21,19 +21,19 @@ BUGS: Final = (
         name="what was sent on a half that broke counts as arrived",
         module=_MODULE,
         before="            chunk.quiet = True\n"
-        "            self._let_go(lane, chunk)\n\n",
+        "            self._release(lane, chunk)\n\n",
         after="            chunk.quiet = True\n"
-        "            self._learn(lane, chunk.index, taken=True)\n\n",
+        "            self._fate_known(lane, chunk.index, taken=True)\n\n",
         rules=frozenset({"accused", "stuck", "KeyError"}),
     ),
     Planted(
         name="with the control link the memory on lanes is given back",
         module=_MODULE,
         before="            for chunk in list(lane.waiting.values()):\n"
-        "                self._let_go(lane, chunk)\n",
+        "                self._release(lane, chunk)\n",
         after="            for chunk in list(lane.waiting.values()):\n"
         "                chunk.quiet = True\n"
-        "                self._let_go(lane, chunk)\n",
+        "                self._release(lane, chunk)\n",
         rules=frozenset({"memory-reuse", "KeyError"}),
     ),
     Planted(
@@ -53,10 +53,10 @@ BUGS: Final = (
     Planted(
         name="the newest payload that has arrived confirms those before it",
         module=_MODULE,
-        before="        while lane.taken in lane.beyond:\n"
-        "            lane.beyond.remove(lane.taken)\n"
-        "            lane.taken += 1\n",
-        after="        lane.taken = max(lane.taken, arrival.index + 1)\n",
+        before="        while lane.arrived in lane.beyond:\n"
+        "            lane.beyond.remove(lane.arrived)\n"
+        "            lane.arrived += 1\n",
+        after="        lane.arrived = max(lane.arrived, arrival.index + 1)\n",
         rules=frozenset({"accused", "stuck", "KeyError", "drained", "memory-reuse"}),
     ),
     Planted(
@@ -69,8 +69,9 @@ BUGS: Final = (
     Planted(
         name="a lane is forgotten before its peer has said that it is gone",
         module=_MODULE,
-        before="self.stage is LaneStage.DOWN and self.lowered and not self.waiting\n",
-        after="self.stage is LaneStage.DOWN and not self.waiting\n",
+        before="self.stage is LaneStage.CLOSED and self.peer_closed "
+        "and not self.waiting\n",
+        after="self.stage is LaneStage.CLOSED and not self.waiting\n",
         rules=frozenset({"accused"}),
     ),
 )

@@ -265,7 +265,7 @@ class _World:
         done = sorted(half.sending.keys() - half.unread)
         if how == 1 and half.number in self._pair.of(role).core.lanes._lanes:
             stage = self._pair.of(role).core.lanes._lanes[half.number].stage
-            lanes.via[role] = half.number if stage is LaneStage.UP else 0
+            lanes.via[role] = half.number if stage is LaneStage.OPEN else 0
         elif how == 2 and (honest := self._honest(half)):
             lanes.move(half, reader.pick(honest), flip=bool(reader.byte() & 1))
         elif how == 3 and done:

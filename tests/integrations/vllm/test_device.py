@@ -110,7 +110,7 @@ def copying(worker: Worker) -> bool:
     """Whether one of its copies is queued on the device."""
 
     async def look(communicator: Communicator) -> bool:
-        return any(not c._state.staged.quiet for c in communicator.live_connections)
+        return any(not c._state.staging.quiet for c in communicator.live_connections)
 
     return worker.side._engine.start(look).result()
 

@@ -90,7 +90,7 @@ class PairLanes:
         number = core.lanes.next_number()
         assert number is not None
         self._add(Role.CLIENT, number)
-        core.lanes.ask(number, BACKEND, b"the client's half")
+        core.lanes.open(number, BACKEND, b"the client's half")
         self._pair.client.collect()
         return number
 
@@ -190,7 +190,7 @@ class PairLanes:
         half, descriptor = self.halves[role, number], next(self._descriptors)
         half.sending[descriptor] = chunk
         half.unread.add(descriptor)
-        return peer.core.lanes.aside(
+        return peer.core.lanes.announce(
             chunk, number, descriptor.to_bytes(8, "little"), check
         )
 
@@ -204,7 +204,7 @@ class PairLanes:
                     self._add(role, number)
                     lanes.answer(number, b"the server's half")
             case LaneBootstrapped(lane=number):
-                lanes.up(number)
+                lanes.ready(number)
             case LaneClosed(lane=number):
                 self.halves[role, number].ending = True
             case LaneDataReceived(arrival=arrival, descriptor=descriptor):

@@ -172,7 +172,7 @@ def on_lanes(pair: ConnectionPair) -> Iterator[str]:
     number = lanes.ask()
     yield "the client asks for another lane"
     lanes.end(lanes.halves[Role.CLIENT, number], "declined")
-    client.core.lanes.settle()
+    client.core.lanes.end_initial_set()
     client.collect()
     yield "and is content without"
 
