@@ -22,7 +22,7 @@ from kvwire.types import Candidate, TransportReport
 _NOT_NEEDED = "another was preferred"
 
 
-def wishes(config: Config, transport: str | Iterable[str] | None) -> Config:
+def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Config:
     """Return the configuration with a connection's own ``transport=``.
 
     Raises:
@@ -47,7 +47,7 @@ def refusal(config: Config, name: str) -> str:
     return ""
 
 
-def control_refusal(config: Config, scheme: str) -> str:
+def control_rejection(config: Config, scheme: str) -> str:
     """Return why a transport carries no control links here; "" if it does.
 
     One that is not required may still carry the control link of one that is.
@@ -64,12 +64,12 @@ def control_refusal(config: Config, scheme: str) -> str:
         )
     if config.trust == "mtls" and not registry.load(scheme).capabilities.tls:
         return 'it cannot be inside TLS, and trust is "mtls"; use a tcp:// address'
-    if all(local_refusal(config, name, scheme) for name in config.require):
+    if all(local_rejection(config, name, scheme) for name in config.require):
         return refusal(config, scheme)
     return ""
 
 
-def local_refusal(config: Config, name: str, scheme: str) -> str:
+def local_rejection(config: Config, name: str, scheme: str) -> str:
     """Return why a transport is not offered beside a scheme's link; or ""."""
     ruled_out = refusal(config, name)
     if ruled_out:
@@ -110,7 +110,7 @@ def _stays_inside(name: str) -> bool:
     return found.available and registry.load(name).capabilities.same_process
 
 
-def judge(
+def negotiate(
     config: Config, scheme: str, offered: Iterable[tuple[str, int]]
 ) -> TransportReport:
     """Return the server's verdict on every transport that either side knows.
@@ -128,7 +128,7 @@ def judge(
     candidates: list[Candidate] = []
     taken = False
     for name in _ordered(config, {*theirs, *registry.names()}):
-        reason = local_refusal(config, name, scheme)
+        reason = local_rejection(config, name, scheme)
         if not reason and name not in theirs:
             reason = "not offered by the client"
         if not reason and theirs[name] != API_VERSION:
@@ -143,7 +143,7 @@ def judge(
     return TransportReport(tuple(candidates))
 
 
-def tried(
+def with_result(
     report: TransportReport, taken: str, why: str, failed: Mapping[str, str]
 ) -> TransportReport:
     """Return the report once transports were tried, or one has broken.

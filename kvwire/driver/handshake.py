@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 from kvwire.backend import Landing, Link, LinkHandler
-from kvwire.backend.selection import judge
+from kvwire.backend.selection import negotiate
 from kvwire.config import Config
 from kvwire.errors import (
     AuthenticationFailed,
@@ -215,7 +215,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         if not isinstance(handshake, ServerHandshake) or handshake.offer is None:
             return
         offered = [(o.name, o.api_version) for o in handshake.offer.backends]
-        report = judge(self._config, self.scheme, offered)
+        report = negotiate(self._config, self.scheme, offered)
         handshake.choose(
             TransportChoice(
                 name=self._config.name,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
-from kvwire.backend.selection import control_refusal, local_refusal, wishes
+from kvwire.backend.selection import apply_overrides, control_rejection, local_rejection
 from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
 from kvwire.driver.buffers import BufferTable
@@ -197,7 +197,7 @@ class CommunicatorState:
         timeout_s: float | None,
         resumes: bytes = b"",
     ) -> ConnectionState:
-        config = wishes(self.config, transport)
+        config = apply_overrides(self.config, transport)
         where = Address.parse(address)
         backend = self._backend(where.scheme, config)
         timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
@@ -376,7 +376,7 @@ class CommunicatorState:
             raise ClosedOK("the communicator is closed")
 
     def _backend(self, scheme: str, config: Config) -> Backend:
-        reason = control_refusal(config, scheme)
+        reason = control_rejection(config, scheme)
         if reason:
             raise BackendUnavailable(f"transport {scheme!r}: {reason}")
         return self.lane_backend(scheme)
@@ -465,7 +465,7 @@ def _offer(
         backends=tuple(
             BackendOffer(name, API_VERSION)
             for name in registry.names()
-            if not local_refusal(config, name, scheme)
+            if not local_rejection(config, name, scheme)
         ),
         profile=identity.profile,
         resumes=resumes,

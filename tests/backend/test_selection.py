@@ -48,7 +48,7 @@ def _load(name: str) -> SimpleNamespace:
 
 def verdicts(config: Config, *offered: str, version: int = API_VERSION) -> list[str]:
     """The report, a line for each candidate."""
-    report = selection.judge(config, "tcp", [(name, version) for name in offered])
+    report = selection.negotiate(config, "tcp", [(name, version) for name in offered])
     return [str(candidate) for candidate in report.candidates]
 
 
@@ -82,7 +82,7 @@ def test_lanes_of_this_process_are_for_who_names_them(key: str) -> None:
 
 def test_what_is_possible_is_tried_in_order() -> None:
     """The first is taken; a later one is the next if it fails."""
-    report = selection.judge(
+    report = selection.negotiate(
         Config(forbid=("inproc",)),
         "tcp",
         [(name, API_VERSION) for name in ("local", "tcp", "ucx")],
@@ -92,17 +92,19 @@ def test_what_is_possible_is_tried_in_order() -> None:
 
 
 def test_what_was_tried_is_in_the_report_with_its_reason() -> None:
-    report = selection.judge(
+    report = selection.negotiate(
         Config(), "tcp", [(name, API_VERSION) for name in ("local", "tcp")]
     )
-    now = selection.tried(report, "tcp", "offered by both sides", {"local": "EPERM"})
+    now = selection.with_result(
+        report, "tcp", "offered by both sides", {"local": "EPERM"}
+    )
     assert now.taken == "tcp"
     assert [str(c) for c in now if c.name in ("local", "tcp")] == [
         "local: refused, EPERM",
         "tcp: taken, offered by both sides",
     ]
     assert [c.name for c in now] == [c.name for c in report]
-    same = selection.tried(report, "tcp", "asked for", {})
+    same = selection.with_result(report, "tcp", "asked for", {})
     assert "local: refused, another was preferred" in map(str, same)
 
 
@@ -126,7 +128,7 @@ def test_what_may_carry_the_control_link(
     config: Config, scheme: str, refused: str
 ) -> None:
     """One that carries no data may, beside lanes of one that is required."""
-    said = selection.control_refusal(config, scheme)
+    said = selection.control_rejection(config, scheme)
     assert said.endswith(refused)
     assert bool(said) is bool(refused)
 
@@ -150,7 +152,7 @@ def test_each_reason_to_refuse_is_said(
 
 
 def test_a_report_is_read_by_people() -> None:
-    report = selection.judge(Config(), "tcp", [("tcp", API_VERSION)])
+    report = selection.negotiate(Config(), "tcp", [("tcp", API_VERSION)])
     assert report.taken == "tcp"
     assert str(report).count(";") >= 4
     assert "local: refused, not offered by the client" in str(report)
@@ -161,14 +163,14 @@ def test_a_report_is_read_by_people() -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", ["tcp"], ["ucx", "tcp"], ("tcp", "x")])
 def test_a_connection_can_require_one_of_several(transport: str | list[str]) -> None:
-    wished = selection.wishes(Config(), transport)
+    wished = selection.apply_overrides(Config(), transport)
     names = (transport,) if isinstance(transport, str) else tuple(transport)
     assert wished.require == wished.prefer == names
 
 
 def test_without_wishes_the_configuration_holds() -> None:
     config = Config(prefer=("tcp",))
-    assert selection.wishes(config, None) is config
+    assert selection.apply_overrides(config, None) is config
 
 
 def test_what_cannot_run_cannot_be_required() -> None:
@@ -178,12 +180,12 @@ def test_what_cannot_run_cannot_be_required() -> None:
         (Config(), ["ucx", "rdma"]),
     ]:
         with pytest.raises(BackendUnavailable, match="libucp is not installed; pip"):
-            selection.wishes(config, transport)
+            selection.apply_overrides(config, transport)
 
 
 def test_one_transport_cannot_be_required_and_forbidden() -> None:
     with pytest.raises(ValueError, match="both in require and in forbid"):
-        selection.wishes(Config(forbid=("tcp",)), "tcp")
+        selection.apply_overrides(Config(forbid=("tcp",)), "tcp")
 
 
 # --- inside TLS -----------------------------------------------------------------------
@@ -204,7 +206,7 @@ def mtls(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def taken(config: Config, *offered: str) -> str:
-    return selection.judge(config, "tcp", [(n, API_VERSION) for n in offered]).taken
+    return selection.negotiate(config, "tcp", [(n, API_VERSION) for n in offered]).taken
 
 
 def test_what_leaves_the_host_unencrypted_has_to_be_named(mtls: Config) -> None:
@@ -218,10 +220,10 @@ def test_what_leaves_the_host_unencrypted_has_to_be_named(mtls: Config) -> None:
 
 
 def test_the_client_does_not_offer_it_either(mtls: Config) -> None:
-    assert "not encrypted" in selection.local_refusal(mtls, "ucx", "tcp")
-    assert not selection.local_refusal(mtls, "local", "tcp")
-    named = selection.wishes(mtls, "ucx")
-    assert not selection.local_refusal(named, "ucx", "tcp")
+    assert "not encrypted" in selection.local_rejection(mtls, "ucx", "tcp")
+    assert not selection.local_rejection(mtls, "local", "tcp")
+    named = selection.apply_overrides(mtls, "ucx")
+    assert not selection.local_rejection(named, "ucx", "tcp")
 
 
 def test_without_certificates_nothing_is_different(mtls: Config) -> None:
@@ -230,9 +232,9 @@ def test_without_certificates_nothing_is_different(mtls: Config) -> None:
 
 
 def test_a_control_link_that_knows_no_tls(mtls: Config) -> None:
-    assert not selection.control_refusal(mtls, "tcp")
-    assert "cannot be inside TLS" in selection.control_refusal(mtls, "unix")
-    assert not selection.control_refusal(Config(), "unix")
+    assert not selection.control_rejection(mtls, "tcp")
+    assert "cannot be inside TLS" in selection.control_rejection(mtls, "unix")
+    assert not selection.control_rejection(Config(), "unix")
 
 
 def test_what_protects_payload(mtls: Config) -> None:

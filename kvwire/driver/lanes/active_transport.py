@@ -11,7 +11,7 @@ import asyncio
 import logging
 from typing import Final
 
-from kvwire.backend.selection import protection, tried
+from kvwire.backend.selection import protection, with_result
 from kvwire.driver.counters import Counters
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
 from kvwire.types import PeerInfo, TransportReport, TrustMode
@@ -47,7 +47,7 @@ class ActiveTransport:
         lanes, why = self._lanes, self._lanes.why
         if self._peer.trust is TrustMode.MTLS:
             why = f"{why}; {protection(self.name) or 'NOT ENCRYPTED'}"
-        return tried(lanes.verdicts, self.name, why, lanes.failed)
+        return with_result(lanes.verdicts, self.name, why, lanes.failed)
 
     def initial_set_done(self) -> None:
         """Count a first choice that is not the one that both sides prefer."""
