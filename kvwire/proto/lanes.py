@@ -104,7 +104,7 @@ class LaneRecord:
         waiting_bytes: Their bytes.
         seen: Payloads that the peer has announced.
         arriving: Those that our endpoint is to receive, by index.
-        arrived: So many have arrived without a gap, and ``beyond`` these as well.
+        received: So many have arrived without a gap, and ``beyond`` these as well.
         acknowledged: The count in the last LANE_ACK.
         missed: To be named in the next LANE_CLOSE.
         peer_closed: The peer has sent LANE_CLOSE.
@@ -118,7 +118,7 @@ class LaneRecord:
     waiting_bytes: int = 0
     seen: int = 0
     arriving: dict[int, ChunkArrival] = field(default_factory=dict)
-    arrived: int = 0
+    received: int = 0
     beyond: set[int] = field(default_factory=set)
     acknowledged: int = 0
     missed: list[int] = field(default_factory=list)
@@ -359,7 +359,7 @@ class LaneTable:
             raise UnexpectedFrame(
                 "KVW-LN-03", f"payload for a lane that is {lane.stage.value}"
             )
-        if lane.seen - lane.arrived > LANE_PAYLOADS_MAX:
+        if lane.seen - lane.received > LANE_PAYLOADS_MAX:
             raise FlowControlViolation(
                 "KVW-LN-04", f"more than {LANE_PAYLOADS_MAX} payloads on a lane at once"
             )
@@ -382,9 +382,9 @@ class LaneTable:
         lane = self._lanes[arrival.lane]
         del lane.arriving[arrival.index]
         lane.beyond.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
-        while lane.arrived in lane.beyond:
-            lane.beyond.remove(lane.arrived)
-            lane.arrived += 1
+        while lane.received in lane.beyond:
+            lane.beyond.remove(lane.received)
+            lane.received += 1
         self._to_report[lane] = None  # bounded: LANES_MAX
         if arrival.buffer is not None:
             self._landed(arrival, intact)
@@ -394,9 +394,9 @@ class LaneTable:
         for lane in self._to_report:
             if lane.stage is LaneStage.CLOSED:
                 self._send_close(lane, "the lane is closed")
-            elif lane.arrived > lane.acknowledged:
-                lane.acknowledged = lane.arrived
-                body = LaneAck(lane=lane.number, count=lane.arrived)
+            elif lane.received > lane.acknowledged:
+                lane.acknowledged = lane.received
+                body = LaneAck(lane=lane.number, count=lane.received)
                 self._outbox.send(FrameType.LANE_ACK, body)
         self._to_report.clear()
 

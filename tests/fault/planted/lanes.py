@@ -53,10 +53,10 @@ BUGS: Final = (
     Planted(
         name="the newest payload that has arrived confirms those before it",
         module=_MODULE,
-        before="        while lane.arrived in lane.beyond:\n"
-        "            lane.beyond.remove(lane.arrived)\n"
-        "            lane.arrived += 1\n",
-        after="        lane.arrived = max(lane.arrived, arrival.index + 1)\n",
+        before="        while lane.received in lane.beyond:\n"
+        "            lane.beyond.remove(lane.received)\n"
+        "            lane.received += 1\n",
+        after="        lane.received = max(lane.received, arrival.index + 1)\n",
         rules=frozenset({"accused", "stuck", "KeyError", "drained", "memory-reuse"}),
     ),
     Planted(
