@@ -22,6 +22,8 @@ STATE_FILES = sorted(
     {
         *(ROOT / "kvwire" / "proto").glob("*.py"),
         *(ROOT / "kvwire" / "store" / "operations").glob("*.py"),
+        ROOT / "kvwire" / "transfers" / "state.py",
+        ROOT / "kvwire" / "driver" / "lanes" / "state.py",
         *(
             ROOT / "kvwire" / "store" / name
             for name in (
