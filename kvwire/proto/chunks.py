@@ -5,8 +5,8 @@ in a frame of its own that says where it belongs. So the order in which they arr
 does not matter, none can overlap another, and a request is complete when its bytes
 add up.
 
-On a lane several chunks that follow each other may travel as one *span*: what a payload
-costs beside its bytes is then paid once.
+On a lane several chunks that follow each other may travel as one *burst*: what a
+payload costs beside its bytes is then paid once.
 
 Which request sends the next chunk is decided by :mod:`kvwire.proto.scheduler`.
 """
@@ -148,11 +148,13 @@ class ChunkMover:
         some = self._scheduler.count or self._again
         return bool(some) and len(self._leaving) < LINK_CHUNKS_MAX
 
-    def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
+    def next_chunk(
+        self, burst: Callable[[BufferId], int] | None = None
+    ) -> Chunk | None:
         """Return the next piece; hold its memory until :meth:`chunk_sent`.
 
         Args:
-            span: How many bytes of a buffer may go at once, where a lane would take
+            burst: How many bytes of a buffer may go at once, where a lane would take
                 more than one chunk.
         """
         while self.sending:
@@ -161,6 +163,7 @@ class ChunkMover:
                 if chunk.mover.state is RequestState.MOVING:
                     self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
                     return chunk
+                # Over meanwhile: drop the hold that it kept while it waited here.
                 chunk.mover.in_flight -= 1
                 self._holds.drop(chunk.buffer)
                 continue
@@ -169,8 +172,8 @@ class ChunkMover:
                 break
             position = mover.moved
             length = min(self._chunk_bytes, mover.nbytes - position)
-            if span is not None and length < mover.nbytes - position:
-                length = self._span(mover, span)
+            if burst is not None and length < mover.nbytes - position:
+                length = self._burst(mover, burst)
             mover.moved += length
             mover.in_flight += 1
             chunk = Chunk(mover, position, length)
@@ -184,6 +187,8 @@ class ChunkMover:
         self._holds.drop(chunk.buffer)
         mover = chunk.mover
         mover.in_flight -= 1
+        # A mover is through once every byte was cut into chunks and no chunk is left
+        # with a link: one more may still come back from a lane and be sent again.
         if (
             mover.state is not RequestState.MOVING
             or mover.in_flight
@@ -203,7 +208,7 @@ class ChunkMover:
     def chunk_missed(self, chunk: Chunk) -> None:
         """Queue a chunk that got lost with its lane before all others.
 
-        A span is sent as single chunks, which any way can carry.
+        A burst is sent again as single chunks, which every transport can carry.
         """
         self._leaving.pop(chunk)
         if chunk.length <= self._chunk_bytes:
@@ -215,6 +220,7 @@ class ChunkMover:
             end = chunk.position  # it is over, and its memory on its way back
         for position in range(chunk.position, end, self._chunk_bytes):
             part = Chunk(mover, position, min(self._chunk_bytes, end - position))
+            # Before the burst's own hold is dropped: the buffer never drains between.
             self._holds.take(part.buffer)
             mover.in_flight += 1
             self._again.append(part)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
@@ -244,6 +250,7 @@ class ChunkMover:
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",
             )
+        # Before a byte lands: a second copy may not write over what was checked.
         for number in self.chunk_numbers(header, request.nbytes):
             if not request.arrived.note(number):
                 raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
@@ -292,6 +299,7 @@ class ChunkMover:
         """Note a chunk in place, its checksum right or wrong (KVW-DT-04)."""
         request = arrival.request
         assert request is not None
+        # First, whatever became of the request: an ended one drains by this hold.
         self.release(arrival)
         if request.over:
             return
@@ -318,6 +326,7 @@ class ChunkMover:
     def missed(self, arrival: ChunkArrival) -> None:
         """Forget an arrival that got lost with its lane: it may come again."""
         self.release(arrival)
+        # The number is free again, or the chunk sent anew would count as a double.
         for number in self.numbers(arrival):
             if arrival.segment is not None:
                 arrival.segment.arrived[number] = 0
@@ -349,10 +358,10 @@ class ChunkMover:
 
     # --- inside -----------------------------------------------------------------------
 
-    def _span(self, mover: Mover, span: Callable[[BufferId], int]) -> int:
+    def _burst(self, mover: Mover, burst: Callable[[BufferId], int]) -> int:
         """Return the bytes of a mover's next burst: whole chunks, or the rest."""
         assert mover.buffer is not None
-        chunks = max(1, min(span(mover.buffer), SPAN_BYTES_MAX) // self._chunk_bytes)
+        chunks = max(1, min(burst(mover.buffer), SPAN_BYTES_MAX) // self._chunk_bytes)
         return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)
 
     def _hold(self, chunk: Chunk) -> Chunk:

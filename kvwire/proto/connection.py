@@ -260,11 +260,13 @@ class ConnectionCore:
             self._end(error or ConnectionLost(gone))
         self._turn(CloseInput.LOST)
 
-    def next_chunk(self, span: Callable[[BufferId], int] | None = None) -> Chunk | None:
+    def next_chunk(
+        self, burst: Callable[[BufferId], int] | None = None
+    ) -> Chunk | None:
         """Return the next piece of payload to send, if any."""
         if self.error is not None:
             return None
-        return self._chunks.next_chunk(span)
+        return self._chunks.next_chunk(burst)
 
     @property
     def sending(self) -> bool:

@@ -152,6 +152,7 @@ class Messages:
     def provide(self, request: RequestRecord, buffer: BufferId) -> None:
         """Give a receive the memory it wanted for the message it has met."""
         if request.over:
+            # It ended before its memory came: no link has seen the buffer.
             self._holds.retire(buffer)
             return
         request.buffer = buffer
@@ -172,6 +173,8 @@ class Messages:
             )
         self._credit.arrived(header.length)
         tag = header.offset
+        # Messages of a tag are received in the order they were sent: straight into a
+        # receive only where none waits before it.
         if tag not in self._waiting and (posted := self._posted.get(tag)):
             request = posted[0]
             if request.buffer is not None and header.length <= request.nbytes:
@@ -199,6 +202,8 @@ class Messages:
         request = arrival.request
         assert request is not None
         self._chunks.release(arrival)
+        # Credit goes back for every message that arrived, also for an ended receive:
+        # the sender has spent it, and would run dry.
         self._taken(arrival.header.length)
         if request.over:
             return
@@ -276,6 +281,8 @@ class Messages:
         """Bring the messages and the receives of one tag together, oldest first."""
         while tag in self._posted and (queue := self._waiting.get(tag)):
             waiting = next(iter(queue))
+            # One that is still arriving keeps its place: a later one may not overtake
+            # it.
             if not waiting.whole:
                 return
             request = self._unpost(tag)

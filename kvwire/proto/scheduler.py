@@ -80,7 +80,8 @@ class Scheduler:
                 if request.turn_bytes > 0:
                     self._head = level, turn
                     return mover
-                # It has sent too much before.
+                # It has sent too much before: a turn passed over pays that back, and
+                # each adds `turn_bytes`, so this loop ends.
                 request.turn_bytes += self.turn_bytes
                 turn.rotate(-1)
         return None
@@ -92,6 +93,8 @@ class Scheduler:
         mover = turn[0]
         request = _request(mover)
         request.turn_bytes -= length
+        # A transfer has one place among the turns: its next segment inherits it, and
+        # what is left of the turn.
         following = mover if mover.moved < mover.nbytes else self._after(mover)
         if following is not None and request.turn_bytes > 0:
             turn[0] = following

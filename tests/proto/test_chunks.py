@@ -156,11 +156,11 @@ def test_a_lane_may_take_several_chunks_at_once() -> None:
     """Whole chunks, or all that is left; a lane that wants less gets one."""
     side = Side()
     request = side.put(48)
-    spans = []
+    bursts = []
     while (chunk := side.chunks.next_chunk(lambda buffer: 25)) is not None:
         assert chunk.buffer == request.buffer
-        spans.append((chunk.position, chunk.length))
-    assert spans == [(0, 20), (20, 20), (40, 8)]
+        bursts.append((chunk.position, chunk.length))
+    assert bursts == [(0, 20), (20, 20), (40, 8)]
     side.put(30)
     chunk = side.chunks.next_chunk(lambda buffer: 0)
     assert chunk is not None
@@ -171,9 +171,9 @@ def test_a_span_that_was_lost_goes_as_chunks() -> None:
     """What carries it now may take no more at once."""
     side = Side()
     request = side.put(35)
-    span = side.chunks.next_chunk(lambda buffer: 30)
-    assert span is not None
-    side.chunks.chunk_missed(span)
+    burst = side.chunks.next_chunk(lambda buffer: 30)
+    assert burst is not None
+    side.chunks.chunk_missed(burst)
     again = [side.chunk() for _ in range(4)]
     assert [(c.position, c.length) for c in again] == pieces(35)
     assert request.in_flight == 4
@@ -186,10 +186,10 @@ def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
     """Its memory is given back instead."""
     side = Side()
     request = side.put(35)
-    span = side.chunks.next_chunk(lambda buffer: 30)
-    assert span is not None
+    burst = side.chunks.next_chunk(lambda buffer: 30)
+    assert burst is not None
     side.requests.fail(request, ConnectionLost("x"), tell=None)
-    side.chunks.chunk_missed(span)
+    side.chunks.chunk_missed(burst)
     assert side.chunks.next_chunk() is None
     assert side.holds.drained == [request.buffer]
     assert request.in_flight == 0
@@ -199,17 +199,17 @@ def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
 def test_a_span_arrives_as_its_chunks(offset: int, length: int) -> None:
     side = Side()
     request = side.get(35)
-    span = msgspec.structs.replace(
+    burst = msgspec.structs.replace(
         data(request.wire_id, offset, length), type=FrameType.LANE_DATA
     )
-    arrival = side.chunks.data_header(span)
+    arrival = side.chunks.data_header(burst)
     assert list(side.chunks.numbers(arrival)) == list(
         range(offset // CHUNK, -(-(offset + length) // CHUNK))
     )
     with pytest.raises(UnexpectedFrame, match="came twice"):
         side.chunks.data_header(data(request.wire_id, offset, min(CHUNK, length)))
     side.chunks.missed(arrival)
-    assert side.chunks.data_header(span).length == length
+    assert side.chunks.data_header(burst).length == length
 
 
 @pytest.mark.parametrize(
