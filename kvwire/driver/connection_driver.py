@@ -1,4 +1,4 @@
-"""Joins one link to one protocol core, where frames, memory and time meet.
+"""Join one link to one protocol core, where frames, memory and time meet.
 
 Whatever happens (a frame arrives, the link has room, a timer fires, the application
 calls), the core is told, and then :meth:`ConnectionDriver.run` does what it asks for:
@@ -228,8 +228,12 @@ class ConnectionDriver(LinkHandler):
 
     @property
     def has_room(self) -> bool:
-        """Whether more can be handed to the link now, rather than when it asks."""
-        return self.link.queued_bytes < LINK_QUEUE_BYTES
+        """Tell whether a message can be handed to the link now.
+
+        Not while it is full. Nor from within an event: a frame that another event has
+        caused may wait, and has the number before that of the message.
+        """
+        return not self._running and self.link.queued_bytes < LINK_QUEUE_BYTES
 
     def send_eager(self, header: bytes, payload: memoryview | None) -> None:
         """Send a message whose header the core has just given; its memory is free.
@@ -240,7 +244,7 @@ class ConnectionDriver(LinkHandler):
         self.link.flush()
 
     def set_timer(self) -> None:
-        """Be woken when the core wants to look at the clock."""
+        """Set the timer to when the core wants to look at the clock."""
         at = self._core.next_tick
         if self._timer is not None:
             if at >= self._timer_at:
@@ -281,7 +285,7 @@ class ConnectionDriver(LinkHandler):
             self._running = False
 
     def _dispatch_all(self, core: ConnectionCore) -> bool:
-        """Dispatch the core's events; whether they may have woken somebody."""
+        """Dispatch the core's events; return whether they may have woken somebody."""
         events, core.outbox.events = core.outbox.events, []
         woken = False
         rest = iter(events)
@@ -295,7 +299,7 @@ class ConnectionDriver(LinkHandler):
         return woken
 
     def _dispatch(self, event: Event) -> bool:
-        """Act on one event; whether it may have woken somebody."""
+        """Act on one event; return whether it may have woken somebody."""
         match event:
             case LaneDataReceived():
                 self._receive_on_lane(event)
@@ -360,7 +364,7 @@ class ConnectionDriver(LinkHandler):
         self.run(its_turn=True)
 
     def _queue_chunks(self, core: ConnectionCore) -> int:
-        """Queue chunks while there is room; the bytes of payload."""
+        """Queue chunks while there is room; return the bytes of payload."""
         link = self.link
         queued_bytes = 0
         lanes, scheduler, ready = self.lanes, self._scheduler, self.staging.ready
@@ -412,7 +416,7 @@ class ConnectionDriver(LinkHandler):
         return self.staging.land(arrival, part)
 
     def _in_place(self, arrival: ChunkArrival) -> None:
-        """A staged payload of the link has been copied to where it belongs."""
+        """Tell the core of a staged payload that has been copied to its place."""
         if self._closed:
             return
         try:

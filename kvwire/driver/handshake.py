@@ -1,4 +1,4 @@
-"""The handshake on a link: moves its frames, and decides with selection.
+"""Run the handshake on a link: move its frames, and negotiate the transport.
 
 The connection is made within the call that brings the last frame of the handshake,
 since the bytes right behind it may be the peer's first frame of the connection.
@@ -230,7 +230,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         )
 
     def _failed(self, link: Link, error: KVWireError) -> None:
-        """Say the last word, if there is one, and end the link after it."""
+        """Send the last frame, if there is one, and end the link after it."""
         self._flush(link)
         link.close()
         if not self.done.done():

@@ -29,7 +29,7 @@ def test_both_sides_say_where_their_time_went(tmp_path: Path) -> None:
         one = found[side]
         assert 0 < one["spent"]["wall_s"] >= asleep_s(one["spent"]) >= 0
         names = {row["name"] for row in one["functions"] if row["calls"]}
-        assert "kvwire/driver/connection_driver.py Pump.run" in names
+        assert "kvwire/driver/connection_driver.py ConnectionDriver.run" in names
         own_s = [row["own_s"] for row in one["functions"]]
         assert own_s == sorted(own_s, reverse=True)
 

@@ -200,6 +200,27 @@ async def test_a_burst_of_small_messages_arrives_in_order() -> None:
         assert await asyncio.gather(*sent) == [len(body)] * count
 
 
+async def test_messages_sent_from_within_an_event_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A large one is announced by a frame that waits; the small one is behind it."""
+    async with connected() as pair:
+        driver, sent = pair.left._state.driver, []
+        on_event = driver._on_event
+
+        def send_two(event: Event) -> None:
+            monkeypatch.undo()
+            on_event(event)
+            sent.extend([pair.left.send(1, LARGE), pair.left.send(1, b"small")])
+
+        monkeypatch.setattr(driver, "_on_event", send_two)
+        waiting = pair.left.recv(2)
+        waiting.cancel()
+        assert await pair.right.recv(1, bytearray(len(LARGE))) == len(LARGE)
+        assert await pair.right.recv(1) == b"small"
+        assert len(await asyncio.gather(*sent)) == 2
+
+
 async def test_a_peer_that_does_not_read_is_given_up() -> None:
     async with connected() as pair:
         payload_bytes = LINK_QUEUE_BYTES + CHUNK_BYTES

@@ -31,7 +31,7 @@ CHUNK = 64 * KIB
 
 @pytest.fixture(autouse=True)
 def _stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane that breaks is raised again long after its scenario."""
+    """A lane that breaks is opened again long after its scenario."""
     monkeypatch.setattr(Backoff, "pause_s", lambda _: 1e6)
 
 

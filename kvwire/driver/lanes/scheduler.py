@@ -132,7 +132,7 @@ class LaneScheduler(LaneHandler):
         return self._core.lanes.announce(chunk, endpoint.number, descriptor, check)
 
     def flush(self) -> bool:
-        """Move what was queued; False if there was nothing."""
+        """Move what was queued; return False if there was nothing."""
         if not self._dirty:
             return False
         dirty, self._dirty = self._dirty, {}
@@ -216,7 +216,7 @@ class LaneScheduler(LaneHandler):
     # --- inside -----------------------------------------------------------------------
 
     def _in_place(self, arrival: ChunkArrival) -> None:
-        """A staged payload has been copied to where it belongs."""
+        """Tell the core of a staged payload that has been copied to its place."""
         if self._core.lanes.expects(arrival):
             self._core.payload_landed(arrival, self._loop.time(), intact=True)
 

@@ -24,7 +24,7 @@ class Lanes:
         missing: How many.
         outcomes: What the next attempts raise; None, and after the last, they succeed.
         tried_at: When an attempt was made.
-        ended: How often nothing was being raised any more.
+        ended: How often nothing was being opened any more.
     """
 
     def __init__(self, *outcomes: Exception | None) -> None:
@@ -34,11 +34,11 @@ class Lanes:
         self.ended = 0
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self.restoring = LaneReconnector(self.lacks, self.attempt, self.end)
+        self.reconnector = LaneReconnector(self.lacks, self.attempt, self.end)
 
     def lose(self) -> None:
         self.missing += 1
-        self.restoring.lost()
+        self.reconnector.lost()
 
     def lacks(self) -> bool:
         return self.missing > 0
@@ -81,7 +81,7 @@ def test_it_is_tried_until_it_is_there() -> None:
         assert lanes.tried_at[0] == RERAISE_S
         assert lanes.pauses == [2, 4, 8, 16, 32, 60, 60, 60]
         assert not lanes.missing
-        assert not lanes.restoring.busy
+        assert not lanes.reconnector.busy
         assert lanes.ended == 1
 
     virtually(scenario)
@@ -100,7 +100,7 @@ def test_several_that_break_come_back_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(("lives_s", "pause_s"), [(1.0, 2.0), (RERAISE_S_MAX, 1.0)])
-def test_what_breaks_as_soon_as_it_is_up_is_raised_less_and_less_often(
+def test_what_breaks_as_soon_as_it_is_up_is_opened_less_and_less_often(
     lives_s: float, pause_s: float
 ) -> None:
     """And what was up for a while, as if nothing had ever been wrong with it."""
@@ -117,18 +117,18 @@ def test_what_breaks_as_soon_as_it_is_up_is_raised_less_and_less_often(
     virtually(scenario)
 
 
-def test_what_is_not_missing_is_not_raised() -> None:
+def test_what_is_not_missing_is_not_opened() -> None:
     """Nor what is not worth a try any more when its pause is over."""
 
     async def scenario() -> None:
         lanes = Lanes()
-        lanes.restoring.lost()
-        assert not lanes.restoring.busy
+        lanes.reconnector.lost()
+        assert not lanes.reconnector.busy
         lanes.lose()
         lanes.missing = 0
         await virtual_time.pass_time(100)
         assert not lanes.tried_at
-        assert not lanes.restoring.busy
+        assert not lanes.reconnector.busy
 
     virtually(scenario)
 
@@ -140,7 +140,7 @@ def test_the_end_of_the_connection_ends_it() -> None:
         await virtual_time.pass_time(100)
         assert len(lanes.tried_at) == 1
         assert lanes.missing
-        assert not lanes.restoring.busy
+        assert not lanes.reconnector.busy
 
     virtually(scenario)
 
@@ -148,14 +148,14 @@ def test_the_end_of_the_connection_ends_it() -> None:
 def test_cancelled_while_it_waits_it_tries_nothing_more() -> None:
     async def scenario() -> None:
         lanes = Lanes()
-        lanes.restoring.cancel()
+        lanes.reconnector.cancel()
         lanes.lose()
         await asyncio.sleep(0)
-        lanes.restoring.cancel()
-        lanes.restoring.cancel()
+        lanes.reconnector.cancel()
+        lanes.reconnector.cancel()
         await virtual_time.pass_time(100)
         assert not lanes.tried_at
-        assert not lanes.restoring.busy
+        assert not lanes.reconnector.busy
         assert lanes.ended == 1
 
     virtually(scenario)

@@ -29,7 +29,7 @@ from tests.support.lanes import (
 from tests.support.logs import warned
 from tests.support.pairs import connected, until
 
-# What breaks is raised again when its test is over.
+# What breaks is opened again when its test is over.
 _stays_down = lane_pause(NEVER_S, autouse=True)
 
 

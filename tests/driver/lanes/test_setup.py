@@ -40,9 +40,9 @@ from tests.support.lanes import (
 from tests.support.logs import warned
 from tests.support.pairs import Pair, connected, until
 
-# What breaks is raised again when its test is over.
+# What breaks is opened again when its test is over.
 _stays_down = lane_pause(NEVER_S, autouse=True)
-# What breaks is raised again at once, in tests that ask for it.
+# What breaks is opened again at once, in tests that ask for it.
 comes_back = lane_pause(0.0)
 
 
@@ -450,7 +450,7 @@ async def test_what_fails_on_this_side_is_tried_until_it_works(
 
 
 @pytest.mark.usefixtures("comes_back")
-async def test_what_never_came_up_is_not_raised_again(
+async def test_what_never_came_up_is_not_opened_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The choice was made without it: nothing has changed since."""
@@ -463,7 +463,7 @@ async def test_what_never_came_up_is_not_raised_again(
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 @pytest.mark.parametrize("stage", ["waiting", "joining"])
-async def test_the_end_of_a_connection_ends_the_raising(
+async def test_the_end_of_a_connection_ends_the_setup_of_lanes(
     how: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its pause or in the middle of a join; nobody waits for either."""
