@@ -136,7 +136,7 @@ class ConnectionCore:
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
         self._keepalive = Keepalive(
-            interval_s=ping_interval_s, now=now, said=framing.sent
+            interval_s=ping_interval_s, now=now, frames_sent=framing.sent
         )
         self._close_by: float | None = None
         # Says which side closed first.
@@ -311,9 +311,9 @@ class ConnectionCore:
             silence_s = self._liveness.silence_s(now)
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
-        said = self.outbox.framing.sent
-        asks = verdict is LivenessVerdict.PING and self._keepalive.is_idle(said)
-        if self._keepalive.is_due(now, said) or asks:
+        frames_sent = self.outbox.framing.sent
+        asks = verdict is LivenessVerdict.PING and self._keepalive.is_idle(frames_sent)
+        if self._keepalive.is_due(now, frames_sent) or asks:
             self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
         self._settle()
 
@@ -443,7 +443,7 @@ class ConnectionCore:
         closed = self._close_error("this side closed the connection")
         for request in self._messages.posted + self.transfers.unanswered:
             self._abandon(request, closed, WireCode.GOING_AWAY)
-        self._messages.turn_away()
+        self._messages.refuse_announced()
         self._settle()
 
     def fail(self, error: KVWireError) -> None:

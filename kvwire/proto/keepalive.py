@@ -24,27 +24,27 @@ class Keepalive:
         due: When to look next.
     """
 
-    __slots__ = ("_period_s", "_said", "due")
+    __slots__ = ("_frames_sent", "_period_s", "due")
 
-    def __init__(self, *, interval_s: float, now: float, said: int) -> None:
+    def __init__(self, *, interval_s: float, now: float, frames_sent: int) -> None:
         self._period_s = interval_s / _LOOKS_PER_INTERVAL
-        self._said = said
+        self._frames_sent = frames_sent
         self.due = now + self._period_s
 
-    def is_idle(self, said: int) -> bool:
+    def is_idle(self, frames_sent: int) -> bool:
         """Tell whether nothing was sent since the last look."""
-        return said == self._said
+        return frames_sent == self._frames_sent
 
-    def is_due(self, now: float, said: int) -> bool:
+    def is_due(self, now: float, frames_sent: int) -> bool:
         """Tell whether to send something; call it when ``due`` has come.
 
         Args:
             now: The time.
-            said: Frames sent so far, of any kind.
+            frames_sent: Frames sent so far, of any kind.
         """
         if now < self.due:
             return False
-        silent = said == self._said
-        self._said = said
+        silent = frames_sent == self._frames_sent
+        self._frames_sent = frames_sent
         self.due = now + self._period_s
         return silent

@@ -84,7 +84,7 @@ class Messages:
         self._posted: dict[int, deque[RequestRecord]] = {}
         self._announced: dict[int, tuple[int, UnreceivedMessage]] = {}
         self._arriving: dict[ChunkArrival, UnreceivedMessage] = {}
-        self._turning_away = False
+        self._refusing = False
 
     # --- sending ----------------------------------------------------------------------
 
@@ -224,8 +224,8 @@ class Messages:
             raise FlowControlViolation(
                 "KVW-MS-03", f"more than {REQUESTS_MAX} announced messages wait"
             )
-        if self._turning_away:
-            self._turn_away(wire_id)
+        if self._refusing:
+            self._tell_refused(wire_id)
             return
         tag = int.from_bytes(body.tag, "little")
         waiting = UnreceivedMessage(nbytes=body.nbytes, wire_id=wire_id)
@@ -241,15 +241,15 @@ class Messages:
             del self._waiting[tag][waiting]
             self._trim(tag)
 
-    def turn_away(self) -> None:
+    def refuse_announced(self) -> None:
         """Refuse announced messages from now on, and tell their senders.
 
         Otherwise two sides that close at once would wait for each other's receives.
         """
-        self._turning_away = True
+        self._refusing = True
         for wire_id in list(self._announced):
             self.withdrawn(wire_id)
-            self._turn_away(wire_id)
+            self._tell_refused(wire_id)
 
     def peer_closed(self) -> None:
         """Forget announcements, keep what is here: nothing new comes."""
@@ -352,7 +352,7 @@ class Messages:
         self._holds.retire(waiting.buffer)
         self._holds.drop(waiting.buffer)
 
-    def _turn_away(self, wire_id: int) -> None:
+    def _tell_refused(self, wire_id: int) -> None:
         reason = "the receiver has closed the connection"
         self._requests.tell_failed(wire_id, WireCode.GOING_AWAY, reason)
 

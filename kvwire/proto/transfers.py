@@ -265,6 +265,7 @@ class Transfers:
         if request is None:
             return
         transfer = self._transfers[request]
+        # Numbers without a gap: with COMMIT's count they show that no mark was lost.
         due = len(transfer.segments) + 1
         if (
             request.state is not RequestState.MOVING
@@ -288,7 +289,8 @@ class Transfers:
             self._holds.retire(buffer)
             return
         segment.buffer = buffer
-        # As long as our own plan of the segment says, which the front has compared.
+        # As long as our own plan of the segment says, which the front has compared: a
+        # peer's number sizes nothing.
         segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
 
     def committed(self, header: Header, body: Commit) -> None:
@@ -313,6 +315,7 @@ class Transfers:
                 f"marked",
             )
         transfer.committed = True
+        # COMMIT may overtake chunks on lanes: the end waits for every marked segment.
         self._outbox.report(TransferCommitted(request=request, complete=body.complete))
         self._finish_incoming(request, transfer)
 
@@ -351,6 +354,7 @@ class Transfers:
         """Note a chunk of a segment that is in place."""
         segment = arrival.segment
         assert segment is not None
+        # First, whatever became of the transfer: its memory drains by this hold.
         self._chunks.release(arrival)
         request = segment.request
         if request.over:
@@ -365,6 +369,7 @@ class Transfers:
             return
         transfer = self._transfers[request]
         self._end(transfer, segment)
+        # A damaged segment is never acknowledged; COMMIT_ACK names it.
         if not segment.damaged:
             transfer.acknowledge.append(segment.number)  # bounded: SEGMENTS_MAX
             self._to_acknowledge[request] = None  # bounded: REQUESTS_MAX

@@ -151,6 +151,7 @@ class Index:
     def pin(self, keys: Keys, slots: Ids) -> None:
         """Hold named slots; one that is there twice is held twice."""
         np.add.at(self._pins, slots, 1)
+        # A pinned slot is in no list, so `victims` cannot choose it.
         for listed, which in self._lists_of(slots):
             _each(map(listed.pop, keys[which].tolist(), repeat(None)))
 
@@ -200,6 +201,7 @@ class Index:
         Returns:
             Those without a name now, which are still taken; the others were let go of.
         """
+        # A second pin is a reader's: its slot keeps name and image until it lets go.
         alone: Bits = self._pins[slots] == 1
         _each(map(self._slots.pop, keys[alone].tolist()))
         self.unpin(keys[~alone], slots[~alone])
@@ -241,6 +243,7 @@ class Index:
         oldest = self._used_at[next(iter(own.values()))] if own else self._clock + 1
         older = others[self._newest[others] < oldest]
         for slab in older[np.argsort(self._newest[older])].tolist():
+            # A slab changes its size as a whole: one pinned slot keeps all of it.
             begin = slab * slabs.stride
             if not self._pins[begin : begin + slabs.stride].any():
                 return int(slab)

@@ -13,7 +13,7 @@ INTERVAL_S = 2.0
 
 
 def voice() -> Keepalive:
-    return Keepalive(interval_s=INTERVAL_S, now=100.0, said=5)
+    return Keepalive(interval_s=INTERVAL_S, now=100.0, frames_sent=5)
 
 
 def test_nothing_is_missed_before_it_is_due() -> None:
@@ -36,14 +36,14 @@ def test_silence_is_noticed_within_an_interval() -> None:
 def test_no_gap_is_longer_than_an_interval(seed: int) -> None:
     """Whenever the last frame was sent."""
     chance, mine = random.Random(seed), voice()
-    spoke_at, said = 100.0, 5
+    spoke_at, frames_sent = 100.0, 5
     while mine.due < 200.0:
         if chance.random() < 0.5:
-            spoke_at, said = mine.due - chance.uniform(0.0, 1.0), said + 1
+            spoke_at, frames_sent = mine.due - chance.uniform(0.0, 1.0), frames_sent + 1
         now = mine.due
-        if mine.is_due(now, said):
+        if mine.is_due(now, frames_sent):
             assert INTERVAL_S / 2 <= now - spoke_at <= INTERVAL_S
-            spoke_at, said = now, said + 1
+            spoke_at, frames_sent = now, frames_sent + 1
 
 
 def test_a_side_that_only_receives_is_heard_of() -> None:

@@ -52,7 +52,7 @@ class MemoryTier:
 
     Attributes:
         index: What is in which slot.
-        filling: What is on its way in.
+        in_flight: The fills that are on their way in.
         counts: Blocks read and written.
     """
 
@@ -92,6 +92,7 @@ class MemoryTier:
             slots = self.index.take(nbytes, count)
             if slots.size == count:
                 break
+            # Taken before looking: room that becomes free meanwhile sets it.
             changed = self._changed
             try:
                 more = await self._evict(nbytes, count - slots.size)
@@ -188,6 +189,8 @@ class MemoryTier:
             count: Of the blocks.
             lose: Whether blocks go that no tier below has taken.
         """
+        # Pinned until their images are below or dropped: nobody reuses the slots while
+        # a tier reads them.
         named = self.index.victims(nbytes, count)
         if not named.slots.size:
             return False

@@ -116,8 +116,8 @@ BUGS: Final = (
     Planted(
         name="a side that only receives is not heard of",
         module="kvwire.proto.connection",
-        before="        if self._keepalive.is_due(now, said) or asks:\n",
-        after="        if self._keepalive.is_due(now, said) and asks or asks:\n",
+        before="        if self._keepalive.is_due(now, frames_sent) or asks:\n",
+        after="        if self._keepalive.is_due(now, frames_sent) and asks or asks:\n",
         rules=frozenset({"blame"}),
     ),
     Planted(
