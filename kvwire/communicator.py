@@ -44,6 +44,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         config: Config | str | os.PathLike[str] | None = None,
         **arguments: Unpack[ConfigOptions],
     ) -> None:
+        self.config: Config
         if isinstance(config, Config):
             # Checked here, since a Config that was made by hand has not been.
             self.config = config.replace(**arguments)

@@ -118,8 +118,8 @@ class Landing:
     __slots__ = ("length", "payload")
 
     def __init__(self, length: int, payload: Payload | None) -> None:
-        self.length = length
-        self.payload = payload
+        self.length: int = length
+        self.payload: Payload | None = payload
 
 
 class TlsCredentials(Protocol):

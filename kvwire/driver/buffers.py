@@ -20,7 +20,7 @@ class BufferTable:
     __slots__ = ("_payloads", "_waiting", "holds")
 
     def __init__(self) -> None:
-        self.holds = Holds()
+        self.holds: Holds = Holds()
         self._payloads: dict[BufferId, Payload] = {}
         self._waiting: dict[BufferId, list[Callable[[], None]]] = {}
 

@@ -39,7 +39,7 @@ from kvwire.proto.events import (
 )
 from kvwire.types import BufferId
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 # Events of one turn of the loop behind which payload queues up again. More of them, or
 # a task that makes one in each turn, do not keep it from being sent.
@@ -113,7 +113,7 @@ class ConnectionDriver(LinkHandler):
     def _open_paths(self, owner: DriverOwner, lanes: LaneSet) -> None:
         """Make what moves payload: staging for device memory, and lanes."""
         core, link = self._core, self.link
-        self.staging = DeviceStaging(
+        self.staging: DeviceStaging = DeviceStaging(
             core,
             link,
             self._buffers,
@@ -122,7 +122,9 @@ class ConnectionDriver(LinkHandler):
             check_ended=self._check_ended,
         )
         self.lanes = lanes
-        self.active = ActiveTransport(lanes, core.agreement.peer, owner.counters)
+        self.active: ActiveTransport = ActiveTransport(
+            lanes, core.agreement.peer, owner.counters
+        )
         self._scheduler = LaneScheduler(
             core,
             lanes,
@@ -133,7 +135,7 @@ class ConnectionDriver(LinkHandler):
             lane_broke=self._lane_broke,
             check_ended=self._check_ended,
         )
-        self.lane_setup = LaneSetup(
+        self.lane_setup: LaneSetup = LaneSetup(
             core,
             lanes,
             self.active,

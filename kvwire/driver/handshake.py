@@ -54,11 +54,13 @@ class HandlerSwitch:
 
     def switch(self, handler: LinkHandler) -> None:
         """From now on, call the methods of this handler."""
-        self.header_received = handler.header_received
-        self.body_received = handler.body_received
-        self.frame_sent = handler.frame_sent
-        self.link_writable = handler.link_writable
-        self.link_closed = handler.link_closed
+        self.header_received: Callable[[Link, memoryview], Landing] = (
+            handler.header_received
+        )
+        self.body_received: Callable[[Link, Landing], None] = handler.body_received
+        self.frame_sent: Callable[[Link, object], None] = handler.frame_sent
+        self.link_writable: Callable[[Link], None] = handler.link_writable
+        self.link_closed: Callable[[Link, Exception | None], None] = handler.link_closed
 
 
 class HandshakeDriver(LinkHandler, Generic[T]):
@@ -100,7 +102,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         self.scheme = scheme
         self.done: asyncio.Future[T] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.identity = ""
+        self.identity: str = ""
         self._config = config
         self._agreed = agreed
         self._busy = busy

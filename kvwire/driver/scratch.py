@@ -31,8 +31,8 @@ class ScratchPool:
     __slots__ = ("_lent", "_spare", "lent_bytes", "spare_bytes")
 
     def __init__(self) -> None:
-        self.lent_bytes = 0
-        self.spare_bytes = 0
+        self.lent_bytes: int = 0
+        self.spare_bytes: int = 0
         self._lent: dict[object, _Memory] = {}
         self._spare: list[_Memory] = []
 

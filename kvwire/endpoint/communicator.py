@@ -49,7 +49,7 @@ from kvwire.types import Access, AccessName, Address
 from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 # What runs a link: first the one, then the other.
 Driver = HandshakeDriver[ConnectionState] | ConnectionDriver
@@ -79,15 +79,17 @@ class CommunicatorState:
         if not config.name:
             config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
         self.config = config
-        self.buffers = BufferTable()
-        self.counters = Counters()
+        self.buffers: BufferTable = BufferTable()
+        self.counters: Counters = Counters()
         self.watchers: Observers[Any] = Observers()
-        self.loop = asyncio.get_running_loop()
-        self.devices = Devices(self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX))
-        self.registry = TransferRegistry()
-        self.recovery = Reconnector(self)
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.devices: Devices = Devices(
+            self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX)
+        )
+        self.registry: TransferRegistry = TransferRegistry()
+        self.recovery: Reconnector = Reconnector(self)
         self._reception = Acceptor(self)
-        self.identity = Identity(
+        self.identity: Identity = Identity(
             name=config.name,
             incarnation=secrets.token_bytes(16),
             trust=trust,

@@ -65,6 +65,7 @@ from kvwire.types import (
 from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
+    from kvwire.driver.device_staging import DeviceStaging
     from kvwire.endpoint.communicator import CommunicatorState
 
 _TAG_MAX: Final = 2**64 - 1
@@ -101,8 +102,10 @@ class ConnectionState:
         # Where it went, on the side that had connected.
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
         lanes = LaneSet(scheme, report)
-        self.driver = ConnectionDriver(link, core, communicator, lanes, self._on_event)
-        self.staging = self.driver.staging
+        self.driver: ConnectionDriver = ConnectionDriver(
+            link, core, communicator, lanes, self._on_event
+        )
+        self.staging: DeviceStaging = self.driver.staging
 
     def __repr__(self) -> str:
         state = self.core.phase.value

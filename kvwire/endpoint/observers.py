@@ -21,7 +21,7 @@ from kvwire.transfers.ports import ConnectionPort
 if TYPE_CHECKING:
     from kvwire.endpoint.connection import ConnectionState
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 # What users hold of a connection.
 C_contra = TypeVar("C_contra", contravariant=True)

@@ -33,7 +33,7 @@ class RequestState(Generic[T]):
     """
 
     # Defaults, so that a request that is over at once sets two attributes and no more.
-    over = False
+    over: bool = False
     error: KVWireError | None = None
     core: RequestRecord | None = None
     into: Payload | None = None

@@ -61,14 +61,14 @@ class Fragments:
             raise UsageError("fragments: addresses and lengths must be 1-D and as long")
         if lengths.size and not lengths.all():
             raise UsageError("fragments: a fragment of 0 bytes")
-        self.addresses = addresses
-        self.lengths = lengths
-        self.starts = np.zeros(lengths.size + 1, np.uint64)
+        self.addresses: Array = addresses
+        self.lengths: Array = lengths
+        self.starts: npt.NDArray[np.uint64] = np.zeros(lengths.size + 1, np.uint64)
         np.cumsum(lengths, out=self.starts[1:])
-        self.nbytes = int(self.starts[-1])
-        self.owner = owner
-        self.writable = writable
-        self.device = device
+        self.nbytes: int = int(self.starts[-1])
+        self.owner: object = owner
+        self.writable: bool = writable
+        self.device: Device | None = device
 
     def __len__(self) -> int:
         """Return the number of fragments."""

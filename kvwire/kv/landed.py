@@ -30,7 +30,7 @@ class Landed:
     __slots__ = ("_cells", "_left", "plan")
 
     def __init__(self, plan: TransferPlan, *, held: bool = True) -> None:
-        self.plan = plan
+        self.plan: TransferPlan = plan
         self._cells: list[Bits] = []
         self._left: list[npt.NDArray[np.int64]] = []
         for index, walk in enumerate(plan.groups):

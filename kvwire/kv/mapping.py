@@ -48,12 +48,12 @@ class GroupMap:
     def __init__(
         self, walk: Canonical, memory: CacheGroup, ids: Ids, wanted: Bits
     ) -> None:
-        self.walk = walk
-        self.memory = memory
-        self.ids = ids
-        self.wanted = wanted
-        self.moves_all = bool(wanted.all())
-        self.granules_per_block = memory.spec.block_tokens // walk.granule_tokens
+        self.walk: Canonical = walk
+        self.memory: CacheGroup = memory
+        self.ids: Ids = ids
+        self.wanted: Bits = wanted
+        self.moves_all: bool = bool(wanted.all())
+        self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
         self._last: _Answer | None = None
 
     def fragments(self, layers: range, granules: slice) -> Fragments:

@@ -43,8 +43,8 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
     def __init__(
         self, groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
     ) -> None:
-        self.groups = groups
-        self.meanings = tuple(reasons)
+        self.groups: Mapping[str, MissingOfGroup] = groups
+        self.meanings: tuple[str, ...] = tuple(reasons)
         self._blocks = BlockSet({name: group.ids for name, group in groups.items()})
 
     def ids(self, group: str = DEFAULT_GROUP) -> Ids:

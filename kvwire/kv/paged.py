@@ -166,17 +166,17 @@ class CacheGroup:
     def __init__(self, name: str, spec: KVSpec, tensors: object, layout: str) -> None:
         _check_name(name)
         entries = _entries(tensors, spec, name)
-        self.name = name
-        self.spec = spec
+        self.name: str = name
+        self.spec: KVSpec = spec
         bases, axes, views = _place(entries, spec, layout, name)
-        self.bases = bases
-        self.num_blocks = axes["block"].extent
-        self.strides = {axis: axes[axis].stride for axis in _INNER}
-        self.device = views[0].device
-        self.writable = all(view.writable for view in views)
-        self.owners = tuple(view.owner for view in views)
+        self.bases: Addresses = bases
+        self.num_blocks: int = axes["block"].extent
+        self.strides: dict[str, int] = {axis: axes[axis].stride for axis in _INNER}
+        self.device: Device | None = views[0].device
+        self.writable: bool = all(view.writable for view in views)
+        self.owners: tuple[object, ...] = tuple(view.owner for view in views)
         nested = _nested_axes(bases, axes, spec.item_bytes, f"group {name!r}")
-        self.order = _memory_order(nested)
+        self.order: tuple[str, ...] = _memory_order(nested)
 
     def __repr__(self) -> str:
         spec = self.spec

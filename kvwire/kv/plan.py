@@ -26,7 +26,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from kvwire.kv.geometry import Geometry, GroupGeometry, Tokens, describe
 from kvwire.kv.mapping import GroupMap
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
+
+if TYPE_CHECKING:
+    from kvwire.kv.blocks import BlockLists
 
 GATHER_BELOW_BYTES: Final = 16 * limits.KIB
 """Smaller fragments are better gathered through a buffer: below this every transport
@@ -132,10 +135,10 @@ class TransferPlan:
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
         self.side = side
-        self.lists = cache.block_lists(blocks)
-        self.local = describe(cache, self.lists, tokens)
+        self.lists: BlockLists = cache.block_lists(blocks)
+        self.local: Geometry = describe(cache, self.lists, tokens)
         ends = (self.local, peer) if side is Side.PRODUCER else (peer, self.local)
-        self.groups = negotiate(*ends)
+        self.groups: tuple[Canonical, ...] = negotiate(*ends)
         for walk, group in zip(self.groups, self.local.groups, strict=True):
             _check_pieces(walk, group)
         wanted = _wanted(self.groups, ends[1], have or {})
@@ -143,7 +146,7 @@ class TransferPlan:
             GroupMap(walk, cache.groups[walk.group], self.lists[walk.group], granules)
             for walk, granules in zip(self.groups, wanted, strict=True)
         )
-        self.nbytes = sum(self.nbytes_of(segment) for segment in self.segments())
+        self.nbytes: int = sum(self.nbytes_of(segment) for segment in self.segments())
         if self.nbytes > limits.REQUEST_BYTES_MAX:
             raise UsageError(
                 f"this transfer has {self.nbytes} bytes, more than the "

@@ -63,8 +63,8 @@ class BlockPool:
                 f"BlockPool: block_tokens={block_tokens}: 1 to "
                 f"{limits.KV_BLOCK_TOKENS_MAX}"
             )
-        self.num_blocks = num_blocks
-        self.block_tokens = block_tokens
+        self.num_blocks: int = num_blocks
+        self.block_tokens: int = block_tokens
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}

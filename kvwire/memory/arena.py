@@ -67,7 +67,7 @@ class Arena:
             raise UsageError(f"arena: nbytes={nbytes}; at least 1 byte is needed")
         if sys.platform != "linux":
             raise UsageError("arena: memory can be shared by descriptor on Linux only")
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.nbytes: int = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._used = 0
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -78,8 +78,8 @@ class Arena:
             os.close(self._fd)
             raise
         use_huge_pages(self._map)
-        self.address = address_of_map(self._map)
-        self.serial = _arenas.add(self)
+        self.address: int = address_of_map(self._map)
+        self.serial: int = _arenas.add(self)
 
     def numpy(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike

@@ -55,8 +55,8 @@ class Iovecs:
         rows = min(len(fragments) + 2, IOVECS_MAX)
         self._table = np.empty((rows, 2), np.uint64)
         self._table_address = int(self._table.ctypes.data)
-        self.rest = len(head) + fragments.nbytes
-        self.asked = 0
+        self.rest: int = len(head) + fragments.nbytes
+        self.asked: int = 0
 
     def __len__(self) -> int:
         """Return the bytes not moved yet, as of a view."""

@@ -95,12 +95,12 @@ class Chunk:
 
     def __init__(self, mover: Mover, position: int, length: int) -> None:
         assert mover.buffer is not None
-        self.mover = mover
-        self.buffer = mover.buffer
-        self.position = position
-        self.offset = mover.base + position
-        self.length = length
-        self.lane = 0
+        self.mover: Mover = mover
+        self.buffer: BufferId = mover.buffer
+        self.position: int = position
+        self.offset: int = mover.base + position
+        self.length: int = length
+        self.lane: int = 0
 
     @property
     def request_and_segment(self) -> tuple[RequestRecord, int]:

@@ -98,9 +98,9 @@ class ConnectionCore:
     ) -> None:
         role = agreement.role
         self.agreement = agreement
-        self.outbox = Outbox(framing)
+        self.outbox: Outbox = Outbox(framing)
         self.holds = holds
-        self.phase = CloseState.OPEN
+        self.phase: CloseState = CloseState.OPEN
         self.error: ConnectionClosed | None = None
         self._requests = RequestTable(role, self.outbox, holds)
         self._chunks = ChunkMover(
@@ -114,14 +114,14 @@ class ConnectionCore:
             mine=parameters,
             theirs=agreement.peer_parameters,
         )
-        self.transfers = Transfers(
+        self.transfers: Transfers = Transfers(
             self.outbox,
             self._requests,
             self._chunks,
             holds,
             agreement.parameters.chunk_bytes,
         )
-        self.lanes = LaneTable(
+        self.lanes: LaneTable = LaneTable(
             role,
             self.outbox,
             self._chunks,

@@ -17,8 +17,10 @@ class SendCredit:
     __slots__ = ("_max_bytes", "_max_messages", "messages", "nbytes")
 
     def __init__(self, messages: int, nbytes: int) -> None:
-        self.messages = self._max_messages = messages
-        self.nbytes = self._max_bytes = nbytes
+        self.messages: int = messages
+        self.nbytes: int = nbytes
+        self._max_messages = messages
+        self._max_bytes = nbytes
 
     def spend(self, nbytes: int) -> bool:
         """Take credit for one message; False if there is not enough."""
@@ -53,9 +55,9 @@ class ReceiveCredit:
     def __init__(self, messages: int, nbytes: int) -> None:
         self._messages = messages
         self._nbytes = nbytes
-        self.left = SendCredit(messages, nbytes)
-        self.due_messages = 0
-        self.due_bytes = 0
+        self.left: SendCredit = SendCredit(messages, nbytes)
+        self.due_messages: int = 0
+        self.due_bytes: int = 0
 
     def arrived(self, nbytes: int) -> None:
         """Count a message that begins to arrive.

@@ -41,8 +41,8 @@ class Framing:
     __slots__ = ("_open_key", "_seal_key", "received", "sent")
 
     def __init__(self) -> None:
-        self.sent = 0
-        self.received = 0
+        self.sent: int = 0
+        self.received: int = 0
         self._seal_key: bytes | None = None
         self._open_key: bytes | None = None
 

@@ -94,10 +94,10 @@ class Handshake(ABC):
     role: Role
 
     def __init__(self, identity: Identity, nonce: bytes, state: HandshakeState) -> None:
-        self.framing = Framing()
+        self.framing: Framing = Framing()
         self.outgoing: list[tuple[bytes, bytes]] = []
         self.agreement: Agreement | None = None
-        self.state = state
+        self.state: HandshakeState = state
         self.identity = identity
         self._nonce = nonce
         # What the proofs are made with, once it is known.
@@ -295,7 +295,7 @@ class ClientHandshake(Handshake):
                 "KVW-HS-05", f"CHOICE takes {listed}, not one that was offered"
             )
         self._next()
-        self.agreement = Agreement(
+        self.agreement: Agreement | None = Agreement(
             role=self.role,
             digest=self._digest,
             keys=keys,
@@ -348,7 +348,7 @@ class ServerHandshake(Handshake):
             self.state = HandshakeState.FAILED
             raise no_transport(choice)
         self._next()
-        self.agreement = Agreement(
+        self.agreement: Agreement | None = Agreement(
             role=self.role,
             digest=self._digest,
             keys=keys,

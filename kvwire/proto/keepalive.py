@@ -29,7 +29,7 @@ class Keepalive:
     def __init__(self, *, interval_s: float, now: float, frames_sent: int) -> None:
         self._period_s = interval_s / _LOOKS_PER_INTERVAL
         self._frames_sent = frames_sent
-        self.due = now + self._period_s
+        self.due: float = now + self._period_s
 
     def is_idle(self, frames_sent: int) -> bool:
         """Tell whether nothing was sent since the last look."""

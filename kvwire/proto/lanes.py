@@ -156,7 +156,7 @@ class LaneTable:
             place: Finds where a chunk belongs, and takes a hold of it.
             landed: Takes a chunk that is in place, intact or not.
         """
-        self.initial_set_done = False
+        self.initial_set_done: bool = False
         self._role = role
         self._outbox = outbox
         self._flows = flows

@@ -59,7 +59,7 @@ class Liveness:
         self._pings_left_at = now
         self._sent = 0
         self._answered = 0
-        self.due = now + interval_s
+        self.due: float = now + interval_s
 
     def heard(self, now: float) -> None:
         """Note that something arrived, then or later."""

@@ -23,10 +23,10 @@ class Outbox:
     __slots__ = ("events", "frames", "framing", "shut")
 
     def __init__(self, framing: Framing) -> None:
-        self.framing = framing
+        self.framing: Framing = framing
         self.frames: deque[tuple[bytes, bytes]] = deque()
         self.events: list[Event] = []
-        self.shut = False
+        self.shut: bool = False
 
     def send(self, frame_type: int, body: Body, *, request: int = 0) -> None:
         """Queue one control frame; after the end it is dropped."""

@@ -42,8 +42,8 @@ class Scheduler:
     __slots__ = ("_behind", "_count_max", "_head", "_levels", "count", "turn_bytes")
 
     def __init__(self, turn_bytes: int) -> None:
-        self.turn_bytes = turn_bytes
-        self.count = 0
+        self.turn_bytes: int = turn_bytes
+        self.count: int = 0
         # When to look for movers that are over.
         self._count_max = REQUESTS_MAX
         # Highest priority first.

@@ -46,13 +46,14 @@ A connection, once its handshake is over:
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 
 class _Symbol(enum.Enum):
     """Makes members singletons that hash fast; Enum's hash is Python code."""
 
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:  # which cannot tell the two types apart
+        __hash__ = object.__hash__
 
 
 class RequestKind(_Symbol):

@@ -40,7 +40,7 @@ class ImageCache:
         layout = " ".join(("block", *axes))
         # Only its shape counts: two blocks, so that the axis of blocks lies outside.
         sample = np.empty((2, *_shape(namespace.spec, axes)), _dtype(namespace.spec))
-        self.cache = PagedCache.grouped(
+        self.cache: PagedCache = PagedCache.grouped(
             {namespace.group: (namespace.spec, sample, layout)}
         )
         first = images.addresses.min()

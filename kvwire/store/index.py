@@ -89,8 +89,8 @@ class Index:
     )
 
     def __init__(self, slabs: Slabs) -> None:
-        self.slabs = slabs
-        self.evicted = 0
+        self.slabs: Slabs = slabs
+        self.evicted: int = 0
         self._slots: dict[Key, int] = {}
         self._lists: dict[int, OrderedDict[Key, int]] = {}
         self._pins = np.zeros(slabs.slots, np.int32)

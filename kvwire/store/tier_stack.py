@@ -41,10 +41,10 @@ class TierStack:
     def __init__(
         self, slabs: Slabs, below: Sequence[Tier], *, through: bool, threads: Threads
     ) -> None:
-        self.counters = StoreCounters()
-        self.memory = MemoryTier(slabs, self._demote if below else None)
-        self.below = tuple(below)
-        self.through = through and bool(below)
+        self.counters: StoreCounters = StoreCounters()
+        self.memory: MemoryTier = MemoryTier(slabs, self._demote if below else None)
+        self.below: tuple[Tier, ...] = tuple(below)
+        self.through: bool = through and bool(below)
         self.threads = threads
         self.namespaces: dict[bytes, Namespace] = {
             namespace.digest: namespace

@@ -59,7 +59,7 @@ class Proxy:
 
     def __init__(self, server: Address, *toxics: Toxic, seed: int = 0) -> None:
         self.toxics = toxics
-        self.passed = dict.fromkeys(Direction, 0)
+        self.passed: dict[Direction, int] = dict.fromkeys(Direction, 0)
         self._server = server
         self._seed = seed
         self._count = 0

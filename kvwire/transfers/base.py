@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.backend import Payload
 from kvwire.clock import absolute
@@ -54,7 +54,11 @@ from kvwire.transfers.state import (
 from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
 
-logger = logging.getLogger("kvwire")
+if TYPE_CHECKING:
+    from kvwire.transfers.matching import TransferRegistry
+    from kvwire.transfers.ports import ObserverPort
+
+logger: logging.Logger = logging.getLogger("kvwire")
 
 DAMAGED = "its bytes arrived damaged"
 UNMARKED = "it was not marked ready by the producer"
@@ -126,13 +130,13 @@ class Attempt:
         asks: bool,
         state: AttemptState = AttemptState.ASKED,
     ) -> None:
-        self.connection = connection
-        self.origin = connection.peer.origin
+        self.connection: ConnectionPort = connection
+        self.origin: bytes = connection.peer.origin
         self.asks = asks
-        self.state = state
+        self.state: AttemptState = state
         self.core: RequestRecord | None = None
         # The peer's end of the transfer, over all its links.
-        self.peer_id = b""
+        self.peer_id: bytes = b""
 
     def advance(self, event: AttemptInput) -> None:
         """Take one step of the table."""
@@ -230,24 +234,27 @@ class KVTransfer:
         if lease_s is not None and not 0 < lease_s < math.inf:
             raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")
         self.id = id
-        self.key = transfer_key(id)
+        self.key: bytes = transfer_key(id)
         self.cache = cache
         self.communicator = communicator
-        self.loop = communicator.loop
-        self.registry = communicator.registry
-        self.observers = communicator.watchers
+        self.loop: asyncio.AbstractEventLoop = communicator.loop
+        self.registry: TransferRegistry = communicator.registry
+        self.observers: ObserverPort = communicator.watchers
         self.priority = priority
-        self.tokens = tokens = options.get("tokens")
-        self.lists = self.listed(blocks)
+        tokens = options.get("tokens")
+        self.tokens: Tokens = tokens
+        self.lists: BlockLists = self.listed(blocks)
         self.geometry: Geometry = describe(cache, self.lists, tokens)
         if cache.device is not None:
             # That a device does not work is known before anything is promised.
             communicator.devices.copy_engine(cache.device)
-        self.deadline = absolute(options.get("deadline"))
-        self.lease_s = self.communicator.config.lease_s if lease_s is None else lease_s
-        self.phases = PhaseTimer()
-        self.endpoint_id = secrets.token_bytes(ENDPOINT_ID_BYTES)
-        self.state = TransferState.NEW
+        self.deadline: float | None = absolute(options.get("deadline"))
+        self.lease_s: float = (
+            self.communicator.config.lease_s if lease_s is None else lease_s
+        )
+        self.phases: PhaseTimer = PhaseTimer()
+        self.endpoint_id: bytes = secrets.token_bytes(ENDPOINT_ID_BYTES)
+        self.state: TransferState = TransferState.NEW
         # Makes and records the outcome of a transfer that has not begun yet.
         self._ends: Callable[[], None] | None = None
         self._outcome: Outcome | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvwire.clock import yields_before_raising
 from kvwire.errors import (
@@ -45,6 +45,9 @@ from kvwire.transfers.state import (
     TransferState,
 )
 
+if TYPE_CHECKING:
+    from kvwire.kv.blocks import Bits
+
 
 class IncomingState(KVTransfer):
     """Holds the state of a transfer that this side consumes."""
@@ -68,10 +71,10 @@ class IncomingState(KVTransfer):
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
         listed = listed_hashes(options.get("hashes"), self.geometry)
-        self.have = held(options.get("have"), listed, self.lists)
-        self.hashes = digest(listed)
+        self.have: dict[str, Bits] = held(options.get("have"), listed, self.lists)
+        self.hashes: bytes = digest(listed)
         self.attempt: ReceiveAttempt | None = None
-        self.peer_id = b""
+        self.peer_id: bytes = b""
         self.reported: list[Segment] = []
         self._layers_grouped = 1
         self._damaged: list[Segment] = []
@@ -242,7 +245,8 @@ class IncomingState(KVTransfer):
             tokens=self.tokens,
             have=self.have if comparable else None,
         )
-        first, self.peer_id = not self.planned, description.endpoint_id
+        first = not self.planned
+        self.peer_id = description.endpoint_id
         if first:
             self.plan, self.landed = plan, Landed(plan)
             # What is not carried, or was here before, is not waited for.

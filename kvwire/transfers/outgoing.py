@@ -56,7 +56,7 @@ class OutgoingState(KVTransfer):
         options: SendOptions,
         consumers: int = 1,
     ) -> None:
-        self.growing = options.get("growing", False)
+        self.growing: bool = options.get("growing", False)
         super().__init__(communicator, id, cache, blocks, options)
         if consumers < 1:
             raise UsageError(f"consumers={consumers}: at least 1")
@@ -66,9 +66,9 @@ class OutgoingState(KVTransfer):
             raise UsageError(
                 f"group_bytes={group_bytes}: at least 1, for layer by layer"
             )
-        self.hashes = digest(listed_hashes(options.get("hashes"), self.geometry))
-        self.group_bytes = GROUP_BYTES if group_bytes is None else group_bytes
-        self.ready_log = ReadyLog(
+        self.hashes: bytes = digest(listed_hashes(options.get("hashes"), self.geometry))
+        self.group_bytes: int = GROUP_BYTES if group_bytes is None else group_bytes
+        self.ready_log: ReadyLog = ReadyLog(
             self.cache,
             self.lists,
             self.loop,

@@ -87,8 +87,8 @@ class ReadyLog:
         devices: Devices,
     ) -> None:
         self.log: list[ReadyRange] = []
-        self.finished = False
-        self.failed = ""
+        self.finished: bool = False
+        self.failed: str = ""
         self._loop = loop
         self._thread = threading.get_ident()
         self._wake = wake

@@ -41,7 +41,7 @@ class SendAttempt(Attempt):
         super().__init__(connection, asks=asks)
         self.outgoing = outgoing
         self._plan: TransferPlan | None = None
-        self.confirmed = False
+        self.confirmed: bool = False
         self.reason = ""
         self._phases = PhaseTimer(outgoing.phases.created)
         self._links = 1
@@ -92,7 +92,8 @@ class SendAttempt(Attempt):
             BackendUnavailable: This connection cannot move memory of the device.
         """
         self._phases.mark_first("met")
-        out, self.peer_id = self.outgoing, description.endpoint_id
+        out = self.outgoing
+        self.peer_id: bytes = description.endpoint_id
         self.confirmed = self.confirmed or bool(description.peer_id)
         self.connection.open_staging(out.cache.device)
         description.require_same_hashes(out.hashes)

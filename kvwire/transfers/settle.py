@@ -28,8 +28,8 @@ class SettleAttempt(Attempt):
             attempt.connection, asks=attempt.asks, state=AttemptState.WAITING
         )
         self.incoming = incoming
-        self.peer_id = incoming.peer_id
-        self.key = (incoming.key, incoming.endpoint_id)
+        self.peer_id: bytes = incoming.peer_id
+        self.key: tuple[bytes, bytes] = (incoming.key, incoming.endpoint_id)
 
     @property
     def waits(self) -> bool:
@@ -51,7 +51,8 @@ class SettleAttempt(Attempt):
         """Answer a producer that pushes again, not having heard that all is settled."""
         self.advance(AttemptInput.RESUME)
         self.connection = connection
-        self.core, core.context = core, self
+        self.core = core
+        core.context = self
         answer = self.incoming.description(self.incoming.plan.digest)
         connection.transfers.agree(core, answer.encode())
         self._settle()

@@ -25,7 +25,7 @@ class PhaseTimer:
     __slots__ = ("_at", "created")
 
     def __init__(self, created: float | None = None) -> None:
-        self.created = monotonic() if created is None else created
+        self.created: float = monotonic() if created is None else created
         self._at: dict[Phase, float] = {}
 
     def mark_first(self, phase: Phase) -> None:

@@ -33,7 +33,7 @@ class ServedContender(StoreContender):
 
     def __init__(self, name: str, options: Sequence[str], transport: str) -> None:
         super().__init__(name, "store", options)
-        self.environment = {"KVWIRE_REQUIRE": transport}
+        self.environment: dict[str, str] = {"KVWIRE_REQUIRE": transport}
 
     def start(self) -> None:
         """See Contender."""

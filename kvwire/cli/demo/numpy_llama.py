@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from kvwire.cli.demo.llama import (
     Llama,
     OnWritten,
 )
+
+if TYPE_CHECKING:
+    from kvwire.kv.paged import PagedCache
 
 Floats = npt.NDArray[np.float32]
 
@@ -56,7 +59,7 @@ class NumpyLlama(Llama):
         )
         shape = (num_blocks, 2, BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
         self._pool = [np.zeros(shape, np.float32) for _ in self._layers]
-        self.cache = kvwire.PagedCache(spec, self._pool, layout="NHD")
+        self.cache: PagedCache = kvwire.PagedCache(spec, self._pool, layout="NHD")
 
     def sequence(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LlamaForCausalLM
@@ -19,6 +19,9 @@ from kvwire.cli.demo.llama import (
     OnWritten,
 )
 from kvwire.integrations.transformers import PagedSequence, TensorPool, kv_spec
+
+if TYPE_CHECKING:
+    from kvwire.kv.paged import PagedCache
 
 
 class TorchLlama(Llama):
@@ -38,7 +41,7 @@ class TorchLlama(Llama):
             fingerprint="kvwire demo",
         )
         self._pool = TensorPool(spec, num_blocks)
-        self.cache = self._pool.cache
+        self.cache: PagedCache = self._pool.cache
 
     def sequence(
         self,

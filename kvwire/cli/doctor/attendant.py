@@ -25,7 +25,7 @@ from kvwire.cli.doctor.trial import Report
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 PROFILE_KEY: Final = "kvwire.doctor"
 PROFILE: Final = {PROFILE_KEY: "2"}
@@ -76,7 +76,7 @@ class Memory:
 
     def __init__(self, pass_bytes: int, seed: int) -> None:
         noise = np.random.default_rng(seed).bytes(2 * pass_bytes)
-        self.bytes = np.frombuffer(noise, np.uint8).copy()
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(noise, np.uint8).copy()
 
     def slots(self, size: int) -> npt.NDArray[np.uint8]:
         """Pairs of slots: a fragment of this size, and what lies behind it."""

@@ -25,7 +25,7 @@ from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpe
 from kvwire.proto.state import CloseState
 from kvwire.types import Address
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 # A peer that has refused a lane so often in a row, for two minutes or so, will not have
 # it: its device is gone for good, or its system's limits are reached.

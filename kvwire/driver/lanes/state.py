@@ -93,11 +93,11 @@ class LaneEndpoint:
     __slots__ = ("backend", "lane", "number", "reason", "state")
 
     def __init__(self, number: int, backend: str, lane: Lane) -> None:
-        self.number = number
-        self.backend = backend
-        self.lane = lane
-        self.state = LaneState.JOINING
-        self.reason = ""
+        self.number: int = number
+        self.backend: str = backend
+        self.lane: Lane = lane
+        self.state: LaneState = LaneState.JOINING
+        self.reason: str = ""
 
 
 class LaneSet:
@@ -118,12 +118,14 @@ class LaneSet:
     def __init__(self, scheme: str, report: TransportReport) -> None:
         self.scheme = scheme
         self.verdicts = report
-        self.possible = tuple(c.name for c in report if c.possible or c.taken)
+        self.possible: tuple[str, ...] = tuple(
+            c.name for c in report if c.possible or c.taken
+        )
         self.open: list[LaneEndpoint] = []
         self.failed: dict[str, str] = {}  # bounded: BACKENDS_MAX
-        self.initial_set_done = False
+        self.initial_set_done: bool = False
         self._endpoints: dict[Lane, LaneEndpoint] = {}
-        self.broken = ""
+        self.broken: str = ""
         # What carried the data when the connection ended, and why.
         self._last: tuple[str, str] | None = None
 

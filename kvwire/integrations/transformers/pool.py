@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
@@ -85,9 +85,11 @@ class TensorPool:
             )
         shape = (num_blocks, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
         dtype = getattr(torch, spec.dtype)
-        self.spec = spec
-        self.tensors = [torch.zeros(shape, dtype=dtype) for _ in range(spec.layers)]
-        self.cache = PagedCache(spec, self.tensors, layout="NHD")
+        self.spec: KVSpec = spec
+        self.tensors: list[Any] = [
+            torch.zeros(shape, dtype=dtype) for _ in range(spec.layers)
+        ]
+        self.cache: PagedCache = PagedCache(spec, self.tensors, layout="NHD")
 
     def __repr__(self) -> str:
         return f"TensorPool({self.cache!r})"

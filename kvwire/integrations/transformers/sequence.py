@@ -95,7 +95,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         length: int,
     ) -> None:
         super().__init__()
-        self.length = length
+        self.length: int = length
         self._sequence = sequence
         self._index = index
         self._tensor = tensor

@@ -29,7 +29,7 @@ with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 
 @dataclasses.dataclass

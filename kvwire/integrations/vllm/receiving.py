@@ -20,7 +20,7 @@ from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.topology import RankRoute
 from kvwire.kv.blocks import Ids
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from kvwire.integrations.vllm.metadata import (
 )
 from kvwire.kv.hashing import HashScheme
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from kvwire.integrations.vllm.metadata import SendPrompt
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.topology import RankRoute
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 
 class PromptSend:
@@ -48,9 +48,9 @@ class PromptSend:
         peers: Peers,
         route: RankRoute,
     ) -> None:
-        self.tokens = send.tokens
+        self.tokens: int = send.tokens
         self.written = 0
-        self.finished = False
+        self.finished: bool = False
         self._engine = engine
         self._send = send
         self._cache = cache

@@ -37,7 +37,7 @@ from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
 from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 from kvwire.kv.spec import KVSpec
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 # vLLM takes a step a millisecond while all it does is wait for KV, and each takes the
 # interpreter from the thread that moves it. A new request waits for so long at most.
@@ -60,7 +60,7 @@ class WorkerSide:
         self._shape = shape
         self._engine = Engine(config)
         self._peers = self._engine.start(_peers).result()
-        self.address = settings.advertised(
+        self.address: str = settings.advertised(
             self._engine.listen(settings.address(shape.rank))
         )
         self._caches: LayerCaches | None = None

@@ -76,9 +76,9 @@ class CupyOps(DeviceOps):
                 f"CuPy finds {count} GPUs, none has number {index}"
             )
         self.cupy: Any = cupy
-        self.device = Device(MemoryKind.CUDA, index)
+        self.device: Device = Device(MemoryKind.CUDA, index)
         runtime = cupy.cuda.runtime.runtimeGetVersion()
-        self.description = f"CuPy {cupy.__version__}, CUDA {runtime}"
+        self.description: str = f"CuPy {cupy.__version__}, CUDA {runtime}"
 
     def stream(self) -> Stream:
         """See DeviceOps."""

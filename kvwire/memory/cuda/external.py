@@ -19,7 +19,7 @@ class DeviceArray:
     """
 
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
-        self.__cuda_array_interface__ = {
+        self.__cuda_array_interface__: dict[str, Any] = {
             "shape": shape,
             "typestr": typestr,
             "data": (address, False),

@@ -37,8 +37,8 @@ class TorchOps(DeviceOps):
                 f"torch finds {torch.cuda.device_count()} GPUs, none has number {index}"
             )
         self.torch: Any = torch
-        self.device = Device(MemoryKind.CUDA, index)
-        self.description = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+        self.device: Device = Device(MemoryKind.CUDA, index)
+        self.description: str = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
 
     def stream(self) -> Stream:
         """See DeviceOps."""

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from kvwire.memory.device.ops import Event
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 Done: TypeAlias = Callable[[Exception | None], None]
 """Told on the loop that an event has fired, or how the device failed."""
@@ -37,7 +37,7 @@ class CompletionThread:
     def __init__(
         self, name: str, call_soon: Callable[[Callable[[], None]], object]
     ) -> None:
-        self.watched = 0
+        self.watched: int = 0
         self._name = name
         self._call_soon = call_soon
         self._queue: queue.SimpleQueue[tuple[Event, Done] | None] = queue.SimpleQueue()

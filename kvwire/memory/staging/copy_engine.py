@@ -44,8 +44,12 @@ class CopyEngine:
         self.ops = ops
         self.slot_bytes = slot_bytes
         self.failed = ""
-        self.outbound = _CopyDirection(ops, call_soon, slot_bytes, "out of")
-        self.inbound = _CopyDirection(ops, call_soon, slot_bytes, "into")
+        self.outbound: _CopyDirection = _CopyDirection(
+            ops, call_soon, slot_bytes, "out of"
+        )
+        self.inbound: _CopyDirection = _CopyDirection(
+            ops, call_soon, slot_bytes, "into"
+        )
 
     @property
     def landed(self) -> Event:
@@ -136,9 +140,11 @@ class _CopyDirection:
     def __init__(
         self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int, name: str
     ) -> None:
-        self.stream = ops.stream()
-        self.scratch = self.stream.buffer(slot_bytes)
-        self.completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
+        self.stream: Stream = ops.stream()
+        self.scratch: Fragments = self.stream.buffer(slot_bytes)
+        self.completions: CompletionThread = CompletionThread(
+            f"kvwire {name} {ops.device}", call_soon
+        )
         self.last: Event | None = None
 
     def watch(self, done: Done) -> None:

@@ -42,7 +42,7 @@ class Operation(ABC):
         self, tiers: TierStack, requests: Sequence[GroupRequest], plan: TransferPlan
     ) -> None:
         self.tiers = tiers
-        self.drained = asyncio.Event()
+        self.drained: asyncio.Event = asyncio.Event()
         self._plan = plan
         self._requests = requests
         self._reasons: list[str] = [""]

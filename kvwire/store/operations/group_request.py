@@ -19,7 +19,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.kv.mapping import GroupMap
 from kvwire.kv.paged import CacheGroup, PagedCache
 from kvwire.limits import STORE_HASH_BYTES_MAX
-from kvwire.store.index import as_keys
+from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import ORDERS, Namespace, namespace_of, order_of
 
 Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
@@ -54,10 +54,10 @@ class GroupRequest:
         hashes: Sequence[bytes],
         hash_tokens: int | None,
     ) -> None:
-        self.group = group
-        self.namespace = namespace_of(group, hash_tokens)
-        self.order = order_of(group)
-        self.keys = as_keys(keys_of(hashes, self.namespace))
+        self.group: CacheGroup = group
+        self.namespace: Namespace = namespace_of(group, hash_tokens)
+        self.order: int = order_of(group)
+        self.keys: Keys = as_keys(keys_of(hashes, self.namespace))
         self._ids = ids
         held = ids.size * group.spec.block_tokens
         named = len(hashes) * self.namespace.spec.block_tokens

@@ -46,7 +46,7 @@ from kvwire.store.server.messages import (
 if TYPE_CHECKING:
     from kvwire import Communicator, Connection, Incoming, Outgoing
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 
 class ActiveConnection:
@@ -202,7 +202,7 @@ class StoreClient:
         timeout_s: float,
         changed: Callable[[], None],
     ) -> None:
-        self.error = "it was not dialled yet"
+        self.error: str = "it was not dialled yet"
         self.active: ActiveConnection | None = None
         self._communicator = communicator
         self._address = address

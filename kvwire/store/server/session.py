@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvwire import Connection
     from kvwire.store.server.server import StoreServer
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
 

@@ -56,7 +56,7 @@ class Directory:
                 f"does not read that format; delete the directory, or give another one"
             )
         with contextlib.ExitStack() as opened:
-            self.file = file_type(path / _IMAGES, create=True)
+            self.file: File = file_type(path / _IMAGES, create=True)
             opened.callback(self.file.close)
             # SQLite's ends when this process closes any descriptor of its file; and its
             # first sync makes the names of both files safe.
@@ -65,16 +65,16 @@ class Directory:
                     f"{path}: another process has this store open; one at a time can, "
                     f"so give each its own directory"
                 )
-            self.index = DiskIndex(path / _INDEX, slab_bytes, synced=synced)
+            self.index: DiskIndex = DiskIndex(path / _INDEX, slab_bytes, synced=synced)
             opened.callback(self.index.close, in_order=False)
             slab_bytes = self.index.slab_bytes
-            self.slabs = nbytes // slab_bytes
+            self.slabs: int = nbytes // slab_bytes
             if self.slabs < 1:
                 raise UsageError(
                     f"{path}: its slabs have {slab_bytes} bytes, so size={nbytes} is "
                     f"too little; give it a larger size, or an empty directory"
                 )
-            self.whole = self.index.closed
+            self.whole: bool = self.index.closed
             self._resize(self.slabs * slab_bytes)
             opened.pop_all()  # they are this one's now
 

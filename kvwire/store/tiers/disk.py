@@ -348,7 +348,7 @@ class DiskTier(Tier):
 
     def _failed(self, what: str, error: Exception) -> None:
         text = getattr(error, "strerror", None) or str(error)
-        self.error = f"{what} failed: {text}"
+        self.error: str = f"{what} failed: {text}"
 
     # --- on a thread ------------------------------------------------------------------
 

@@ -128,8 +128,8 @@ class DiskIndex:
             if not found or found[0] not in _SLABS:
                 raise sqlite3.DatabaseError("its slabs have no length")
             self.slab_bytes: int = found[0]
-            self.closed = bool(found[1])
-            self.namespaces = dict(self._read_namespaces())
+            self.closed: bool = bool(found[1])
+            self.namespaces: dict[bytes, Namespace] = dict(self._read_namespaces())
         except BaseException:
             self._db.close()
             raise

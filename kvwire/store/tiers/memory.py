@@ -37,7 +37,7 @@ from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import Slabs
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 Demote = Callable[[IndexedSlots], Awaitable[str]]
 """Gives blocks to the tiers below that lack them; why some of them were not taken."""
@@ -57,9 +57,9 @@ class MemoryTier:
     """
 
     def __init__(self, slabs: Slabs, demote: Demote | None) -> None:
-        self.index = Index(slabs)
-        self.in_flight = InFlightFills()
-        self.counts = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
+        self.index: Index = Index(slabs)
+        self.in_flight: InFlightFills = InFlightFills()
+        self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         self._base = int(self._bytes.ctypes.data)
         self._demote = demote

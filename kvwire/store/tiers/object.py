@@ -76,7 +76,7 @@ class ObjectTier(Tier):
     ) -> None:
         self.name = name
         self.durable = durable
-        self.error = ""
+        self.error: str = ""
         import obstore  # noqa: PLC0415 - an extra
 
         self._obstore = obstore
@@ -285,7 +285,7 @@ class ObjectTier(Tier):
                 return BlockResult.FAILED
         if not self._resting():  # it may be an answer from before a failure
             self._backoff.reset()
-            self.unavailable_reason = ""
+            self.unavailable_reason: str = ""
         return found
 
     async def _each(

@@ -51,7 +51,7 @@ _READ_ONLY: Final = "this server is read-only"
 class RemoteTier(Tier):
     """Keeps blocks at a store server. Made by :meth:`open`."""
 
-    durable = False
+    durable: bool = False
 
     def __init__(
         self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
@@ -119,7 +119,7 @@ class RemoteTier(Tier):
                 if found.size != which.size:
                     raise _lie(active, f"{found.size} orders of {which.size} blocks")
                 orders[which] = found
-            self.unavailable_reason = ""
+            self.unavailable_reason: str = ""
         except KVWireError as exc:
             self.error = self.unavailable_reason = error_text(exc)
         return orders
@@ -294,7 +294,7 @@ class RemoteTier(Tier):
                 (results == BlockResult.FAILED) | (results == BlockResult.REFUSED)
             ).any()
         ):
-            self.error = done.reason
+            self.error: str = done.reason
         return results
 
 

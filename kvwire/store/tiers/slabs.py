@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB, STORE_SLOTS_MAX
@@ -61,10 +62,10 @@ class Slabs:
     def __init__(self, slabs: int, slab_bytes: int) -> None:
         assert slabs >= 1
         assert slab_bytes % GRAIN_BYTES == 0
-        self.slab_bytes = slab_bytes
-        self.stride = stride_of(slab_bytes)
-        self.slot_bytes = np.zeros(slabs, np.int64)
-        self.used = np.zeros(slabs, np.int64)
+        self.slab_bytes: int = slab_bytes
+        self.stride: int = stride_of(slab_bytes)
+        self.slot_bytes: npt.NDArray[np.int64] = np.zeros(slabs, np.int64)
+        self.used: npt.NDArray[np.int64] = np.zeros(slabs, np.int64)
         self._free: list[list[int]] = [[] for _ in range(slabs)]
         # For each size the slabs with a free slot, the one to be filled first in front.
         self._open: dict[int, dict[int, None]] = {}

@@ -42,8 +42,8 @@ class Bench:
 
     def __init__(self, timeout_s: float, *, alone: bool = True) -> None:
         self.timeout_s = timeout_s
-        self.verdicts = Verdicts()
-        self.loop = asyncio.get_running_loop()
+        self.verdicts: Verdicts = Verdicts()
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self.verdicts.changed = self.announce
         self._thread = threading.get_ident()

@@ -37,8 +37,8 @@ class Joined(Bench, Generic[S]):
         self, make: Callable[[], Backend], timeout_s: float, *, alone: bool = True
     ) -> None:
         super().__init__(timeout_s, alone=alone)
-        self.near = make()
-        self.far = make()
+        self.near: Backend = make()
+        self.far: Backend = make()
         self.sides: list[S] = []
 
     # --- waiting ----------------------------------------------------------------------

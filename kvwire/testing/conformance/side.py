@@ -9,6 +9,7 @@ with the right arguments, and nothing after ``link_closed``. What is wrong goes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from kvwire.backend import Landing, Link, LinkHandler
 from kvwire.testing.conformance.content import Cut, Head, Memory, pattern
@@ -22,8 +23,8 @@ class KitLanding(Landing):
 
     def __init__(self, head: Head, memory: Memory | None) -> None:
         super().__init__(head.length, memory.payload if memory else None)
-        self.head = head
-        self.memory = memory
+        self.head: Head = head
+        self.memory: Memory | None = memory
 
 
 class Side(Witness, LinkHandler):
@@ -44,12 +45,12 @@ class Side(Witness, LinkHandler):
 
     kind = "link"
     begins_with = "start"
-    within_flush = frozenset({"frame_sent"})
+    within_flush: ClassVar[frozenset[str]] = frozenset({"frame_sent"})
 
     def __init__(self, name: str, link: Link, verdicts: Verdicts) -> None:
         super().__init__(name, link, verdicts)
         self.link = link
-        self.queued = 0
+        self.queued: int = 0
         self.land: Callable[[Head], Memory | None] = _new_view
         self.on_header: Callable[[Head], None] = nothing
         self.on_body: Callable[[KitLanding], None] = nothing

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import platform
 import time
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from kvwire.cli.bench.fragment_work import (
 )
 from kvwire.cli.bench.sides.half import HOST, Half, digest
 from kvwire.memory.arena import Arena
+
+if TYPE_CHECKING:
+    from kvwire.kv.paged import PagedCache
 
 GO: Final = 1
 # A block is 2 components x 16 tokens x 8 heads of 2 bytes: what is left are its dims.
@@ -40,7 +43,7 @@ class Pool:
     ) -> None:
         dims = work.layer_bytes // _BYTES_PER_DIM
         block = (2, TOKENS, HEADS, dims)
-        self.memory = memory[: work.pool_bytes]
+        self.memory: npt.NDArray[np.uint8] = memory[: work.pool_bytes]
         whole = self.memory.view(np.float16)
         spec = kvwire.KVSpec(
             layers=work.layers,
@@ -54,8 +57,8 @@ class Pool:
             tensors = whole.reshape(work.pool_blocks, work.layers, *block)
         else:
             tensors = list(whole.reshape(work.layers, work.pool_blocks, *block))
-        self.cache = kvwire.PagedCache(spec, tensors)
-        self.blocks = block_ids(work, side).tolist()
+        self.cache: PagedCache = kvwire.PagedCache(spec, tensors)
+        self.blocks: Any = block_ids(work, side).tolist()
         self._fragments = offsets(work, side) // work.nbytes
         self._shape = (-1, work.nbytes)
 
@@ -100,7 +103,7 @@ class FragmentsHalf(Half):
     def __init__(self, transport: str, pool_bytes: int, *, arena: bool = False) -> None:
         self._transport = transport
         self._arena = Arena(pool_bytes) if arena else None
-        self.memory = (
+        self.memory: npt.NDArray[np.uint8] = (
             self._arena.buffer(pool_bytes)
             if self._arena
             else np.empty(pool_bytes, np.uint8)

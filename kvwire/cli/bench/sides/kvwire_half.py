@@ -33,9 +33,9 @@ class Room:
     grant: kvwire.Grant
 
     def __init__(self, work: Work) -> None:
-        self.memory = bytearray(work.nbytes * work.in_flight)
+        self.memory: bytearray = bytearray(work.nbytes * work.in_flight)
         whole = memoryview(self.memory)
-        self.parts = [
+        self.parts: list[memoryview] = [
             whole[i * work.nbytes : (i + 1) * work.nbytes]
             for i in range(work.in_flight)
         ]

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 import kvwire
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.sides.half import HOST, Half, digest, fill
 from kvwire.limits import KIB
+
+if TYPE_CHECKING:
+    from kvwire.kv.paged import PagedCache
 
 GO: Final = 1
 # A block of 16 tokens with 8 heads of 128 in bfloat16: that of an 8B model of today.
@@ -44,7 +48,7 @@ class Cache:
             blocks, tokens = 1, 1
         heads = HEADS if not rest else 1
         dim = HEAD_DIM if not rest else layer_bytes // 4
-        self.memory = np.zeros(layers * layer_bytes, np.uint8)
+        self.memory: npt.NDArray[np.uint8] = np.zeros(layers * layer_bytes, np.uint8)
         spec = kvwire.KVSpec(
             layers=layers,
             kv_heads=heads,
@@ -54,8 +58,8 @@ class Cache:
         )
         whole = self.memory.view(np.float16)
         tensors = list(whole.reshape(layers, blocks, 2, tokens, heads, dim))
-        self.cache = kvwire.PagedCache(spec, tensors)
-        self.blocks = list(range(blocks))
+        self.cache: PagedCache = kvwire.PagedCache(spec, tensors)
+        self.blocks: list[int] = list(range(blocks))
 
 
 class OverlapHalf(Half):

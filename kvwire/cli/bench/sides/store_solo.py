@@ -144,8 +144,8 @@ class Stock:
     def __init__(self, work: StoreWork, directory: str) -> None:
         nbytes = work.transfer.pool_bytes
         # Written to, so that no page is missing when it is timed.
-        self.have = Pool(np.ones(nbytes, np.uint8), work.transfer, LEFT)
-        self.want = Pool(np.ones(nbytes, np.uint8), work.transfer, RIGHT)
+        self.have: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, LEFT)
+        self.want: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, RIGHT)
         self._directory = directory
         self._work = work
         self._sets: LastTwo[list[bytes]] = LastTwo()

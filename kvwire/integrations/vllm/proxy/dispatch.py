@@ -38,7 +38,7 @@ from kvwire.integrations.vllm.proxy.requests import (
 with needed_by("the proxy", extra="vllm"):
     import httpx
 
-logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire")
 
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500
@@ -62,7 +62,7 @@ class EngineFailed(Exception):
         self.engine = engine
         self.why = why
         self.status = status
-        self.down = status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        self.down: bool = status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 @dataclass(frozen=True, slots=True)

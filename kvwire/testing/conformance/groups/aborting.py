@@ -10,7 +10,7 @@ from kvwire.testing.conformance.content import Memory
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
-group = Group("abort")
+group: Group = Group("abort")
 
 Stage = Callable[[Rig, Side, Side], Awaitable[None]]
 

@@ -10,7 +10,7 @@ from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.types import Address
 
-group = Group("address")
+group: Group = Group("address")
 
 
 async def _refuses(rig: Rig, address: Address) -> None:

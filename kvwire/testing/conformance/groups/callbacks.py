@@ -12,7 +12,7 @@ from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding
 from kvwire.testing.conformance.witness import Token
 
-group = Group("callback")
+group: Group = Group("callback")
 
 
 @group.check("start", "start calls nothing, although frames wait")

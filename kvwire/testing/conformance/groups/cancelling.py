@@ -10,7 +10,7 @@ from kvwire.backend import Listener
 from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.rig import Group, Rig
 
-group = Group("cancel")
+group: Group = Group("cancel")
 
 T = TypeVar("T")
 # A coroutine that waits more often than this waits for something that never comes.
@@ -29,7 +29,7 @@ class CancelAt(Generic[T]):
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], suspension: int) -> None:
-        self.reached = False
+        self.reached: bool = False
         self._coroutine = coroutine
         self._suspension = suspension
 

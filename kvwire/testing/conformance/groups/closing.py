@@ -8,7 +8,7 @@ from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
-group = Group("close")
+group: Group = Group("close")
 
 
 async def _end_cleanly(rig: Rig, *sides: Side) -> None:

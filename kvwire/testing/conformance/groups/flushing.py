@@ -7,7 +7,7 @@ from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
-group = Group("flush")
+group: Group = Group("flush")
 
 
 @group.check("nothing", "flush with an empty queue does nothing")

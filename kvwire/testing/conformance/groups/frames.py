@@ -9,7 +9,7 @@ from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern
 from kvwire.testing.conformance.rig import Group, Rig
 
-group = Group("frame")
+group: Group = Group("frame")
 
 _SIZES = {
     **{str(n): n for n in (0, 1, 2, 31, 32, 33, 255, 4095, 4096, 4097)},

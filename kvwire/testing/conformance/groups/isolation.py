@@ -9,7 +9,7 @@ from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
-group = Group("isolation")
+group: Group = Group("isolation")
 
 
 class Planted(Exception):

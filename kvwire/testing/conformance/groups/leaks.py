@@ -14,7 +14,7 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.growth import require_collected, require_no_growth
 from kvwire.testing.conformance.rig import Group, Rig
 
-group = Group("leak")
+group: Group = Group("leak")
 
 _CYCLES = 30
 # Caches may fill once. What is looked for grows with every cycle, or with every fifth.

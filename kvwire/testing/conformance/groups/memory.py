@@ -17,7 +17,7 @@ from kvwire.testing.conformance.poison import POISON, poison
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
-group = Group("memory")
+group: Group = Group("memory")
 
 
 @group.each("source", "Memory of {} is not read after frame_sent", CUTS)

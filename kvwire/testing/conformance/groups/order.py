@@ -8,7 +8,7 @@ from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding, Side
 
-group = Group("order")
+group: Group = Group("order")
 
 _MIXES: dict[str, list[int]] = {
     "empty": [0] * 1000,

@@ -14,7 +14,7 @@ from kvwire.testing.conformance.content import Head
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
-group = Group("pause")
+group: Group = Group("pause")
 
 Run = Callable[[Rig, Side, Side], Awaitable[None]]
 

@@ -10,7 +10,7 @@ from kvwire.testing.conformance.content import CUTS
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import Side
 
-group = Group("pressure")
+group: Group = Group("pressure")
 
 # More than the buffers between two processes of one host hold.
 _FRAMES = 32

@@ -13,7 +13,7 @@ from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding, Side
 from kvwire.types import Address
 
-group = Group("threads")
+group: Group = Group("threads")
 
 Far = Callable[[Rig, Side], Awaitable[None]]
 

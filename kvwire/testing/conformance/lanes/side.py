@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvwire.backend import Landing
 from kvwire.backend.lane import Lane, LaneHandler
@@ -37,8 +38,8 @@ class LaneLanding(Landing):
 
     def __init__(self, parcel: Parcel, memory: Memory | None) -> None:
         super().__init__(parcel.length, memory.payload if memory else None)
-        self.number = parcel.number
-        self.memory = memory
+        self.number: int = parcel.number
+        self.memory: Memory | None = memory
 
 
 class LaneSide(Witness, LaneHandler):
@@ -61,7 +62,7 @@ class LaneSide(Witness, LaneHandler):
 
     kind = "lane"
     begins_with = "join returned"
-    within_flush = frozenset(
+    within_flush: ClassVar[frozenset[str]] = frozenset(
         {"payload_sent", "payload_received", "lane_writable", "lane_closed"}
     )
 

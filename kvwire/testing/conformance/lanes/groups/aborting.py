@@ -10,7 +10,7 @@ from kvwire.testing.conformance.content import CUTS
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group = LaneGroup("abort")
+group: LaneGroup = LaneGroup("abort")
 
 Stage = Callable[[LaneRig, LaneSide, LaneSide], Awaitable[None]]
 

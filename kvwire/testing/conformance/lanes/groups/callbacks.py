@@ -9,7 +9,7 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 
-group = LaneGroup("callback")
+group: LaneGroup = LaneGroup("callback")
 
 
 class Planted(Exception):

@@ -8,7 +8,7 @@ from kvwire.testing.conformance.content import CUTS
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group = LaneGroup("close")
+group: LaneGroup = LaneGroup("close")
 
 
 async def _ends_cleanly(rig: LaneRig, *sides: LaneSide) -> None:

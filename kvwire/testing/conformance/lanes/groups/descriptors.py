@@ -20,7 +20,7 @@ from kvwire.testing.conformance.content import CUTS, Cut, Memory
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide, Parcel
 
-group = LaneGroup("descriptor")
+group: LaneGroup = LaneGroup("descriptor")
 
 _NBYTES = 100_000
 _WRONG: dict[str, Callable[[bytes], bytes]] = {

@@ -11,7 +11,7 @@ from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group = LaneGroup("join")
+group: LaneGroup = LaneGroup("join")
 
 
 @group.check("available", "availability says that it can be used here")

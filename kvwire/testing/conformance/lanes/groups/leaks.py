@@ -10,7 +10,7 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.growth import require_collected, require_no_growth
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 
-group = LaneGroup("leak")
+group: LaneGroup = LaneGroup("leak")
 
 _CYCLES = 20
 # Caches may fill once. What is looked for grows with every cycle, or with every fifth.

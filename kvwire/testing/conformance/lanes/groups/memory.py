@@ -17,7 +17,7 @@ from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide, Parcel
 from kvwire.testing.conformance.poison import POISON, poison
 
-group = LaneGroup("memory")
+group: LaneGroup = LaneGroup("memory")
 
 
 @group.each("source", "Memory of {} is not read after payload_sent", CUTS)

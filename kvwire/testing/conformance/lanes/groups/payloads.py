@@ -7,7 +7,7 @@ from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Memory
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 
-group = LaneGroup("payload")
+group: LaneGroup = LaneGroup("payload")
 
 _SIZES = {
     "1": 1,

@@ -10,7 +10,7 @@ from kvwire.testing.conformance.content import CUTS
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 
-group = LaneGroup("pressure")
+group: LaneGroup = LaneGroup("pressure")
 
 
 @group.check("queued-falls", "queued_bytes falls to 0 when everything has arrived")
