@@ -2,7 +2,7 @@
 
 A payload waits in its sender's memory under its descriptor until the receiver knows
 where it goes, and the receiver copies it. All of that happens under one lock, so once a
-half has ended under it, nobody reads that half's memory any more.
+endpoint has ended under it, nobody reads that endpoint's memory any more.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _NUMBER_BYTES: Final = 8
 # One for all lanes: they are few, and copies within one process take turns anyway.
 _lock = threading.RLock()
 _numbers = count(1)
-_halves: dict[int, InprocLane] = {}
+_endpoints: dict[int, InprocLane] = {}
 
 
 class InprocLane(Lane):
     """Implements one endpoint of a lane.
 
     Args:
-        context: With the setting ``break_after``, the lane breaks after this half has
+        context: With the setting ``break_after``, the lane breaks after this endpoint
+        has
             received so many payloads: what a test of failover wants. ``span_bytes`` is
             that of the lane.
     """
@@ -66,11 +67,11 @@ class InprocLane(Lane):
         self._ended = False
         self._due = False
         with _lock:
-            _halves[self._number] = self  # bounded: LANES_MAX
+            _endpoints[self._number] = self  # bounded: LANES_MAX
 
     @property
     def bootstrap(self) -> bytes:
-        """See Lane: the number of this half."""
+        """See Lane: the number of this endpoint."""
         return _PREFIX + self._number.to_bytes(_NUMBER_BYTES, "little")
 
     @property
@@ -86,7 +87,7 @@ class InprocLane(Lane):
         number = int.from_bytes(bootstrap[len(_PREFIX) :], "little")
         sized = len(bootstrap) == len(_PREFIX) + _NUMBER_BYTES
         with _lock:
-            peer = _halves.get(number)
+            peer = _endpoints.get(number)
             if self._ended:
                 raise BackendUnavailable("the lane was aborted")
             if not sized or not bootstrap.startswith(_PREFIX) or peer is None:
@@ -121,7 +122,7 @@ class InprocLane(Lane):
             peer = self._peer
         self._wake()
         if peer is not None:
-            peer._wake()  # noqa: SLF001 - the other half
+            peer._wake()  # noqa: SLF001 - the other endpoint
 
     def close(self) -> None:
         """See Lane."""
@@ -144,7 +145,8 @@ class InprocLane(Lane):
         """See Lane."""
         return self._received_bytes
 
-    # --- the turns of this half's loop ------------------------------------------------
+    # --- the turns of this endpoint's loop
+    # ------------------------------------------------
 
     def _wake(self) -> None:
         """Take a turn soon; called from any thread."""
@@ -175,8 +177,8 @@ class InprocLane(Lane):
         busy = self._awaited or self._offers or self._queue or self._taken
         if self._closing and not busy:
             self._end(None)
-        elif self._peer._ended:  # noqa: SLF001 - the other half
-            self._end(ConnectionLost("the other half of the lane has ended"))
+        elif self._peer._ended:  # noqa: SLF001 - the other endpoint
+            self._end(ConnectionLost("the other endpoint of the lane has ended"))
 
     def _tell_sent(self, handler: LaneHandler) -> None:
         while self._taken and not self._ended:
@@ -215,7 +217,7 @@ class InprocLane(Lane):
             if self._ended:
                 return
             self._ended = True
-            _halves.pop(self._number, None)
+            _endpoints.pop(self._number, None)
             self._queue.clear()
             self._offers.clear()
             peer, handler = self._peer, self._handler
@@ -223,7 +225,7 @@ class InprocLane(Lane):
         self._awaited.clear()
         self._taken.clear()
         if peer is not None:
-            peer._wake()  # noqa: SLF001 - the other half
+            peer._wake()  # noqa: SLF001 - the other endpoint
         if handler is not None:
             self._loop.call_soon(handler.lane_closed, self, error)
         self._peer = None

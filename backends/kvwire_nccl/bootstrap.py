@@ -1,4 +1,4 @@
-"""What the two halves of a lane tell each other before anything is initialised.
+"""What the two endpoints of a lane tell each other before anything is initialised.
 
 The client names both directions, and both sides say which library they have loaded:
 NCCL refuses a peer of another version only once both have begun, and not always by
@@ -37,7 +37,7 @@ class NcclBootstrap:
     back: bytes = b""
 
     def encode(self) -> bytes:
-        """Return the half as bytes."""
+        """Encode it."""
         library = self.library.encode()[:_LIBRARY_BYTES_MAX]
         head = _HEAD.pack(_MAGIC, len(library), len(self.there), len(self.back))
         return head + library + self.there + self.back

@@ -168,7 +168,8 @@ class NcclLane(Lane):
         if self._outbound is None or self._inbound is None:
             self._end(None)
             return
-        # The peer may still announce what we are to receive: that ends with this half.
+        # The peer may still announce what we are to receive: that ends with this
+        # endpoint.
         self._outbound.close()
         self._inbound.close()
 

@@ -118,7 +118,7 @@ class TcpLane(Lane, PendingLane):
         if bootstrap != BOOTSTRAP:
             self._ending = True
             raise BackendUnavailable(
-                "the peer's half of the lane is none over tcp that we know"
+                "the peer's endpoint of the lane is not one over tcp"
             )
         self._handler = handler
         if self._context.role is Role.SERVER:

@@ -67,7 +67,7 @@ class Keys:
         )
 
     def lane_secret(self, number: int) -> bytes:
-        """Return 32 bytes for the two halves of one lane to know each other by."""
+        """Return 32 bytes for the two endpoints of a lane to know each other by."""
         return hmac.digest(self.lane, number.to_bytes(4, "little"), "sha256")
 
     def server_proof(self, transcript: bytes) -> bytes:

@@ -121,7 +121,7 @@ class Credit(Body, array_like=True, frozen=True, gc=False):
 
 
 class LaneOpen(Body, array_like=True, frozen=True, gc=False):
-    """LANE_OPEN: the client asks for a lane, the server answers with its own half."""
+    """LANE_OPEN: the client asks for a lane, the server answers with its endpoint."""
 
     lane: LaneNumber
     backend: Name
@@ -135,7 +135,7 @@ class LaneReady(Body, array_like=True, frozen=True, gc=False):
 
 
 class LaneClose(Body, array_like=True, frozen=True, gc=False):
-    """LANE_CLOSE: the sender's half of a lane is gone, or never came.
+    """LANE_CLOSE: the sender's endpoint of a lane is gone, or never came.
 
     Of the ``seen`` payloads that were announced for the lane so far, those numbered in
     ``missed`` have not arrived and all others have.
