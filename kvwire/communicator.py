@@ -56,7 +56,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         return self._open().__await__()
 
     async def __aenter__(self) -> Communicator:
-        """The communicator; it is closed at the end of the block."""
+        """Open the communicator; it is closed at the end of the block."""
         self._communicator = await self._open()
         return self._communicator
 
@@ -85,42 +85,42 @@ class Communicator:
 
     @property
     def config(self) -> Config:
-        """Its configuration."""
+        """Return its configuration."""
         return self._state.config
 
     @property
     def counters(self) -> Counters:
-        """What has happened so far."""
+        """Count what has happened so far."""
         return self._state.counters
 
     @property
     def watchers(self) -> Observers[Connection]:
-        """Who is told when KV transfers begin and end."""
+        """Hold those who are told when KV transfers begin and end."""
         return self._state.watchers
 
     @property
     def incarnation(self) -> bytes:
-        """16 random bytes; a peer sees from them that this is a new start."""
+        """Return 16 random bytes, by which a peer knows this start from others."""
         return self._state.incarnation
 
     @property
     def name(self) -> str:
-        """The name that peers see."""
+        """Return the name that peers see."""
         return self._state.name
 
     @property
     def closed(self) -> bool:
-        """Whether it is closing, or closed."""
+        """Tell whether it is closing, or closed."""
         return self._state.closed
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes whose request is over while a transport may still touch them."""
+        """Count the bytes of ended requests that a transport may still touch."""
         return self._state.quarantined_bytes
 
     @property
     def live_connections(self) -> tuple[Connection, ...]:
-        """The connections that have not ended; a snapshot."""
+        """Return the connections that have not ended; a snapshot."""
         return tuple(c.public for c in self._state.live_connections)
 
     # --- connections ------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Communicator:
         return connection
 
     def connections(self) -> AsyncIterator[Connection]:
-        """Inbound connections, in the order their handshakes ended.
+        """Iterate inbound connections, in the order their handshakes ended.
 
         Ends when the communicator is closed. Several tasks may iterate; each
         connection goes to one of them.
@@ -183,7 +183,7 @@ class Communicator:
         return self._state.connections()
 
     async def accept(self) -> Connection:
-        """The next inbound connection.
+        """Wait for the next inbound connection.
 
         Raises:
             ClosedOK: The communicator was closed.
@@ -300,7 +300,7 @@ class Communicator:
         self._state.abort()
 
     async def __aenter__(self) -> Self:
-        """The communicator itself; it is closed at the end of the block."""
+        """Return the communicator; it is closed at the end of the block."""
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:

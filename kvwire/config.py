@@ -69,7 +69,7 @@ class ConfigOptions(TypedDict, total=False):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that can be set, with its default.
+    """Holds everything that can be set, with its default.
 
     Attributes:
         name: Shown to peers and in logs.

@@ -22,7 +22,7 @@ from kvwire.types import Deadline, Grant, PeerInfo, TransportReport
 
 
 class Connection:
-    """An authenticated pair. Made by ``connect``, or handed out by ``connections``.
+    """Joins two authenticated sides; made by ``connect``, or from ``connections``.
 
     All of it belongs to the loop it was made on. The verbs return a
     :class:`~kvwire.Request` that has started already; await it for its result.
@@ -38,22 +38,22 @@ class Connection:
 
     @property
     def peer(self) -> PeerInfo:
-        """Who is at the other end."""
+        """Tell who is at the other end."""
         return self._state.peer
 
     @property
     def transport(self) -> str:
-        """The transport that carries its data, such as ``"tcp"``."""
+        """Name the transport that carries its data, such as ``"tcp"``."""
         return self._state.transport
 
     @property
     def transport_report(self) -> TransportReport:
-        """Every transport considered, and why it was taken or not."""
+        """Name every transport considered, and why it was taken or not."""
         return self._state.transport_report
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be sent."""
+        """Tell whether nothing more can be sent."""
         return self._state.closed
 
     # --- messages ---------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Connection:
         await self._state.wait_closed()
 
     async def __aenter__(self) -> Self:
-        """The connection itself; it is closed at the end of the block."""
+        """Return the connection; it is closed at the end of the block."""
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:

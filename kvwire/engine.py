@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """A communicator on a thread of its own, for any thread to call.
+    """Runs a communicator on a thread of its own, for any thread to call.
 
     Args:
         config: A Config, the path of a TOML file, or None for the environment alone.
@@ -89,7 +89,7 @@ class Engine:
         return EngineConnection(self, connection)
 
     def accept(self, timeout: float | None = None) -> EngineConnection:
-        """The next inbound connection.
+        """Wait for the next inbound connection.
 
         Args:
             timeout: Seconds to wait; None for as long as it takes.
@@ -164,7 +164,7 @@ class Engine:
         self._thread.close()
 
     def __enter__(self) -> Self:
-        """The engine itself; it is closed at the end of the block."""
+        """Return the engine; it is closed at the end of the block."""
         return self
 
     def __exit__(
@@ -180,7 +180,7 @@ class Engine:
 
 
 class EngineConnection:
-    """A connection, from synchronous code."""
+    """Serves a connection to synchronous code."""
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine  # which would close if nobody held it
@@ -192,17 +192,17 @@ class EngineConnection:
 
     @property
     def peer(self) -> PeerInfo:
-        """Who is at the other end."""
+        """Tell who is at the other end."""
         return self._connection.peer
 
     @property
     def transport(self) -> str:
-        """The transport that carries it."""
+        """Name the transport that carries its data."""
         return self._connection.transport
 
     @property
     def transport_report(self) -> TransportReport:
-        """Every transport considered, and why it was taken or not."""
+        """Name every transport considered, and why it was taken or not."""
         return self._connection.transport_report
 
     def pull(
@@ -243,7 +243,7 @@ class EngineConnection:
 
 
 class _EngineTransfer:
-    """What both ends of a transfer have from synchronous code."""
+    """Holds what both ends of a transfer have from synchronous code."""
 
     def __init__(self, engine: Engine, end: Outgoing | Incoming) -> None:
         self._engine = engine  # which would close if nobody held it
@@ -254,12 +254,12 @@ class _EngineTransfer:
         return repr(self._end)
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Tell whether the outcome is known."""
         return self._end.done()
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome, once it is known."""
+        """Return the outcome, once it is known; None before."""
         return self._end.outcome
 
     def wait(self, timeout: float | None = None) -> Outcome:
@@ -289,7 +289,7 @@ class _EngineTransfer:
 
 
 class EngineOutgoing(_EngineTransfer):
-    """A transfer that this side produces, from synchronous code."""
+    """Serves a transfer that this side produces to synchronous code."""
 
     _end: Outgoing
 
@@ -321,7 +321,7 @@ class EngineOutgoing(_EngineTransfer):
 
 
 class EngineIncoming(_EngineTransfer):
-    """A transfer that this side consumes, from synchronous code."""
+    """Serves a transfer that this side consumes to synchronous code."""
 
     _end: Incoming
 
@@ -340,7 +340,7 @@ class EngineIncoming(_EngineTransfer):
             self._thread.call(self._end.layer(layer, group), timeout)
 
     def layer_landed(self, layer: int, *, group: str | None = None) -> bool:
-        """Whether a layer of every block has landed; does not wait."""
+        """Tell whether a layer of every block has landed; does not wait."""
         return self._end.layer_landed(layer, group)
 
 

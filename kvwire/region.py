@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Region:
-    """Memory that peers may reach with a grant, until it is closed.
+    """Lends memory to peers that have a grant, until it is closed.
 
     The memory is lent to kvwire from ``register`` until :meth:`close` has returned. It
     may be read and written meanwhile; a peer's ``get`` sees what is there when its
@@ -27,7 +27,7 @@ class Region:
         self._core = core
 
     def __len__(self) -> int:
-        """Its bytes."""
+        """Return its length in bytes."""
         return self._core.nbytes
 
     def __repr__(self) -> str:
@@ -37,7 +37,7 @@ class Region:
 
     @property
     def access(self) -> Access:
-        """What grants of it may allow."""
+        """Return what grants of it may allow."""
         return self._core.access
 
     def grant(

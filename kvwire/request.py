@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Request(Coroutine[Any, Any, T], Generic[T]):
-    """One send, recv, put or get under way. Await it for its result.
+    """Follows one send, recv, put or get. Await it for its result.
 
     It is a coroutine object in all but name, so ``asyncio.create_task``, ``gather`` and
     ``TaskGroup`` take it as it is. Unlike a coroutine it has started already, and need

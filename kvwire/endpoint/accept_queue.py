@@ -41,7 +41,7 @@ class AcceptQueue(AsyncIterator[T]):
         self._changed.set()
 
     async def take(self) -> T:
-        """The next connection.
+        """Wait for the next connection.
 
         Raises:
             ClosedOK: There will be none any more.

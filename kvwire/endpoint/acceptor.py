@@ -44,7 +44,7 @@ class Acceptor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, link: Link, backend: Backend) -> None:
-        """A link came in: shake hands with it, in a task of its own."""
+        """Shake hands with a link that came in, in a task of its own."""
         communicator = self._communicator
         reason = self._why_not(link, backend)
         if reason:

@@ -120,22 +120,22 @@ class CommunicatorState:
 
     @property
     def incarnation(self) -> bytes:
-        """16 random bytes; a peer sees from them that this is a new start."""
+        """Return 16 random bytes, by which a peer knows this start from others."""
         return self.identity.incarnation
 
     @property
     def name(self) -> str:
-        """The name that peers see."""
+        """Return the name that peers see."""
         return self.config.name
 
     @property
     def closed(self) -> bool:
-        """Whether it is closing, or closed."""
+        """Tell whether it is closing, or closed."""
         return self._closed
 
     @property
     def links_ended(self) -> bool:
-        """Whether it makes and takes no links any more, for nothing."""
+        """Tell whether it makes and takes no links any more, for nothing."""
         return self._links_ended or (self._closed and not self.registry.unsettled)
 
     # --- connections ------------------------------------------------------------------
@@ -249,7 +249,7 @@ class CommunicatorState:
 
     @property
     def live_connections(self) -> tuple[ConnectionState, ...]:
-        """The connections that have not ended; a snapshot."""
+        """Return the connections that have not ended; a snapshot."""
         return tuple(self._connections)
 
     def connections(self) -> AsyncIterator[Any]:
@@ -307,7 +307,7 @@ class CommunicatorState:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes whose request is over while a transport may still touch them."""
+        """Count the bytes of ended requests that a transport may still touch."""
         return self.buffers.quarantined_bytes
 
     # --- the end ----------------------------------------------------------------------
@@ -351,7 +351,7 @@ class CommunicatorState:
     def connection_ended(
         self, connection: ConnectionState, error: ConnectionClosed
     ) -> None:
-        """A connection has ended, for the reason given."""
+        """Forget a connection that has ended, and recover it if it was lost."""
         self._connections.discard(connection)
         if not isinstance(error, ClosedOK):
             logger.info("connection to %s ended: %s", connection.peer, error)
@@ -384,7 +384,7 @@ class CommunicatorState:
         return self.lane_backend(scheme)
 
     def lane_backend(self, name: str) -> Backend:
-        """The backend called ``name``, of which there is one for all connections.
+        """Return the backend called ``name``: one serves all connections.
 
         Raises:
             BackendUnavailable: It is not installed.

@@ -113,7 +113,7 @@ class ConnectionState:
 
     @property
     def public(self) -> Any:
-        """The object that users hold; made anew if nobody holds it any more."""
+        """Return the object that users hold; make it anew if nobody holds it."""
         public = self._public and self._public()
         if public is None:
             public = self.communicator.publish_connection(self)
@@ -122,27 +122,27 @@ class ConnectionState:
 
     @property
     def transport(self) -> str:
-        """The transport that carries its data, such as ``"tcp"``."""
+        """Name the transport that carries its data, such as ``"tcp"``."""
         return self.driver.active.name
 
     @property
     def transport_report(self) -> TransportReport:
-        """Every transport considered, and why it was taken or not."""
+        """Name every transport considered, and why it was taken or not."""
         return self.driver.active.report
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be sent."""
+        """Tell whether nothing more can be sent."""
         return self.core.closed
 
     @property
     def link(self) -> Link:
-        """The backend's link that carries it; for backends' own tests and metrics."""
+        """Return the backend's link that carries it; for tests of backends."""
         return self.driver.link
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that name this connection to both of its sides, and to no other."""
+        """Return 16 bytes that name this connection to both sides, and to no other."""
         return self.core.agreement.digest[:16]
 
     # --- messages ---------------------------------------------------------------------
@@ -219,22 +219,22 @@ class ConnectionState:
 
     @property
     def transfers(self) -> Transfers:
-        """See ConnectionPort."""
+        """Serve a transfer, as ConnectionPort says."""
         return self.core.transfers
 
     @property
     def chunk_bytes(self) -> int:
-        """See ConnectionPort."""
+        """Serve a transfer, as ConnectionPort says."""
         return self.core.agreement.parameters.chunk_bytes
 
     def open_staging(self, device: Device | None) -> None:
-        """See ConnectionPort."""
+        """Serve a transfer, as ConnectionPort says."""
         self.staging.open(device)
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """See ConnectionPort."""
+        """Serve a transfer, as ConnectionPort says."""
         self.core.refuse(request, error, code)
 
     def run(self) -> None:
@@ -282,14 +282,14 @@ class ConnectionState:
         await asyncio.shield(self.driver.ended)
 
     def region_revoked(self, region: RegionRecord) -> None:
-        """A region of the communicator was closed or revoked."""
+        """End the grants of a region that was closed or revoked."""
         self.core.region_revoked(region.id)
         self.driver.run()
 
     # --- what requests ask for --------------------------------------------------------
 
     def cancel_request(self, request: RequestState[Any]) -> None:
-        """See RequestOwner."""
+        """Serve a request, as RequestOwner says."""
         if request.core is None:
             error = RequestCancelled("the receive was cancelled on this side")
             request.complete(None, error)
@@ -298,7 +298,7 @@ class ConnectionState:
         self.driver.run()
 
     def neglect(self, request: RequestState[Any]) -> None:
-        """See RequestOwner."""
+        """Serve a request, as RequestOwner says."""
         core = request.core
         if core is None or core.kind is not RequestKind.RECV:
             return
@@ -310,13 +310,13 @@ class ConnectionState:
             core.context = request
 
     def post_again(self, request: RequestState[Any]) -> None:
-        """See RequestOwner."""
+        """Serve a request, as RequestOwner says."""
         self._begin(request)
 
     def when_released(
         self, request: RequestState[Any], call: Callable[[], None]
     ) -> None:
-        """See RequestOwner."""
+        """Serve a request, as RequestOwner says."""
         core = request.core
         if core is None or core.buffer is None:
             call()
@@ -484,7 +484,7 @@ class ConnectionState:
         nbytes: int,
         held: memoryview | Fragments | None,
     ) -> int | bytearray:
-        """The result of a receive: how many bytes, or the bytes themselves."""
+        """Return the result of a receive: how many bytes, or the bytes themselves."""
         if request.into is not None:
             if held is not None and nbytes:
                 copy(held, slice_payload(request.into, 0, nbytes))

@@ -32,7 +32,7 @@ class Observer(Protocol[C_contra]):
     """What is told of each transfer; on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """It was taken on. Called in the context of the call that made it."""
+        """Note that a transfer has begun, in the context of the call that made it."""
 
     def ended(
         self,
@@ -40,7 +40,7 @@ class Observer(Protocol[C_contra]):
         outcome: Outcome,
         connections: tuple[C_contra, ...],
     ) -> None:
-        """It has an outcome. Called once for each that has begun.
+        """Note the outcome of a transfer; called once for each that has begun.
 
         Args:
             transfer: Which.
@@ -65,7 +65,7 @@ class Observers(Generic[C]):
             self._all.remove(watcher)
 
     def begun(self, transfer: KVTransfer) -> None:
-        """A transfer was taken on."""
+        """Tell that a transfer has begun."""
         for watcher in tuple(self._all):
             with _logged():
                 watcher.begun(_public(transfer))
@@ -76,7 +76,7 @@ class Observers(Generic[C]):
         outcome: Outcome,
         connections: Iterable[ConnectionPort],
     ) -> None:
-        """A transfer has an outcome."""
+        """Tell that a transfer has an outcome."""
         if not self._all:
             return
         ran_on = tuple(cast("ConnectionState", c).public for c in connections)
@@ -86,7 +86,7 @@ class Observers(Generic[C]):
 
 
 def _public(transfer: KVTransfer) -> Incoming | Outgoing:
-    """The object that users have of a transfer, or one equal to it."""
+    """Return the object that users have of a transfer, or one equal to it."""
     if isinstance(transfer, IncomingState):
         return Incoming(transfer)
     assert isinstance(transfer, OutgoingState)

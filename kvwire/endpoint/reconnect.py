@@ -36,11 +36,11 @@ class Reconnector:
         self._redialled: set[bytes] = set()
 
     def lost(self, connection: ConnectionState) -> None:
-        """A connection has ended without having been closed."""
+        """Recover a connection that has ended without having been closed."""
         self._run(self._recover(connection))
 
     def taken_over(self, connection: ConnectionState, resumes: bytes) -> None:
-        """A peer has come back, and says which connection it has lost."""
+        """Replace the connection that a peer that has come back says it has lost."""
         if not self._communicator.links_ended:
             self._run(self._take_over(connection, resumes))
 
@@ -108,7 +108,7 @@ class Reconnector:
         )
 
     async def _close_when_idle(self, connection: ConnectionState) -> None:
-        """A link that was made for transfers is not kept for anything else.
+        """Close a link that was made for transfers once it is idle.
 
         Within a lease everything that waited for it has come, or has given up.
         """
