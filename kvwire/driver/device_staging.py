@@ -36,7 +36,7 @@ from kvwire.memory.staging.copy_engine import CopyEngine
 from kvwire.memory.staging.ring import Ring
 from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.state import RequestState
+from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId, Device
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class DeviceStaging:
         slot.slots.ring.filled(slot.number)
         if self._ended:
             return
-        if chunk.mover.state is RequestState.MOVING:
+        if chunk.mover.state is RequestStage.MOVING:
             self.ready.append(chunk)  # bounded: STAGING_SLOTS
         else:
             self.sent(chunk)
@@ -275,7 +275,7 @@ class DeviceStaging:
         chunk, self._waiting = self._waiting, None
         if chunk is None:
             return
-        if chunk.mover.state is not RequestState.MOVING:
+        if chunk.mover.state is not RequestStage.MOVING:
             self._core.chunk_sent(chunk)  # nobody wants it any more
             return
         source = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)

@@ -26,7 +26,7 @@ from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import SENDING, RequestRecord, RequestTable
 from kvwire.proto.scheduler import Mover, Scheduler
-from kvwire.proto.state import RequestInput, RequestKind, RequestState
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId
 from kvwire.wire.header import FrameType, Header
 
@@ -131,7 +131,7 @@ class ChunkMover:
     def begin_send(self, request: RequestRecord) -> None:
         """Let the request take its turn from now on."""
         assert request.kind in SENDING
-        assert request.state is RequestState.MOVING
+        assert request.state is RequestStage.MOVING
         self._scheduler.add(request)
 
     def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
@@ -160,7 +160,7 @@ class ChunkMover:
         while self.sending:
             if self._again:
                 chunk = self._again.popleft()
-                if chunk.mover.state is RequestState.MOVING:
+                if chunk.mover.state is RequestStage.MOVING:
                     self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
                     return chunk
                 # Over meanwhile: drop the hold that it kept while it waited here.
@@ -190,7 +190,7 @@ class ChunkMover:
         # A mover is through once every byte was cut into chunks and no chunk is left
         # with a link: one more may still come back from a lane and be sent again.
         if (
-            mover.state is not RequestState.MOVING
+            mover.state is not RequestStage.MOVING
             or mover.in_flight
             or mover.moved < mover.nbytes
         ):
@@ -216,7 +216,7 @@ class ChunkMover:
             self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
             return
         mover, end = chunk.mover, chunk.position + chunk.length
-        if mover.state is not RequestState.MOVING:
+        if mover.state is not RequestStage.MOVING:
             end = chunk.position  # it is over, and its memory on its way back
         for position in range(chunk.position, end, self._chunk_bytes):
             part = Chunk(mover, position, min(self._chunk_bytes, end - position))
@@ -232,7 +232,7 @@ class ChunkMover:
     def begin_receive(self, request: RequestRecord) -> None:
         """Accept chunks of the request from now on."""
         assert request.kind not in SENDING
-        assert request.state is RequestState.MOVING
+        assert request.state is RequestStage.MOVING
         request.arrived = ChunkSet()
 
     def data_header(self, header: Header) -> ChunkArrival:
@@ -245,7 +245,7 @@ class ChunkMover:
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
-        if request.arrived is None or request.state is not RequestState.MOVING:
+        if request.arrived is None or request.state is not RequestStage.MOVING:
             raise UnexpectedFrame(
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",

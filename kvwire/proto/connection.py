@@ -49,7 +49,7 @@ from kvwire.proto.state import (
     CloseInput,
     CloseState,
     RequestKind,
-    RequestState,
+    RequestStage,
 )
 from kvwire.proto.transfers import Transfers
 from kvwire.types import Access, BufferId, RegionId
@@ -478,7 +478,7 @@ class ConnectionCore:
         for request in self._messages.posted:
             self._abandon(request, closed, None)
         for request in self._requests:
-            if request.kind in MET_BY_PEER and request.state is RequestState.POSTED:
+            if request.kind in MET_BY_PEER and request.state is RequestStage.POSTED:
                 self._abandon(request, closed, None)
         if self.closed:
             self._end(closed, graceful=True)

@@ -35,7 +35,7 @@ from kvwire.proto.events import MemoryWanted
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import RequestInput, RequestKind, RequestState
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.handshake_messages import ConnectionParameters
@@ -139,7 +139,7 @@ class Messages:
         """Take back a receive that has not met its message; False if it has."""
         queue = self._posted.get(request.tag)
         if (
-            request.state is not RequestState.POSTED
+            request.state is not RequestStage.POSTED
             or not queue
             or request not in queue
         ):

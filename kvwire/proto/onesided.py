@@ -19,7 +19,7 @@ from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.regions import Grants
 from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
-from kvwire.proto.state import RequestInput, RequestKind, RequestState
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import Access, RegionId
 from kvwire.wire.control import AccessBody, Fin
 from kvwire.wire.header import FrameType, Header
@@ -94,7 +94,7 @@ class OneSided:
                 f"FIN for {body.nbytes} bytes of a {request.kind.value} of which "
                 f"{request.moved} of {request.nbytes} were sent",
             )
-        if request.state is RequestState.MOVING:
+        if request.state is RequestStage.MOVING:
             # Our link has not said yet that it is through with the memory.
             request.confirmed = True
             return

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestState
+from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId
 
 Box = tuple[int, int, int, int, int]
@@ -46,7 +46,7 @@ class SegmentRecord:
     over: bool = False
 
     @property
-    def state(self) -> RequestState:
+    def state(self) -> RequestStage:
         """Return the transfer's state: its segments move while it does."""
         return self.request.state
 

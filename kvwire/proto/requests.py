@@ -33,7 +33,7 @@ from kvwire.proto.state import (
     TERMINAL,
     RequestInput,
     RequestKind,
-    RequestState,
+    RequestStage,
 )
 from kvwire.types import BufferId, RegionId, RequestId, Role
 from kvwire.wire.control import Fail, Fin
@@ -71,7 +71,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     base: int = 0
     region: RegionId | None = None
     deadline: float | None = None
-    state: RequestState = RequestState.POSTED
+    state: RequestStage = RequestStage.POSTED
     moved: int = 0
     in_flight: int = 0
     arrived: ChunkSet | None = None
@@ -222,7 +222,7 @@ class RequestTable:
 
     def finish(self, request: RequestRecord, *, held: BufferId | None = None) -> None:
         """Remove a request that has reached DONE."""
-        assert request.state is RequestState.DONE
+        assert request.state is RequestStage.DONE
         self._leave(request)
         self._outbox.report(
             RequestDone(request=request, error=None, nbytes=request.nbytes, held=held)

@@ -25,7 +25,7 @@ from operator import attrgetter
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestState
+from kvwire.proto.state import RequestStage
 
 Mover = RequestRecord | SegmentRecord
 """What sends chunks: a request in one piece, or a segment of a transfer."""
@@ -73,7 +73,7 @@ class Scheduler:
                 take_old = level.old and (level.old_turn_due or not level.new)
                 turn = level.old if take_old else level.new
                 mover = turn[0]
-                if mover.state is not RequestState.MOVING:
+                if mover.state is not RequestStage.MOVING:
                     self._left(turn.popleft())
                     continue
                 request = _request(mover)
@@ -156,7 +156,7 @@ class Scheduler:
             for turn in (level.new, level.old):
                 for _ in range(len(turn)):
                     mover = turn.popleft()
-                    if mover.state is RequestState.MOVING:
+                    if mover.state is RequestStage.MOVING:
                         turn.append(mover)
                     else:
                         self._left(mover)

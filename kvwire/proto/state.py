@@ -69,7 +69,7 @@ class RequestKind(_Symbol):
     INCOMING = "incoming transfer"
 
 
-class RequestState(_Symbol):
+class RequestStage(_Symbol):
     """Names how far a request is."""
 
     POSTED = "posted"
@@ -88,57 +88,57 @@ class RequestInput(_Symbol):
     FAIL = "fail"
 
 
-FIRST_STATE: Final[dict[RequestKind, RequestState]] = {
-    RequestKind.SEND: RequestState.POSTED,
-    RequestKind.RECV: RequestState.POSTED,
-    RequestKind.PUT: RequestState.MOVING,
-    RequestKind.GET: RequestState.MOVING,
-    RequestKind.SERVE_PUT: RequestState.MOVING,
-    RequestKind.SERVE_GET: RequestState.MOVING,
-    RequestKind.OUTGOING: RequestState.POSTED,
-    RequestKind.INCOMING: RequestState.POSTED,
+FIRST_STATE: Final[dict[RequestKind, RequestStage]] = {
+    RequestKind.SEND: RequestStage.POSTED,
+    RequestKind.RECV: RequestStage.POSTED,
+    RequestKind.PUT: RequestStage.MOVING,
+    RequestKind.GET: RequestStage.MOVING,
+    RequestKind.SERVE_PUT: RequestStage.MOVING,
+    RequestKind.SERVE_GET: RequestStage.MOVING,
+    RequestKind.OUTGOING: RequestStage.POSTED,
+    RequestKind.INCOMING: RequestStage.POSTED,
 }
 
-TERMINAL: Final = frozenset({RequestState.DONE, RequestState.FAILED})
+TERMINAL: Final = frozenset({RequestStage.DONE, RequestStage.FAILED})
 
 REQUEST_TRANSITIONS: Final[
-    dict[tuple[RequestKind, RequestState, RequestInput], RequestState]
+    dict[tuple[RequestKind, RequestStage, RequestInput], RequestStage]
 ] = {
-    (RequestKind.SEND, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
-    (RequestKind.SEND, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
-    (RequestKind.RECV, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
-    (RequestKind.RECV, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
-    (RequestKind.PUT, RequestState.MOVING, RequestInput.MOVED): RequestState.WAITING,
-    (RequestKind.PUT, RequestState.WAITING, RequestInput.CONFIRMED): RequestState.DONE,
-    (RequestKind.GET, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
-    (RequestKind.SERVE_PUT, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
-    (RequestKind.SERVE_GET, RequestState.MOVING, RequestInput.MOVED): RequestState.DONE,
-    (RequestKind.OUTGOING, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
+    (RequestKind.SEND, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
+    (RequestKind.SEND, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
+    (RequestKind.RECV, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
+    (RequestKind.RECV, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
+    (RequestKind.PUT, RequestStage.MOVING, RequestInput.MOVED): RequestStage.WAITING,
+    (RequestKind.PUT, RequestStage.WAITING, RequestInput.CONFIRMED): RequestStage.DONE,
+    (RequestKind.GET, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
+    (RequestKind.SERVE_PUT, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
+    (RequestKind.SERVE_GET, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
+    (RequestKind.OUTGOING, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
     (
         RequestKind.OUTGOING,
-        RequestState.MOVING,
+        RequestStage.MOVING,
         RequestInput.MOVED,
-    ): RequestState.WAITING,
+    ): RequestStage.WAITING,
     (
         RequestKind.OUTGOING,
-        RequestState.WAITING,
+        RequestStage.WAITING,
         RequestInput.CONFIRMED,
-    ): RequestState.DONE,
-    (RequestKind.INCOMING, RequestState.POSTED, RequestInput.GO): RequestState.MOVING,
+    ): RequestStage.DONE,
+    (RequestKind.INCOMING, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
     (
         RequestKind.INCOMING,
-        RequestState.MOVING,
+        RequestStage.MOVING,
         RequestInput.MOVED,
-    ): RequestState.WAITING,
+    ): RequestStage.WAITING,
     (
         RequestKind.INCOMING,
-        RequestState.WAITING,
+        RequestStage.WAITING,
         RequestInput.CONFIRMED,
-    ): RequestState.DONE,
+    ): RequestStage.DONE,
 } | {
-    (kind, state, RequestInput.FAIL): RequestState.FAILED
+    (kind, state, RequestInput.FAIL): RequestStage.FAILED
     for kind in RequestKind
-    for state in RequestState
+    for state in RequestStage
     if state not in TERMINAL
 }
 

@@ -59,7 +59,7 @@ from kvwire.proto.records import (
     TransferRecord,
 )
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import RequestInput, RequestKind, RequestState
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId
 from kvwire.wire.control import Agree, Commit, CommitAck, Open, SegmentAck, SegmentBody
 from kvwire.wire.header import FrameType, Header
@@ -169,7 +169,7 @@ class Transfers:
     ) -> SegmentRecord:
         """Send a part of the cache whose bytes will not change any more."""
         transfer = self._transfers[request]
-        assert request.state is RequestState.MOVING
+        assert request.state is RequestStage.MOVING
         assert not transfer.committed
         segment = SegmentRecord(
             request=request,
@@ -247,9 +247,9 @@ class Transfers:
         transfer = self._transfers[request]
         if not transfer.committed or transfer.sending:
             return
-        if request.state is RequestState.MOVING:
+        if request.state is RequestStage.MOVING:
             request.advance(RequestInput.MOVED)
-        if request.confirmed and request.state is RequestState.WAITING:
+        if request.confirmed and request.state is RequestStage.WAITING:
             request.advance(RequestInput.CONFIRMED)
             self._requests.finish(request)
 
@@ -268,7 +268,7 @@ class Transfers:
         # Numbers without a gap: with COMMIT's count they show that no mark was lost.
         due = len(transfer.segments) + 1
         if (
-            request.state is not RequestState.MOVING
+            request.state is not RequestStage.MOVING
             or transfer.committed
             or body.number != due  # which SEGMENTS_MAX bounds, so it bounds both
         ):
@@ -305,7 +305,7 @@ class Transfers:
             return
         transfer = self._transfers[request]
         if (
-            request.state is not RequestState.MOVING
+            request.state is not RequestStage.MOVING
             or transfer.committed
             or body.segments != len(transfer.segments)
         ):
@@ -465,6 +465,6 @@ def _room(waiting: dict[RequestRecord, None]) -> bool:
     """Tell whether one more transfer may wait; those that move wait no more."""
     if len(waiting) >= TRANSFERS_WAITING_MAX:
         for request in list(waiting):
-            if request.state is not RequestState.POSTED:
+            if request.state is not RequestStage.POSTED:
                 del waiting[request]
     return len(waiting) < TRANSFERS_WAITING_MAX

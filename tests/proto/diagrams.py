@@ -18,7 +18,7 @@ from kvwire.proto.state import (
     CloseState,
     RequestInput,
     RequestKind,
-    RequestState,
+    RequestStage,
 )
 from kvwire.types import Role
 from tests.support.tree import ROOT
@@ -84,7 +84,7 @@ def _request(kind: RequestKind) -> Iterator[Edge]:
     yield "[*]", "", FIRST_STATE[kind].name
     for (_, old, what), new in good + failing:
         yield old.name, what.value, new.name
-    for state in RequestState:
+    for state in RequestStage:
         if state in TERMINAL:
             yield state.name, "", "[*]"
 

@@ -19,7 +19,7 @@ from kvwire.errors import (
 from kvwire.limits import LINK_CHUNKS_MAX
 from kvwire.proto.chunks import ChunkArrival, ChunkPlace
 from kvwire.proto.records import SegmentRecord
-from kvwire.proto.state import RequestKind, RequestState
+from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.wire.header import FrameType, decode_header
 from tests.proto.flowing import CHUNK, Side, data, pieces
 
@@ -40,9 +40,9 @@ def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
     assert [(c.position, c.length) for c in chunks] == pieces(nbytes)
     assert not side.chunks.sending
     for chunk in chunks:
-        assert request.state is RequestState.MOVING
+        assert request.state is RequestStage.MOVING
         side.chunks.chunk_sent(chunk)
-    assert request.state is RequestState.WAITING
+    assert request.state is RequestStage.WAITING
 
 
 def test_a_chunk_of_a_segment_names_it() -> None:
@@ -72,9 +72,9 @@ def test_completions_in_any_order(order: tuple[int, ...]) -> None:
     request = side.put(25)
     chunks = [side.chunk() for _ in range(3)]
     for number in order:
-        assert request.state is RequestState.MOVING
+        assert request.state is RequestStage.MOVING
         side.chunks.chunk_sent(chunks[number])
-    assert request.state is RequestState.WAITING
+    assert request.state is RequestStage.WAITING
     assert side.holds.drained == []
 
 
@@ -149,7 +149,7 @@ def test_a_chunk_that_was_lost_goes_first() -> None:
     assert (again.mover, again.position, again.lane) == (request, lost.position, 0)
     assert side.chunk().mover is other
     side.chunks.chunk_sent(again)
-    assert request.state is RequestState.MOVING
+    assert request.state is RequestStage.MOVING
 
 
 def test_a_lane_may_take_several_chunks_at_once() -> None:
@@ -179,7 +179,7 @@ def test_a_span_that_was_lost_goes_as_chunks() -> None:
     assert request.in_flight == 4
     for chunk in again:
         side.chunks.chunk_sent(chunk)
-    assert request.state is RequestState.WAITING
+    assert request.state is RequestStage.WAITING
 
 
 def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
@@ -239,7 +239,7 @@ def test_the_last_chunk_may_be_the_lost_one() -> None:
     side.chunks.chunk_sent(chunks[0])
     assert request.in_flight == 1
     side.chunks.chunk_sent(side.chunk())
-    assert request.state is RequestState.WAITING
+    assert request.state is RequestStage.WAITING
 
 
 def test_a_lost_chunk_of_a_request_that_is_over_is_not_sent() -> None:
@@ -431,7 +431,7 @@ def test_damage_in_the_last_chunk() -> None:
     side.chunks.data_landed(arrival, intact=False)
     (done,) = side.done()
     assert isinstance(done.error, IntegrityError)
-    assert request.state is RequestState.FAILED
+    assert request.state is RequestStage.FAILED
 
 
 @pytest.mark.parametrize("intact", [True, False])

@@ -18,7 +18,7 @@ from kvwire.errors import (
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestState
+from kvwire.proto.state import RequestStage
 from kvwire.types import Access, TrustMode
 from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
@@ -404,7 +404,7 @@ def test_what_the_peer_says_when_it_cancels_what_it_serves() -> None:
     request = pair.client.get(pair.server.grant(pair.server.expose(BEFORE)))
     pair.run()
     (served,) = list(pair.server.core._requests)
-    assert served.state is RequestState.MOVING
+    assert served.state is RequestStage.MOVING
     pair.server.cancel(served)
     expect_fine(pair)
     expect_error(pair.client, request, PeerCancelled)

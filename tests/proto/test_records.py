@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestInput, RequestKind, RequestState
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 
 
 def test_a_segment_is_in_the_state_of_its_transfer() -> None:
@@ -17,7 +17,7 @@ def test_a_segment_is_in_the_state_of_its_transfer() -> None:
     for event in (RequestInput.GO, RequestInput.FAIL):
         request.advance(event)
         states.append(segment.state)
-    assert states == [RequestState.POSTED, RequestState.MOVING, RequestState.FAILED]
+    assert states == [RequestStage.POSTED, RequestStage.MOVING, RequestStage.FAILED]
 
 
 def test_two_transfers_share_nothing() -> None:

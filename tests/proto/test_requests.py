@@ -22,7 +22,7 @@ from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import SENDING, SERVING, RequestRecord, RequestTable
-from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestState
+from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId, RequestId, Role
 from kvwire.wire.control import Body, Fail, Fin, decode_body
 from kvwire.wire.header import FrameType, decode_header
@@ -369,7 +369,7 @@ def test_states_of_a_fresh_request() -> None:
     for kind in RequestKind:
         request = RequestRecord(kind=kind, wire_id=None, buffer=None, nbytes=0)
         assert not request.over
-        assert request.state in (RequestState.POSTED, RequestState.MOVING)
+        assert request.state in (RequestStage.POSTED, RequestStage.MOVING)
 
 
 def test_frames_of_failures_name_their_type() -> None:

@@ -12,7 +12,7 @@ from kvwire.errors import ConnectionLost
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.scheduler import Mover, Scheduler
-from kvwire.proto.state import RequestState
+from kvwire.proto.state import RequestStage
 from tests.proto.flowing import CHUNK, Side
 
 
@@ -188,7 +188,7 @@ def test_everything_is_sent_once(seed: int) -> None:
     while (chunk := side.chunks.next_chunk()) is not None:
         side.chunks.chunk_sent(chunk)
     for mover in movers:
-        cut_short = request_of(mover).state is RequestState.FAILED
+        cut_short = request_of(mover).state is RequestStage.FAILED
         assert cut_short or mover.moved == mover.nbytes
     assert (turns.count, len(turns._behind)) == (0, 0)
 

@@ -17,7 +17,7 @@ from kvwire.proto.state import (
     CloseState,
     RequestInput,
     RequestKind,
-    RequestState,
+    RequestStage,
 )
 from kvwire.types import RequestId
 from tests.proto.diagrams import PAGE, diagrams, named, updated
@@ -35,7 +35,7 @@ WAYS = {
 }
 
 
-def request(kind: RequestKind, state: RequestState | None = None) -> RequestRecord:
+def request(kind: RequestKind, state: RequestStage | None = None) -> RequestRecord:
     made = RequestRecord(kind=kind, wire_id=RequestId(1), buffer=None, nbytes=1)
     if state is not None:
         made.state = state
@@ -44,10 +44,10 @@ def request(kind: RequestKind, state: RequestState | None = None) -> RequestReco
 
 @pytest.mark.parametrize(
     ("kind", "state", "event"),
-    list(itertools.product(RequestKind, RequestState, RequestInput)),
+    list(itertools.product(RequestKind, RequestStage, RequestInput)),
 )
 def test_every_state_with_every_input(
-    kind: RequestKind, state: RequestState, event: RequestInput
+    kind: RequestKind, state: RequestStage, event: RequestInput
 ) -> None:
     """A step of the table, or an error that changes nothing; from an end, no step."""
     made = request(kind, state)
@@ -60,7 +60,7 @@ def test_every_state_with_every_input(
     assert state not in TERMINAL
     made.advance(event)
     assert made.state is target
-    assert (event is RequestInput.FAIL) == (target is RequestState.FAILED)
+    assert (event is RequestInput.FAIL) == (target is RequestStage.FAILED)
 
 
 @pytest.mark.parametrize("kind", list(RequestKind))
@@ -70,9 +70,9 @@ def test_the_good_way_of_each_kind(kind: RequestKind) -> None:
     for event in WAYS[kind]:
         failing = request(kind, made.state)
         failing.advance(RequestInput.FAIL)
-        assert failing.state is RequestState.FAILED
+        assert failing.state is RequestStage.FAILED
         made.advance(event)
-    assert made.state is RequestState.DONE
+    assert made.state is RequestStage.DONE
 
 
 @pytest.mark.parametrize("kind", list(RequestKind))

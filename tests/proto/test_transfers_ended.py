@@ -15,7 +15,7 @@ from kvwire.errors import (
 from kvwire.proto.events import (
     TransferOpened,
 )
-from kvwire.proto.state import RequestState
+from kvwire.proto.state import RequestStage
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_error, expect_fine, on_the_wire
 from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
@@ -146,4 +146,4 @@ def test_a_transfer_of_a_higher_priority_goes_first() -> None:
         requests[1].wire_id,
         requests[0].wire_id,
     ]
-    assert requests[0].state is RequestState.MOVING
+    assert requests[0].state is RequestStage.MOVING

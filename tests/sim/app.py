@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, ConnectionLost, UsageError
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestKind, RequestState
+from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.types import BufferId
 from tests.sim.app_kv import KVApp
 from tests.sim.app_messages import MessageApp
@@ -121,7 +121,7 @@ class App:
         for ask in endpoint.open:
             unmet = ask.kind is RequestKind.RECV and ask.core.wire_id is None
             demand(
-                not unmet or ask.core.state is not RequestState.POSTED,
+                not unmet or ask.core.state is not RequestStage.POSTED,
                 "close",
                 "closing does not wake who waits for a message",
             )

@@ -26,7 +26,7 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestKind, RequestState
+from kvwire.proto.state import RequestKind, RequestStage
 from tests.sim.ask import Ask, Part
 from tests.sim.content import content
 from tests.sim.endpoint import Endpoint
@@ -186,7 +186,7 @@ def _moving(endpoint: Endpoint, dice: Dice) -> Ask | None:
         ask
         for ask in endpoint.open
         if ask.kind is RequestKind.OUTGOING
-        and ask.core.state is RequestState.MOVING
+        and ask.core.state is RequestStage.MOVING
         and not ask.committed
     ]
     return dice.pick(asks)

@@ -23,7 +23,7 @@ BUGS: Final = (
         module="kvwire.proto.requests",
         before="        if request.over:\n            return\n        "
         "request.advance(RequestInput.FAIL)\n",
-        after="        request.state = RequestState.FAILED\n",
+        after="        request.state = RequestStage.FAILED\n",
         rules=frozenset({"completion", "AssertionError", "untrue"}),
     ),
     Planted(

@@ -23,7 +23,7 @@ from kvwire.proto.lanes import LaneStage
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestKind, RequestState
+from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.types import Access, Role, TrustMode
 from kvwire.wire.control import _BODIES, AccessBody
 from kvwire.wire.header import FrameType
@@ -201,7 +201,7 @@ class _World:
                 request
                 for request in end.core._requests
                 if request.kind is RequestKind.OUTGOING
-                and request.state is RequestState.MOVING
+                and request.state is RequestStage.MOVING
                 and not transfers.transfer(request).committed
             ]
             if moving and reader.byte() & 3:
