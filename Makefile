@@ -33,7 +33,7 @@ ARGS ?=
 
 .PHONY: test test-all check format cover fuzz reference wheel clean demo test-torch test-vllm
 
-# Every module and every transport once; about 3 minutes on two cores. As many processes
+# Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
 PYTEST := python -m pytest --numprocesses auto --maxprocesses 8 \
   --dist worksteal --durations 20
