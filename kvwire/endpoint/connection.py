@@ -109,7 +109,7 @@ class ConnectionState:
 
     def __repr__(self) -> str:
         state = self.core.phase.value
-        return f"<ConnectionState to {self.peer} over {self.transport}, {state}>"
+        return f"<Connection to {self.peer} over {self.transport}, {state}>"
 
     @property
     def public(self) -> Any:
@@ -297,7 +297,7 @@ class ConnectionState:
         self.core.cancel(request.core)
         self.driver.run()
 
-    def neglect(self, request: RequestState[Any]) -> None:
+    def unpost(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""
         core = request.core
         if core is None or core.kind is not RequestKind.RECV:
@@ -309,7 +309,7 @@ class ConnectionState:
         else:
             core.context = request
 
-    def post_again(self, request: RequestState[Any]) -> None:
+    def repost(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""
         self._begin(request)
 

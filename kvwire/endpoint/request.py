@@ -118,7 +118,7 @@ class RequestState(Generic[T]):
             owner = self._owner
             assert owner is not None
             if self.core is None:
-                owner.post_again(self)
+                owner.repost(self)
             # Posting it again may have completed it.
             if not self.over:
                 loop = asyncio.get_running_loop()
@@ -141,7 +141,7 @@ class RequestState(Generic[T]):
     def neglect_if_alone(self) -> None:
         """Take a receive back that has met no message and that nobody waits for."""
         if self._owner is not None and not self.over and not self._waiters:
-            self._owner.neglect(self)
+            self._owner.unpost(self)
 
 
 class RequestOwner(Protocol):
@@ -150,10 +150,10 @@ class RequestOwner(Protocol):
     def cancel_request(self, request: RequestState[Any]) -> None:
         """End it."""
 
-    def post_again(self, request: RequestState[Any]) -> None:
-        """Post a receive that was neglected, since somebody waits for it again."""
+    def repost(self, request: RequestState[Any]) -> None:
+        """Post a receive that was taken back, since somebody waits for it again."""
 
-    def neglect(self, request: RequestState[Any]) -> None:
+    def unpost(self, request: RequestState[Any]) -> None:
         """Take a request back if it has met no message: nobody waits for it."""
 
     def when_released(
