@@ -106,8 +106,9 @@ class CommunicatorState:
         self._regions = RegionTable()
         self._backends: dict[str, Backend] = {}
         self._listeners: list[Listener] = []
-        self.drivers: set[Driver] = set()
-        self._connections: set[ConnectionState] = set()
+        # Ordered, so that who is asked first does not hang on where objects lie.
+        self.drivers: dict[Driver, None] = {}
+        self._connections: dict[ConnectionState, None] = {}
         self._closed = False
         # No link is made or taken any more, not even to say a last word.
         self._links_ended = False
@@ -352,7 +353,7 @@ class CommunicatorState:
         self, connection: ConnectionState, error: ConnectionClosed
     ) -> None:
         """Forget a connection that has ended, and recover it if it was lost."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         if not isinstance(error, ClosedOK):
             logger.info("connection to %s ended: %s", connection.peer, error)
             self.counters.connections_lost += 1
@@ -416,8 +417,8 @@ class CommunicatorState:
 
     def _add_driver(self, driver: Driver) -> None:
         """Know what runs a link until it has ended."""
-        self.drivers.add(driver)  # bounded: CONNECTIONS_MAX, PENDING_HANDSHAKES_MAX
-        driver.ended.add_done_callback(lambda _: self.drivers.discard(driver))
+        self.drivers[driver] = None  # bounded: CONNECTIONS_MAX, PENDING_HANDSHAKES_MAX
+        driver.ended.add_done_callback(lambda _: self.drivers.pop(driver, None))
 
     def _begin(
         self, opening: HandshakeDriver[ConnectionState], agreement: Agreement
@@ -445,7 +446,7 @@ class CommunicatorState:
         )
         self._add_driver(connection.driver)
         opening.hand_over(connection.driver)
-        self._connections.add(connection)
+        self._connections[connection] = None
         self.counters.connections += 1
         return connection
 

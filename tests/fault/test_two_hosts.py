@@ -112,7 +112,7 @@ class Host:
         A wire that has just healed is unreachable until their addresses are resolved.
         """
         async with asyncio.timeout(PATIENCE_S):
-            while (answer := await self.do("dial")).startswith("OSError"):
+            while (answer := await self.do("dial")).startswith("ConnectError"):
                 pass
         return answer
 

@@ -33,15 +33,21 @@ class Soak:
         drop_s: float,
         psk_file: str = "",
         transport: str = "tcp",
+        listen: str = "127.0.0.1:0",
+        spec: kvwire.KVSpec = SPEC,
+        chunk_bytes: int = 1 << 20,
     ) -> None:
         self.tally = Tally()
+        self._listen = listen
+        self._layers = spec.layers
+        self._chunk_bytes = chunk_bytes
         self._psk_file = psk_file
         self._transport = transport
         self._random = random.Random(seed)
         self._goal_bytes = goal_bytes
         self._drop_s = drop_s
-        self._producer = StampedCache()
-        self._consumer = StampedCache()
+        self._producer = StampedCache(spec)
+        self._consumer = StampedCache(spec)
         self._free_out = list(range(NUM_BLOCKS))
         self._free_in = list(range(NUM_BLOCKS))
         self._number = 0
@@ -57,6 +63,7 @@ class Soak:
         # A short lease: what a cut leaves behind must not hold up the next round.
         config = kvwire.Config(
             lease_s=2.0,
+            chunk_bytes=self._chunk_bytes,
             trust="psk" if self._psk_file else "loopback",
             psk_file=self._psk_file,
         )
@@ -64,7 +71,7 @@ class Soak:
             kvwire.open(config, name="soak-p") as p,
             kvwire.open(config, name="soak-c") as c,
         ):
-            address = await p.listen("127.0.0.1:0")
+            address = await p.listen(self._listen)
             conn = await c.connect(address, transport=self._transport)
             dropper = asyncio.create_task(self._drop(p, c))
             try:
@@ -129,12 +136,12 @@ class Soak:
         """
         fate = self._random.random()
         for positions in self._chunks(len(source)):
-            for layer in range(SPEC.layers):
+            for layer in range(self._layers):
                 self._producer.write(number, layer, source, number, positions)
-                if fate < 0.05 and layer == SPEC.layers // 2:
+                if fate < 0.05 and layer == self._layers // 2:
                     out.abort("soak: aborted half-way")
                     return
-                if fate < 0.1 and layer == SPEC.layers - 1:
+                if fate < 0.1 and layer == self._layers - 1:
                     out.finish(partial=True)
                     return
                 blocks = slice(positions.start, positions.stop)

@@ -30,21 +30,21 @@ ROUND_TIMEOUT_S = 60.0
 class StampedCache:
     """A paged cache whose blocks are written and checked as stamps."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: kvwire.KVSpec = SPEC) -> None:
         shape = (
             NUM_BLOCKS,
-            SPEC.components,
-            SPEC.block_tokens,
-            SPEC.kv_heads,
-            SPEC.head_dim,
+            spec.components,
+            spec.block_tokens,
+            spec.kv_heads,
+            spec.head_dim,
         )
-        self._tensors = [np.zeros(shape, np.float16) for _ in range(SPEC.layers)]
+        self._tensors = [np.zeros(shape, np.float16) for _ in range(spec.layers)]
         self.words: list[Words] = [
             t.reshape(NUM_BLOCKS, -1).view(np.uint64) for t in self._tensors
         ]
         for words in self.words:
             words[:] = POISON
-        self.cache = kvwire.PagedCache(SPEC, self._tensors)
+        self.cache = kvwire.PagedCache(spec, self._tensors)
         self._lines = np.arange(
             self.words[0].shape[1] * 8 // LINE_BYTES, dtype=np.uint64
         ).repeat(LINE_BYTES // 8)

@@ -132,7 +132,7 @@ BUGS: Final = (
         before="        if header.type not in _CONTROL:\n            raise "
         "UnexpectedFrame(\n",
         after="        if header.type not in _CONTROL:\n"
-        "            return Arrival(Place.NOWHERE, header)\n"
+        "            return ChunkArrival(ChunkPlace.NOWHERE, header)\n"
         "            raise UnexpectedFrame(\n",
         rules=_ACCEPTED,
         seeds=3000,

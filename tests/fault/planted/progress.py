@@ -147,7 +147,7 @@ BUGS: Final = (
         name="CLOSE is answered before everything is delivered",
         module="kvwire.proto.connection",
         before="        if len(self._requests):\n            return\n",
-        after="        if len(self._requests) and self.phase is Phase.FLUSHING:\n"
+        after="        if len(self._requests) and self.phase is CloseState.FLUSHING:\n"
         "            return\n",
         rules=frozenset({"untrue", "closed", "liveness", "AssertionError"}),
     ),
