@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Generator, Iterable
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvwire.clock import yields_before_raising
 from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection
 from kvwire.driver.counters import Counters
+from kvwire.driver.loop_thread import AsyncWith
 from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.observers import Observers
+from kvwire.errors import UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory
@@ -23,7 +25,7 @@ from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Access, AccessName, Address
 
 
-class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
+class open(AsyncWith):  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
     """Open a communicator: ``await kvwire.open(...)``, or ``async with``.
 
     Args:
@@ -55,6 +57,16 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
     def __await__(self) -> Generator[Any, Any, Communicator]:
         return self._open().__await__()
 
+    if not TYPE_CHECKING:  # which would otherwise believe in every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or not hasattr(Communicator, name):
+                raise AttributeError(f"kvwire.open has no {name!r}")
+            raise UsageError(
+                f"{name}: this communicator is not open yet: `comm = await "
+                f"kvwire.open(...)`, or `async with kvwire.open(...) as comm`"
+            )
+
     async def __aenter__(self) -> Communicator:
         """Open the communicator; it is closed at the end of the block."""
         self._communicator = await self._open()
@@ -72,7 +84,7 @@ class open:  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as
         return Communicator(self.config)
 
 
-class Communicator:
+class Communicator(AsyncWith):
     """Connects to peers and is connected to. Made by :func:`kvwire.open`."""
 
     __slots__ = ("__weakref__", "_state")
@@ -141,6 +153,7 @@ class Communicator:
 
         Cancel safety: safe, nothing stays bound.
         """
+        self._state.thread.check("Communicator.listen")
         return await self._state.listen(address)
 
     async def connect(
@@ -168,6 +181,7 @@ class Communicator:
 
         Cancel safety: safe, a half-made connection is aborted.
         """
+        self._state.thread.check("Communicator.connect")
         state = await self._state.connect(address, transport, timeout_s)
         connection: Connection = state.public
         return connection
@@ -180,6 +194,7 @@ class Communicator:
 
         Cancel safety: safe, no connection is lost, and the iterator can be used again.
         """
+        self._state.thread.check("Communicator.connections")
         return self._state.connections()
 
     async def accept(self) -> Connection:
@@ -190,6 +205,7 @@ class Communicator:
 
         Cancel safety: safe, no connection is lost.
         """
+        self._state.thread.check("Communicator.accept")
         connection: Connection = await self._state.accept()
         return connection
 
@@ -205,6 +221,7 @@ class Communicator:
         Raises:
             UsageError: The memory cannot be used.
         """
+        self._state.thread.check("Communicator.register")
         return Region(self._state, self._state.register(buffer, access))
 
     # --- KV transfers -----------------------------------------------------------------
@@ -236,6 +253,7 @@ class Communicator:
         Raises:
             UsageError: The id is in use, or the cache or blocks cannot be used.
         """
+        self._state.thread.check("Communicator.publish")
         check_options("publish", options)
         consumers = options.get("consumers", 1)
         state = OutgoingState(self._state, id, cache, blocks, options, consumers)
@@ -256,6 +274,7 @@ class Communicator:
         Raises:
             UsageError: The id is in use, or the cache or blocks cannot be used.
         """
+        self._state.thread.check("Communicator.expect")
         check_options("expect", options)
         state = IncomingState(self._state, id, cache, blocks, options)
         self._state.start(state)
@@ -277,6 +296,7 @@ class Communicator:
 
         Cancel safety: safe, it only watches.
         """
+        self._state.thread.check("Communicator.fired")
         await self._state.fired(event)
 
     # --- the end ----------------------------------------------------------------------
@@ -293,14 +313,17 @@ class Communicator:
         Cancel safety: safe. What has begun to close goes on; call it again for the
         rest.
         """
+        self._state.thread.check("Communicator.close")
         await self._state.close()
 
     def abort(self) -> None:
         """End every connection now. Never raises; ``close`` waits for what is left."""
+        self._state.thread.check("Communicator.abort")
         self._state.abort()
 
     async def __aenter__(self) -> Self:
         """Return the communicator; it is closed at the end of the block."""
+        self._state.thread.check("async with Communicator")
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any, Self, Unpack, overload
 
+from kvwire.driver.loop_thread import AsyncWith, LoopThread
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.request import RequestState
 from kvwire.kv.blocks import Blocks
@@ -21,17 +23,19 @@ from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Deadline, Grant, PeerInfo, TransportReport
 
 
-class Connection:
+class Connection(AsyncWith):
     """Joins two authenticated sides; made by ``connect``, or from ``connections``.
 
-    All of it belongs to the loop it was made on. The verbs return a
+    All of it belongs to the loop it was made on: a call from another thread, or after a
+    fork, is a :exc:`~kvwire.UsageError`. The verbs return a
     :class:`~kvwire.Request` that has started already; await it for its result.
     """
 
-    __slots__ = ("__weakref__", "_state")
+    __slots__ = ("__weakref__", "_state", "_thread")
 
     def __init__(self, state: ConnectionState) -> None:
         self._state = state
+        self._thread: LoopThread = state.thread
 
     def __repr__(self) -> str:
         return repr(self._state)
@@ -83,6 +87,8 @@ class Connection:
             Cancelling the await does not stop the message. ``buffer`` must stay
             unchanged until ``await request.released()`` returns.
         """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.send")
         return Request(self._state.send(tag, buffer, deadline))
 
     @overload
@@ -123,6 +129,8 @@ class Connection:
             Once a message is on its way the receive goes on without the waiter;
             ``into`` is busy until ``await request.released()`` returns.
         """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.recv")
         state: RequestState[Any] = self._state.recv(tag, into, deadline)
         return Request(state)
 
@@ -150,6 +158,8 @@ class Connection:
             Cancelling the await does not stop the write. ``buffer`` must stay unchanged
             until ``await request.released()`` returns.
         """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.put")
         return Request(self._state.put(buffer, grant, deadline))
 
     def get(
@@ -174,6 +184,8 @@ class Connection:
             Cancelling the await does not stop the read. ``into`` is busy until
             ``await request.released()`` returns.
         """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.get")
         return Request(self._state.get(grant, into, deadline))
 
     # --- KV transfers -----------------------------------------------------------------
@@ -202,6 +214,7 @@ class Connection:
             UsageError: The cache or the blocks cannot be used; nothing was sent.
             ConnectionClosed: The connection is closing or closed.
         """
+        self._thread.check("Connection.pull")
         check_options("pull", options)
         state = IncomingState(self._state.communicator, id, cache, blocks, options)
         self._state.start(state)
@@ -234,6 +247,7 @@ class Connection:
             UsageError: The cache or the blocks cannot be used; nothing was sent.
             ConnectionClosed: The connection is closing or closed.
         """
+        self._thread.check("Connection.push")
         check_options("push", options)
         state = OutgoingState(self._state.communicator, id, cache, blocks, options)
         self._state.start(state)
@@ -249,10 +263,12 @@ class Connection:
 
         Cancel safety: safe. The connection goes on closing; call it again to wait.
         """
+        self._thread.check("Connection.close")
         await self._state.close()
 
     def abort(self, reason: str = "aborted by this side") -> None:
         """End the connection now; every open request fails. Never raises."""
+        self._thread.check("Connection.abort")
         self._state.abort(reason)
 
     async def wait_closed(self) -> None:
@@ -260,10 +276,12 @@ class Connection:
 
         Cancel safety: safe, it only watches.
         """
+        self._thread.check("Connection.wait_closed")
         await self._state.wait_closed()
 
     async def __aenter__(self) -> Self:
         """Return the connection; it is closed at the end of the block."""
+        self._thread.check("async with Connection")
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:

@@ -306,17 +306,14 @@ class EngineOutgoing(_EngineTransfer):
         Once the transfer is over, or the engine closed, a mark has no effect: a forward
         pass need not know.
         """
-        self._thread.check_process()
         self._end.ready(layers, blocks, group=group, after=after)
 
     def extend(self, blocks: Blocks) -> None:
         """See :meth:`kvwire.Outgoing.extend`; does not wait."""
-        self._thread.check_process()
         self._end.extend(blocks)
 
     def finish(self, *, partial: bool = False) -> None:
         """See :meth:`kvwire.Outgoing.finish`; does not wait."""
-        self._thread.check_process()
         self._end.finish(partial=partial)
 
 

@@ -61,6 +61,7 @@ class Region:
             UsageError: The range or the access is more than the region has.
             ConnectionClosed: The connection is closing or closed.
         """
+        self._communicator.thread.check("Region.grant")
         if nbytes is None:
             nbytes = self._core.nbytes - offset
         wanted = self._core.access if access is None else Access.parse(access)
@@ -75,6 +76,7 @@ class Region:
         What peers have under way fails with :exc:`~kvwire.StaleRegion`. The memory may
         still be touched by it: only :meth:`close` says when it is not.
         """
+        self._communicator.thread.check("Region.revoke")
         self._communicator.revoke_region(self._core)
 
     async def close(self) -> None:
@@ -86,6 +88,7 @@ class Region:
         Cancel safety: safe. The region is closed either way; call it again to go on
         waiting for its memory.
         """
+        self._communicator.thread.check("Region.close")
         self._communicator.close_region(self._core)
         free = asyncio.Event()
         self._communicator.buffers.on_drained(self._core.buffer, free.set)

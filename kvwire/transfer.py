@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
+from kvwire.driver.loop_thread import FORKED, AsyncWith
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome, join_outcomes
@@ -39,6 +41,8 @@ class _Transfer:
         return hash(self._state)
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
+        if not self._state.done():
+            self._state.thread.check(f"await {type(self).__name__}")
         return self._state.__await__()
 
     @property
@@ -68,14 +72,17 @@ class _Transfer:
 
         Cancel safety: safe, it only watches.
         """
+        if get_ident() != self._state.thread.ident:
+            self._state.thread.check(f"{type(self).__name__}.drained")
         await self._state.drained()
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""
+        self._state.thread.check(f"{type(self).__name__}.abort")
         self._state.abort(reason)
 
 
-class Outgoing(_Transfer):
+class Outgoing(_Transfer, AsyncWith):
     """Sends a transfer that this side produces. Made by ``publish`` and ``push``.
 
     Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an
@@ -101,6 +108,7 @@ class Outgoing(_Transfer):
             UsageError: The transfer is not growing, they are more than ``tokens`` need,
                 or one of them is out of range or named before.
         """
+        self._state.thread.check_process("Outgoing.extend")
         self._state.extend(blocks)
 
     def ready(
@@ -128,6 +136,8 @@ class Outgoing(_Transfer):
         Raises:
             UsageError: There is no such part, or it was marked before.
         """
+        if self._state.thread.ident == FORKED:
+            self._state.thread.check_process("Outgoing.ready")
         self._state.ready_log.add(layers, blocks, group, after)
 
     def finish(self, *, partial: bool = False) -> None:
@@ -139,6 +149,7 @@ class Outgoing(_Transfer):
         Raises:
             UsageError: Parts were not marked, and ``partial`` is not set.
         """
+        self._state.thread.check_process("Outgoing.finish")
         self._state.ready_log.finish(partial=partial)
 
     def renew_lease(self) -> None:
@@ -147,10 +158,12 @@ class Outgoing(_Transfer):
         For a producer that knows that its consumer will still come. Does nothing once
         the transfer is over.
         """
+        self._state.thread.check("Outgoing.renew_lease")
         self._state.renew_lease()
 
     async def __aenter__(self) -> Self:
         """Return the transfer itself."""
+        self._state.thread.check("async with Outgoing")
         return self
 
     async def __aexit__(
@@ -205,6 +218,8 @@ class Incoming(_Transfer):
 
         Cancel safety: safe, it only watches.
         """
+        if get_ident() != self._state.thread.ident:
+            self._state.thread.check("Incoming.layer")
         await self._state.layer(layer, group)
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
@@ -221,6 +236,7 @@ class Incoming(_Transfer):
             UsageError: There is no such layer, it has not landed, or the cache lies in
                 host memory.
         """
+        self._state.thread.check("Incoming.layer_event")
         return self._state.layer_event(layer, group)
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:

@@ -46,6 +46,7 @@ class IOThread:
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
+        self._forked = False
         self._loop = _new_loop()
         self._lock = threading.Lock()
         self._stopping = asyncio.Event()
@@ -136,9 +137,10 @@ class IOThread:
         Raises:
             UsageError: This is a fork.
         """
-        if self._pid != os.getpid():
+        if self._forked:
             raise UsageError(
-                "this Engine is of the process before the fork; make a new one"
+                f"this Engine is of process {self._pid}, before the fork; make a new "
+                f"one in this process, {os.getpid()}"
             )
 
     def close(self) -> None:
@@ -147,7 +149,7 @@ class IOThread:
         Raises:
             UsageError: From the thread itself.
         """
-        if self._pid != os.getpid():
+        if self._forked:
             return  # a fork has no such thread to end
         self._check_other_thread()
         self.begin_close()
@@ -161,7 +163,7 @@ class IOThread:
         Returns:
             Whether it is this call that began it.
         """
-        if self._closing or self._pid != os.getpid():
+        if self._closing or self._forked:
             return False
         self._closing = True
         with contextlib.suppress(RuntimeError):  # the thread has ended by itself
@@ -226,6 +228,16 @@ def bind_thread(cpus: Collection[int]) -> None:
     except OSError as exc:
         listed = ", ".join(map(str, sorted(cpus)))
         raise UsageError(f"io_cpus={listed}: {exc.strerror}") from None
+
+
+def _forked() -> None:
+    for thread in _running:
+        thread._forked = True  # noqa: SLF001 - of this file
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _close_all() -> None:

@@ -20,6 +20,7 @@ from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
 from kvwire.driver.handshake import HandshakeDriver, handshake_timeout, report_of
+from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.observers import Observers
@@ -67,6 +68,7 @@ class CommunicatorState:
         buffers: The memory its users have lent it.
         counters: What has happened so far.
         devices: The devices that some of that memory belongs to.
+        thread: Who may call it.
         watchers: Who is told when KV transfers begin and end.
     """
 
@@ -82,7 +84,8 @@ class CommunicatorState:
         self.buffers: BufferTable = BufferTable()
         self.counters: Counters = Counters()
         self.watchers: Observers[Any] = Observers()
-        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.thread: LoopThread = LoopThread()
+        self.loop: asyncio.AbstractEventLoop = self.thread.loop
         self.devices: Devices = Devices(
             self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX)
         )

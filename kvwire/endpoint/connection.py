@@ -12,6 +12,7 @@ from kvwire.backend import Link
 from kvwire.clock import absolute
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.lanes.state import LaneSet
+from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import (
     ConnectionClosed,
@@ -79,6 +80,7 @@ class ConnectionState:
         communicator: Whose connection it is.
         peer: Who is at the other end.
         driver: Runs its link and its lanes.
+        thread: Who may call it.
     """
 
     def __init__(
@@ -96,7 +98,8 @@ class ConnectionState:
         self.peer = peer
         self.core = core
         self._buffers = communicator.buffers
-        self._loop = asyncio.get_running_loop()
+        self.thread: LoopThread = communicator.thread
+        self._loop = communicator.loop
         self._check = communicator.config.checksum != "off"
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvwire.backend import Payload
+from kvwire.driver.loop_thread import LoopThread
 from kvwire.errors import KVWireError
 from kvwire.proto.requests import RequestRecord
 
@@ -88,6 +89,7 @@ class RequestState(Generic[T]):
     def cancel(self) -> None:
         """End the request, for both sides; do nothing if it is over."""
         if self._owner is not None and not self.over:
+            self._owner.thread.check("Request.cancel")
             self._owner.cancel_request(self)
 
     async def released(self) -> None:
@@ -97,6 +99,7 @@ class RequestState(Generic[T]):
         """
         if self._owner is None:
             return
+        self._owner.thread.check("Request.released")
         free = asyncio.Event()
         self._owner.when_released(self, free.set)
         await free.wait()
@@ -117,11 +120,13 @@ class RequestState(Generic[T]):
         if not self.over:
             owner = self._owner
             assert owner is not None
+            loop = asyncio.get_running_loop()
+            if loop is not owner.thread.loop:
+                owner.thread.check("await Request")
             if self.core is None:
                 owner.repost(self)
             # Posting it again may have completed it.
             if not self.over:
-                loop = asyncio.get_running_loop()
                 waiter: asyncio.Future[None] = loop.create_future()
                 self._waiters += (waiter,)
                 try:
@@ -146,6 +151,10 @@ class RequestState(Generic[T]):
 
 class RequestOwner(Protocol):
     """The connection a request runs on, as the request sees it."""
+
+    @property
+    def thread(self) -> LoopThread:
+        """Who may wait for its requests."""
 
     def cancel_request(self, request: RequestState[Any]) -> None:
         """End it."""

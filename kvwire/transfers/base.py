@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.backend import Payload
 from kvwire.clock import absolute
+from kvwire.driver.loop_thread import LoopThread
 from kvwire.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -237,6 +238,7 @@ class KVTransfer:
         self.key: bytes = transfer_key(id)
         self.cache = cache
         self.communicator = communicator
+        self.thread: LoopThread = communicator.thread
         self.loop: asyncio.AbstractEventLoop = communicator.loop
         self.registry: TransferRegistry = communicator.registry
         self.observers: ObserverPort = communicator.watchers

@@ -13,6 +13,7 @@ from kvwire.config import Config
 from kvwire.driver.buffers import BufferTable
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
+from kvwire.driver.loop_thread import LoopThread
 from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
 from kvwire.proto.requests import RequestRecord
@@ -92,6 +93,10 @@ class CommunicatorPort(Protocol):
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop that all of it runs on."""
+
+    @property
+    def thread(self) -> LoopThread:
+        """Who may call its transfers."""
 
     @property
     def config(self) -> Config:

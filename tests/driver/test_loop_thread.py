@@ -1,0 +1,255 @@
+"""A call from another thread, loop or process is refused where it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import UsageError
+from kvwire.driver.loop_thread import LoopThread
+from kvwire.testing import Loopback, loopback
+
+SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
+
+# What only reads, or says that it is thread-safe.
+ANYWHERE: Final = {
+    kvwire.Communicator: set[str](),
+    kvwire.Connection: set[str](),
+    kvwire.Region: set[str](),
+    # `send`, `throw` and `close` are what asyncio calls of a coroutine.
+    kvwire.Request: {"done", "result", "send", "throw", "close"},
+    kvwire.Outgoing: {"done", "ready", "finish", "extend"},
+    kvwire.Incoming: {"done", "layer_landed"},
+}
+
+
+def cache() -> kvwire.PagedCache:
+    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 2, 1, 4), np.float32)])
+
+
+class Things:
+    """One object of each kind, and a call of each of their methods."""
+
+    def __init__(self, pair: Loopback) -> None:
+        comm, conn, kv = pair.b, pair.ba, cache()
+        self.region = comm.register(bytearray(8))
+        self.grant = pair.a.register(bytearray(8)).grant(pair.ab)
+        self.request = conn.recv(1)
+        self.outgoing = comm.publish("x", kv, [0], growing=True, tokens=4)
+        self.incoming = comm.expect("y", cache(), [1])
+        self.calls: dict[tuple[type, str], Callable[[], object]] = {
+            (kvwire.Communicator, "listen"): lambda: comm.listen("inproc://"),
+            (kvwire.Communicator, "connect"): lambda: comm.connect(pair.address),
+            (kvwire.Communicator, "connections"): comm.connections,
+            (kvwire.Communicator, "accept"): comm.accept,
+            (kvwire.Communicator, "register"): lambda: comm.register(bytearray(1)),
+            (kvwire.Communicator, "publish"): lambda: comm.publish("z", kv, [0]),
+            (kvwire.Communicator, "expect"): lambda: comm.expect("z", kv, [0]),
+            (kvwire.Communicator, "fired"): lambda: comm.fired(None),
+            (kvwire.Communicator, "close"): comm.close,
+            (kvwire.Communicator, "abort"): comm.abort,
+            (kvwire.Connection, "send"): lambda: conn.send(1, b"x"),
+            (kvwire.Connection, "recv"): lambda: conn.recv(1),
+            (kvwire.Connection, "put"): lambda: conn.put(b"12345678", self.grant),
+            (kvwire.Connection, "get"): lambda: conn.get(self.grant, bytearray(8)),
+            (kvwire.Connection, "pull"): lambda: conn.pull("z", kv, [0]),
+            (kvwire.Connection, "push"): lambda: conn.push("z", kv, [0]),
+            (kvwire.Connection, "close"): conn.close,
+            (kvwire.Connection, "abort"): conn.abort,
+            (kvwire.Connection, "wait_closed"): conn.wait_closed,
+            (kvwire.Region, "grant"): lambda: self.region.grant(conn),
+            (kvwire.Region, "revoke"): self.region.revoke,
+            (kvwire.Region, "close"): self.region.close,
+            (kvwire.Request, "cancel"): self.request.cancel,
+            (kvwire.Request, "released"): self.request.released,
+            (kvwire.Outgoing, "drained"): self.outgoing.drained,
+            (kvwire.Outgoing, "abort"): self.outgoing.abort,
+            (kvwire.Outgoing, "renew_lease"): self.outgoing.renew_lease,
+            (kvwire.Incoming, "drained"): self.incoming.drained,
+            (kvwire.Incoming, "abort"): self.incoming.abort,
+            (kvwire.Incoming, "layer"): lambda: self.incoming.layer(0),
+            (kvwire.Incoming, "layer_event"): lambda: self.incoming.layer_event(0),
+        }
+        self.marks: list[Callable[[], object]] = [
+            lambda: self.outgoing.extend([1]),
+            self.outgoing.ready,
+            self.outgoing.finish,
+        ]
+
+    def refusals(self) -> list[str]:
+        """What each call says where this is called."""
+        calls = [*self.calls.values(), self.wait]
+        return [_refusal(call) for call in calls]
+
+    def wait(self) -> object:
+        """Wait for a request that belongs to another loop."""
+        return _awaited(self.request)
+
+    async def over(self) -> None:
+        """Let go of everything."""
+        self.request.cancel()
+        self.outgoing.abort()
+        self.incoming.abort()
+        await self.outgoing.drained()
+        await self.incoming.drained()
+        await self.region.close()
+
+
+async def _awaited(thing: Any) -> object:
+    return await thing
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    async def run() -> None:
+        result = call()
+        if inspect.isawaitable(result):
+            await result
+
+    try:
+        asyncio.run(run())
+    except UsageError as exc:
+        return str(exc)
+    return f"{call} was not refused"
+
+
+@pytest.fixture
+async def things() -> AsyncIterator[Things]:
+    async with loopback() as pair:
+        found = Things(pair)
+        yield found
+        await found.over()
+
+
+def test_every_public_method_is_tried() -> None:
+    tried = {key for key in _methods() if key[1] not in ANYWHERE[key[0]]}
+    assert tried == set(_keys())
+
+
+def _methods() -> set[tuple[type, str]]:
+    return {
+        (cls, name)
+        for cls in ANYWHERE
+        for name in dir(cls)
+        if not name.startswith("_") and inspect.isfunction(getattr(cls, name))
+    }
+
+
+def _keys() -> list[tuple[type, str]]:
+    async def keys() -> list[tuple[type, str]]:
+        async with loopback() as pair:
+            found = Things(pair)
+            await found.over()
+            return list(found.calls)
+
+    return asyncio.run(keys())
+
+
+async def test_another_thread_is_refused(things: Things) -> None:
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.extend(things.refusals()), name="me")
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    owner = threading.current_thread().name
+    for text in said:
+        assert "called from thread 'me', and what it is called on belongs" in text
+        assert f"event loop of thread {owner!r}" in text
+        assert "loop.call_soon_threadsafe(...)" in text
+        assert "kvwire.Engine" in text
+    assert not things.request.done()
+
+
+async def test_marks_may_come_from_any_thread(things: Things) -> None:
+    def mark() -> None:
+        for call in things.marks:
+            call()
+
+    await asyncio.to_thread(mark)
+    assert not things.outgoing.done()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+async def test_a_fork_is_refused(things: Things) -> None:
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        child = os.fork()
+    if not child:  # which has this loop running, and no other
+        texts = [_refused_now(call) for call in (*things.calls.values(), *things.marks)]
+        os.write(writer, "\n".join(texts).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        texts = (await asyncio.to_thread(pipe.read)).splitlines()
+    await asyncio.to_thread(os.waitpid, child, 0)
+    assert len(texts) == len(things.calls) + len(things.marks)
+    for text in texts:
+        assert f"belongs to process {os.getpid()}, and this is process {child}" in text
+        assert "spawn" in text
+
+
+def _refused_now(call: Callable[[], object]) -> str:
+    """What a call says; a coroutine is begun, up to its first wait."""
+    try:
+        result = call()
+        if inspect.iscoroutine(result):
+            result.send(None)
+    except UsageError as exc:
+        return str(exc)
+    return f"{call} was not refused"
+
+
+def test_another_loop_of_the_same_thread_is_refused() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def opened() -> tuple[kvwire.Communicator, kvwire.Request[bytearray]]:
+        comm = await kvwire.open()
+        address = await comm.listen("inproc://")
+        conn = await comm.connect(address)
+        return comm, conn.recv(1)
+
+    comm, request = loop.run_until_complete(opened())
+    for call in (lambda: comm.listen("inproc://"), lambda: request):
+        assert "another event loop, which is not running" in _refusal(call)
+    loop.run_until_complete(comm.close())
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+    with pytest.raises(UsageError, match="is closed: open a communicator in each"):
+        comm.register(bytearray(1))
+
+
+async def test_a_loop_may_move_to_another_thread() -> None:
+    thread = LoopThread()
+    thread.ident += 1  # as if it had been another
+    thread.check("anything")
+    assert thread.ident == threading.get_ident()
+
+
+@pytest.mark.parametrize("what", ["open", "Communicator", "Connection", "Outgoing"])
+async def test_a_plain_with_says_what_to_write(things: Things, what: str) -> None:
+    async with loopback() as pair:
+        opening = kvwire.open()
+        found: dict[str, Any] = {
+            "open": opening,
+            "Communicator": pair.a,
+            "Connection": pair.ab,
+            "Outgoing": things.outgoing,
+        }
+        said = f"with {what}: write `async with`"
+        with pytest.raises(UsageError, match=said), found[what]:
+            pass
+
+
+async def test_a_forgotten_await_of_open_is_said() -> None:
+    opening: Any = kvwire.open()
+    with pytest.raises(UsageError, match=r"listen: .* await kvwire.open"):
+        opening.listen("inproc://")
+    assert not hasattr(opening, "nothing_of_that_name")
