@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 from kvwire.cli.bench import (
     fragments_command,
     many_command,
+    ops_command,
     overlap_command,
     setup_command,
     store_command,
@@ -37,6 +38,7 @@ app = App(
 app.command(overlap_command.command, name="overlap")
 app.command(fragments_command.command, name="fragments")
 app.command(many_command.command, name="many")
+app.command(ops_command.command, name="ops")
 app.command(setup_command.command, name="setup")
 app.command(store_command.command, name="store")
 

@@ -16,6 +16,7 @@ from kvwire.cli.bench.sides.fragments_half import FragmentsHalf
 from kvwire.cli.bench.sides.half import CALLS, Half
 from kvwire.cli.bench.sides.kvwire_half import KvwireHalf
 from kvwire.cli.bench.sides.many_half import ManyHalf
+from kvwire.cli.bench.sides.ops_half import OpsHalf
 from kvwire.cli.bench.sides.overlap_half import OverlapHalf
 from kvwire.cli.bench.sides.setup_half import SetupHalf, StreamsSetupHalf
 from kvwire.cli.bench.sides.sockets_half import SocketsHalf
@@ -41,6 +42,7 @@ HALVES: Final[Roles] = {
     ),
     "many": lambda options: ManyHalf(options["transport"], int(options["endpoints"])),
     "memcpy": lambda options: MemcpySolo(int(options["pool_bytes"])),
+    "ops": lambda options: OpsHalf(options["transport"]),
     "setup": lambda options: SetupHalf(options["transport"]),
     "setup-streams": lambda _: StreamsSetupHalf(),
     "store": lambda options: StoreSolo(options["tier"], options.get("place", "")),

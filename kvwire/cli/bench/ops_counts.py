@@ -1,0 +1,136 @@
+"""What an operation consists of, counted: calls of Python, frames, system calls.
+
+Both sides are on one loop of this process, so nothing depends on whose turn it is on a
+CPU, and the counts of two runs are the same but for a wake-up more or less. What the
+loop itself does is not counted: it is another one in each engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import selectors
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvwire.cli.bench.ops_work import OpsWork
+from kvwire.cli.bench.sides.ops_half import Meter, OpsHalf
+from kvwire.proto.framing import Framing
+from kvwire.wire.header import FrameType
+
+_SOCKET: Final = "of '_socket.socket' objects>"
+# Functions of ours that are one system call, by file and name.
+_CALLS: Final = {
+    *(("iovec.py", "readv"), ("iovec.py", "writev"), ("cma.py", "read")),
+}
+# Whose calls are not counted: the benchmark's own, and those of a loop in Python.
+_OUTSIDE: Final = (
+    str(Path(__file__).parent),
+    str(Path(asyncio.__file__).parent),
+    str(Path(selectors.__file__)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Of one operation, both sides together.
+
+    Attributes:
+        calls: Of Python functions; a generator that goes on is one more.
+        system_calls: Of sockets and of vectored reads and writes; not the loop's own.
+        frames: By name, on the wire.
+    """
+
+    calls: float
+    system_calls: float
+    frames: dict[str, float]
+
+
+class CountMeter(Meter):
+    """Counts in place of CPU seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profile = cProfile.Profile()
+        self._frames: Counter[str] = Counter()
+        self._counting = _count_frames(self._frames)
+
+    def start(self) -> None:
+        """See Meter."""
+        self._counting = _count_frames(self._frames)
+        self._counting.__enter__()
+        self._profile.enable()
+
+    def stop(self) -> None:
+        """See Meter."""
+        self._profile.disable()
+        self._counting.__exit__(None, None, None)
+
+    def counts(self, operations: int) -> Counts:
+        """What was counted, by operation."""
+        calls = system_calls = 0
+        for entry in self._profile.getstats():
+            code: Any = entry.code
+            if isinstance(code, str):
+                system_calls += entry.callcount * code.endswith(_SOCKET)
+            elif not code.co_filename.startswith(_OUTSIDE):
+                calls += entry.callcount
+                key = Path(code.co_filename).name, code.co_name
+                system_calls += entry.callcount * (key in _CALLS)
+        return Counts(
+            calls=calls / operations,
+            system_calls=system_calls / operations,
+            frames={n: c / operations for n, c in sorted(self._frames.items())},
+        )
+
+
+def count(works: Sequence[OpsWork], transport: str) -> list[Counts]:
+    """Count each operation."""
+    return asyncio.run(_count(works, transport))
+
+
+async def _count(works: Sequence[OpsWork], transport: str) -> list[Counts]:
+    left, right = OpsHalf(transport, CountMeter), OpsHalf(transport)
+    try:
+        address = (await right.listen())["address"]
+        accepted = asyncio.ensure_future(right.accept())
+        await left.connect(address)
+        await accepted
+        return [await _count_one(left, right, work) for work in works]
+    finally:
+        await left.close()
+        await right.close()
+
+
+async def _count_one(left: OpsHalf, right: OpsHalf, work: OpsWork) -> Counts:
+    await left.use(work, await right.prepare(work))
+    for _ in range(2):  # the first time warms up
+        served = asyncio.ensure_future(right.serve(work))
+        found = await left.drive(work)
+        await served
+    assert isinstance(left.meter, CountMeter)
+    return left.meter.counts(len(found["values"]))
+
+
+@contextmanager
+def _count_frames(into: Counter[str]) -> Iterator[None]:
+    """Count each frame of any connection of this process by its name."""
+    control, payload = Framing.control, Framing.payload
+
+    def count_control(self: Framing, frame_type: int, *rest: Any, **named: Any) -> Any:
+        into[FrameType(frame_type).name] += 1
+        return control(self, frame_type, *rest, **named)
+
+    def count_payload(self: Framing, frame_type: int, *rest: Any, **named: Any) -> Any:
+        into[FrameType(frame_type).name] += 1
+        return payload(self, frame_type, *rest, **named)
+
+    Framing.control, Framing.payload = count_control, count_payload  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Framing.control, Framing.payload = control, payload  # type: ignore[method-assign]

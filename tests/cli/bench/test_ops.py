@@ -1,0 +1,91 @@
+"""``kvwire bench ops``, with few operations, and the ceilings of what they cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvwire.cli.bench import ops_work
+from kvwire.cli.bench.ops_counts import count
+from kvwire.cli.bench.ops_work import OpsWork, operations
+from kvwire.cli.main import CALLED_WRONG, main
+
+# Starts processes, on a machine that may be busy with others.
+pytestmark = pytest.mark.timeout(120)
+
+# Python calls and frames of an operation, both sides, over tcp and with Python 3.11:
+# others inline other calls. What makes one dearer is named here, with its reason in the
+# commit; what makes it cheaper lowers its line.
+CEILINGS: Final = {
+    "first pull, 64 KiB, 16 layers": (1663, 8),
+    "pull, 64 KiB, 16 layers": (1840, 8),
+    "pull, 256 KiB, 16 layers": (1861, 8),
+    "push, 256 KiB, 16 layers": (1909, 8),
+    "push, 4 MiB, 32 layers": (2343, 11),
+    "ready of a layer, 64 KiB": (461, 3),
+    "round trip, 64 B": (231, 2),
+    "send, 64 KiB": (361, 3),
+    "send, 1 MiB": (361, 3),
+    "put, 64 KiB": (323, 3),
+    "get, 64 KiB": (266, 2),
+    "store put, 64 KiB": (5170, 20),
+    "store get, 64 KiB": (4650, 16),
+    "store put, 1 MiB": (5170, 20),
+    "store get, 1 MiB": (4650, 16),
+}
+# A wake-up more or less; a ping.
+_MARGIN: Final = 1.03
+_EXPECTED: Final = operations()
+
+
+@pytest.mark.usefixtures("sides")
+def test_everything_is_measured_counted_and_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops_work, "COUNT", 3)
+    monkeypatch.setattr(ops_work, "FRESH_COUNT", 2)
+    out = tmp_path / "found.json"
+    assert main(["bench", "ops", "--rounds", "1", "--json", str(out)]) == 0
+
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "put, 64 KiB: 1 DATA, 1 FIN, 1 PUT" in shown
+    found = {row["name"]: row for row in json.loads(out.read_text())["cases"]}
+    assert list(found) == [work.name for work in _EXPECTED]
+    for name, row in found.items():
+        assert row["contenders"]["kvwire tcp"]["median"] > 0
+        assert row["counts"]["calls"] > 0
+        sides = row["cpu_s"]["kvwire tcp"]
+        if name.startswith("first"):
+            assert sides is None
+        else:
+            assert min(sides) > 0
+
+
+@pytest.mark.parametrize("transport", ["pigeons", "inproc"])
+def test_a_transport_that_joins_no_two_processes(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "ops", "--transport", transport]) == CALLED_WRONG
+    assert f"--transport {transport}: one of" in capsys.readouterr().err
+
+
+def test_every_operation_has_its_ceiling() -> None:
+    assert [work.name for work in _EXPECTED] == list(CEILINGS)
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="the ceilings are those of Python 3.11"
+)
+@pytest.mark.parametrize("work", _EXPECTED, ids=[work.name for work in _EXPECTED])
+def test_an_operation_is_no_dearer_than_it_was(work: OpsWork) -> None:
+    (counts,) = count([work], "tcp")
+    calls, frames = CEILINGS[work.name]
+    assert counts.calls <= calls * _MARGIN, f"{work.name}: Python calls"
+    assert sum(counts.frames.values()) <= frames * _MARGIN, f"{work.name}: frames"
