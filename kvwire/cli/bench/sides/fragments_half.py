@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import platform
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -20,7 +19,7 @@ from kvwire.cli.bench.fragment_work import (
     block_ids,
     offsets,
 )
-from kvwire.cli.bench.sides.half import HOST, Half, digest
+from kvwire.cli.bench.sides.half import ConnectedHalf, digest, over
 from kvwire.memory.arena import Arena
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ GO: Final = 1
 # A block is 2 components x 16 tokens x 8 heads of 2 bytes: what is left are its dims.
 TOKENS: Final = 16
 HEADS: Final = 8
-# A transport that is not here is a lane beside a link over TCP.
-_WHERE: Final = {"inproc": "inproc://"}
 _BYTES_PER_DIM: Final = 2 * TOKENS * HEADS * 2
 
 
@@ -82,7 +79,7 @@ class Pool:
         return self.memory.reshape(self._shape)[self._fragments]
 
 
-class FragmentsHalf(Half):
+class FragmentsHalf(ConnectedHalf):
     """The left side pulls or pushes, the right one publishes or expects.
 
     Args:
@@ -96,12 +93,10 @@ class FragmentsHalf(Half):
 
     work_type: ClassVar[type[Work]] = FragmentWork
 
-    _communicator: kvwire.Communicator
-    _connection: kvwire.Connection
     _pool: Pool
 
     def __init__(self, transport: str, pool_bytes: int, *, arena: bool = False) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._arena = Arena(pool_bytes) if arena else None
         self.memory: npt.NDArray[np.uint8] = (
             self._arena.buffer(pool_bytes)
@@ -110,33 +105,7 @@ class FragmentsHalf(Half):
         )
         # Written to, so that no page is missing when it is timed.
         self.memory[:] = 1
-        self._opened = False
-        self._number = 0
         self._work: FragmentWork | None = None
-
-    async def listen(self) -> dict[str, Any]:
-        """See Half."""
-        await self._open("bench-right")
-        where = _WHERE.get(self._transport, f"tcp://{HOST}:0")
-        address = await self._communicator.listen(where)
-        return {"address": str(address)}
-
-    async def accept(self) -> dict[str, Any]:
-        """See Half."""
-        self._connection = await self._communicator.accept()
-        return {}
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        """See Half."""
-        await self._open("bench-left")
-        self._connection = await self._communicator.connect(
-            address, transport=self._transport
-        )
-        return {
-            "kvwire": kvwire.__version__,
-            "python": platform.python_version(),
-            "transport": str(self._connection.transport_report),
-        }
 
     async def prepare(self, work: Work) -> dict[str, Any]:
         """See Half."""
@@ -176,17 +145,11 @@ class FragmentsHalf(Half):
 
     async def close(self) -> None:
         """See Half."""
-        if self._opened:
-            self._communicator.abort()
-            await self._communicator.close()
+        await super().close()
         if self._arena is not None:
             # Transfers may still have arrays in it, which keep it mapped.
             with contextlib.suppress(kvwire.UsageError):
                 self._arena.close()
-
-    async def _open(self, name: str) -> None:
-        self._communicator = await kvwire.open(name=name)
-        self._opened = True
 
     def _have(self, work: Work, side: int) -> Pool:
         assert isinstance(work, FragmentWork)
@@ -209,10 +172,9 @@ class FragmentsHalf(Half):
         else:
             end = connection.push(self._number, cache, blocks)
             _mark_all(end)
-        outcome = await end
+        await end
         elapsed_s = time.perf_counter() - began
-        _check(outcome)
-        await end.drained()
+        await over(end)
         return elapsed_s
 
     async def _offer(
@@ -227,15 +189,9 @@ class FragmentsHalf(Half):
         else:
             end = self._communicator.expect(self._number, cache, blocks)
         await self._connection.send(GO, b"")
-        _check(await end)
-        await end.drained()
+        await over(end)
 
 
 def _mark_all(outgoing: kvwire.Outgoing) -> None:
     outgoing.ready()
     outgoing.finish()
-
-
-def _check(outcome: kvwire.Outcome) -> None:
-    if not outcome.complete:
-        raise RuntimeError(f"the transfer did not end well: {outcome!r}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import platform
 import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Final
 
+import kvwire
 from kvwire.cli.bench.case import Work
 
 CALLS: Final = frozenset(
@@ -75,6 +78,74 @@ class Half(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End what was begun."""
+
+
+class ConnectedHalf(Half):
+    """A half with one communicator of kvwire, and one connection.
+
+    Args:
+        transport: Its name.
+    """
+
+    by_link: ClassVar[bool] = False
+    """The transport is that of the link, instead of a lane beside one over TCP."""
+
+    _communicator: kvwire.Communicator
+    _connection: kvwire.Connection
+
+    def __init__(self, transport: str) -> None:
+        self._transport = transport
+        self._opened = False
+        # Of the last transfer: both sides count alike.
+        self._number = 0
+
+    async def listen(self) -> dict[str, Any]:
+        """See Half."""
+        await self._open("bench-right")
+        scheme = self._transport if self.by_link else "tcp"
+        where = "inproc://" if self._transport == "inproc" else f"{scheme}://{HOST}:0"
+        return {"address": str(await self._communicator.listen(where))}
+
+    async def accept(self) -> dict[str, Any]:
+        """See Half."""
+        self._connection = await self._communicator.accept()
+        return {}
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        """See Half."""
+        await self._open("bench-left")
+        self._connection = await self._communicator.connect(
+            address, transport=self._transport
+        )
+        loop = type(asyncio.get_running_loop()).__module__
+        return {
+            "kvwire": kvwire.__version__,
+            "python": platform.python_version(),
+            "loop": loop.partition(".")[0],
+            "transport": str(self._connection.transport_report),
+        }
+
+    async def close(self) -> None:
+        """See Half."""
+        if self._opened:
+            self._communicator.abort()
+            await self._communicator.close()
+
+    async def _open(self, name: str) -> None:
+        self._communicator = await kvwire.open(name=name)
+        self._opened = True
+
+
+async def over(end: kvwire.Incoming | kvwire.Outgoing) -> None:
+    """Wait for the outcome of a transfer, and until its memory is free.
+
+    Raises:
+        RuntimeError: It is not complete.
+    """
+    outcome = await end
+    if not outcome.complete:
+        raise RuntimeError(f"the transfer did not end well: {outcome!r}")
+    await end.drained()
 
 
 def cpu_s() -> dict[str, Any]:

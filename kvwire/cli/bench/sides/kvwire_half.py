@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import platform
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any, Final
 
 import kvwire
 from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.sides.half import HOST, Half, digest, fill
+from kvwire.cli.bench.sides.half import ConnectedHalf, digest, fill
 
 PING: Final = 1
 PONG: Final = 2
@@ -41,46 +39,15 @@ class Room:
         ]
 
 
-class KvwireHalf(Half):
-    """Two communicators of one transport.
+class KvwireHalf(ConnectedHalf):
+    """Messages, puts and gets over one connection."""
 
-    Args:
-        transport: Its name.
-    """
-
-    _communicator: kvwire.Communicator
-    _connection: kvwire.Connection
+    by_link = True
 
     def __init__(self, transport: str) -> None:
-        self._transport = transport
-        self._opened = False
+        super().__init__(transport)
         # By the size of an operation: works of one size share their memory.
         self._rooms: dict[int, Room] = {}
-
-    async def listen(self) -> dict[str, Any]:
-        """See Half."""
-        await self._open("bench-right")
-        address = await self._communicator.listen(f"{self._transport}://{HOST}:0")
-        return {"address": str(address)}
-
-    async def accept(self) -> dict[str, Any]:
-        """See Half."""
-        self._connection = await anext(self._communicator.connections())
-        return {}
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        """See Half."""
-        await self._open("bench-left")
-        self._connection = await self._communicator.connect(
-            address, transport=self._transport
-        )
-        loop = asyncio.get_running_loop()
-        return {
-            "kvwire": kvwire.__version__,
-            "python": platform.python_version(),
-            "loop": type(loop).__module__.partition(".")[0],
-            "transport": str(self._connection.transport_report),
-        }
 
     async def prepare(self, work: Work) -> dict[str, Any]:
         """See Half."""
@@ -163,16 +130,6 @@ class KvwireHalf(Half):
             await _keep_busy(work, lambda i: connection.recv(DATA, parts[i]))
             await connection.send(DONE, b"")
         return {}
-
-    async def close(self) -> None:
-        """See Half."""
-        if self._opened:
-            self._communicator.abort()
-            await self._communicator.close()
-
-    async def _open(self, name: str) -> None:
-        self._communicator = await kvwire.open(name=name)
-        self._opened = True
 
     async def _play(self, work: Work) -> list[float]:
         connection, ball = self._connection, self._room(work).memory

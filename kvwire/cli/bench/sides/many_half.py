@@ -19,7 +19,7 @@ from kvwire.cli.bench.many_work import (
     LAYERS,
     ManyWork,
 )
-from kvwire.cli.bench.sides.half import HOST, Half, digest
+from kvwire.cli.bench.sides.half import HOST, Half, digest, over
 
 GO: Final = 1
 STOP: Final = 2
@@ -191,7 +191,7 @@ class ManyHalf(Half):
     async def _pull_all(self, first: int) -> list[float]:
         async def one(index: int, blocks: Sequence[int]) -> float:
             connection = self._connections[index % len(self._connections)]
-            await _over(connection.pull(f"{first}-{index}", self._cache, blocks))
+            await over(connection.pull(f"{first}-{index}", self._cache, blocks))
             return time.perf_counter() - began
 
         began = time.perf_counter()
@@ -200,7 +200,7 @@ class ManyHalf(Half):
     async def _pull_one(self, id: str, blocks: Sequence[int], priority: int) -> float:
         began = time.perf_counter()
         pulled = self._connections[0].pull(id, self._cache, blocks, priority=priority)
-        await _over(pulled)
+        await over(pulled)
         return time.perf_counter() - began
 
     async def _keep_pulling(
@@ -231,7 +231,7 @@ class ManyHalf(Half):
                 for i, blocks in enumerate(self._shares)
             ]
             await control.send(GO, b"")
-            await asyncio.gather(*map(_over, published))
+            await asyncio.gather(*map(over, published))
             return
         own, *others = self._shares
         async with asyncio.TaskGroup() as group:
@@ -253,10 +253,10 @@ class ManyHalf(Half):
         ahead = [self._offer(communicator, id, blocks) for id in ids[:_AHEAD]]
         await self._connections[0].send(GO, b"")
         for id in ids[_AHEAD:]:
-            await _over(ahead.pop(0))
+            await over(ahead.pop(0))
             ahead.append(self._offer(communicator, id, blocks))
         for outgoing in ahead:
-            await _over(outgoing)
+            await over(outgoing)
 
     async def _keep_publishing(
         self, first: int, index: int, blocks: Sequence[int]
@@ -285,10 +285,3 @@ class ManyHalf(Half):
         """Whose connection number ``index`` is: each has as many as there are peers."""
         number = index % len(self._connections) // self._endpoints
         return self._communicators[number]
-
-
-async def _over(end: kvwire.Incoming | kvwire.Outgoing) -> None:
-    outcome = await end
-    if not outcome.complete:
-        raise RuntimeError(f"a transfer did not end well: {outcome!r}")
-    await end.drained()

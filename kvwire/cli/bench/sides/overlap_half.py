@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 import kvwire
 from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.sides.half import HOST, Half, digest, fill
+from kvwire.cli.bench.sides.half import ConnectedHalf, digest, fill
 from kvwire.limits import KIB
 
 if TYPE_CHECKING:
@@ -62,45 +62,20 @@ class Cache:
         self.blocks: list[int] = list(range(blocks))
 
 
-class OverlapHalf(Half):
+class OverlapHalf(ConnectedHalf):
     """``work.count`` layers of ``work.nbytes`` bytes, moved as ``work.verb`` says.
 
     * ``streamed``: each layer is marked when it is computed;
     * ``whole``: all of them are marked when the last one is;
     * ``last``: only the last one is ever marked.
-
-    Args:
-        transport: Its name.
     """
 
-    _communicator: kvwire.Communicator
-    _connection: kvwire.Connection
+    by_link = True
 
     def __init__(self, transport: str) -> None:
-        self._transport = transport
-        self._opened = False
+        super().__init__(transport)
         # The last one, since one of 80 layers is large.
         self._kept: tuple[tuple[int, int], Cache] | None = None
-        self._number = 0
-
-    async def listen(self) -> dict[str, Any]:
-        """See Half."""
-        await self._open("prefill")
-        address = await self._communicator.listen(f"{self._transport}://{HOST}:0")
-        return {"address": str(address)}
-
-    async def accept(self) -> dict[str, Any]:
-        """See Half."""
-        self._connection = await self._communicator.accept()
-        return {}
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        """See Half."""
-        await self._open("decode")
-        self._connection = await self._communicator.connect(
-            address, transport=self._transport
-        )
-        return {"transport": str(self._connection.transport_report)}
 
     async def check_left(self, work: Work) -> dict[str, Any]:
         """See Half."""
@@ -142,16 +117,6 @@ class OverlapHalf(Half):
             for _ in range(repeat)
         ]
         return {"first": [s[0] for s in spans], "last": [s[1] for s in spans]}
-
-    async def close(self) -> None:
-        """See Half."""
-        if self._opened:
-            self._communicator.abort()
-            await self._communicator.close()
-
-    async def _open(self, name: str) -> None:
-        self._communicator = await kvwire.open(name=name)
-        self._opened = True
 
     def _cache(self, work: Work) -> Cache:
         key = work.count, work.nbytes

@@ -11,7 +11,7 @@ import numpy as np
 
 import kvwire
 from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.sides.half import HOST, Half, digest, fill
+from kvwire.cli.bench.sides.half import HOST, ConnectedHalf, Half, digest, fill, over
 from kvwire.limits import KIB
 
 COLUMNS: Final = ("handshake", "first transfer", "second transfer")
@@ -40,19 +40,15 @@ class _Anew(Half):
         """One connection; seconds by column."""
 
 
-class SetupHalf(_Anew):
+class SetupHalf(_Anew, ConnectedHalf):
     """``work.count`` connections, each with two transfers that the left side pulls.
 
     Args:
         transport: Its name.
     """
 
-    _communicator: kvwire.Communicator
-
     def __init__(self, transport: str) -> None:
-        self._transport = transport
-        self._opened = False
-        self._number = 0
+        super().__init__(transport)
         self._address = ""
         self._memory = np.ones(TRANSFER_BYTES, np.uint8)
         spec = kvwire.KVSpec(
@@ -66,20 +62,12 @@ class SetupHalf(_Anew):
         tensors = list(self._memory.view(np.float16).reshape(shape))
         self._cache = kvwire.PagedCache(spec, tensors)
 
-    async def listen(self) -> dict[str, Any]:
-        """See Half."""
-        await self._open("right")
-        address = await self._communicator.listen(f"tcp://{HOST}:0")
-        return {"address": str(address)}
-
     async def connect(self, address: Any) -> dict[str, Any]:
         """See Half."""
-        await self._open("left")
+        facts = await super().connect(address)
+        await self._connection.close()
         self._address = address
-        connection = await self._connect()
-        report = str(connection.transport_report)
-        await connection.close()
-        return {"transport": report}
+        return facts
 
     async def check_left(self, work: Work) -> dict[str, Any]:
         """See Half."""
@@ -101,20 +89,15 @@ class SetupHalf(_Anew):
             outgoing[-1].ready()
             outgoing[-1].finish()
         for end in outgoing:
-            await end
-            await end.drained()
+            await over(end)
         return {}
-
-    async def close(self) -> None:
-        """See Half."""
-        if self._opened:
-            self._communicator.abort()
-            await self._communicator.close()
 
     async def _once(self) -> tuple[float, float, float]:
         clock = time.perf_counter
         began = clock()
-        connection = await self._connect()
+        connection = await self._communicator.connect(
+            self._address, transport=self._transport
+        )
         connected = clock()
         await self._pull(connection)
         first = clock()
@@ -124,25 +107,12 @@ class SetupHalf(_Anew):
         return connected - began, first - connected, second - first
 
     async def _pull(self, connection: kvwire.Connection) -> None:
-        incoming = connection.pull(*self._next())
-        outcome = await incoming
-        if not outcome.complete:
-            raise RuntimeError(f"a transfer did not end well: {outcome!r}")
-        await incoming.drained()
+        await over(connection.pull(*self._next()))
 
     def _next(self) -> tuple[int, kvwire.PagedCache, list[int]]:
         """Both sides count alike."""
         self._number += 1
         return self._number, self._cache, _ONLY_BLOCK
-
-    async def _connect(self) -> kvwire.Connection:
-        return await self._communicator.connect(
-            self._address, transport=self._transport
-        )
-
-    async def _open(self, name: str) -> None:
-        self._communicator = await kvwire.open(name=f"bench-{name}")
-        self._opened = True
 
 
 class StreamsSetupHalf(_Anew):
