@@ -15,7 +15,7 @@ from kvwire.cli.bench import command, store_command
 from kvwire.cli.bench.fragments import VERBS, Choice, registered
 from kvwire.cli.bench.fragments_command import SIZES_KIB, Kibibytes
 from kvwire.cli.bench.fragments_plot import draw
-from kvwire.cli.bench.output import Output, Rounds, measure, progress_bar, show
+from kvwire.cli.bench.output import Output, Rounds, progress_bar, run, show
 from kvwire.cli.main import main
 from kvwire.cli.plot import Plot
 from kvwire.limits import KIB, MIB
@@ -101,13 +101,14 @@ def fragments(
         "rounds": rounds,
         "round_mib": round_mib,
     }
-    findings = measure(benchmark, rounds)
-    show(
-        render(benchmark, findings),
-        lambda: document(benchmark, findings, settings),
-        lambda: draw(benchmark, findings),
+    run(
+        benchmark,
+        settings,
         json=json,
         plot=plot,
+        render=render,
+        document=document,
+        draw=draw,
     )
 
 

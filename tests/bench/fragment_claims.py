@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvwire.cli.bench.case import Samples
-from kvwire.cli.bench.fragments import Row, size_name
+from kvwire.cli.bench.fragments import size_name
+from kvwire.cli.bench.fragments_report import fragment_work
 from kvwire.cli.bench.table import MET, MISSED, new_table, short
 from kvwire.cli.bench.turns import Finding
 from kvwire.limits import KIB, MIB
@@ -85,10 +86,10 @@ class Verdict:
 class Rates:
     """Samples by who, which way, which size and which layout."""
 
-    def __init__(self, findings: Sequence[Finding[Row]]) -> None:
+    def __init__(self, findings: Sequence[Finding]) -> None:
         self._samples: dict[tuple[str, str, int, bool], Samples] = {}
         for finding in findings:
-            work = finding.case.work
+            work = fragment_work(finding)
             for name, samples in finding.samples.items():
                 key = (name, work.verb, work.layer_bytes, work.cross_layer)
                 self._samples[key] = samples

@@ -9,14 +9,15 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 
 from kvwire import UsageError
+from kvwire.cli.bench import document as documents
 from kvwire.cli.bench import fragments_report
+from kvwire.cli.bench.case import Benchmark
 from kvwire.cli.bench.fragments import (
     MEMCPY,
     SAME_HOST,
     TCP,
     VERBS,
     Choice,
-    Fragments,
     Team,
     fragments,
 )
@@ -68,7 +69,7 @@ class Peers:
             team.add(wire, PeerContender(peer, setting, interpreter, pool_bytes))
 
 
-def beside(choice: Choice, peers: Peers) -> Fragments:
+def beside(choice: Choice, peers: Peers) -> Benchmark:
     """The benchmark.
 
     Raises:
@@ -77,7 +78,7 @@ def beside(choice: Choice, peers: Peers) -> Fragments:
     return fragments(choice, peers.join)
 
 
-def render(benchmark: Fragments, findings: fragments_report.Findings) -> RenderableType:
+def render(benchmark: Benchmark, findings: fragments_report.Findings) -> RenderableType:
     """Show what was found, and the targets."""
     verdicts = judge(Rates(findings), VERBS)
     below = targets(verdicts) if verdicts else ()
@@ -85,11 +86,11 @@ def render(benchmark: Fragments, findings: fragments_report.Findings) -> Rendera
 
 
 def document(
-    benchmark: Fragments,
+    benchmark: Benchmark,
     findings: fragments_report.Findings,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The JSON document, with the targets."""
-    found = fragments_report.document(benchmark, findings, dict(settings))
+    found = documents.document(benchmark, findings, dict(settings))
     verdicts = judge(Rates(findings), VERBS)
     return {**found, "targets": [{**asdict(v), "met": v.met} for v in verdicts]}

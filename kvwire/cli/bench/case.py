@@ -48,6 +48,7 @@ class Unit:
     less_is_better: bool
 
 
+MILLISECONDS = Unit("ms", 1e3, less_is_better=True)
 MICROSECONDS = Unit("us", 1e6, less_is_better=True)
 GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, less_is_better=False)
 
@@ -128,6 +129,8 @@ class Case:
         target: The ratio aimed at: at most that for times, at least that for rates;
             None for none.
         tail: Whether the 99th percentile of the samples means anything.
+        group: What rows that are shown together have alike.
+        essential: It says nothing without ours.
     """
 
     name: str
@@ -135,8 +138,10 @@ class Case:
     unit: Unit
     ours: Contender
     beside: Sequence[Contender]
-    target: float | None
+    target: float | None = None
     tail: bool = False
+    group: str = ""
+    essential: bool = True
 
     @property
     def contenders(self) -> list[Contender]:
@@ -146,7 +151,7 @@ class Case:
     @property
     def required(self) -> list[Contender]:
         """Those without whom it says nothing."""
-        return [self.ours]
+        return [self.ours] if self.essential else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +199,14 @@ class Benchmark:
         cases: Its rows.
         missing: Who could not take part, and what would change that.
         notes: Lines that a reader of the table needs.
+        ours: Names of those that are kvwire, where they are several.
     """
 
     name: str
     cases: Sequence[Case]
     missing: Sequence[Missing] = ()
     notes: Sequence[str] = ()
+    ours: Sequence[str] = ()
 
     @property
     def contenders(self) -> list[Contender]:

@@ -17,11 +17,8 @@ from kvwire.cli.bench import (
     store_command,
 )
 from kvwire.cli.bench.case import Others
-from kvwire.cli.bench.document import document
 from kvwire.cli.bench.messages import messages as benchmark_messages
-from kvwire.cli.bench.output import Output, Rounds, measure, show
-from kvwire.cli.bench.plot import draw
-from kvwire.cli.bench.table import render
+from kvwire.cli.bench.output import Output, Rounds, run
 from kvwire.cli.plot import Plot
 from kvwire.limits import MIB
 
@@ -79,11 +76,4 @@ def messages(
         "rounds": rounds,
         "round_mib": round_mib,
     }
-    findings = measure(benchmark, rounds)
-    show(
-        render(benchmark, findings),
-        lambda: document(benchmark, findings, settings),
-        lambda: draw(benchmark, findings),
-        json=json,
-        plot=plot,
-    )
+    run(benchmark, settings, json=json, plot=plot)

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 import kvwire
-from kvwire.cli.bench.case import Benchmark, Case, Samples
+from kvwire.cli.bench.case import Benchmark, Samples
 from kvwire.cli.bench.summary import Summary, compare
 from kvwire.cli.bench.turns import Finding
 
 
 def document(
-    benchmark: Benchmark, findings: Sequence[Finding[Case]], settings: dict[str, Any]
+    benchmark: Benchmark, findings: Sequence[Finding], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The document; times are seconds, rates bytes a second.
 
@@ -53,10 +53,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _case(finding: Finding[Case]) -> dict[str, Any]:
+def _case(finding: Finding) -> dict[str, Any]:
     case = finding.case
     return {
         "name": case.name,
+        "group": case.group,
         "work": asdict(case.work),
         "unit": "s" if case.unit.less_is_better else "B/s",
         "target": case.target,

@@ -17,7 +17,13 @@ from typing import Final
 
 from kvwire import UsageError
 from kvwire.backend import registry
-from kvwire.cli.bench.case import Contender, Missing
+from kvwire.cli.bench.case import (
+    GIGABYTES_PER_SECOND,
+    Benchmark,
+    Case,
+    Contender,
+    Missing,
+)
 from kvwire.cli.bench.fragment_work import ARENA, FragmentWork, work_of
 from kvwire.cli.bench.pair import FragmentPair
 from kvwire.cli.bench.solo import SoloContender
@@ -28,49 +34,14 @@ SAME_HOST: Final = "same host"
 WIRES: Final = (TCP, SAME_HOST)
 VERBS: Final = ("push", "pull")
 MEMCPY: Final = "memcpy"
+NOTE: Final = (
+    "CPU seconds are of both sides. Of these only kvwire checks what it moves."
+)
 # Blocks across layers differ from others where the others' fragments are small.
 CROSS_LAYER_BYTES_MAX: Final = 64 * 1024
 # What UCX may use.
 UCX_TCP: Final = {"UCX_TLS": "tcp"}
 UCX_SHM: Final = {"UCX_TLS": "self,sm,tcp"}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One work on one wire, and everybody who does it."""
-
-    wire: str
-    work: FragmentWork
-    contenders: Sequence[Contender]
-    required: Sequence[Contender] = ()
-
-    @property
-    def name(self) -> str:
-        """As progress is reported."""
-        work = self.work
-        size = size_name(work.layer_bytes)
-        return f"{size} {work.verb}, {work.layout}, {self.wire}"
-
-
-@dataclass(frozen=True, slots=True)
-class Fragments:
-    """The benchmark.
-
-    Attributes:
-        cases: Its rows.
-        ours: Names of the contenders that are kvwire.
-        missing: Who could not take part, and what would change that.
-    """
-
-    cases: Sequence[Row]
-    ours: Sequence[str]
-    missing: Sequence[Missing] = ()
-
-    @property
-    def contenders(self) -> list[Contender]:
-        """Everybody, each once."""
-        found = {c.name: c for row in self.cases for c in row.contenders}
-        return list(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +86,7 @@ class Team:
 
 def fragments(
     choice: Choice, others: Callable[[Team, int], None] | None = None
-) -> Fragments:
+) -> Benchmark:
     """The benchmark.
 
     Args:
@@ -137,18 +108,54 @@ def fragments(
     memcpy = SoloContender(MEMCPY, MEMCPY, [f"pool_bytes={pool_bytes}"])
     memcpy.streams, memcpy.note = True, "memcpy is one copy of bytes side by side."
     team.add(SAME_HOST, memcpy)
-    rows = [
-        Row(wire, work, contenders)
+    cases = [
+        Case(
+            name=f"{size_name(work.layer_bytes)} {work.verb}, {work.layout}, {wire}",
+            work=work,
+            unit=GIGABYTES_PER_SECOND,
+            ours=contenders[0],
+            beside=contenders[1:],
+            group=wire,
+            essential=False,
+        )
         for work in works
         for wire in WIRES
         if (contenders := [c for c in team.by_wire[wire] if _has_layout(work, c)])
     ]
-    return Fragments(rows, ours, team.missing)
+    everybody = (c for wire in WIRES for c in team.by_wire[wire])
+    notes = [NOTE, *dict.fromkeys(filter(None, (c.note for c in everybody)))]
+    return Benchmark(
+        name="fragments", cases=cases, missing=team.missing, notes=notes, ours=ours
+    )
 
 
 def registered() -> list[str]:
     """Names of the backends that are installed, whether they can run or not."""
     return sorted({entry.name for entry in entry_points(group="kvwire.backends")})
+
+
+def require_known(transports: Sequence[str], *, processes: bool = False) -> None:
+    """Refuse transports that nobody can measure.
+
+    Args:
+        transports: As the user named them.
+        processes: They have to join two processes.
+
+    Raises:
+        UsageError: One is not installed, or joins loops of one process.
+    """
+    known = [name for name in registered() if not processes or name != "inproc"]
+    for name in transports:
+        if name == "inproc" and processes:
+            raise UsageError(
+                "--transport inproc joins two loops of one process, and this benchmark "
+                f"runs two processes; there are {', '.join(known)}"
+            )
+        if name not in known:
+            raise UsageError(
+                f"--transport {name}: no such backend is installed; there are "
+                f"{', '.join(known)}"
+            )
 
 
 def why_not(transport: str) -> str:
@@ -188,11 +195,7 @@ def _works(choice: Choice) -> list[FragmentWork]:
 def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> None:
     options = [f"transport={transport}", f"loop={loop}", f"pool_bytes={pool_bytes}"]
     name = f"kvwire {transport}"
-    if transport not in registered():
-        raise UsageError(
-            f"--transport {transport}: no such backend is installed; there are "
-            f"{', '.join(registered())}"
-        )
+    require_known([transport])
     reason = why_not(transport)
     if reason:
         team.missing.append(Missing(name, reason, "cannot run here"))

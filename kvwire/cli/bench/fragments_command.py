@@ -14,8 +14,8 @@ from kvwire.cli.bench.fragments import (
     registered,
 )
 from kvwire.cli.bench.fragments_plot import draw
-from kvwire.cli.bench.fragments_report import document, render
-from kvwire.cli.bench.output import Output, Rounds, measure, show
+from kvwire.cli.bench.fragments_report import render
+from kvwire.cli.bench.output import Output, Rounds, run
 from kvwire.cli.plot import Plot
 from kvwire.limits import KIB, MIB
 
@@ -78,14 +78,7 @@ def command(  # noqa: PLR0913 - each is an option
         "rounds": rounds,
         "round_mib": round_mib,
     }
-    findings = measure(benchmark, rounds)
-    show(
-        render(benchmark, findings),
-        lambda: document(benchmark, findings, settings),
-        lambda: draw(benchmark, findings),
-        json=json,
-        plot=plot,
-    )
+    findings = run(benchmark, settings, json=json, plot=plot, render=render, draw=draw)
     failed = [name for f in findings for name in f.failures if name in benchmark.ours]
     failed += [absent.name for absent in benchmark.missing]
     return int(transport != "all" and bool(failed))

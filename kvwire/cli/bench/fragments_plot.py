@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from kvwire.cli.bench.case import GIGABYTES_PER_SECOND
-from kvwire.cli.bench.fragments import VERBS, WIRES, Fragments, Row, size_name
+from kvwire.cli.bench.case import GIGABYTES_PER_SECOND, Benchmark
+from kvwire.cli.bench.fragments import VERBS, WIRES, size_name
+from kvwire.cli.bench.fragments_report import fragment_work
 from kvwire.cli.bench.turns import Finding
 from kvwire.cli.plot import colors, new_figure
 
@@ -19,28 +20,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Findings = Sequence[Finding[Row]]
+Findings = Sequence[Finding]
 
 _PANEL_IN: Final = (4.0, 3.4)
 _LEGEND_IN: Final = 2.0
 _MARKERS: Final = "osD^v<>Pp*"
 
 
-def draw(benchmark: Fragments, findings: Findings) -> dict[str, Figure]:
+def draw(benchmark: Benchmark, findings: Findings) -> dict[str, Figure]:
     """Draw everybody who was measured; a panel in which nobody was is left out.
 
     Returns:
         The picture, by what is added to the name of the file: nothing.
     """
     measured = [finding for finding in findings if finding.samples]
-    wires = [w for w in WIRES if any(f.case.wire == w for f in measured)]
+    wires = [w for w in WIRES if any(f.case.group == w for f in measured)]
     verbs = [v for v in VERBS if any(f.case.work.verb == v for f in measured)]
     names = [c.name for c in benchmark.contenders]
     present = {name for finding in measured for name in finding.samples}
     looks = _looks([name for name in names if name in present], benchmark.ours)
     width, height = _PANEL_IN
     figure = new_figure(len(verbs) * width + _LEGEND_IN, len(wires) * height)
-    across = any(finding.case.work.cross_layer for finding in measured)
+    across = any(fragment_work(finding).cross_layer for finding in measured)
     hollow = "; hollow: blocks across layers" if across else ""
     figure.suptitle(f"kvwire bench fragments: median rates{hollow}")
     panels = figure.subplots(
@@ -51,7 +52,7 @@ def draw(benchmark: Fragments, findings: Findings) -> dict[str, Figure]:
             axes.set_title(f"{verb}, {wire}, GB/s", loc="left")
             axes.grid(color="0.9")
             inside = [
-                f for f in measured if (f.case.wire, f.case.work.verb) == (wire, verb)
+                f for f in measured if (f.case.group, f.case.work.verb) == (wire, verb)
             ]
             for name, look in looks.items():
                 _draw_lines(axes, name, look, inside)
@@ -81,11 +82,11 @@ def _draw_lines(
     for cross_layer in (False, True):
         points = sorted(
             (
-                f.case.work.layer_bytes,
+                fragment_work(f).layer_bytes,
                 median(f.samples[name].values) * GIGABYTES_PER_SECOND.scale,
             )
             for f in inside
-            if f.case.work.cross_layer is cross_layer and name in f.samples
+            if fragment_work(f).cross_layer is cross_layer and name in f.samples
         )
         if points:
             hollow = {"markerfacecolor": "white", "linestyle": "--"}
@@ -99,7 +100,7 @@ def _draw_lines(
 
 def _scale(axes: Axes, measured: Findings) -> None:
     """Have sizes and powers of two along the axes, which all panels share."""
-    sizes = sorted({f.case.work.layer_bytes for f in measured})
+    sizes = sorted({fragment_work(f).layer_bytes for f in measured})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(sizes, [size_name(size) for size in sizes], minor=False)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from kvwire.cli.bench.many import document, many, render
-from kvwire.cli.bench.output import Output, Rounds, measure, show
+from kvwire.cli.bench.output import Output, Rounds, run
 from kvwire.limits import MIB
 
 Endpoints = Annotated[int, Parameter(validator=Number(gte=1, lte=32))]
@@ -67,12 +67,5 @@ def command(  # noqa: PLR0913 - each is an option
         "other_mib": other_mib,
         "rounds": rounds,
     }
-    findings = measure(benchmark, rounds)
-    show(
-        render(benchmark, findings),
-        lambda: document(benchmark, findings, settings),
-        None,
-        json=json,
-        plot=None,
-    )
+    findings = run(benchmark, settings, json=json, render=render, document=document)
     return int(any(finding.failures for finding in findings))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvwire import UsageError
 from kvwire.cli.bench.case import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
@@ -14,6 +13,7 @@ from kvwire.cli.bench.case import (
     Others,
     Work,
 )
+from kvwire.cli.bench.fragments import require_known
 from kvwire.cli.bench.pair import PairContender
 from kvwire.limits import MIB
 
@@ -42,11 +42,7 @@ def messages(
     Raises:
         UsageError: The transport does not join two processes.
     """
-    if transport == "inproc":
-        raise UsageError(
-            "--transport inproc joins two loops of one process, and this benchmark "
-            "runs two processes; use --transport tcp"
-        )
+    require_known([transport], processes=True)
     ours = PairContender("kvwire", "kvwire", [f"transport={transport}", f"loop={loop}"])
     streams = PairContender(f"{loop} streams", "streams", [f"loop={loop}"])
     others = others or Others()

@@ -14,8 +14,11 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvwire import UsageError
-from kvwire.cli.bench.document import as_text
-from kvwire.cli.bench.turns import E, Finding, Plan, steps, take_turns
+from kvwire.cli.bench.case import Benchmark
+from kvwire.cli.bench.document import as_text, document
+from kvwire.cli.bench.plot import draw
+from kvwire.cli.bench.table import render
+from kvwire.cli.bench.turns import Finding, steps, take_turns
 from kvwire.cli.plot import save
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
 
-def measure(plan: Plan[E], rounds: int) -> list[Finding[E]]:
+def measure(plan: Benchmark, rounds: int) -> list[Finding]:
     """Let everybody take turns, with a bar that shows how far they are.
 
     Raises:
@@ -56,6 +59,43 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
             bar.advance(task)
 
         yield progress
+
+
+def run(
+    benchmark: Benchmark,
+    settings: dict[str, Any],
+    *,
+    json: Path | None,
+    plot: Path | None = None,
+    render: Callable[[Benchmark, list[Finding]], RenderableType] = render,
+    document: Callable[
+        [Benchmark, list[Finding], dict[str, Any]], dict[str, Any]
+    ] = document,
+    draw: Callable[[Benchmark, list[Finding]], Mapping[str, Figure]] = draw,
+) -> list[Finding]:
+    """Measure a benchmark and show what was found.
+
+    Args:
+        benchmark: What to run.
+        settings: How the command was called; ``rounds`` is how often.
+        json: Where the document goes; - is the output.
+        plot: Where the pictures go.
+        render: Makes the table.
+        document: Makes the document.
+        draw: Makes the pictures.
+
+    Raises:
+        BenchError: It cannot be run.
+    """
+    findings = measure(benchmark, settings["rounds"])
+    show(
+        render(benchmark, findings),
+        lambda: document(benchmark, findings, settings),
+        lambda: draw(benchmark, findings),
+        json=json,
+        plot=plot,
+    )
+    return findings
 
 
 def show(

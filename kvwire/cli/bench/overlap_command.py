@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from kvwire import UsageError
+from kvwire.cli.bench.fragments import require_known
 from kvwire.cli.bench.output import Output, Rounds, progress_bar, show
 from kvwire.cli.bench.overlap import LAYER_BYTES, LAYERS, overlap, steps
 from kvwire.cli.bench.overlap_pair import started
@@ -50,11 +51,7 @@ def command(
         json: Write every sample, and what ran where, to this file; - is the output.
         plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
     """
-    if transport == "inproc":
-        raise UsageError(
-            "--transport inproc joins two loops of one process, and this benchmark "
-            "runs two processes; use --transport tcp"
-        )
+    require_known([transport], processes=True)
     if layer_kib % 64:
         raise UsageError(f"--layer-kib {layer_kib}: a multiple of 64, one block's KiB")
     with (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvwire import UsageError
 from kvwire.cli.bench.case import MICROSECONDS, Benchmark, Case, Work
-from kvwire.cli.bench.fragments import registered
+from kvwire.cli.bench.fragments import require_known
 from kvwire.cli.bench.pair import PairContender
 from kvwire.cli.bench.sides.setup_half import COLUMNS, TRANSFER_BYTES
 from kvwire.limits import KIB
@@ -22,12 +21,7 @@ def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
     Raises:
         UsageError: A transport that nobody knows.
     """
-    unknown = [name for name in transports if name not in registered()]
-    if unknown:
-        raise UsageError(
-            f"--transport {unknown[0]}: no such backend is installed; there are "
-            f"{', '.join(registered())}"
-        )
+    require_known(transports, processes=True)
     streams = PairContender(f"{loop} streams", "setup-streams", [f"loop={loop}"])
     pairs = [
         PairContender(f"kvwire {name}", "setup", [f"transport={name}", f"loop={loop}"])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvwire.cli.bench.document import document
-from kvwire.cli.bench.output import Output, Rounds, measure, show
-from kvwire.cli.bench.plot import draw
+from kvwire.cli.bench.output import Output, Rounds, run
 from kvwire.cli.bench.setup import setup
-from kvwire.cli.bench.table import render
 from kvwire.cli.plot import Plot
 
 
@@ -32,11 +29,4 @@ def command(
     transports = transport.split(",")
     benchmark = setup(transports=transports, loop=loop)
     settings = {"transport": transports, "loop": loop, "rounds": rounds}
-    findings = measure(benchmark, rounds)
-    show(
-        render(benchmark, findings),
-        lambda: document(benchmark, findings, settings),
-        lambda: draw(benchmark, findings),
-        json=json,
-        plot=plot,
-    )
+    run(benchmark, settings, json=json, plot=plot)

@@ -20,7 +20,7 @@ from kvwire.cli.bench.case import (
     Others,
 )
 from kvwire.cli.bench.filesystem import filesystem
-from kvwire.cli.bench.fragments import registered, size_name
+from kvwire.cli.bench.fragments import require_known, size_name
 from kvwire.cli.bench.sides.page_cache import can_drop
 from kvwire.cli.bench.store_contender import ServedContender, StoreContender
 from kvwire.cli.bench.store_work import (
@@ -191,13 +191,8 @@ def _require_known(choice: Choice) -> None:
     for tier in choice.tiers:
         if tier not in TIERS:
             raise UsageError(f"--tiers {tier}: there are {', '.join(TIERS)}")
-    for transport in choice.transports if SERVER in choice.tiers else ():
-        if transport not in registered() or transport == "inproc":
-            raise UsageError(
-                f"--transport {transport}: a transport that joins two processes; "
-                f"there are "
-                f"{', '.join(name for name in registered() if name != 'inproc')}"
-            )
+    if SERVER in choice.tiers:
+        require_known(choice.transports, processes=True)
     needed = _ROOM * sum(work.set_bytes for work in choice.works)
     free = shutil.disk_usage(choice.directory).free
     if DISK in choice.tiers and free < needed:

@@ -13,9 +13,8 @@ from cyclopts.validators import Number
 
 from kvwire import UsageError
 from kvwire.cli.bench.case import Others
-from kvwire.cli.bench.document import document
 from kvwire.cli.bench.filesystem import filesystem
-from kvwire.cli.bench.output import Output, Rounds, measure, show
+from kvwire.cli.bench.output import Output, Rounds, run
 from kvwire.cli.bench.store import Choice, store
 from kvwire.cli.bench.store_plot import draw
 from kvwire.cli.bench.store_report import render
@@ -93,14 +92,7 @@ def command(  # noqa: PLR0913 - each is an option
             "rounds": rounds,
             "round_mib": round_mib,
         }
-        findings = measure(benchmark, rounds)
-    show(
-        render(benchmark, findings),
-        lambda: document(benchmark, findings, settings),
-        lambda: draw(benchmark, findings),
-        json=json,
-        plot=plot,
-    )
+        run(benchmark, settings, json=json, plot=plot, render=render, draw=draw)
 
 
 @contextmanager

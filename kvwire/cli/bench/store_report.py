@@ -10,14 +10,14 @@ from typing import TypeAlias
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench.case import Benchmark, Case, Unit
+from kvwire.cli.bench.case import Benchmark, Unit
 from kvwire.cli.bench.fragments import size_name
 from kvwire.cli.bench.store_work import MATCH, StoreWork
 from kvwire.cli.bench.summary import Summary
 from kvwire.cli.bench.table import lines_below, new_table
 from kvwire.cli.bench.turns import Finding
 
-Row: TypeAlias = Finding[Case]
+Row: TypeAlias = Finding
 
 
 def render(benchmark: Benchmark, findings: Sequence[Row]) -> RenderableType:

@@ -65,7 +65,7 @@ class Comparison:
     met: bool | None = None
 
 
-def compare(finding: Finding[Case]) -> Comparison:
+def compare(finding: Finding) -> Comparison:
     """Judge a case by its medians."""
     case = finding.case
     others = {
@@ -73,7 +73,7 @@ def compare(finding: Finding[Case]) -> Comparison:
         for contender in case.beside
         if contender.name in finding.samples
     }
-    if not others:
+    if not (others and case.essential):
         return Comparison()
     best = (min if case.unit.less_is_better else max)(others, key=others.__getitem__)
     ours = finding.samples[case.ours.name]

@@ -13,46 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
-from kvwire.cli.bench.case import Contender, Samples, Work
+from kvwire.cli.bench.case import Benchmark, Case, Contender, Samples
 from kvwire.cli.bench.errors import BenchError
 
 
-class Entry(Protocol):
-    """What one round consists of; a :class:`~kvwire.cli.bench.case.Case` is one."""
-
-    @property
-    def name(self) -> str:
-        """As progress is reported."""
-
-    @property
-    def work(self) -> Work:
-        """What everybody does."""
-
-    @property
-    def contenders(self) -> Sequence[Contender]:
-        """Who does it."""
-
-    @property
-    def required(self) -> Sequence[Contender]:
-        """Whose failure ends the benchmark."""
-
-
-E = TypeVar("E", bound=Entry)
-E_co = TypeVar("E_co", bound=Entry, covariant=True)
-
-
-class Plan(Protocol[E_co]):
-    """A list of them, such as a :class:`~kvwire.cli.bench.case.Benchmark`."""
-
-    @property
-    def cases(self) -> Sequence[E_co]:
-        """Its rows."""
-
-
 @dataclass(frozen=True, slots=True)
-class Finding(Generic[E]):
+class Finding:
     """Everything measured in one case.
 
     Attributes:
@@ -61,19 +28,19 @@ class Finding(Generic[E]):
         failures: Why the others have none, by name.
     """
 
-    case: E
+    case: Case
     samples: dict[str, Samples]
     failures: dict[str, str] = field(default_factory=dict)
 
 
-def steps(plan: Plan[Entry], rounds: int) -> int:
+def steps(plan: Benchmark, rounds: int) -> int:
     """How often :func:`take_turns` reports progress, unless somebody fails."""
     return (rounds + 1) * sum(len(case.contenders) for case in plan.cases)
 
 
 def take_turns(
-    plan: Plan[E], rounds: int, progress: Callable[[str], None]
-) -> list[Finding[E]]:
+    plan: Benchmark, rounds: int, progress: Callable[[str], None]
+) -> list[Finding]:
     """Run a benchmark.
 
     Args:
@@ -110,7 +77,7 @@ class _Team:
         self._running: dict[int, Contender] = {}
         self._unable: dict[int, BenchError] = {}
 
-    def take_turn(self, finding: Finding[E], contender: Contender, number: int) -> None:
+    def take_turn(self, finding: Finding, contender: Contender, number: int) -> None:
         try:
             self._ready(contender)
             if number < 0:
@@ -149,7 +116,7 @@ class _Team:
             contender.stop()
 
 
-def _require_samples(findings: Sequence[Finding[E]]) -> None:
+def _require_samples(findings: Sequence[Finding]) -> None:
     """After an interrupt, who has done nothing is a failure like any other."""
     for finding in findings:
         for name in [n for n, s in finding.samples.items() if not s.rounds]:
@@ -170,7 +137,7 @@ def _team() -> Iterator[_Team]:
         team.stop()
 
 
-def _in_turn(finding: Finding[E], number: int) -> list[Contender]:
+def _in_turn(finding: Finding, number: int) -> list[Contender]:
     contenders = list(finding.case.contenders)
     first = number % len(contenders)
     in_turn = contenders[first:] + contenders[:first]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from kvwire.cli.bench.case import Missing
-from kvwire.cli.bench.fragment_work import work_of
-from kvwire.cli.bench.fragments import TCP, VERBS, Fragments, Row
+from kvwire.cli.bench.case import (
+    GIGABYTES_PER_SECOND,
+    Benchmark,
+    Case,
+    Contender,
+    Missing,
+)
+from kvwire.cli.bench.fragment_work import FragmentWork, work_of
+from kvwire.cli.bench.fragments import TCP, VERBS, size_name
 from kvwire.cli.bench.fragments_report import Findings
 from kvwire.cli.bench.turns import take_turns
 from kvwire.limits import KIB, MIB
@@ -21,40 +28,61 @@ RATES: Final = {
 ACROSS: Final = {"kvwire tcp": 3.6, "nixl tcp": 2.5}
 
 
-def plan(failing: str = "") -> Fragments:
-    rows = [
-        Row(TCP, work_of(verb, size, cross_layer=False, round_bytes=MIB), contenders)
-        for verb in VERBS
-        for size in (4 * KIB, 1 * MIB)
-        if (
-            contenders := [
+def case(wire: str, work: FragmentWork, contenders: Sequence[Contender]) -> Case:
+    return Case(
+        name=f"{size_name(work.layer_bytes)} {work.verb}, {work.layout}, {wire}",
+        work=work,
+        unit=GIGABYTES_PER_SECOND,
+        ours=contenders[0],
+        beside=contenders[1:],
+        group=wire,
+        essential=False,
+    )
+
+
+def forged(*cases: Case, missing: Sequence[Missing] = ()) -> Benchmark:
+    ours = [cases[0].ours.name]
+    return Benchmark(name="fragments", cases=cases, missing=missing, ours=ours)
+
+
+def plan(failing: str = "") -> Benchmark:
+    def work(verb: str, size: int, *, cross_layer: bool) -> FragmentWork:
+        return work_of(verb, size, cross_layer=cross_layer, round_bytes=MIB)
+
+    layered = [
+        case(
+            TCP,
+            work(verb, size, cross_layer=False),
+            [
                 Scripted(n, [[r[size] * 1e9]], failing="round" if n == failing else "")
                 for n, r in RATES.items()
-            ]
+            ],
         )
+        for verb in VERBS
+        for size in (4 * KIB, 1 * MIB)
     ]
-    rows += [
-        Row(
+    across = [
+        case(
             TCP,
-            work_of(verb, 4 * KIB, cross_layer=True, round_bytes=MIB),
+            work(verb, 4 * KIB, cross_layer=True),
             [Scripted(name, [[rate * 1e9]]) for name, rate in ACROSS.items()],
         )
         for verb in VERBS
     ]
-    return Fragments(rows, ["kvwire tcp"], [Missing("gloo", "pip install torch")])
+    return forged(*layered, *across, missing=[Missing("gloo", "pip install torch")])
 
 
-def measured(benchmark: Fragments) -> Findings:
+def measured(benchmark: Benchmark) -> Findings:
     return take_turns(benchmark, 2, lambda _: None)
 
 
 def of_one_size(
     rates: dict[str, float], *, verb: str = "push", failing: str = ""
-) -> Fragments:
+) -> Benchmark:
     """GB/s of fragments of 4 KiB; kvwire tcp is ours."""
     work = work_of(verb, 4 * KIB, cross_layer=False, round_bytes=MIB)
     contenders = [
         Scripted(name, [[rate * 1e9]], failing="round" if name == failing else "")
         for name, rate in rates.items()
     ]
-    return Fragments([Row(TCP, work, contenders)], ["kvwire tcp"])
+    return forged(case(TCP, work, contenders))

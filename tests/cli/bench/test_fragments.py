@@ -59,11 +59,11 @@ def test_everything_is_measured_and_written(
     assert len(found["cases"]) == 2 * 2 * 3
     for row in found["cases"]:
         assert not row["failures"]
-        layered = row["layout"] == "per-layer"
+        layered = not row["work"]["cross_layer"]
         expected = {
             TCP: {"kvwire tcp"},
             SAME_HOST: {"kvwire inproc", "memcpy"} if layered else {"kvwire inproc"},
-        }[row["wire"]]
+        }[row["group"]]
         assert set(row["contenders"]) == expected
         for samples in row["contenders"].values():
             assert samples["median"] > 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvwire.cli.bench.fragments import Fragments
+from kvwire.cli.bench.case import Benchmark
 from kvwire.cli.bench.fragments_plot import draw
 from kvwire.limits import KIB, MIB
 from tests.cli.bench.forged import ACROSS, RATES, measured, of_one_size, plan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 
-def drawn(benchmark: Fragments) -> Figure:
+def drawn(benchmark: Benchmark) -> Figure:
     (figure,) = draw(benchmark, measured(benchmark)).values()
     return figure
 

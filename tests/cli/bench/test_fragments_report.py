@@ -8,23 +8,23 @@ import pytest
 from rich.console import Console
 
 from kvwire.backend import Availability, Capabilities, registry
+from kvwire.cli.bench.case import Benchmark
+from kvwire.cli.bench.document import document
 from kvwire.cli.bench.fragment_work import work_of
 from kvwire.cli.bench.fragments import (
     SAME_HOST,
     Choice,
-    Fragments,
-    Row,
     fragments,
     why_not,
 )
-from kvwire.cli.bench.fragments_report import document, render
+from kvwire.cli.bench.fragments_report import render
 from kvwire.limits import KIB, MIB
 from kvwire_inproc import InprocBackend
 from tests.cli.bench.contenders import Scripted
-from tests.cli.bench.forged import measured, plan
+from tests.cli.bench.forged import case, forged, measured, plan
 
 
-def lines(benchmark: Fragments) -> list[str]:
+def lines(benchmark: Benchmark) -> list[str]:
     output = io.StringIO()
     Console(file=output, width=80).print(render(benchmark, measured(benchmark)))
     return [line.rstrip() for line in output.getvalue().splitlines()]
@@ -40,13 +40,6 @@ def test_each_table_ends_with_the_ratio_to_the_best() -> None:
     start = shown.index(next(line for line in shown if "over best other" in line))
     assert row(shown[start:], "kvwire tcp") == ["kvwire", "tcp", "6.00x", "2.00x"]
     assert "push over TCP, a tensor for each layer: GB/s, CPU s/GiB" in shown
-
-
-def test_layouts_are_shown_side_by_side_for_each() -> None:
-    shown = lines(plan())
-    start = next(i for i, line in enumerate(shown) if "4 KiB a layer" in line)
-    assert row(shown[start:], "kvwire tcp")[2:] == ["3.00", "3.60", "1.20", "1.00"] * 2
-    assert row(shown[start:], "nixl tcp")[2:] == ["0.50", "2.50", "5.00", "1.00"] * 2
 
 
 def test_who_failed_and_who_is_missing_is_said() -> None:
@@ -83,8 +76,8 @@ def test_six_sizes_fit_80_columns_and_more_begin_a_new_table() -> None:
             for number in range(count)
         ]
         contenders = [Scripted(name, [[123.4e9]]) for name in names]
-        rows = [Row(SAME_HOST, work, contenders) for work in works]
-        shown = lines(Fragments(rows, names[:1]))
+        rows = [case(SAME_HOST, work, contenders) for work in works]
+        shown = lines(forged(*rows))
         assert max(map(len, shown)) <= 80
         assert "…" not in "".join(shown)
         assert sum(line.startswith("what") for line in shown) == tables

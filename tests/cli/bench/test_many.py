@@ -39,7 +39,7 @@ def test_everything_is_measured_and_written(
     assert main(["bench", "many", *arguments, "--json", str(out)]) == 0
 
     printed = capsys.readouterr().out
-    assert "kvwire tcp, 2 x 2 connections: from the call to the outcome, ms" in printed
+    assert "2 x 2 connections. From the call to the outcome." in printed
     assert max(map(len, printed.splitlines())) <= 100
     found = json.loads(out.read_text())
     assert found["contenders"]["kvwire tcp"]["connections"] == 4

@@ -111,8 +111,11 @@ def test_without_obstore_the_object_tier_is_named(
     ("wrong", "said"),
     [
         (["--tiers", "memory,tape"], "--tiers tape: there are memory, disk"),
-        (["--transport", "pigeons"], "--transport pigeons: a transport that joins"),
-        (["--transport", "inproc"], "--transport inproc: a transport that joins two"),
+        (["--transport", "pigeons"], "--transport pigeons: no such backend"),
+        (
+            ["--transport", "inproc"],
+            "--transport inproc joins two loops of one process",
+        ),
         (["--directory", "/no/such"], "--directory /no/such: there is no such"),
         (["--round-mib", "1"], "Must be >= 4"),
         (["--blocks", "huge"], '"huge"'),
