@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvwire import UsageError
 from kvwire.cli.bench import document as documents
 from kvwire.cli.bench.case import (
     MICROSECONDS,
@@ -21,7 +20,7 @@ from kvwire.cli.bench.case import (
     Samples,
     Work,
 )
-from kvwire.cli.bench.fragments import registered
+from kvwire.cli.bench.fragments import require_known
 from kvwire.cli.bench.ops_counts import Counts
 from kvwire.cli.bench.ops_work import OpsWork, operations
 from kvwire.cli.bench.pair import PairContender
@@ -66,9 +65,7 @@ def ops(*, transport: str, loop: str, beside: Beside | None = None) -> Benchmark
     Raises:
         UsageError: A transport that nobody knows, or that joins no two processes.
     """
-    if transport not in registered() or transport == "inproc":
-        known = ", ".join(name for name in registered() if name != "inproc")
-        raise UsageError(f"--transport {transport}: one of {known} is needed")
+    require_known([transport], processes=True)
     options = [f"transport={transport}", f"loop={loop}"]
     pair = OpsPair(f"kvwire {transport}", "ops", options)
     others = beside.contenders if beside else {}
@@ -94,7 +91,7 @@ def ops(*, transport: str, loop: str, beside: Beside | None = None) -> Benchmark
 
 
 def render(
-    benchmark: Benchmark, findings: Sequence[Finding[Case]], counted: Sequence[Counts]
+    benchmark: Benchmark, findings: Sequence[Finding], counted: Sequence[Counts]
 ) -> RenderableType:
     """A row for each operation, and the names of its frames below."""
     table = new_table("kvwire bench ops: one operation, medians")
@@ -140,7 +137,7 @@ def sides_cpu_s(samples: Samples) -> tuple[float, float] | None:
 
 def document(
     benchmark: Benchmark,
-    findings: Sequence[Finding[Case]],
+    findings: Sequence[Finding],
     counted: Sequence[Counts],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
@@ -152,7 +149,7 @@ def document(
     return found
 
 
-def _beside(finding: Finding[Case]) -> str:
+def _beside(finding: Finding) -> str:
     comparison = compare(finding)
     if comparison.ratio is None:
         return ""
