@@ -208,6 +208,30 @@ STORE_OBJECT_ABSENT_S: Final = 2.0
 # Blocks that were used here, of which the server has not heard yet: the rest is lost.
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 
+# --- directories ----------------------------------------------------------------------
+# What a member says of itself: names, digests and labels, as JSON. A TXT record, a key
+# of NATS and an annotation of Kubernetes have room for more.
+RECORD_BYTES_MAX: Final = 4 * KIB
+# Labels, cache groups, and terms of a selector.
+RECORD_FIELDS_MAX: Final = 64
+ADDRESS_CHARS_MAX: Final = 256
+SELECTOR_CHARS_MAX: Final = 1024
+# Members that one watcher knows: 4 KiB each at most.
+MEMBERS_MAX: Final = 4096
+# A member that gives no sign of life for so long has left; it gives three in that time.
+MEMBER_LEASE_S: Final = 10.0
+MEMBER_LEASE_S_MIN: Final = 0.5
+MEMBER_LEASE_S_MAX: Final = 3600.0
+# A directory that is gone is asked for again after a pause that doubles.
+DIRECTORY_RETRY_S: Final = 0.1
+DIRECTORY_RETRY_S_MAX: Final = 5.0
+# How long a close waits for a directory to take its members' records out.
+WITHDRAW_TIMEOUT_S: Final = 1.0
+# How often a directory that cannot push is looked at: a folder costs one system call a
+# member, and a resolver a round trip.
+FILE_INTERVAL_S: Final = 0.5
+DNS_INTERVAL_S: Final = 5.0
+
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16

@@ -138,6 +138,7 @@ INTEGRATIONS = (
     "httpx kvwire.integrations.vllm.proxy.app",
     "httpx kvwire.integrations.vllm.proxy.dispatch",
     "prometheus_client kvwire.observe.prometheus",
+    "redis kvwire.directory.redis",
     "opentelemetry kvwire.observe.opentelemetry",
 )
 

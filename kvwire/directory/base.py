@@ -1,0 +1,310 @@
+"""The contract of a directory, and what all of them have in common.
+
+A directory is a table of small values under keys, with leases. A subclass says how one
+value is written and erased, and how what changes is followed; announcing, renewing,
+watching and trying again are here and the same for all.
+
+What a subclass promises:
+
+* ``write`` returns when those who follow from now on will get the value. The value is
+  gone when it was not written again for ``lease_s`` (or a few times as long: followers
+  count leases themselves).
+* ``follow`` yields everything that is there first, in one batch, which may be empty,
+  and then each change soon after it was made. A value that is written again with the
+  same bytes is a change as well: it is the sign of life that renews a lease.
+* What fails raises ``OSError``, as :exc:`~kvwire.ConnectError` does. Then it can be
+  called again, also after the server was restarted with nothing in it.
+* It believes nothing: a value is bytes that it hands on, as long as they may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, ClassVar, TypeAlias
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from kvwire.clock import Backoff
+from kvwire.directory.members import Change, Members
+from kvwire.directory.record import Record
+from kvwire.directory.selector import Selector
+from kvwire.errors import ClosedOK, UsageError, nearest, shown
+from kvwire.limits import (
+    DIRECTORY_RETRY_S,
+    DIRECTORY_RETRY_S_MAX,
+    WITHDRAW_TIMEOUT_S,
+)
+
+logger: logging.Logger = logging.getLogger("kvwire")
+
+Batch: TypeAlias = Mapping[str, bytes | None]
+"""Values by their keys; None where a key is gone."""
+
+
+class Directory(ABC):
+    """Holds the records of members. Belongs to the loop it is used on.
+
+    Args:
+        url: Names it, with its options behind a question mark.
+
+    Raises:
+        UsageError: The URL has an option that this kind has not.
+
+    Attributes:
+        options: The options that a URL may have, with their defaults.
+        ignored: How many entries watchers found to be no record.
+    """
+
+    options: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, url: str) -> None:
+        self.url: SplitResult = urlsplit(url)
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        for option in given:
+            if option not in self.options:
+                hint = nearest(option, self.options) if self.options else "it has none"
+                raise UsageError(f"directory {self}: no option {option!r}; {hint}")
+        self.given: dict[str, str] = {**self.options, **given}
+        self.ignored: int = 0
+        self._announcements: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    def __str__(self) -> str:
+        """Return where it is, without the password that its URL may hold."""
+        host = self.url.netloc.rpartition("@")[2]
+        return f"{self.url.scheme}:{'//' if host else ''}{host}{self.url.path}"
+
+    # --- for subclasses ---------------------------------------------------------------
+
+    @abstractmethod
+    async def write(self, key: str, value: bytes, lease_s: float) -> None:
+        """Write a value, or write it again.
+
+        Raises:
+            OSError: The directory cannot be reached, or does not take it.
+            UsageError: Members of this directory are announced by somebody else.
+
+        Cancel safety: it may have been written.
+        """
+
+    @abstractmethod
+    async def erase(self, key: str) -> None:
+        """Erase a value, if it is there.
+
+        Raises:
+            OSError: The directory cannot be reached.
+
+        Cancel safety: it may have been erased.
+        """
+
+    @abstractmethod
+    def follow(self) -> AsyncGenerator[Batch, None]:
+        """Yield what is there, and then each change; see the module.
+
+        Raises:
+            OSError: The directory cannot be reached, or not any more.
+
+        Cancel safety: safe, it only looks.
+        """
+
+    async def disconnect(self) -> None:  # noqa: B027 - most hold nothing
+        """Let go of everything; called once, when nothing else is under way.
+
+        Cancel safety: what is held is let go of in any case.
+        """
+
+    def seconds(self, option: str) -> float:
+        """Return an option that is a number of seconds above 0.
+
+        Raises:
+            UsageError: It is none.
+        """
+        with suppress(ValueError):
+            value = float(self.given[option])
+            if 0 < value < float("inf"):
+                return value
+        raise UsageError(
+            f"directory {self}: {option}={self.given[option]!r}; a number of seconds "
+            f"above 0 is needed"
+        )
+
+    # --- members ----------------------------------------------------------------------
+
+    async def announce(self, record: Record) -> None:
+        """Write a record, and go on renewing it until it is withdrawn.
+
+        Returns when it is there for the first time, however long the directory cannot
+        be reached. A record of the same key is replaced.
+
+        Raises:
+            UsageError: The record is not allowed, or somebody else announces here.
+            ClosedOK: The directory was closed.
+
+        Cancel safety: it goes on being announced, or trying; :meth:`withdraw` ends it.
+        """
+        value = record.encode()
+        if self._closed:
+            raise ClosedOK(f"directory {self} is closed")
+        old = self._announcements.pop(record.key, None)
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        keeper = asyncio.create_task(self._renew(record, value, old, written))
+        self._announcements[record.key] = keeper  # bounded: MEMBERS_MAX, by the caller
+        await asyncio.wait({keeper, written}, return_when=asyncio.FIRST_COMPLETED)
+        if keeper.done() and not keeper.cancelled():
+            keeper.result()
+
+    async def withdraw(self, key: str) -> None:
+        """Stop announcing a record, and erase it if the directory can be reached.
+
+        Where it cannot, the record is gone after its lease. Never raises.
+
+        Cancel safety: safe, the announcement has ended, and its lease ends it for all.
+        """
+        keeper = self._announcements.pop(key, None)
+        if keeper is None:
+            return
+        await _ended(keeper)
+        try:
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                await self.erase(key)
+        except OSError as exc:  # a timeout is one as well
+            logger.info("directory %s: %s was not withdrawn: %s", self, key, exc)
+
+    async def watch(
+        self, selector: Selector | str = ""
+    ) -> AsyncGenerator[Change, None]:
+        """Iterate what becomes of the members that a selector means, without end.
+
+        Those that are there already have joined. While the directory cannot be reached
+        nothing becomes of anybody, and it is asked for again; what is no record is
+        counted in ``ignored`` and passed over. Close the iterator when it is not needed
+        any more (``contextlib.aclosing``).
+
+        Raises:
+            UsageError: The selector is none.
+
+        Cancel safety: an iterator whose ``anext`` was cancelled has ended.
+        """
+        members = Members(Selector.parse(selector))
+        backoff = Backoff(DIRECTORY_RETRY_S, DIRECTORY_RETRY_S_MAX)
+        while True:
+            reason = "it has ended"
+            try:
+                async with aclosing(self._changes(members, backoff)) as changes:
+                    async for change in changes:
+                        yield change
+            except OSError as exc:
+                reason = shown(str(exc), 200)
+            if members.suspend():
+                logger.warning("watching directory %s: %s; tried again", self, reason)
+            await asyncio.sleep(backoff.pause_s())
+
+    async def members(self, selector: Selector | str = "") -> tuple[Record, ...]:
+        """Return the members that a selector means, as they are now.
+
+        Raises:
+            ConnectError: The directory cannot be reached.
+            UsageError: The selector is none.
+
+        Cancel safety: safe, it only looks.
+        """
+        members = Members(Selector.parse(selector))
+        async with aclosing(self.follow()) as batches:
+            async for batch in batches:
+                self._take(members, batch)
+                break
+        return tuple(members)
+
+    async def close(self) -> None:
+        """Withdraw what was announced here, and let go of the directory. Never raises.
+
+        Cancel safety: safe, call it again.
+        """
+        self._closed = True
+        await asyncio.gather(*map(self.withdraw, list(self._announcements)))
+        await self.disconnect()
+
+    # --- inside -----------------------------------------------------------------------
+
+    async def _renew(
+        self,
+        record: Record,
+        value: bytes,
+        old: asyncio.Task[None] | None,
+        written: asyncio.Future[None],
+    ) -> None:
+        """Write a record three times in each lease, for ever."""
+        if old is not None:
+            await _ended(old)
+        pause_s = record.lease_s / 3
+        backoff = Backoff(DIRECTORY_RETRY_S, pause_s)
+        away = False
+        while True:
+            try:
+                async with asyncio.timeout(record.lease_s):
+                    await self.write(record.key, value, record.lease_s)
+            except OSError as exc:
+                if not away:
+                    logger.warning(
+                        "announcing %r in directory %s: %s; tried again",
+                        *(record.name, self, shown(str(exc), 200)),
+                    )
+                away = True
+                await asyncio.sleep(backoff.pause_s())
+                continue
+            away = False
+            backoff.reset()
+            if not written.done():
+                written.set_result(None)
+            await asyncio.sleep(pause_s)
+
+    async def _changes(
+        self, members: Members, backoff: Backoff
+    ) -> AsyncGenerator[Change, None]:
+        """Yield changes until what is followed ends or fails, and as leases end."""
+        loop = asyncio.get_running_loop()
+        async with aclosing(self.follow()) as batches:
+            pending = asyncio.ensure_future(anext(batches, None))
+            try:
+                while True:
+                    patience_s = members.expires_in(loop.time())
+                    await asyncio.wait({pending}, timeout=patience_s)
+                    changes = members.expire(loop.time())
+                    if pending.done():
+                        batch = pending.result()
+                        if batch is None:
+                            return
+                        backoff.reset()
+                        changes += self._take(members, batch)
+                        pending = asyncio.ensure_future(anext(batches, None))
+                    for change in changes:
+                        yield change
+            finally:
+                await _ended(pending)
+
+    def _take(self, members: Members, batch: Batch) -> list[Change]:
+        """Apply a batch to a table; count what was no record."""
+        now = asyncio.get_running_loop().time()
+        members.resume(now)
+        known, changes = members.ignored, []
+        for key, raw in batch.items():
+            change = members.remove(key) if raw is None else members.put(key, raw, now)
+            if change is not None:
+                changes.append(change)
+        self.ignored += members.ignored - known
+        if members.ignored and not known:
+            logger.warning(
+                "directory %s: an entry was ignored: %s", self, members.reason
+            )
+        return changes
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait until it has ended; whatever it says is forgotten."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

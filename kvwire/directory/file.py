@@ -1,0 +1,131 @@
+"""A folder as a directory, for the processes of one machine: one file a member.
+
+A file is written beside and renamed, so that nobody reads half of one. Its time of
+change lies in the future: it says when its lease is over. What is over is not read, and
+is removed by whoever sees it first. Nothing tells of a change, so the folder is looked
+at every ``interval_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, unquote
+
+from kvwire.directory.base import Batch, Directory
+from kvwire.limits import FILE_INTERVAL_S, MEMBERS_MAX, RECORD_BYTES_MAX
+
+_ENDING: Final = ".json"
+
+
+class FileDirectory(Directory):
+    """Keeps records in a folder: ``file:/run/fleet``, or ``file:`` for this user's own.
+
+    Raises:
+        UsageError: The interval is none.
+
+    Attributes:
+        folder: Where they are.
+    """
+
+    options = {"interval_s": str(FILE_INTERVAL_S)}  # noqa: RUF012 - a mapping
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.folder: Path = Path(unquote(self.url.path)) if self.url.path else _own()
+        self._interval_s = self.seconds("interval_s")
+
+    async def write(self, key: str, value: bytes, lease_s: float) -> None:
+        """See :meth:`Directory.write`.
+
+        Cancel safety: it may have been written.
+        """
+        self._write(self._path(key), value, time.time() + lease_s)
+
+    async def erase(self, key: str) -> None:
+        """See :meth:`Directory.erase`.
+
+        Cancel safety: it may have been erased.
+        """
+        self._path(key).unlink(missing_ok=True)
+
+    async def follow(self) -> AsyncGenerator[Batch, None]:
+        """See :meth:`Directory.follow`.
+
+        Cancel safety: safe, it only looks.
+        """
+        seen: dict[str, int] = {}
+        first = True
+        while True:
+            now_there = self._look()
+            batch: dict[str, bytes | None] = dict.fromkeys(seen.keys() - now_there)
+            for key, changed in now_there.items():
+                if seen.get(key) != changed:
+                    # It may be gone meanwhile.
+                    with suppress(FileNotFoundError):
+                        batch[key] = self._read(key)
+            seen = now_there
+            if batch or first:
+                yield batch
+            first = False
+            await asyncio.sleep(self._interval_s)
+
+    def _look(self) -> dict[str, int]:
+        """Return when each file that is not over was changed; remove those that are."""
+        found: dict[str, int] = {}
+        now = time.time_ns()
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if not stat.S_ISREG(status.st_mode):
+                            continue
+                        if status.st_mtime_ns < now - _HALF_WRITTEN_NS:
+                            Path(entry.path).unlink(missing_ok=True)
+                        elif entry.name.endswith(_ENDING) and (
+                            len(found) < MEMBERS_MAX and status.st_mtime_ns >= now
+                        ):
+                            key = unquote(entry.name.removesuffix(_ENDING))
+                            found[key] = status.st_mtime_ns
+        except FileNotFoundError:
+            pass
+        return found
+
+    def _write(self, path: Path, value: bytes, until: float) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, beside = tempfile.mkstemp(dir=self.folder)
+        try:
+            with open(number, "wb") as file:  # noqa: PTH123 - a descriptor
+                file.write(value)
+            os.utime(beside, (until, until))
+            Path(beside).replace(path)
+        except BaseException:
+            Path(beside).unlink(missing_ok=True)
+            raise
+
+    def _read(self, key: str) -> bytes:
+        with self._path(key).open("rb") as file:
+            return file.read(RECORD_BYTES_MAX + 1)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / (quote(key, safe="") + _ENDING)
+
+
+# A file that is being written has the time at which it was made.
+_HALF_WRITTEN_NS: Final = 60 * 10**9
+
+
+def _own() -> Path:
+    """Return the folder that all processes of this user share."""
+    run = os.environ.get("XDG_RUNTIME_DIR")
+    if run:
+        return Path(run) / "kvwire"
+    return Path(tempfile.gettempdir()) / f"kvwire-{os.getuid()}"

@@ -1,0 +1,151 @@
+"""The members that one watcher knows, as a table that entries and the time change.
+
+An entry is a key and a record's bytes, or that the key is gone. A member is told by its
+key, which its record has to name as well: an entry that does not is ignored, as is
+anything that is no record. A member whose entry was not written anew within its lease
+has left, by this side's own clock. While the directory cannot be reached nothing of
+that can be seen, so nobody leaves; from its return on, each has a whole lease again.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvwire.directory.record import Record
+from kvwire.directory.selector import Selector
+from kvwire.errors import UsageError
+from kvwire.limits import MEMBERS_MAX
+
+
+class ChangeKind(enum.StrEnum):
+    """Names what may become of a member."""
+
+    JOINED = "joined"
+    CHANGED = "changed"
+    """It says something else of itself, such as its load."""
+    LEFT = "left"
+    """It was withdrawn, its lease is over, or it is not meant any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Tells what became of one member.
+
+    Attributes:
+        kind: Whether it has joined, has changed, or has left.
+        record: What it says now; of one that has left, what it said last.
+    """
+
+    kind: ChangeKind
+    record: Record
+
+
+@dataclass(slots=True)
+class _Member:
+    raw: bytes
+    record: Record
+    until: float
+
+
+class Members:
+    """Holds the members that a selector means.
+
+    Attributes:
+        ignored: How many entries were no record of their key, or found no room.
+        reason: Why the last of them was ignored.
+    """
+
+    def __init__(self, selector: Selector) -> None:
+        self._selector = selector
+        self._members: dict[str, _Member] = {}
+        # When the lease of each may be over: one entry a member, which may be early.
+        self._leases: list[tuple[float, str]] = []
+        self._suspended = False
+        self.ignored: int = 0
+        self.reason: str = ""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Record]:
+        return (member.record for member in self._members.values())
+
+    def put(self, key: str, raw: bytes, now: float) -> Change | None:
+        """Take an entry that was written at ``now``; return what it changes."""
+        known = self._members.get(key)
+        if known is not None and known.raw == raw:
+            known.until = now + known.record.lease_s
+            return None
+        try:
+            record = Record.decode(raw)
+            if record.key != key:
+                raise UsageError("a record under a key that is not its own")
+            if known is None and len(self._members) >= MEMBERS_MAX:
+                raise UsageError(f"more than {MEMBERS_MAX} members")
+        except UsageError as exc:
+            self.ignored += 1
+            self.reason = str(exc)
+            return None
+        if not self._selector.matches(record):
+            return self.remove(key)
+        until = now + record.lease_s
+        # bounded: MEMBERS_MAX
+        self._members[key] = _Member(bytes(raw), record, until)
+        if known is None:
+            heapq.heappush(self._leases, (until, key))
+            return Change(ChangeKind.JOINED, record)
+        if until < known.until:
+            # Its one entry may be late now.
+            self._index_leases()
+        if record == known.record:
+            return None
+        return Change(ChangeKind.CHANGED, record)
+
+    def remove(self, key: str) -> Change | None:
+        """Take it that a key is gone; return what that changes."""
+        member = self._members.pop(key, None)
+        if member is None:
+            return None
+        self._leases = [lease for lease in self._leases if lease[1] != key]
+        heapq.heapify(self._leases)
+        return Change(ChangeKind.LEFT, member.record)
+
+    def expire(self, now: float) -> list[Change]:
+        """Remove those whose lease is over; return their changes."""
+        changes: list[Change] = []
+        while not self._suspended and self._leases and self._leases[0][0] <= now:
+            key = self._leases[0][1]
+            member = self._members[key]
+            if member.until > now:
+                heapq.heapreplace(self._leases, (member.until, key))
+                continue
+            heapq.heappop(self._leases)
+            del self._members[key]
+            changes.append(Change(ChangeKind.LEFT, member.record))
+        return changes
+
+    def expires_in(self, now: float) -> float | None:
+        """Return in how many seconds a lease may be over; None for never."""
+        if self._suspended or not self._leases:
+            return None
+        return max(0.0, self._leases[0][0] - now)
+
+    def suspend(self) -> bool:
+        """Let no lease end: the directory is away. Tell whether it was there before."""
+        was, self._suspended = self._suspended, True
+        return not was
+
+    def resume(self, now: float) -> None:
+        """Begin every lease anew if they were suspended: the directory is back."""
+        if self._suspended:
+            self._suspended = False
+            for member in self._members.values():
+                member.until = now + member.record.lease_s
+            self._index_leases()
+
+    def _index_leases(self) -> None:
+        self._leases = [(member.until, key) for key, member in self._members.items()]
+        heapq.heapify(self._leases)

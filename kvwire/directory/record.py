@@ -1,0 +1,95 @@
+"""What a member says of itself in a directory: one JSON object of at most 4 KiB.
+
+Whoever may write to the directory may say anything. So a record is checked before any
+of it is used: its size first, then each field's type, length and characters. A field
+that this version does not know is passed over, so that later ones may add some.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvwire import limits
+from kvwire.errors import UsageError, shown
+from kvwire.types import Address
+
+Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS_MAX)]
+Text = Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)]
+Table = Annotated[dict[Name, Text], Meta(max_length=limits.RECORD_FIELDS_MAX)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Describes one member of a fleet, in its own words.
+
+    Attributes:
+        name: As it calls itself. Two members may have one name.
+        address: Where it listens.
+        incarnation: 32 hexadecimal digits, new for each start of its process; empty
+            where a directory knows addresses and nothing more.
+        role: What it does, such as ``"prefill"``, ``"decode"`` or ``"store"``.
+        model: A fingerprint of the model that it serves.
+        specs: Of each cache group, a digest of its :class:`~kvwire.KVSpec`.
+        transports: What can carry data there.
+        load: How busy it is: 0 is idle, 1 is full. Lower ones are taken first.
+        labels: Whatever else selectors may ask for.
+        lease_s: How long it is believed to be there after its last sign of life.
+    """
+
+    name: Name
+    address: Annotated[str, Meta(min_length=1, max_length=limits.ADDRESS_CHARS_MAX)]
+    incarnation: Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    role: Text = ""
+    model: Text = ""
+    specs: Table = {}
+    transports: Annotated[tuple[Name, ...], Meta(max_length=limits.BACKENDS_MAX)] = ()
+    load: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    labels: Table = {}
+    lease_s: Annotated[
+        float, Meta(ge=limits.MEMBER_LEASE_S_MIN, le=limits.MEMBER_LEASE_S_MAX)
+    ] = limits.MEMBER_LEASE_S
+
+    def __post_init__(self) -> None:
+        Address.parse(self.address)
+        tables = (*self.specs.items(), *self.labels.items())
+        texts = (self.name, self.address, self.role, self.model, *self.transports)
+        for text in (*texts, *(part for pair in tables for part in pair)):
+            if not text.isprintable():
+                raise UsageError(f"{shown(text)} has characters that do not print")
+
+    @property
+    def key(self) -> str:
+        """Return what tells this member from all others, of the same name as well."""
+        return self.incarnation or self.address
+
+    def encode(self) -> bytes:
+        """Return the bytes that :meth:`decode` reads.
+
+        Raises:
+            UsageError: A field is not allowed, or all of them are too long.
+        """
+        raw = msgspec.json.encode(self)
+        Record.decode(raw)
+        return raw
+
+    @classmethod
+    def decode(cls, raw: bytes | bytearray | memoryview | str) -> Record:
+        """Read a record.
+
+        Raises:
+            UsageError: These bytes are no record; says why.
+        """
+        if len(raw) > limits.RECORD_BYTES_MAX:
+            raise UsageError(
+                f"a record of {len(raw)} bytes; {limits.RECORD_BYTES_MAX} are allowed"
+            )
+        try:
+            return _DECODER.decode(raw)
+        # The second is for what is nested too deeply.
+        except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
+            raise UsageError(f"no record: {shown(str(exc), 200)}") from None
+
+
+_DECODER = msgspec.json.Decoder(Record)

@@ -1,0 +1,52 @@
+"""Finds kinds of directories: the entry-point group ``kvwire.directories`` has them.
+
+A kind is named by the scheme of its URLs. Those of this distribution are found in the
+same way, so that another's is never second class.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Final
+
+from kvwire.directory.base import Directory
+from kvwire.errors import BackendUnavailable, UsageError
+
+GROUP: Final = "kvwire.directories"
+
+
+def open_directory(url: str) -> Directory:
+    """Make the directory that a URL names; nothing is connected yet.
+
+    Args:
+        url: Such as ``"redis://host:6379"``, ``"nats://host:4222"`` or
+            ``"file:/run/fleet"``.
+
+    Raises:
+        UsageError: There is no such kind, or the URL cannot be used.
+        BackendUnavailable: Its library is missing, or two distributions have that kind.
+    """
+    scheme = url.partition(":")[0]
+    found = {
+        point.value: point for point in metadata.entry_points(group=GROUP, name=scheme)
+    }
+    if not found:
+        kinds = ", ".join(sorted(set(metadata.entry_points(group=GROUP).names)))
+        raise UsageError(f"no directory of the kind {scheme!r}; there is: {kinds}")
+    if len(found) > 1:
+        raise BackendUnavailable(
+            f"directory {scheme!r} is claimed by {' and '.join(sorted(found))}; "
+            f"uninstall one of them"
+        )
+    try:
+        cls = next(iter(found.values())).load()
+    # A plug-in may raise anything while it is imported.
+    except Exception as exc:
+        raise BackendUnavailable(
+            f"directory {scheme!r} cannot be imported: {type(exc).__name__}: {exc}"
+        ) from exc
+    if not isinstance(cls, type) or not issubclass(cls, Directory):
+        raise BackendUnavailable(
+            f"directory {scheme!r}: {cls!r} is no kvwire.directory.Directory"
+        )
+    return cls(url)

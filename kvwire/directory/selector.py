@@ -1,0 +1,74 @@
+"""Which members are meant: ``"role=decode,model=demo"``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.directory.record import Record
+from kvwire.errors import UsageError
+from kvwire.limits import RECORD_FIELDS_MAX, SELECTOR_CHARS_MAX
+
+_FIELDS: Final = ("name", "role", "model", "address", "incarnation")
+_SHAPE: Final = 'write "role=decode,model=demo"; other keys are labels'
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Chooses members by what they say of themselves; all of its terms must hold.
+
+    Attributes:
+        terms: Pairs of a key and a value. A key is a field of a record (``name``,
+            ``role``, ``model``, ``address``, ``incarnation``), ``transport`` for one of
+            its transports, ``spec`` for one of its digests, or a label.
+    """
+
+    terms: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return ",".join(f"{key}={value}" for key, value in self.terms)
+
+    @classmethod
+    def parse(cls, text: str | Selector) -> Selector:
+        """Read ``"key=value,key=value"``; the empty text chooses everybody.
+
+        Raises:
+            UsageError: The text is no such list, or names a key twice.
+        """
+        if isinstance(text, Selector):
+            return text
+        if len(text) > SELECTOR_CHARS_MAX:
+            raise UsageError(
+                f"a selector of {len(text)} characters; {SELECTOR_CHARS_MAX} are "
+                f"allowed"
+            )
+        terms: dict[str, str] = {}
+        for part in text.split(",") if text.strip() else ():
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not key or not equals:
+                raise UsageError(f"selector {text!r}: {part!r} is no term; {_SHAPE}")
+            if key in terms:
+                raise UsageError(
+                    f"selector {text!r}: {key!r} is there twice; a member has one"
+                )
+            terms[key] = value
+        if len(terms) > RECORD_FIELDS_MAX:
+            raise UsageError(
+                f"a selector of {len(terms)} terms; {RECORD_FIELDS_MAX} are allowed"
+            )
+        return cls(tuple(terms.items()))
+
+    def matches(self, record: Record) -> bool:
+        """Tell whether a member is meant."""
+        return all(_holds(record, key, value) for key, value in self.terms)
+
+
+def _holds(record: Record, key: str, value: str) -> bool:
+    if key in _FIELDS:
+        said: str = getattr(record, key)
+        return said == value
+    if key == "transport":
+        return value in record.transports
+    if key == "spec":
+        return value in record.specs.values()
+    return record.labels.get(key) == value

@@ -1,0 +1,106 @@
+"""A record is read as it was written, and nothing that is none is believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire import UsageError
+from kvwire.directory import Record
+from kvwire.limits import RECORD_BYTES_MAX, RECORD_FIELDS_MAX
+from tests.directory.records import record
+
+TEXT = st.text(st.characters(categories=("L", "N", "P")), max_size=20)
+
+
+@given(
+    role=TEXT,
+    model=TEXT,
+    load=st.floats(0, 1e9),
+    labels=st.dictionaries(TEXT.filter(bool), TEXT, max_size=5),
+    transports=st.lists(TEXT.filter(bool), max_size=3),
+)
+def test_what_is_written_is_read(
+    role: str,
+    model: str,
+    load: float,
+    labels: dict[str, str],
+    transports: list[str],
+) -> None:
+    made = record(
+        role=role, model=model, load=load, labels=labels, transports=tuple(transports)
+    )
+    assert Record.decode(made.encode()) == made
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_harm(raw: bytes) -> None:
+    with pytest.raises(UsageError):
+        Record.decode(raw)
+
+
+JSON: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, -1, 1e300, "", "x", "127.0.0.1:1", [], ["x"], {}]
+)
+
+
+@given(st.dictionaries(st.sampled_from(Record.__struct_fields__), JSON))
+def test_a_record_of_wrong_fields_is_refused_or_whole(
+    fields: dict[str, object],
+) -> None:
+    try:
+        found = Record.decode(msgspec.json.encode(fields))
+    except UsageError:
+        return
+    assert Record.decode(found.encode()) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": ""}, "length >= 1"),
+        ({"name": "x" * 200}, "length <= 128"),
+        ({"incarnation": "xyz"}, "matching regex"),
+        ({"load": -1.0}, ">= 0"),
+        ({"lease_s": 0.01}, ">= 0.5"),
+        ({"labels": {f"l{i}": "" for i in range(RECORD_FIELDS_MAX + 1)}}, "length <="),
+        ({"labels": {f"l{i}": "x" * 120 for i in range(40)}}, "4096 are allowed"),
+    ],
+)
+def test_own_records_are_checked_as_well(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        record(**fields).encode()
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "a\u202eb"])
+def test_a_record_prints(name: str) -> None:
+    with pytest.raises(UsageError, match="do not print"):
+        record(name=name)
+
+
+def test_an_address_has_a_port() -> None:
+    with pytest.raises(UsageError, match="no port"):
+        record(address="tcp://host")
+
+
+def test_a_later_version_may_say_more() -> None:
+    fields = msgspec.json.decode(record().encode()) | {"colour": ["blue"]}
+    assert Record.decode(msgspec.json.encode(fields)) == record()
+
+
+def test_the_largest_record_is_read_and_a_larger_one_is_not() -> None:
+    fields = msgspec.json.decode(record().encode()) | {"more": ""}
+    fields["more"] = "x" * (RECORD_BYTES_MAX - len(msgspec.json.encode(fields)))
+    assert Record.decode(msgspec.json.encode(fields)) == record()
+    fields["more"] += "x"
+    with pytest.raises(UsageError, match="4097 bytes"):
+        Record.decode(msgspec.json.encode(fields))
+
+
+def test_the_key_is_the_incarnation_or_else_the_address() -> None:
+    assert record(1).key == f"{1:032x}"
+    assert record(1, incarnation="").key == "tcp://127.0.0.1:7001"

