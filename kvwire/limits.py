@@ -112,6 +112,8 @@ PROFILE_FIELDS_MAX: Final = 256
 KV_LAYERS_MAX: Final = 4096
 KV_HEADS_MAX: Final = 4096
 KV_HEAD_DIM_MAX: Final = 65_536
+# A recurrent state of one layer; those of 2026 have up to 20 MiB.
+KV_STATE_BYTES_MAX: Final = 1024 * MIB
 KV_BLOCK_TOKENS_MAX: Final = 65_536
 KV_SHARDS_MAX: Final = 4096
 KV_GROUPS_MAX: Final = 64

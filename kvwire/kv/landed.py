@@ -189,10 +189,11 @@ class Landed:
 
         A group that lists fewer tokens than another holds a window on the last of them.
         Its window for an earlier end is not here, so short of everything there is no
-        usable prefix.
+        usable prefix. Nor is there one of a recurrent state.
         """
         tokens = [walk.tokens for walk in self.plan.groups]
-        if len(set(tokens)) > 1:
+        states = [g.spec.kind == "state" for g in self.plan.local.groups]
+        if len(set(tokens)) > 1 or any(states):
             return max(tokens) if self.complete else 0
         return min(self._leading_tokens(index) for index in range(len(tokens)))
 

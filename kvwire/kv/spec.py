@@ -14,6 +14,9 @@ indices of them follow from the shard:
   ``model_kv_heads`` says how many the model has: ``kv_heads=1, shard=(5, 8),
   model_kv_heads=4`` is head 2, which shard 4 holds too. With MLA (``components=1,
   kv_heads=1``) every shard holds the one latent head, without being asked.
+* Recurrent states (Mamba, linear attention, short convolutions). ``kind="state"`` has
+  ``head_dim`` bytes for each layer in place of tokens: what a layer remembers of all
+  tokens up to one position. Half of a state is of no use, nor one of another position.
 * Pipeline stages. ``layers=16, first_layer=16, model_layers=32`` is the second of two.
 """
 
@@ -39,6 +42,7 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
 }
 """Element types by name, and their bytes. Elements are moved, never converted."""
+Kind: TypeAlias = Literal["tokens", "state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class KVSpec:
             with MLA, for 1.
         first_layer: The model's index of this cache's layer 0.
         model_layers: Layers of the whole model; None for ``first_layer + layers``.
+        kind: ``"tokens"``, or ``"state"`` for recurrent states: each block is one state
+            of ``head_dim`` bytes, of ``"uint8"``, with one component, head and token.
 
     Raises:
         UsageError: A field is out of range, or the shard does not divide the heads.
@@ -74,11 +80,12 @@ class KVSpec:
     model_kv_heads: int | None = None
     first_layer: int = 0
     model_layers: int | None = None
+    kind: Kind = "tokens"
 
     def __post_init__(self) -> None:
         _check_count("layers", self.layers, limits.KV_LAYERS_MAX)
         _check_count("kv_heads", self.kv_heads, limits.KV_HEADS_MAX)
-        _check_count("head_dim", self.head_dim, limits.KV_HEAD_DIM_MAX)
+        _check_kind(self)
         _check_count("block_tokens", self.block_tokens, limits.KV_BLOCK_TOKENS_MAX)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if type(self.components) is not int or self.components not in (1, 2):
@@ -177,6 +184,7 @@ class KVSpec:
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """Return the spec as (name, value) texts in a fixed order."""
+        kind = () if self.kind == "tokens" else (("kind", self.kind),)
         return (
             ("layers", str(self.layers)),
             ("kv_heads", str(self.kv_heads)),
@@ -190,6 +198,7 @@ class KVSpec:
             ("model_kv_heads", str(self.total_kv_heads)),
             ("first_layer", str(self.first_layer)),
             ("model_layers", str(self.total_layers)),
+            *kind,
         )
 
     @classmethod
@@ -209,6 +218,7 @@ class KVSpec:
             shard=(rank, size),
             dtype=dtype_name(values["dtype"]),
             fingerprint=values["fingerprint"],
+            kind=cast("Kind", values.get("kind", "tokens")),
             **numbers,
         )
 
@@ -221,6 +231,7 @@ class KVSpec:
             "dtype": self.dtype,
             "components": self.components,
             "fingerprint": self.fingerprint,
+            "kind": self.kind,
         }
 
 
@@ -294,6 +305,21 @@ def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
         raise UsageError(f"KVSpec: {name}={value!r}: a number from {least} to {most}")
 
 
+def _check_kind(spec: KVSpec) -> None:
+    if spec.kind == "tokens":
+        _check_count("head_dim", spec.head_dim, limits.KV_HEAD_DIM_MAX)
+        return
+    if spec.kind != "state":
+        raise UsageError(f'KVSpec: kind={spec.kind!r}: "tokens" or "state"')
+    _check_count("head_dim", spec.head_dim, limits.KV_STATE_BYTES_MAX)
+    shape = (spec.kv_heads, spec.block_tokens, spec.components, str(spec.dtype))
+    if shape != (1, 1, 1, "uint8"):
+        raise UsageError(
+            f"KVSpec: a state has kv_heads=1, block_tokens=1, components=1 and "
+            f"dtype='uint8', not {shape}"
+        )
+
+
 def _check_fingerprint(value: object) -> None:
     if not isinstance(value, str) or len(value) > limits.NAME_CHARS_MAX:
         raise UsageError(
@@ -356,5 +382,5 @@ def _number(values: dict[str, str], name: str) -> int:
 
 # A field that both sides must agree on has to be in the handshake.
 assert {f.name for f in dataclasses.fields(KVSpec)} - {"shard"} == (
-    {*_NUMBERS, "dtype", "fingerprint"} - {"shard_rank", "shard_size"}
+    {*_NUMBERS, "dtype", "fingerprint", "kind"} - {"shard_rank", "shard_size"}
 )

@@ -39,7 +39,7 @@ def side(stack: ExitStack, caches: dict[str, Any], **settings: Any) -> WorkerSid
     shape = CacheShape(
         block_tokens=BLOCK_TOKENS, kv_heads=HEADS, total_kv_heads=HEADS, head_dim=DIM
     )
-    made = WorkerSide(VllmSettings(**settings), kvwire.Config.load(), shape)
+    made = WorkerSide(VllmSettings(**settings), kvwire.Config.load(), [shape])
     stack.callback(made.close)
     made.register(caches)
     return made

@@ -116,6 +116,27 @@ def test_the_prefix_is_that_of_the_worst_group() -> None:
     assert (landed.usable_tokens, landed.usable_prefix) == (8, 2)
 
 
+def test_a_state_is_all_or_nothing() -> None:
+    """It is of one position, and so is what may be used beside it."""
+    state = KVSpec(
+        layers=2,
+        kv_heads=1,
+        head_dim=6,
+        block_tokens=1,
+        dtype="uint8",
+        components=1,
+        kind="state",
+    )
+    one_token = KVSpec(layers=1, kv_heads=1, head_dim=2, block_tokens=1)
+    landed = Landed(plan_of({"full": (one_token, [1]), "state": (state, [3])}))
+    for segment in landed.plan.segments(group="full"):
+        landed.mark(segment)
+    landed.mark(landed.plan.segments(layers=0, group="state")[0])
+    assert landed.usable_tokens == 0
+    landed.mark(landed.plan.segments(layers=1, group="state")[0])
+    assert landed.usable_tokens == 1
+
+
 def test_a_window_allows_no_earlier_end() -> None:
     """The last tokens of a window group say nothing about a shorter prompt."""
     landed = Landed(plan_of({"full": (SPEC, [1, 2, 3]), "window": (SPEC, [8])}))

@@ -106,6 +106,8 @@ def test_pipeline_stages() -> None:
         ({"first_layer": -1}, "first_layer=-1"),
         ({"first_layer": 1, "model_layers": 32}, r"first_layer=1 \+ layers=32 is more"),
         ({"model_layers": 10**6}, "model_layers=1000000"),
+        ({"kind": "else"}, "kind='else'"),
+        ({"kind": "state"}, "a state has kv_heads=1, block_tokens=1"),
     ],
     ids=str,
 )
@@ -174,6 +176,34 @@ def specs(draw: st.DrawFn) -> KVSpec:
         model_kv_heads=heads,
         first_layer=first,
     )
+
+
+STATE = KVSpec(
+    layers=2,
+    kv_heads=1,
+    head_dim=5_000_000,
+    block_tokens=1,
+    dtype="uint8",
+    components=1,
+    shard=(1, 2),
+    model_kv_heads=2,
+    kind="state",
+)
+
+
+def test_a_state_is_larger_than_any_head() -> None:
+    assert STATE.block_bytes == 10_000_000
+    again = KVSpec.from_pairs(STATE.to_pairs())
+    assert (again.kind, again.to_pairs()) == ("state", STATE.to_pairs())
+    with pytest.raises(UsageError, match="head_dim=5000000"):
+        replace(STATE, kind="tokens")
+    with pytest.raises(UsageError, match="head_dim=1"):
+        replace(STATE, head_dim=2**40)
+
+
+def test_a_state_is_none_of_tokens() -> None:
+    small = replace(STATE, head_dim=64)
+    assert small.differing(replace(small, kind="tokens")) == ("kind",)
 
 
 @given(specs())

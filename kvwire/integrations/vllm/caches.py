@@ -6,17 +6,30 @@ sizes that the model and the engine are known to have. Since 0.30 at the latest 
 side by side. What differs are the strides, which a tensor says itself: even the layers
 of a block may lie together. Older backends had each an order of its own.
 
+Layers with recurrent states have a list of tensors each, the parts of one state, which
+lie side by side in a block's page; they are seen as bytes.
+
 Elements are moved as they are. A cache of fp8 is one of bytes, as vLLM allocates it.
+
+Cache groups
+------------
+Layers of one kind share block ids and a :class:`CacheShape`. vLLM's groups lie over
+each other in memory: a block id belongs to one group at a time. What decode reads of a
+group when so many tokens have been computed is :meth:`CacheShape.needed`, and only that
+moves: the last window, the last chunk, the last state.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvwire.errors import UsageError
+from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import DType, KVSpec, dtype_name
@@ -25,13 +38,13 @@ from kvwire.kv.tensors import tensor_view
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Describes what a worker's tensors hold, as vLLM's config says.
+    """Describes what a worker's tensors of one cache group hold, as vLLM says.
 
     Attributes:
         block_tokens: Tokens of a block.
         kv_heads: KV heads of this rank.
         total_kv_heads: Of the model; with MLA 1.
-        head_dim: Elements of a head, or of the MLA latent.
+        head_dim: Elements of a head, or of the MLA latent; bytes of a state.
         mla: One latent in place of keys and values.
         rank: Of the tensor-parallel group.
         ranks: Its size.
@@ -39,6 +52,12 @@ class CacheShape:
         model_layers: Layers of the whole model that have a cache; None for this stage's
             alone.
         fingerprint: Names the weights.
+        name: What both engines call the group.
+        table: Which of vLLM's block tables has its blocks.
+        layers: vLLM's names of its layers; none for all that there are.
+        window: Tokens that a layer with a sliding window sees; 0 without one.
+        chunk: Tokens of a chunk that is attended to by itself; 0 without.
+        state: A recurrent state in place of tokens.
     """
 
     block_tokens: int
@@ -51,6 +70,48 @@ class CacheShape:
     first_layer: int = 0
     model_layers: int | None = None
     fingerprint: str = ""
+    name: str = DEFAULT_GROUP
+    table: int = 0
+    layers: tuple[str, ...] = ()
+    window: int = 0
+    chunk: int = 0
+    state: bool = False
+
+    @property
+    def partial(self) -> bool:
+        """Tell whether decode reads only a part of what a prompt has computed."""
+        return bool(self.window or self.chunk or self.state)
+
+    @property
+    def kind(self) -> str:
+        """Name what both engines must have alike."""
+        if self.state:
+            return f"state of {self.head_dim} bytes on {self.ranks} ranks"
+        if self.window:
+            return f"window of {self.window}"
+        return f"chunks of {self.chunk}" if self.chunk else "full"
+
+    def needed(self, tokens: int) -> range:
+        """Return the positions of the blocks that the next token reads.
+
+        Args:
+            tokens: That have been computed.
+        """
+        first = 0
+        if self.state:
+            first = tokens - 1
+        elif self.window:
+            first = max(0, tokens - self.window + 1)
+        elif self.chunk:
+            first = tokens // self.chunk * self.chunk
+        return range(first // self.block_tokens, -(-tokens // self.block_tokens))
+
+    def listed_tokens(self, tokens: int) -> int:
+        """Return the tokens of the blocks in :meth:`needed`, or 1 for a state."""
+        if self.state:
+            return 1
+        needed = self.needed(tokens)
+        return tokens - needed.start * self.block_tokens if needed else 0
 
     def spec(self, *, layers: int, dtype: DType, rank: int | None = None) -> KVSpec:
         """Return the same as kvwire says it.
@@ -67,14 +128,15 @@ class CacheShape:
             layers=layers,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            block_tokens=self.block_tokens,
+            block_tokens=1 if self.state else self.block_tokens,
             dtype=dtype,
-            components=1 if self.mla else 2,
+            components=1 if self.mla or self.state else 2,
             shard=(self.rank if rank is None else rank, self.ranks),
             fingerprint=self.fingerprint,
             model_kv_heads=self.total_kv_heads,
             first_layer=self.first_layer,
             model_layers=self.model_layers,
+            kind="state" if self.state else "tokens",
         )
 
 
@@ -84,40 +146,24 @@ class LayerCaches:
 
     Attributes:
         cache: All of them.
-        layers: The model's index of each layer, by vLLM's name of it.
+        layers: Group and index within the model of each layer, by vLLM's name of it.
     """
 
     cache: PagedCache
-    layers: Mapping[str, int]
+    layers: Mapping[str, tuple[str, int]]
 
 
-def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
-    """Return what vLLM says about its caches.
+def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ...]:
+    """Return what vLLM says about its caches, one shape for each kind of layer.
 
     Args:
         vllm_config: vLLM's; only read.
         kv_cache_config: Likewise.
 
     Raises:
-        UsageError: The model's layers need several cache groups or another kind of
-            cache, or its ranks are split in a way that is not supported.
+        UsageError: The model's layers need a kind of cache that is not known, or its
+            ranks are split in a way that is not supported.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise UsageError(
-            f"this model has {len(groups)} KV cache groups ({kinds}); KvwireConnector "
-            "moves one. Models with sliding windows have one with "
-            "--disable-hybrid-kv-cache-manager; Mamba layers are not supported"
-        )
-    spec = groups[0].kv_cache_spec
-    for field in ("num_kv_heads", "head_size", "block_size"):
-        if not hasattr(spec, field):
-            raise UsageError(
-                f"KV cache of kind {type(spec).__name__} has no {field}; only "
-                "attention over blocks is supported"
-            )
-    mla = bool(getattr(vllm_config.model_config, "use_mla", False))
     parallel = vllm_config.parallel_config
     for field in ("pipeline", "decode_context", "prefill_context"):
         size = getattr(parallel, f"{field}_parallel_size", 1)
@@ -126,23 +172,86 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
                 f"{field}_parallel_size={size}: KvwireConnector supports 1 only, since "
                 f"the ranks of such a group hold other layers or tokens"
             )
-    total = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
+    kinds: dict[CacheShape, list[str]] = {}
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue  # made again from what is transferred
+        one = group.kv_cache_spec
+        specs = getattr(one, "kv_cache_specs", None) or dict.fromkeys(
+            group.layer_names, one
+        )
+        for layer, spec in specs.items():
+            shape = dataclasses.replace(_shape(spec, vllm_config), table=table)
+            kinds.setdefault(shape, []).append(layer)
+    if len(kinds) == 1:
+        return tuple(kinds)
+    return tuple(
+        dataclasses.replace(shape, name=f"{index} {shape.kind}", layers=tuple(layers))
+        for index, (shape, layers) in enumerate(kinds.items())
+    )
+
+
+def _shape(spec: Any, vllm_config: Any) -> CacheShape:
+    """Return what vLLM says about the cache of one layer."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    kind = type(spec).__name__
+    if hasattr(spec, "shapes"):
+        if getattr(spec, "num_speculative_blocks", 0):
+            raise UsageError(
+                "recurrent states with speculative decoding: their blocks change "
+                "places while they are read; KvwireConnector does not support it"
+            )
+        parts = zip(spec.shapes, spec.dtypes, strict=True)
+        return CacheShape(
+            block_tokens=spec.block_size,
+            kv_heads=1,
+            total_kv_heads=1 if getattr(spec, "tp_replicated", False) else ranks,
+            head_dim=sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts),
+            ranks=ranks,
+            state=True,
+        )
+    for field in ("num_kv_heads", "head_size", "block_size"):
+        if not hasattr(spec, field):
+            raise UsageError(
+                f"KV cache of kind {kind} has no {field}; only attention over blocks "
+                f"and recurrent states are supported"
+            )
+    if kind in _UNSUPPORTED:
+        raise UsageError(f"KV cache of kind {kind}: {_UNSUPPORTED[kind]}")
+    model = vllm_config.model_config
+    mla = bool(getattr(model, "use_mla", False)) and spec.num_kv_heads == 1
+    total = 1 if mla else model.get_total_num_kv_heads()
+    if spec.num_kv_heads != max(1, total // ranks):
+        total = spec.num_kv_heads * ranks  # layers of another kind, split evenly
+    # A full layer's spec may have a window too: it keeps every block all the same.
+    full = "FullAttention" in kind or "MLAAttention" in kind
     return CacheShape(
         block_tokens=spec.block_size,
         kv_heads=spec.num_kv_heads,
         total_kv_heads=total,
         head_dim=spec.head_size,
         mla=mla,
-        ranks=parallel.tensor_parallel_size,
+        ranks=ranks,
+        window=0 if full else getattr(spec, "sliding_window", None) or 0,
+        chunk=0 if full else getattr(spec, "attention_chunk_size", None) or 0,
     )
 
 
-def layer_caches(tensors: Mapping[str, Any], shape: CacheShape) -> LayerCaches:
+_UNSUPPORTED: Final = {
+    "CrossAttentionSpec": "it holds an encoder's output, and vLLM itself runs no "
+    "encoder-decoder model with a connector",
+    "CircularBufferSpec": "its one block is written to again and again",
+}
+
+
+def layer_caches(
+    tensors: Mapping[str, Any], shapes: Sequence[CacheShape]
+) -> LayerCaches:
     """See a worker's tensors as one cache.
 
     Args:
         tensors: By vLLM's name of the layer.
-        shape: What they hold.
+        shapes: What they hold.
 
     Raises:
         UsageError: They lie in memory that no transport here can move, or in an order
@@ -150,22 +259,24 @@ def layer_caches(tensors: Mapping[str, Any], shape: CacheShape) -> LayerCaches:
     """
     if not tensors:
         raise UsageError("vLLM registered no KV cache; there is nothing to transfer")
-    names = sorted(tensors, key=_layer_index)
-    rows: dict[int, int] = {}
-    ordered: list[Any] = []
-    layers: dict[str, int] = {}
-    for name in names:
-        tensor = tensors[name]
-        _check_plain(name, tensor)
-        # A layer that reads another one's cache has no row of its own.
-        row = rows.setdefault(tensor_view(tensor, name).address, len(ordered))
-        if row == len(ordered):
-            ordered.append(tensor)
-            layers[name] = shape.first_layer + row
-    dtype = dtype_name(ordered[0].dtype)
-    spec = shape.spec(layers=len(ordered), dtype=dtype)
-    layout = find_layout(tuple(ordered[0].shape), shape)
-    return LayerCaches(PagedCache(spec, ordered, layout=AxisOrder(layout)), layers)
+    groups: dict[str, tuple[KVSpec, list[Any], str]] = {}
+    layers: dict[str, tuple[str, int]] = {}
+    for shape in shapes:
+        rows: dict[int, int] = {}
+        ordered: list[Any] = []
+        for name in sorted(shape.layers or tensors, key=_layer_index):
+            if name not in tensors:
+                raise UsageError(f"vLLM registered no KV cache of layer {name!r}")
+            tensor = _state_bytes(name, tensors[name], shape)
+            # A layer that reads another one's cache has no row of its own.
+            row = rows.setdefault(tensor_view(tensor, name).address, len(ordered))
+            if row == len(ordered):
+                ordered.append(tensor)
+                layers[name] = shape.name, shape.first_layer + row
+        spec = shape.spec(layers=len(ordered), dtype=dtype_name(ordered[0].dtype))
+        layout = find_layout(tuple(ordered[0].shape), shape)
+        groups[shape.name] = spec, ordered, AxisOrder(layout)
+    return LayerCaches(PagedCache.grouped(groups), layers)
 
 
 def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
@@ -181,7 +292,8 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
         "dim": shape.head_dim,
         "(kv dim)": 2 * shape.head_dim,
     }
-    for layout in _MLA_LAYOUTS if shape.mla else _LAYOUTS:
+    layouts = _MLA_LAYOUTS if shape.mla else _LAYOUTS
+    for layout in ("block dim",) if shape.state else layouts:
         axes = layout.replace("(kv dim)", "(kv_dim)").split()
         named = [axis.replace("(kv_dim)", "(kv dim)") for axis in axes]
         if len(named) == len(sizes) and all(
@@ -193,8 +305,8 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
     raise UsageError(
         f"a KV cache tensor of shape {tuple(sizes)} is in no axis order that this "
         f"version knows, with {known}; blocks that the attention backend splits "
-        f"(--block-size), quantised caches with scales of their own, and states of "
-        f"Mamba layers are not supported"
+        f"(--block-size), and quantised caches with scales of their own, are not "
+        f"supported"
     )
 
 
@@ -217,9 +329,66 @@ def _layer_index(name: str) -> tuple[list[int], str]:
     return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
-def _check_plain(name: str, tensor: Any) -> None:
-    if isinstance(tensor, list | tuple):
+@dataclass(frozen=True, slots=True)
+class _StateBytes:
+    """Shows the parts of recurrent states as bytes: (block, byte), as torch would."""
+
+    parts: Sequence[Any]
+    nbytes: int
+    dtype: str = "uint8"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.parts[0].shape[0]), self.nbytes
+
+    @property
+    def device(self) -> Any:
+        return self.parts[0].device
+
+    def data_ptr(self) -> int:
+        address: int = self.parts[0].data_ptr()
+        return address
+
+    def stride(self) -> tuple[int, int]:
+        return self.parts[0].stride(0) * self.parts[0].element_size(), 1
+
+    def element_size(self) -> int:
+        return 1
+
+
+def _state_bytes(name: str, tensor: Any, shape: CacheShape) -> Any:
+    """See a layer's recurrent states as bytes; leave other layers' tensors alone.
+
+    Raises:
+        UsageError: It is the other kind of layer, or a state does not lie together.
+    """
+    if not shape.state:
+        if isinstance(tensor, list | tuple):
+            raise UsageError(
+                f"layer {name!r} has {len(tensor)} state tensors, and attention over "
+                f"blocks by vLLM's own config"
+            )
+        return tensor
+    parts = list(tensor) if isinstance(tensor, list | tuple) else [tensor]
+    seen = _StateBytes(parts, shape.head_dim)
+    end = seen.data_ptr()
+    for part in parts:
+        dense = 1
+        for size, stride in sorted(
+            zip(part.shape[1:], part.stride()[1:], strict=True),
+            key=lambda axis: axis[1],
+        ):
+            dense = dense * size if stride == dense or size == 1 else -1
+        step = part.stride(0) * part.element_size()
+        if part.data_ptr() != end or dense < 0 or step != seen.stride()[0]:
+            raise UsageError(
+                f"layer {name!r}: the parts of a state of {shape.head_dim} bytes do "
+                f"not lie side by side in its block"
+            )
+        end += dense * part.element_size()
+    if end - seen.data_ptr() != shape.head_dim:
         raise UsageError(
-            f"layer {name!r} has {len(tensor)} state tensors (Mamba, linear "
-            "attention); only attention over blocks is supported"
+            f"layer {name!r}: states of {end - seen.data_ptr()} bytes, where vLLM's "
+            f"config says {shape.head_dim}"
         )
+    return seen

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvwire.config import Config
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.caches import cache_shape
+from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
 from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.integrations.vllm.scheduler import SchedulerSide
@@ -46,7 +47,7 @@ class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # l
     address: str
 
 
-class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewise
+class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]  # likewise
     """Moves KV between two engines of vLLM; see docs/howto/vllm.md.
 
     Args:
@@ -61,31 +62,39 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        shape = cache_shape(vllm_config, kv_cache_config)
+        shapes = cache_shapes(vllm_config, kv_cache_config)
+        groups = "; ".join(shape.kind for shape in shapes)
         self._settings, config = read_settings(
             transfer.kv_connector_extra_config,
-            {"vllm_model": model_digest(vllm_config)},
+            {"vllm_model": model_digest(vllm_config), "vllm_groups": groups},
         )
+        if self._settings.gate_layers and len(shapes) > 1:
+            raise UsageError(
+                f"gate_layers with {len(shapes)} kinds of layers ({groups}): vLLM has "
+                f"no way to hear that a layer of one of them did not come"
+            )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                self._settings, str(transfer.engine_id), shape.block_tokens
+                self._settings, str(transfer.engine_id), shapes
             )
             return
-        shape = dataclasses.replace(
-            shape,
-            rank=vllm_config.parallel_config.rank % shape.ranks,
-            fingerprint=self._settings.fingerprint,
-        )
+        rank = vllm_config.parallel_config.rank % shapes[0].ranks
+        said = {"rank": rank, "fingerprint": self._settings.fingerprint}
+        shapes = tuple(dataclasses.replace(shape, **said) for shape in shapes)
         config = _with_own_gpu(config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
         self._worker = WorkerSide(
-            self._worker_settings(vllm_config.parallel_config), config, shape
+            self._worker_settings(vllm_config.parallel_config), config, shapes
         )
 
     # --- scheduler --------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """See vLLM."""
+        self._scheduling.begun(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -97,9 +106,9 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
         """See vLLM."""
-        groups = blocks.get_block_ids()
-        ids = list(groups[0]) if groups else []
-        self._scheduling.allocated(request, ids, num_external_tokens)
+        self._scheduling.allocated(
+            request, blocks.get_block_ids() or (), num_external_tokens
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM."""
@@ -110,6 +119,16 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
     ) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM."""
         return self._scheduling.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM."""
+        return self._scheduling.finished(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """See vLLM: a prompt's blocks of every group are fetched."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
         """See vLLM."""
@@ -163,6 +182,15 @@ class KvwireConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewis
         """See vLLM."""
         sent, received = self._working.finished(finished_req_ids)
         return sent or None, received or None
+
+    def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
+        """See vLLM."""
+        sent, received = self._working.finished(finished_req_ids)
+        return base.KVConnectorTransferResults(
+            finished_sending=sent,
+            finished_recving=received,
+            failed_recving=self._working.take_failed(),
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See vLLM."""

@@ -15,6 +15,9 @@ from kvwire.errors import UsageError
 # Of one engine; as many as kvwire allows shards of one group.
 _REMOTES_MAX: Final = 1024
 
+Blocks = dict[str, list[int]]
+"""Block ids of each cache group, in token order."""
+
 
 @dataclass(slots=True, kw_only=True)
 class SendPrompt:
@@ -23,17 +26,19 @@ class SendPrompt:
     Attributes:
         request_id: vLLM's name of the request.
         transfer_id: What both engines call the transfer.
-        tokens: Of the prompt.
-        blocks: Those known so far, in token order.
-        hashes: Of the blocks that the whole prompt has.
+        tokens: That are computed of the prompt.
+        listed: Tokens of each group's whole list of blocks.
+        blocks: Those known so far.
+        hashes: Of the blocks that the whole lists have.
         remote: The other engine's ranks; empty where decode comes by itself.
     """
 
     request_id: str
     transfer_id: str
     tokens: int
-    blocks: list[int]
-    hashes: list[bytes]
+    listed: dict[str, int]
+    blocks: Blocks
+    hashes: dict[str, list[bytes]]
     remote: tuple[str, ...] = ()
 
 
@@ -48,7 +53,7 @@ class ComputedTokens:
     """
 
     request_id: str
-    blocks: list[int]
+    blocks: Blocks
     stop: int
 
 
@@ -59,9 +64,9 @@ class LoadPrompt:
     Attributes:
         request_id: vLLM's name of the request.
         transfer_id: What both engines call the transfer.
-        tokens: Of the prompt.
-        blocks: Where it goes, in token order, with those that are here already.
-        cached: How many leading blocks are here.
+        listed: Tokens of each group's list of blocks.
+        blocks: Where it goes, with those that are here already.
+        cached: How many leading blocks of each list are here.
         hashes: Of its blocks.
         remote: The other engine's ranks.
         declined: Nothing is wanted any more; the other engine may free its blocks.
@@ -69,10 +74,10 @@ class LoadPrompt:
 
     request_id: str
     transfer_id: str
-    tokens: int
-    blocks: list[int]
-    cached: int
-    hashes: list[bytes]
+    listed: dict[str, int]
+    blocks: Blocks
+    cached: dict[str, int]
+    hashes: dict[str, list[bytes]]
     remote: tuple[str, ...]
     declined: bool = False
 

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,11 +28,11 @@ class ReceiveResult:
     """Holds how a prompt's KV came.
 
     Attributes:
-        missing: Ids of the blocks that did not.
+        missing: Ids of the blocks that did not, by cache group.
         outcomes: Of each transfer; empty if none was begun.
     """
 
-    missing: Ids
+    missing: Mapping[str, Ids]
     outcomes: Sequence[Outcome] = ()
 
 
@@ -88,31 +88,32 @@ class PromptReceive:
         """Tell whether it is over while its blocks may be written."""
         return any(part.done() and not part.is_drained for part in self._parts)
 
-    def landed(self, layer: int) -> bool:
+    def landed(self, group: str, layer: int) -> bool:
         """Tell whether a layer of every block is here; from any thread.
 
         It may answer late, and is never wrong.
         """
-        return self._begun and all(part.layer_landed(layer) for part in self._parts)
+        parts = self._parts
+        return self._begun and all(part.layer_landed(layer, group) for part in parts)
 
-    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+    def wait_layer(self, group: str, layer: int, timeout_s: float) -> bool:
         """Wait until a layer of every block is here, or the transfer is over.
 
         Returns:
             Whether the layer is here.
         """
-        if not self.landed(layer):
+        if not self.landed(group, layer):
 
             async def gate(_: Communicator) -> None:
                 for part in self._parts:
-                    await part.layer(layer)
+                    await part.layer(layer, group)
 
             waiting = self._engine.start(gate)
             try:
                 waiting.result(timeout_s)
             except (KVWireError, TimeoutError):
                 waiting.cancel()
-        return self.landed(layer)
+        return self.landed(group, layer)
 
     def abort(self, reason: str) -> bool:
         """End it; the blocks are free when :attr:`done` says so. Does not wait.
@@ -131,7 +132,10 @@ class PromptReceive:
 
     async def _run(self, communicator: Communicator) -> ReceiveResult:
         load = self.load
-        own = np.asarray(load.blocks[load.cached :], np.int64)
+        own = {
+            name: np.asarray(ids[load.cached[name] :], np.int64)
+            for name, ids in load.blocks.items()
+        }
         try:
             parts = await self._begin(communicator)
         except (KVWireError, asyncio.CancelledError) as exc:
@@ -145,30 +149,41 @@ class PromptReceive:
         outcomes = [await part for part in self._parts]
         for part in self._parts:
             await part.drained()
-        missing = [outcome.missing.ids() for outcome in outcomes]
-        lost = np.unique(np.concatenate(missing))
-        if lost.size and not self._reason and not load.declined:
-            logger.warning(
-                "transfer %s: %d of %d blocks did not arrive: %s",
-                self._route.id,
-                lost.size,
-                own.size,
-                "; ".join(outcomes[0].missing.reasons),
-            )
+        lost = {
+            name: np.unique(np.concatenate([o.missing.ids(name) for o in outcomes]))
+            for name in self._cache.groups
+        }
+        for name, ids in {} if self._reason or load.declined else lost.items():
+            if ids.size:
+                logger.warning(
+                    "transfer %s: %d of %d blocks of %r did not arrive: %s",
+                    self._route.id,
+                    ids.size,
+                    own[name].size,
+                    name,
+                    "; ".join(outcomes[0].missing.reasons),
+                )
         return ReceiveResult(lost, outcomes)
 
     async def _begin(self, communicator: Communicator) -> list[Incoming]:
         load = self.load
         options: dict[str, Any] = {
-            "tokens": load.tokens,
+            "tokens": load.listed,
             "hashes": load.hashes or None,
-            "have": load.hashes[: load.cached] if load.cached else None,
             "deadline": timedelta(seconds=self._timeout_s),
         }
+        if any(load.cached.values()) and load.hashes:
+            options["have"] = frozenset(
+                named
+                for name, count in load.cached.items()
+                for named in load.hashes[name][:count]
+            )
         blocks = load.blocks
         if load.declined:
             # Something has to be asked for, to be given up in the same turn.
-            blocks, options = [0], {"tokens": 1}
+            first = next(iter(self._cache.groups))
+            blocks = {name: [0] * (name == first) for name in self._cache.groups}
+            options = {"tokens": {name: len(ids) for name, ids in blocks.items()}}
         peers = self._route.peers
         links = []
         if not self._route.pushed:

@@ -10,7 +10,13 @@
 
 Nothing here waits or moves a byte. vLLM's objects are read, never written, except the
 ``do_remote_prefill`` of a request: once it is acted on it is cleared, because a request
-that was preempted comes back and must compute what it had fetched before.
+that was preempted comes back and must compute what it had fetched before; and
+
+*The last token of a prompt.* Decode computes it itself, since it needs what comes out.
+Where it reads a part of what lies before, a window or a state, that part has to end
+before this token: a state that has seen it would see it twice, and a window that ends
+behind it lacks a token at its beginning. So with such groups prefill is given the
+prompt without its last token, and vLLM frees none of the blocks that decode will read.
 """
 
 from __future__ import annotations
@@ -18,12 +24,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import PUSH, REQUEST, VllmSettings
 from kvwire.integrations.vllm.metadata import (
+    Blocks,
     ComputedTokens,
     LoadPrompt,
     SendPrompt,
@@ -31,6 +40,7 @@ from kvwire.integrations.vllm.metadata import (
     WorkerStep,
     answer,
 )
+from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.hashing import HashScheme
 
 logger: logging.Logger = logging.getLogger("kvwire")
@@ -42,16 +52,16 @@ class _Prompt:
 
     Attributes:
         send: What the workers are told of it.
-        blocks: Added since the workers heard of it.
-        named: How many they have heard of.
+        tables: The request's blocks, by vLLM's tables.
+        named: How many of each group the workers have heard of.
         written: Tokens computed when the scheduled steps are over.
         begun: The workers know of it.
         lost: It was preempted after it had begun, so nothing more is sent.
     """
 
     send: SendPrompt
-    blocks: list[int] = field(default_factory=list)
-    named: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    named: dict[str, int] = field(default_factory=dict)
     written: int = 0
     begun: bool = False
     lost: bool = False
@@ -68,7 +78,7 @@ class SchedulerSide:
     Args:
         settings: How this engine takes part.
         engine_id: vLLM's name of this engine.
-        block_tokens: Tokens of a block.
+        shapes: What the cache groups hold.
         salt: What sets the KV of this engine apart, for the block hashes.
     """
 
@@ -76,13 +86,13 @@ class SchedulerSide:
         self,
         settings: VllmSettings,
         engine_id: str,
-        block_tokens: int,
+        shapes: Sequence[CacheShape],
         salt: bytes = b"",
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
-        self._block_tokens = block_tokens
-        self._scheme = HashScheme(block_tokens)
+        self._shapes = tuple(shapes)
+        self._partial = any(shape.partial for shape in shapes)
         self._salt = salt
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
@@ -95,6 +105,27 @@ class SchedulerSide:
         """Note where this engine's ranks listen."""
         self._addresses = tuple(addresses[rank] for rank in sorted(addresses))
 
+    def begun(self, request: Any) -> None:
+        """Take the last token from a prompt that is sent, where decode needs that."""
+        if not self._partial or not self._wanted(request).sends:
+            return
+        known = request.prompt_token_ids or ()
+        if (
+            len(known) < 2
+            or request.max_tokens != 1
+            or getattr(request, "skip_reading_prefix_cache", False)
+        ):
+            # What it generated would free blocks and change states while they are read.
+            logger.warning(
+                "request %s: not sent; this model's need max_tokens=1 and 2 tokens",
+                request.request_id,
+            )
+            request.kv_transfer_params["do_remote_decode"] = False
+            return
+        request.prompt_token_ids = list(known[:-1])
+        del request._all_token_ids[-1:]  # noqa: SLF001 - vLLM has no call for it
+        request.num_prompt_tokens -= 1
+
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens more another engine has, or will have."""
         if not self._wanted(request).loads:
@@ -103,15 +134,17 @@ class SchedulerSide:
         # releases before 0.31 do not look at that themselves.
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        count = len(request.prompt_token_ids or ()) - num_computed_tokens
+        count = self._fetched_tokens(request) - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
-    def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], external: int
+    ) -> None:
         """Note the blocks that a request got.
 
         Args:
             request: vLLM's.
-            block_ids: All it has now.
+            tables: All it has now, by vLLM's tables.
             external: Tokens that are to be fetched into them.
         """
         wanted = self._wanted(request)
@@ -121,7 +154,7 @@ class SchedulerSide:
             )
         if wanted.loads:
             request.kv_transfer_params["do_remote_prefill"] = False
-            self._loads.append(self._new_load(request, wanted, block_ids, external))
+            self._loads.append(self._new_load(request, wanted, tables, external))
             if self._settings.gate_layers:
                 self._fetched.add(request.request_id)
 
@@ -182,30 +215,44 @@ class SchedulerSide:
             return TransferParams()
         return wanted
 
+    def _fetched_tokens(self, request: Any) -> int:
+        """Return how many tokens of a prompt another engine computes for this one."""
+        return max(0, len(request.prompt_token_ids or ()) - self._partial)
+
     def _new_send(self, request: Any, wanted: TransferParams) -> SendPrompt:
         return SendPrompt(
             request_id=request.request_id,
             transfer_id=wanted.transfer_id or f"{self._engine_id}/{request.request_id}",
             tokens=request.num_prompt_tokens,
-            blocks=[],
-            hashes=self._hashes(request),
+            listed=self._listed(request.num_prompt_tokens),
+            blocks={},
+            hashes=self._hashes(request, request.num_prompt_tokens),
             remote=wanted.remote,
         )
 
     def _new_load(
-        self, request: Any, wanted: TransferParams, block_ids: list[int], external: int
+        self,
+        request: Any,
+        wanted: TransferParams,
+        tables: Sequence[Sequence[int]],
+        external: int,
     ) -> LoadPrompt:
         if not external:
             return self._declined(request, wanted)
-        tokens = len(request.prompt_token_ids)
-        needed = -(-tokens // self._block_tokens)
+        tokens = self._fetched_tokens(request)
+        blocks, cached = {}, {}
+        for shape in self._shapes:
+            needed = shape.needed(tokens)
+            blocks[shape.name] = list(tables[shape.table][needed.start : needed.stop])
+            here = (tokens - external) // shape.block_tokens - needed.start
+            cached[shape.name] = min(max(0, here), len(needed))
         return LoadPrompt(
             request_id=request.request_id,
             transfer_id=wanted.transfer_id,
-            tokens=tokens,
-            blocks=block_ids[:needed],
-            cached=(tokens - external) // self._block_tokens,
-            hashes=self._hashes(request),
+            listed=self._listed(tokens),
+            blocks=blocks,
+            cached=cached,
+            hashes=self._hashes(request, tokens),
             remote=wanted.remote,
         )
 
@@ -214,26 +261,35 @@ class SchedulerSide:
         return LoadPrompt(
             request_id=request.request_id,
             transfer_id=wanted.transfer_id,
-            tokens=len(request.prompt_token_ids or ()),
-            blocks=[],
-            cached=0,
-            hashes=[],
+            listed={},
+            blocks={},
+            cached={},
+            hashes={},
             remote=wanted.remote,
             declined=True,
         )
 
-    def _hashes(self, request: Any) -> list[bytes]:
-        tokens = request.prompt_token_ids
-        if tokens is None:
-            return []
+    def _listed(self, tokens: int) -> dict[str, int]:
+        return {shape.name: shape.listed_tokens(tokens) for shape in self._shapes}
+
+    def _hashes(self, request: Any, count: int) -> dict[str, list[bytes]]:
+        """Name the blocks that are moved of a prompt's first tokens, group by group."""
+        if request.prompt_token_ids is None:
+            return {}
+        tokens = request.prompt_token_ids[:count]
         salt = self._salt + _identity(request)
-        hashes = self._scheme.block_hashes(tokens, salt=salt)
-        rest = tokens[len(hashes) * self._block_tokens :]
-        if rest:
-            # Not to find the block by, but so that a short prompt has a name as well.
-            parent = hashes[-1] if hashes else self._scheme.root(salt)
-            hashes.append(hashlib.sha256(parent + repr(list(rest)).encode()).digest())
-        return hashes
+        chains: dict[int, list[bytes]] = {}
+        found: dict[str, list[bytes]] = {}
+        for shape in self._shapes:
+            size = shape.block_tokens
+            if size not in chains:
+                chains[size] = _chain(size, tokens, salt)
+            needed = shape.needed(count)
+            found[shape.name] = [
+                _of_group(shape.name, one)
+                for one in chains[size][needed.start : needed.stop]
+            ]
+        return found
 
     def _scheduled(
         self, step: WorkerStep, output: Any, request_id: str, blocks: Any, computed: int
@@ -243,29 +299,60 @@ class SchedulerSide:
         if prompt is None or prompt.lost or prompt.whole:
             return
         if blocks is not None:
-            prompt.blocks += blocks[0]
+            prompt.tables = prompt.tables or [[] for _ in blocks]
+            for table, new in zip(prompt.tables, blocks, strict=True):
+                table.extend(new)
         stop = computed + output.num_scheduled_tokens.get(request_id, 0)
         prompt.written = min(stop, prompt.send.tokens)
         if self._settings.stream == REQUEST and prompt.written < prompt.send.tokens:
             return
-        needed = -(-prompt.send.tokens // self._block_tokens)
-        new = prompt.blocks[: needed - prompt.named]
-        prompt.blocks = []
-        prompt.named += len(new)
+        new_blocks = self._new_blocks(prompt)
         if not prompt.begun:
             prompt.begun = True
-            prompt.send.blocks, new = new, []
+            prompt.send.blocks, new_blocks = new_blocks, {}
             step.sends.append(prompt.send)
         step.written.append(
-            ComputedTokens(request_id=request_id, blocks=new, stop=prompt.written)
+            ComputedTokens(
+                request_id=request_id, blocks=new_blocks, stop=prompt.written
+            )
         )
+
+    def _new_blocks(self, prompt: _Prompt) -> Blocks:
+        """Return the blocks that the workers have not heard of, of those that move."""
+        found: Blocks = {}
+        for shape in self._shapes:
+            needed = shape.needed(prompt.send.tokens)
+            named = prompt.named.get(shape.name, 0)
+            table = prompt.tables[shape.table] if prompt.tables else []
+            found[shape.name] = table[needed.start + named : needed.stop]
+            prompt.named[shape.name] = named + len(found[shape.name])
+        return found
 
     def _preempted(self, request_id: str) -> None:
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
         prompt.lost = prompt.begun
-        prompt.blocks, prompt.named, prompt.written = [], 0, 0
+        prompt.tables, prompt.named, prompt.written = [], {}, 0
+
+
+def _chain(block_tokens: int, tokens: Sequence[int], salt: bytes) -> list[bytes]:
+    """Return the hashes of a prompt's blocks, with that of a rest."""
+    scheme = HashScheme(block_tokens)
+    hashes = scheme.block_hashes(tokens, salt=salt)
+    rest = tokens[len(hashes) * block_tokens :]
+    if rest:
+        # Not to find the block by, but so that a short prompt has a name as well.
+        parent = hashes[-1] if hashes else scheme.root(salt)
+        hashes.append(hashlib.sha256(parent + repr(list(rest)).encode()).digest())
+    return hashes
+
+
+def _of_group(name: str, named: bytes) -> bytes:
+    """Tell a group's block from another's of the same tokens."""
+    if name == DEFAULT_GROUP:
+        return named
+    return hashlib.sha256(named + name.encode()).digest()
 
 
 def _identity(request: Any) -> bytes:

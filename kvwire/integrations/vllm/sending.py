@@ -15,7 +15,7 @@ from typing import Any
 
 from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
 from kvwire.errors import KVWireError, UsageError
-from kvwire.integrations.vllm.metadata import SendPrompt
+from kvwire.integrations.vllm.metadata import Blocks, SendPrompt
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.topology import RankRoute
 
@@ -34,7 +34,7 @@ class PromptSend:
 
     Attributes:
         tokens: Of the prompt.
-        written: How many leading blocks the forward pass has completed.
+        written: How many leading blocks of each list the forward pass has completed.
         finished: Whether all of them are.
         done: Resolves when nothing of kvwire can touch the blocks any more; never
             fails.
@@ -49,7 +49,7 @@ class PromptSend:
         route: RankRoute,
     ) -> None:
         self.tokens: int = send.tokens
-        self.written = 0
+        self.written: dict[str, int] = {}
         self.finished: bool = False
         self._engine = engine
         self._send = send
@@ -63,20 +63,23 @@ class PromptSend:
         self._reason = ""
         self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
 
-    def extend(self, blocks: list[int]) -> None:
+    def extend(self, blocks: Blocks) -> None:
         """Add blocks that the prompt got; from any thread, does not wait."""
-        if blocks:
+        if any(blocks.values()):
             self._say(lambda out: out.extend(blocks))
 
-    def ready(self, layers: slice, blocks: slice, after: object | None) -> None:
+    def ready(
+        self, group: str, layers: slice, blocks: slice, after: object | None
+    ) -> None:
         """Mark layers of some blocks as written; from any thread, no waiting.
 
         Args:
+            group: The cache group.
             layers: By the model's indices.
-            blocks: By position in the prompt.
+            blocks: By position in the group's list.
             after: An event that fires when the GPU has written them; None if they are.
         """
-        self._say(lambda out: out.ready(layers=layers, blocks=blocks, after=after))
+        self._say(lambda out: out.ready(layers, blocks, group=group, after=after))
 
     def finish(self) -> None:
         """Mark everything as written; from any thread, does not wait."""
@@ -132,7 +135,7 @@ class PromptSend:
     async def _begin(self, communicator: Communicator) -> list[Outgoing]:
         send, route = self._send, self._route
         options: dict[str, Any] = {
-            "tokens": send.tokens,
+            "tokens": send.listed,
             "hashes": send.hashes or None,
             "growing": True,
         }

@@ -7,6 +7,7 @@ asks.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from kvwire.errors import UsageError
@@ -102,18 +103,11 @@ def group_specs(spec: KVSpec, size: int) -> list[KVSpec]:
             f"engine"
         )
     return [
-        KVSpec(
-            layers=spec.layers,
-            kv_heads=max(1, heads // size),
-            head_dim=spec.head_dim,
-            block_tokens=spec.block_tokens,
-            dtype=spec.dtype,
-            components=spec.components,
+        dataclasses.replace(
+            spec,
+            kv_heads=1 if spec.kind == "state" else max(1, heads // size),
             shard=(rank, size),
-            fingerprint=spec.fingerprint,
-            model_kv_heads=heads,
-            first_layer=spec.first_layer,
-            model_layers=spec.model_layers,
+            model_kv_heads=size if spec.kind == "state" else heads,
         )
         for rank in range(size)
     ]

@@ -9,7 +9,7 @@ Steps without a forward pass are the same without layers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Final
 
@@ -50,18 +50,21 @@ class WorkerSide:
     Args:
         settings: How this engine takes part.
         config: Of the engine of kvwire.
-        shape: What the caches hold.
+        shapes: What the cache groups hold.
     """
 
     def __init__(
-        self, settings: VllmSettings, config: Config, shape: CacheShape
+        self, settings: VllmSettings, config: Config, shapes: Sequence[CacheShape]
     ) -> None:
         self._settings = settings
-        self._shape = shape
+        self._shapes = tuple(shapes)
+        self._rank = shapes[0].rank
+        # vLLM names blocks that failed only where it has a single table of them.
+        self._tables = len({shape.table for shape in shapes})
         self._engine = Engine(config)
         self._peers = self._engine.start(_peers).result()
         self.address: str = settings.advertised(
-            self._engine.listen(settings.address(shape.rank))
+            self._engine.listen(settings.address(self._rank))
         )
         self._caches: LayerCaches | None = None
         self._device = CacheDevice(self._engine, None)
@@ -74,6 +77,8 @@ class WorkerSide:
         # Reported as here while their last layers were on their way.
         self._gated: dict[str, PromptReceive] = {}
         self._errors: set[int] = set()
+        # Requests that lack blocks, where ids do not say whose they are.
+        self._failed: set[str] = set()
         # Of which it was said that their blocks never come back.
         self._quarantined: set[str] = set()
         self._observed: Observed = {}
@@ -87,10 +92,10 @@ class WorkerSide:
             UsageError: They cannot be moved; names the layer.
             BackendUnavailable: Their GPU does not work; says why.
         """
-        caches = layer_caches(tensors, self._shape)
+        caches = layer_caches(tensors, self._shapes)
         self._device = CacheDevice(self._engine, caches.cache.device)
         self._caches = caches
-        logger.info("rank %d: %r in %s", self._shape.rank, caches.cache, self._device)
+        logger.info("rank %d: %r in %s", self._rank, caches.cache, self._device)
 
     def fence(self, requests: Iterable[str]) -> None:
         """Return when no link can touch the blocks of these requests any more.
@@ -123,13 +128,8 @@ class WorkerSide:
         ]
         self._writing = ForwardPass()
         if parts:
-            spec = self._spec()
             self._writing = ForwardPass(
-                parts,
-                spec.layer_indices,
-                spec.layer_block_bytes,
-                self._settings.group_bytes,
-                self._device.recorded,
+                parts, self._specs(), self._settings.group_bytes, self._device.recorded
             )
 
     def start_loads(self) -> None:
@@ -146,7 +146,7 @@ class WorkerSide:
             return
         layer = self._caches.layers.get(name)
         if layer is not None:
-            self._writing.layer(layer)
+            self._writing.layer(*layer)
 
     def step_written(self) -> None:
         """Mark what no hook has named: the forward pass is over."""
@@ -166,7 +166,7 @@ class WorkerSide:
         if layer is None:
             return
         for request_id, arrival in self._gated.items():
-            if not arrival.wait_layer(layer, self._settings.load_timeout_s):
+            if not arrival.wait_layer(*layer, self._settings.load_timeout_s):
                 # This forward pass reads garbage. Its blocks have to be reported in
                 # this very step, so that vLLM throws its tokens away.
                 arrival.abort("a layer that decode waited for did not come")
@@ -200,6 +200,11 @@ class WorkerSide:
         errors, self._errors = self._errors, set()
         return errors
 
+    def take_failed(self) -> set[str]:
+        """Return the requests that lack blocks of several tables, once each."""
+        failed, self._failed = self._failed, set()
+        return failed
+
     def take_observed(self) -> Observed:
         """Return what has been noted for metrics, once."""
         observed, self._observed = self._observed, {}
@@ -215,9 +220,9 @@ class WorkerSide:
     # --- sending ----------------------------------------------------------------------
 
     def _send(self, send: SendPrompt) -> None:
-        spec = self._spec()
+        pushed = self._settings.mode == PUSH
         route = outgoing_route(
-            send.transfer_id, spec, send.remote, pushed=self._settings.mode == PUSH
+            send.transfer_id, self._split_spec(), send.remote, pushed=pushed
         )
         if not route.peers:
             # Other ranks have the same heads, and this one nothing to do.
@@ -231,20 +236,26 @@ class WorkerSide:
     def _extend(self, departure: PromptSend, written: ComputedTokens) -> PromptBlocks:
         """Name a prompt's new blocks; what this step completes."""
         departure.extend(written.blocks)
-        size = self._shape.block_tokens
         last = written.stop >= departure.tokens
-        stop = -(-written.stop // size) if last else written.stop // size
-        start, departure.written = departure.written, stop
         if not last:
             departure.renew()
-        return PromptBlocks(departure, slice(start, stop), last)
+        parts: dict[str, slice] = {}
+        for shape in self._shapes:
+            needed = shape.needed(departure.tokens)
+            whole = needed.stop if last else written.stop // shape.block_tokens
+            start = departure.written.get(shape.name, 0)
+            stop = max(start, whole - needed.start)
+            departure.written[shape.name] = stop
+            parts[shape.name] = slice(start, stop)
+        return PromptBlocks(departure, parts, last)
 
     # --- fetching ---------------------------------------------------------------------
 
     def _load(self, load: LoadPrompt, after: object | None) -> None:
         pushed = self._settings.mode == PUSH
-        remote = load.remote
-        route = incoming_route(load.transfer_id, self._spec(), remote, pushed=pushed)
+        route = incoming_route(
+            load.transfer_id, self._split_spec(), load.remote, pushed=pushed
+        )
         assert self._caches is not None
         arrival = PromptReceive(
             self._engine,
@@ -261,27 +272,32 @@ class WorkerSide:
     def _received(self) -> set[str]:
         received = {r for r, arrival in self._arrivals.items() if arrival.done.done()}
         for request_id in received:
-            self._note_missing(self._arrivals.pop(request_id))
+            self._note_missing(request_id, self._arrivals.pop(request_id))
         for request_id in [r for r, a in self._gated.items() if a.done.done()]:
-            self._note_missing(self._gated.pop(request_id))
+            self._note_missing(request_id, self._gated.pop(request_id))
         if self._settings.gate_layers:
             for request_id in [r for r, a in self._arrivals.items() if self._opens(a)]:
                 self._gated[request_id] = self._arrivals.pop(request_id)
                 received.add(request_id)
         return received
 
-    def _note_missing(self, arrival: PromptReceive) -> None:
+    def _note_missing(self, request_id: str, arrival: PromptReceive) -> None:
         arrived = arrival.done.result()
-        self._errors.update(arrived.missing.tolist())
-        observe_received(self._observed, arrived.outcomes, arrived.missing.size)
+        missing = sum(ids.size for ids in arrived.missing.values())
+        if self._tables > 1 and missing:
+            self._failed.add(request_id)
+        elif missing:
+            self._errors.update(*(ids.tolist() for ids in arrived.missing.values()))
+        observe_received(self._observed, arrived.outcomes, missing)
 
     def _opens(self, arrival: PromptReceive) -> bool:
         """Tell whether all but the last layers are here and still wanted."""
         if arrival.stopped:
             return False
-        layers = self._spec().layer_indices
+        ((group, spec),) = self._specs().items()  # gates are refused with several
+        layers = spec.layer_indices
         last = max(layers.start + 1, layers.stop - self._settings.gate_layers)
-        return all(arrival.landed(layer) for layer in range(layers.start, last))
+        return all(arrival.landed(group, layer) for layer in range(layers.start, last))
 
     def _rest(self) -> None:
         """Let the thread that moves bytes have the interpreter, until one is done."""
@@ -336,11 +352,15 @@ class WorkerSide:
         """Return all transfers by request, each a sender's or a receiver's."""
         return {**self._departures, **self._arrivals, **self._gated}
 
-    def _spec(self) -> KVSpec:
+    def _specs(self) -> dict[str, KVSpec]:
         if self._caches is None:
             raise UsageError("vLLM has not registered its KV caches")
-        (group,) = self._caches.cache.groups.values()
-        return group.spec
+        groups = self._caches.cache.groups
+        return {name: group.spec for name, group in groups.items()}
+
+    def _split_spec(self) -> KVSpec:
+        """Return the spec that says which ranks meet: that of the most heads."""
+        return max(self._specs().values(), key=lambda spec: spec.total_kv_heads)
 
 
 def _over_within(end: PromptSend | PromptReceive, timeout_s: float) -> bool:

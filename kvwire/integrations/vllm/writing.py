@@ -8,11 +8,13 @@ sender busy with their bytes, and gain nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from kvwire.integrations.vllm.sending import PromptSend
+from kvwire.kv.spec import KVSpec
 
 # Times `group_bytes`: so much of small layers goes in one mark. 300 tokens of 64 KiB in
 # 16 layers go in three marks.
@@ -28,22 +30,40 @@ class PromptBlocks:
 
     Attributes:
         departure: Where it goes.
-        blocks: By position in the prompt.
+        blocks: By position in each group's list.
         last: Whether the prompt is whole then.
     """
 
     departure: PromptSend
-    blocks: slice
+    blocks: Mapping[str, slice]
     last: bool
+
+    def count(self, group: str) -> int:
+        """Return how many blocks of a group it completes."""
+        return len(range(self.blocks[group].start, self.blocks[group].stop))
+
+
+@dataclass(slots=True)
+class _Layers:
+    """Tracks one cache group's layers in a pass.
+
+    Attributes:
+        unwritten: By the model's indices.
+        together: How many go in one mark.
+        held: Written, and not said.
+    """
+
+    unwritten: set[int]
+    together: int
+    held: range = range(0)
 
 
 class ForwardPass:
     """Marks what one forward pass writes.
 
     Args:
-        parts: Of prompts; passes that complete no block write nothing.
-        layers: That it writes, by the model's indices.
-        layer_bytes: Of one layer of one block.
+        parts: Of prompts; groups of which it completes no block are not written.
+        groups: The cache groups.
         group_bytes: Of all parts; a layer that has as much is worth a mark by itself.
         recorded: What marks wait for.
     """
@@ -51,48 +71,62 @@ class ForwardPass:
     def __init__(
         self,
         parts: Sequence[PromptBlocks] = (),
-        layers: range = range(0),
-        layer_bytes: int = 0,
+        groups: Mapping[str, KVSpec] = MappingProxyType({}),
         group_bytes: int = 0,
         recorded: Recorded = lambda: None,
     ) -> None:
-        self._parts = [part for part in parts if part.blocks.start < part.blocks.stop]
+        self._parts = parts
         self._recorded = recorded
-        self._unwritten = set(layers) if self._parts else set()
-        # Written, and not said.
-        self._held = range(0)
-        blocks = sum(part.blocks.stop - part.blocks.start for part in self._parts)
-        self._group_layers = _group_layers(blocks * layer_bytes, group_bytes)
+        self._over = not parts
+        self._groups: dict[str, _Layers] = {}
+        for name, spec in groups.items():
+            blocks = sum(part.count(name) for part in parts)
+            if blocks:
+                together = _group_layers(blocks * spec.layer_block_bytes, group_bytes)
+                self._groups[name] = _Layers(set(spec.layer_indices), together)
+        self._left = sum(len(group.unwritten) for group in self._groups.values())
 
-    def layer(self, layer: int) -> None:
+    def layer(self, group: str, layer: int) -> None:
         """Mark a layer that is written, or whose kernels are queued."""
-        if layer not in self._unwritten:
+        layers = self._groups.get(group)
+        if layers is None or layer not in layers.unwritten:
             return
-        self._hold(layer)
-        if len(self._held) >= self._group_layers or len(self._unwritten) <= 1:
-            self._say()
+        self._hold(group, layers, layer)
+        if self._left <= 1:
+            self._say_all()
+        elif len(layers.held) >= layers.together:
+            self._say(group, layers)
 
     def rest(self) -> None:
         """Mark what was not named: the pass is over."""
-        for layer in sorted(self._unwritten):
-            self._hold(layer)
-        if self._held:
-            self._say()
+        for name, layers in self._groups.items():
+            for layer in sorted(layers.unwritten):
+                self._hold(name, layers, layer)
+        self._say_all()
 
-    def _hold(self, layer: int) -> None:
-        if self._held and layer != self._held.stop:
-            self._say()
-        self._unwritten.discard(layer)
-        self._held = range(self._held.start if self._held else layer, layer + 1)
+    def _hold(self, group: str, layers: _Layers, layer: int) -> None:
+        if layers.held and layer != layers.held.stop:
+            self._say(group, layers)
+        layers.unwritten.discard(layer)
+        self._left -= 1
+        layers.held = range(layers.held.start if layers.held else layer, layer + 1)
 
-    def _say(self) -> None:
+    def _say_all(self) -> None:
+        for name, layers in self._groups.items():
+            if layers.held:
+                self._say(name, layers)
+        if not self._left and not self._over:
+            self._over = True
+            for part in self._parts:
+                if part.last:
+                    part.departure.finish()
+
+    def _say(self, group: str, layers: _Layers) -> None:
         after = self._recorded()
-        layers = slice(self._held.start, self._held.stop)
-        self._held = range(0)
+        held, layers.held = slice(layers.held.start, layers.held.stop), range(0)
         for part in self._parts:
-            part.departure.ready(layers, part.blocks, after)
-            if part.last and not self._unwritten:
-                part.departure.finish()
+            if part.count(group):
+                part.departure.ready(group, held, part.blocks[group], after)
 
 
 def _group_layers(layer_bytes: int, group_bytes: int) -> int:

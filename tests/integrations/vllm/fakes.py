@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from tests.support.simulated_device import (
 )
 
 LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, DIM = 3, 16, 4, 4, 8
+SHAPE = CacheShape(
+    block_tokens=BLOCK_TOKENS, kv_heads=HEADS, total_kv_heads=HEADS, head_dim=DIM
+)
 NAMES = tuple(f"model.layers.{index}.self_attn.attn" for index in range(LAYERS))
 FREE = -1.0
 # vLLM's names of how the axes (layer, block, head, token, content) follow each other in
@@ -51,11 +54,11 @@ class Request:
     cache_salt: str | None = None
     mm_features: list[Feature] = field(default_factory=list)
     skip_reading_prefix_cache: bool = False
+    max_tokens: int = 1
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """As vLLM counts them."""
-        return len(self.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self._all_token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
 
 
 @dataclass
@@ -128,14 +131,7 @@ class Worker:
         self.side = WorkerSide(
             VllmSettings(**{"group_bytes": 0, **settings}),
             config,
-            CacheShape(
-                block_tokens=BLOCK_TOKENS,
-                kv_heads=self.heads,
-                total_kv_heads=HEADS,
-                head_dim=DIM,
-                rank=rank,
-                ranks=ranks,
-            ),
+            [replace(SHAPE, kv_heads=self.heads, rank=rank, ranks=ranks)],
         )
         shape = (LAYERS, BLOCKS, self.heads, BLOCK_TOKENS, 2 * DIM)
         views = in_order(order, np.full(shape, FREE, np.float32))

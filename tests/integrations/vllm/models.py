@@ -15,8 +15,10 @@ VOCABULARY = 512
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    # Every second layer sees a window only: a hybrid model, with one cache group.
+    # Every second layer sees a window only.
     "window": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    # As Gemma 3: two layers that see a window, and one that sees all; twice.
+    "gemma": {"num_attention_heads": 4, "num_key_value_heads": 2},
     # One latent of 512 + 64 for all heads: the only size vLLM computes on CPUs.
     "mla": {
         "num_attention_heads": 4,
@@ -33,6 +35,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
 }
+
+WINDOWS = {"window": 1, "gemma": 2}
+"""Layers with a window to each one that sees everything."""
 
 
 def make_model(kind: str, folder: Path) -> Path:
@@ -75,13 +80,14 @@ def _network(kind: str) -> Any:
         "eos_token_id": 2,
         **SHAPES[kind],
     }
-    if kind == "window":
-        layers = ["sliding_attention", "full_attention"] * 2
+    if kind in WINDOWS:
+        layers = ["sliding_attention"] * WINDOWS[kind] + ["full_attention"]
+        common["num_hidden_layers"] = 2 * len(layers)
         return Gemma3ForCausalLM(
             Gemma3TextConfig(
                 **common,
                 sliding_window=256,
-                layer_types=layers,
+                layer_types=2 * layers,
                 query_pre_attn_scalar=32,
             )
         )

@@ -30,8 +30,9 @@ def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Worke
         request_id="p",
         transfer_id="t",
         tokens=len(TOKENS),
-        blocks=blocks,
-        hashes=HASHES,
+        listed={"kv": len(TOKENS)},
+        blocks={"kv": blocks},
+        hashes={"kv": HASHES},
         remote=remote,
     )
     return WorkerStep(sends=[send], written=[written([], stop)])
@@ -39,7 +40,7 @@ def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Worke
 
 def written(blocks: list[int], stop: int) -> ComputedTokens:
     """A step's part of the prompt: more blocks, and tokens up to one."""
-    return ComputedTokens(request_id="p", blocks=blocks, stop=stop)
+    return ComputedTokens(request_id="p", blocks={"kv": blocks}, stop=stop)
 
 
 def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerStep:
@@ -47,10 +48,10 @@ def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerSte
     load = LoadPrompt(
         request_id="d",
         transfer_id="t",
-        tokens=len(TOKENS),
-        blocks=INTO,
-        cached=cached,
-        hashes=HASHES,
+        listed={"kv": len(TOKENS)},
+        blocks={"kv": INTO},
+        cached={"kv": cached},
+        hashes={"kv": HASHES},
         remote=remote,
         **more,
     )

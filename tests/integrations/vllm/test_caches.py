@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from kvwire import UsageError
 from kvwire.integrations.vllm.caches import (
     CacheShape,
-    cache_shape,
+    cache_shapes,
     find_layout,
     layer_caches,
 )
@@ -62,29 +62,29 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
         f"model.layers.{index}.attn": np.zeros((3, 2, 16, 128), np.float32)
         for index in (10, 2, 9, 0)
     }
-    found = layer_caches(tensors, SHAPE)
+    found = layer_caches(tensors, [SHAPE])
     assert [name.split(".")[2] for name in found.layers] == ["0", "2", "9", "10"]
-    assert list(found.layers.values()) == [0, 1, 2, 3]
+    assert list(found.layers.values()) == [("kv", row) for row in range(4)]
     spec = found.cache.spec
     assert (spec.layers, spec.shard, spec.total_kv_heads) == (4, (0, 4), 8)
 
 
 def test_a_layer_that_reads_another_ones_cache_is_not_sent_twice() -> None:
     own = np.zeros((3, 2, 16, 128), np.float32)
-    found = layer_caches({"layers.0": own, "layers.1": own}, SHAPE)
-    assert dict(found.layers) == {"layers.0": 0}
+    found = layer_caches({"layers.0": own, "layers.1": own}, [SHAPE])
+    assert dict(found.layers) == {"layers.0": ("kv", 0)}
 
 
 def test_states_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"'layers.0' has 2 state tensors"):
-        layer_caches({"layers.0": [np.zeros(3), np.zeros(3)]}, SHAPE)
+        layer_caches({"layers.0": [np.zeros(3), np.zeros(3)]}, [SHAPE])
     with pytest.raises(UsageError, match="nothing to transfer"):
-        layer_caches({}, SHAPE)
+        layer_caches({}, [SHAPE])
 
 
 def test_a_cache_of_fp8_is_one_of_bytes() -> None:
     """As vLLM allocates it; the scales are the model's."""
-    found = layer_caches({"layers.0": np.zeros((3, 2, 16, 128), np.uint8)}, SHAPE)
+    found = layer_caches({"layers.0": np.zeros((3, 2, 16, 128), np.uint8)}, [SHAPE])
     assert found.cache.spec.dtype == "uint8"
 
 
@@ -97,8 +97,43 @@ class AttentionSpec:
     block_size: int = 16
 
 
+@dataclass
+class SlidingWindowSpec(AttentionSpec):
+    """Of layers with a window."""
+
+    sliding_window: int = 100
+
+
+@dataclass
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """Of layers that attend to chunks."""
+
+    attention_chunk_size: int = 64
+
+
+class CrossAttentionSpec(AttentionSpec):
+    """Of layers that attend to an encoder."""
+
+
+@dataclass
+class FullAttentionSpec(AttentionSpec):
+    """Of layers that see everything, or whose blocks are all kept."""
+
+    sliding_window: int | None = 100
+
+
+@dataclass
 class MambaSpec:
-    """What it says of another kind."""
+    """Of layers with a state."""
+
+    block_size: int = 1024
+    shapes: tuple[tuple[int, ...], ...] = ((3, 8), (4, 5))
+    dtypes: tuple[Any, ...] = (np.dtype("f4"), np.dtype("f2"))
+    num_speculative_blocks: int = 0
+
+
+class OtherSpec:
+    """Of nothing that is known."""
 
 
 def config(*groups: object, mla: bool = False, **parallel: int) -> tuple[Any, Any]:
@@ -108,26 +143,72 @@ def config(*groups: object, mla: bool = False, **parallel: int) -> tuple[Any, An
     return (
         SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**sizes)),
         SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=group) for group in groups]
+            kv_cache_groups=[
+                SimpleNamespace(kv_cache_spec=group, layer_names=[f"layers.{index}"])
+                for index, group in enumerate(groups)
+            ]
         ),
     )
 
 
 def test_what_vllm_says_about_its_caches() -> None:
-    assert cache_shape(*config(AttentionSpec())) == SHAPE
+    assert cache_shapes(*config(AttentionSpec())) == (SHAPE,)
     latent = AttentionSpec(num_kv_heads=1, head_size=576)
-    found = cache_shape(*config(latent, mla=True, tensor_parallel_size=1))
-    assert found == LATENT
+    found = cache_shapes(*config(latent, mla=True, tensor_parallel_size=1))
+    assert found == (LATENT,)
+
+
+def test_groups_of_several_kinds() -> None:
+    specs = (FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec(), MambaSpec())
+    full, *windows, state = cache_shapes(*config(*specs))
+    assert [one.name for one in windows] == ["1 window of 100", "2 window of 100"]
+    assert (full.name, full.partial, full.table) == ("0 full", False, 0)
+    assert [one.layers for one in windows] == [("layers.1",), ("layers.2",)]
+    assert state.name == "3 state of 136 bytes on 4 ranks"
+    assert (state.table, state.block_tokens, state.total_kv_heads) == (3, 1024, 4)
+
+
+def test_layers_of_several_kinds_in_one_group() -> None:
+    """Such as those of a small model that speculates, or an index beside a latent."""
+    said, caches = config(AttentionSpec())
+    (group,) = caches.kv_cache_groups
+    group.kv_cache_spec = SimpleNamespace(
+        kv_cache_specs={"a": AttentionSpec(), "b": AttentionSpec(head_size=32)}
+    )
+    shapes = cache_shapes(said, caches)
+    assert [(one.name, one.layers, one.table) for one in shapes] == [
+        ("0 full", ("a",), 0),
+        ("1 full", ("b",), 0),
+    ]
+    group.enable_kv_transfer = False
+    assert cache_shapes(said, caches) == ()
+
+
+@pytest.mark.parametrize("tokens", range(1, 300))
+def test_decode_reads_no_other_blocks(tokens: int) -> None:
+    """Blocks of 16 tokens; what vLLM keeps of them is compared in test_groups.py."""
+    window = replace(SHAPE, window=100)
+    chunk = replace(SHAPE, chunk=64)
+    state = replace(SHAPE, state=True)
+    blocks = -(-tokens // 16)
+    read = {position // 16 for position in range(max(0, tokens - 99), tokens)}
+    assert set(window.needed(tokens)) == read
+    read = {position // 16 for position in range(tokens // 64 * 64, tokens)}
+    assert set(chunk.needed(tokens)) == read
+    assert list(state.needed(tokens)) == [blocks - 1]
+    assert SHAPE.needed(tokens) == range(blocks)
+    assert state.listed_tokens(tokens) == 1
+    for shape in (window, chunk, SHAPE):
+        listed = shape.listed_tokens(tokens)
+        assert -(-listed // 16) == len(shape.needed(tokens))
 
 
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        (
-            config(AttentionSpec(), MambaSpec()),
-            r"2 KV cache groups \(AttentionSpec, Mam",
-        ),
-        (config(MambaSpec()), "MambaSpec has no num_kv_heads"),
+        (config(OtherSpec()), "OtherSpec has no num_kv_heads"),
+        (config(CrossAttentionSpec()), "CrossAttentionSpec: it holds an encoder's"),
+        (config(MambaSpec(num_speculative_blocks=2)), "states with speculative"),
         (
             config(AttentionSpec(), pipeline_parallel_size=2),
             "^pipeline_parallel_size=2",
@@ -141,8 +222,15 @@ def test_what_vllm_says_about_its_caches() -> None:
             "^prefill_context_parallel_size=4",
         ),
     ],
-    ids=["groups", "mamba", "pipeline", "decode context", "prefill context"],
+    ids=[
+        "other",
+        "encoder",
+        "speculative",
+        "pipeline",
+        "decode context",
+        "prefill context",
+    ],
 )
 def test_what_is_not_supported_is_refused(said: tuple[Any, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
-        cache_shape(*said)
+        cache_shapes(*said)

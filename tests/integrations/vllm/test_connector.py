@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from kvwire.config import Config
-    from kvwire.integrations.vllm.caches import cache_shape, find_layout
+    from kvwire.integrations.vllm.caches import cache_shapes, find_layout
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from tests.integrations.vllm.fakes import ORDERS
 
@@ -58,7 +58,9 @@ def configs(spec: Any, *, mla: bool = False, **parallel: Any) -> tuple[Any, Any]
                 kv_connector_extra_config={}, engine_id="0", is_kv_producer=True
             ),
         ),
-        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]),
+        SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])]
+        ),
     )
 
 
@@ -85,7 +87,7 @@ def test_the_axes_of_vllm_are_known(dtype: torch.dtype) -> None:
     spec = attention(dtype)
     *sizes, nbytes = compute_layer_kv_cache_shape_bytes(spec, 9)
     sizes.append(nbytes // dtype.itemsize)
-    assert find_layout(sizes, cache_shape(*configs(spec))) == (
+    assert find_layout(sizes, *cache_shapes(*configs(spec))) == (
         "block head token (kv dim)"
     )
 
@@ -96,7 +98,7 @@ def test_the_axes_of_mla_are_known() -> None:
     )
     *sizes, nbytes = compute_layer_kv_cache_shape_bytes(spec, 9)
     sizes.append(nbytes // 2)
-    found = find_layout(sizes, cache_shape(*configs(spec, mla=True)))
+    found = find_layout(sizes, *cache_shapes(*configs(spec, mla=True)))
     assert found == "block head token dim"
 
 

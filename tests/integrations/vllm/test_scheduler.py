@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import ComputedTokens, LoadPrompt, SendPrompt
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.vllm.fakes import (
-    BLOCK_TOKENS,
+    SHAPE,
+    Cached,
     Feature,
     New,
     Output,
@@ -30,7 +34,7 @@ def loads(**more: Any) -> dict[str, Any]:
 
 
 def side(**settings: Any) -> SchedulerSide:
-    made = SchedulerSide(VllmSettings(**settings), "engine", BLOCK_TOKENS)
+    made = SchedulerSide(VllmSettings(**settings), "engine", [SHAPE])
     made.hear_addresses({1: "b:2", 0: "a:1"})
     return made
 
@@ -41,11 +45,15 @@ def first_step(blocks: list[int], tokens: int, computed: int = 0) -> Output:
 
 def test_a_prompt_in_one_step() -> None:
     scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7, 8, 9], 0)
+    scheduler.allocated(request, [[7, 8, 9]], 0)
     step = scheduler.step(first_step([7, 8, 9], 10))
     (send,) = step.sends
-    assert (send.blocks, send.tokens, len(send.hashes)) == ([7, 8, 9], 10, 3)
-    assert step.written == [ComputedTokens(request_id="r", blocks=[], stop=10)]
+    assert (send.blocks, send.tokens, len(send.hashes["kv"])) == (
+        {"kv": [7, 8, 9]},
+        10,
+        3,
+    )
+    assert step.written == [ComputedTokens(request_id="r", blocks={}, stop=10)]
     assert scheduler.finished(request) == (
         True,
         {
@@ -59,54 +67,56 @@ def test_a_prompt_in_one_step() -> None:
 
 def test_a_prompt_in_chunks() -> None:
     scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7], 0)
+    scheduler.allocated(request, [[7]], 0)
     assert scheduler.step(first_step([7], 3)).written[0].stop == 3
     step = scheduler.step(chunk("r", [8], 3, 5))
-    assert step.written == [ComputedTokens(request_id="r", blocks=[8], stop=8)]
+    assert step.written == [ComputedTokens(request_id="r", blocks={"kv": [8]}, stop=8)]
     step = scheduler.step(chunk("r", [9], 8, 2))
-    assert step.written == [ComputedTokens(request_id="r", blocks=[9], stop=10)]
+    assert step.written == [ComputedTokens(request_id="r", blocks={"kv": [9]}, stop=10)]
     # What is generated afterwards is not the prompt's.
     assert scheduler.step(chunk("r", [10], 10, 1)).written == []
 
 
 def test_as_a_whole_it_is_sent_when_it_is_whole() -> None:
     scheduler, request = side(stream="request"), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7], 0)
+    scheduler.allocated(request, [[7]], 0)
     assert scheduler.step(first_step([7], 4)).sends == []
     step = scheduler.step(chunk("r", [8, 9], 4, 6))
-    assert [send.blocks for send in step.sends] == [[7, 8, 9]]
+    assert [send.blocks["kv"] for send in step.sends] == [[7, 8, 9]]
     assert step.written[0].stop == 10
 
 
 def test_blocks_behind_the_prompt_are_not_sent() -> None:
     """vLLM may allocate for tokens to come."""
     scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7, 8, 9, 10], 0)
-    assert scheduler.step(first_step([7, 8, 9, 10], 10)).sends[0].blocks == [7, 8, 9]
+    scheduler.allocated(request, [[7, 8, 9, 10]], 0)
+    assert scheduler.step(first_step([7, 8, 9, 10], 10)).sends[0].blocks == {
+        "kv": [7, 8, 9]
+    }
 
 
 def test_a_request_that_ends_before_its_prompt() -> None:
     """Its blocks wait for what is under way; nobody is told where they are."""
     scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7], 0)
+    scheduler.allocated(request, [[7]], 0)
     scheduler.step(first_step([7], 4))
     assert scheduler.finished(request) == (True, None)
 
 
 def test_a_request_that_never_ran() -> None:
     scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7], 0)
+    scheduler.allocated(request, [[7]], 0)
     assert scheduler.finished(request) == (False, None)
 
 
 def test_a_preempted_prompt_is_not_sent_again() -> None:
     """Its transfer was aborted; decode computes what had not arrived."""
     scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7], 0)
+    scheduler.allocated(request, [[7]], 0)
     scheduler.step(first_step([7], 4))
     step = scheduler.step(Output({}, preempted_req_ids={"r"}))
     assert step.fenced == {"r"}
-    scheduler.allocated(request, [1, 2, 3], 0)
+    scheduler.allocated(request, [[1, 2, 3]], 0)
     again = scheduler.step(chunk("r", [1, 2, 3], 0, 10))
     assert (again.sends, again.written) == ([], [])
     assert scheduler.finished(request) == (False, None)
@@ -114,24 +124,28 @@ def test_a_preempted_prompt_is_not_sent_again() -> None:
 
 def test_a_prompt_preempted_before_it_was_sent_starts_over() -> None:
     scheduler, request = side(stream="request"), Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [7], 0)
+    scheduler.allocated(request, [[7]], 0)
     scheduler.step(first_step([7], 4))
     scheduler.step(Output({}, preempted_req_ids={"r"}))
     step = scheduler.step(chunk("r", [1, 2, 3], 0, 10))
-    assert [send.blocks for send in step.sends] == [[1, 2, 3]]
+    assert [send.blocks["kv"] for send in step.sends] == [[1, 2, 3]]
 
 
 def test_a_prompt_that_is_fetched() -> None:
     scheduler, request = side(), Request("r", TOKENS, loads())
     assert scheduler.matched(request, 4) == (6, True)
     assert scheduler.matched(request, 4) == (6, True)
-    scheduler.allocated(request, [5, 6, 7, 8], 6)
+    scheduler.allocated(request, [[5, 6, 7, 8]], 6)
     (load,) = scheduler.step(Output({})).loads
-    assert (load.blocks, load.cached, load.tokens) == ([5, 6, 7], 1, 10)
+    assert (load.blocks, load.cached, load.listed) == (
+        {"kv": [5, 6, 7]},
+        {"kv": 1},
+        {"kv": 10},
+    )
     assert load.remote == ("a:1",)
     # It comes back with more blocks, or after a preemption: nothing to fetch.
     assert scheduler.matched(request, 0) == (0, False)
-    scheduler.allocated(request, [5, 6, 7, 8, 9], 0)
+    scheduler.allocated(request, [[5, 6, 7, 8, 9]], 0)
     assert scheduler.step(Output({})).loads == []
     assert scheduler.finished(request) == (False, None)
 
@@ -139,13 +153,13 @@ def test_a_prompt_that_is_fetched() -> None:
 def test_both_engines_name_blocks_alike() -> None:
     producer, consumer = side(), side()
     sent, fetched = Request("r", TOKENS, dict(SENDS)), Request("q", TOKENS, loads())
-    producer.allocated(sent, [1, 2, 3], 0)
-    consumer.allocated(fetched, [1, 2, 3], 10)
+    producer.allocated(sent, [[1, 2, 3]], 0)
+    consumer.allocated(fetched, [[1, 2, 3]], 10)
     send: SendPrompt = producer.step(first_step([1, 2, 3], 10)).sends[0]
     load: LoadPrompt = consumer.step(Output({})).loads[0]
     assert send.hashes == load.hashes
     salted = Request("s", TOKENS, loads(), cache_salt="tenant")
-    consumer.allocated(salted, [1, 2, 3], 10)
+    consumer.allocated(salted, [[1, 2, 3]], 10)
     assert consumer.step(Output({})).loads[0].hashes != load.hashes
 
 
@@ -155,7 +169,7 @@ def test_no_salt_looks_like_a_salt_and_a_picture() -> None:
     shown = Request("r", TOKENS, loads(), "tenant", [Feature("picture")])
     salted = Request("q", TOKENS, loads(), "tenant\0picture")
     for request in (shown, salted):
-        scheduler.allocated(request, [1, 2, 3], 10)
+        scheduler.allocated(request, [[1, 2, 3]], 10)
     first, second = scheduler.step(Output({})).loads
     assert first.hashes != second.hashes
 
@@ -164,9 +178,9 @@ def test_short_prompts_have_names_as_well() -> None:
     """So that one under a wrong transfer id is not taken for another."""
     scheduler = side()
     for name, tokens in (("r", [1, 2]), ("q", [1, 3])):
-        scheduler.allocated(Request(name, tokens, loads()), [1], 2)
+        scheduler.allocated(Request(name, tokens, loads()), [[1]], 2)
     first, second = scheduler.step(Output({})).loads
-    assert len(first.hashes) == len(second.hashes) == 1
+    assert len(first.hashes["kv"]) == len(second.hashes["kv"]) == 1
     assert first.hashes != second.hashes
 
 
@@ -175,7 +189,7 @@ def test_a_prompt_that_has_to_be_computed_here_is_declined() -> None:
     scheduler = side()
     request = Request("r", TOKENS, loads(), skip_reading_prefix_cache=True)
     assert scheduler.matched(request, 0) == (0, False)
-    scheduler.allocated(request, [1, 2, 3], 0)
+    scheduler.allocated(request, [[1, 2, 3]], 0)
     (load,) = scheduler.step(Output({})).loads
     assert load.declined
 
@@ -187,7 +201,7 @@ def test_what_is_not_wanted_any_more_is_declined() -> None:
         Request("q", TOKENS, loads()),
     )
     assert scheduler.finished(gone) == (False, None)
-    scheduler.allocated(chosen_elsewhere, [1], 0)
+    scheduler.allocated(chosen_elsewhere, [[1]], 0)
     assert [load.declined for load in scheduler.step(Output({})).loads] == [True, True]
     assert scheduler.finished(chosen_elsewhere) == (False, None)
 
@@ -198,7 +212,7 @@ def test_a_client_that_says_too_little_is_computed_here() -> None:
         assert scheduler.matched(Request("r", TOKENS, params), 0) == (0, False)
     pushing = side(mode="push")
     request = Request("r", TOKENS, dict(SENDS))
-    pushing.allocated(request, [1], 0)
+    pushing.allocated(request, [[1]], 0)
     assert pushing.step(first_step([1, 2, 3], 10)).sends == []
 
 
@@ -207,7 +221,7 @@ def test_with_gates_a_request_that_ends_is_fenced() -> None:
     for gate_layers, fenced in ((0, set()), (1, {"r"})):
         scheduler = side(gate_layers=gate_layers)
         request = Request("r", TOKENS, loads())
-        scheduler.allocated(request, [5, 6, 7], 10)
+        scheduler.allocated(request, [[5, 6, 7]], 10)
         scheduler.finished(request)
         assert scheduler.step(Output({})).fenced == fenced
         assert scheduler.step(Output({})).fenced == set()
@@ -217,3 +231,89 @@ def test_steps_say_whether_anything_is_computed() -> None:
     scheduler = side()
     assert scheduler.step(Output({})).idle
     assert not scheduler.step(Output({"r": 1})).idle
+
+
+WINDOW = replace(SHAPE, name="1 window", table=1, window=4, layers=("w",))
+STATE = replace(SHAPE, name="2 state", table=2, state=True, block_tokens=64)
+FULL = replace(SHAPE, name="0 full")
+
+
+def hybrid() -> SchedulerSide:
+    """Blocks of four tokens: everything, a window of four, and one state."""
+    made = SchedulerSide(VllmSettings(), "engine", [FULL, WINDOW, STATE])
+    made.hear_addresses({0: "a:1"})
+    return made
+
+
+def test_prefill_leaves_the_last_token_to_decode() -> None:
+    scheduler, request = hybrid(), Request("r", TOKENS, dict(SENDS))
+    scheduler.begun(request)
+    assert (request.num_prompt_tokens, request.prompt_token_ids) == (9, TOKENS[:9])
+    assert request._all_token_ids == TOKENS[:9]
+    alone = Request("q", TOKENS)
+    scheduler.begun(alone)
+    assert alone.num_prompt_tokens == 10
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request("r", TOKENS[:1], dict(SENDS)),
+        Request("r", TOKENS, dict(SENDS), max_tokens=2),
+        Request("r", TOKENS, dict(SENDS), skip_reading_prefix_cache=True),
+    ],
+)
+def test_prompts_whose_blocks_would_change_are_not_sent(request_: Request) -> None:
+    scheduler, tokens = hybrid(), list(request_.prompt_token_ids)
+    scheduler.begun(request_)
+    assert request_.prompt_token_ids == tokens
+    scheduler.allocated(request_, [[1], [2], [3]], 0)
+    assert not scheduler.step(first_step([1], len(tokens))).sends
+
+
+def test_of_each_group_only_what_decode_reads_is_sent() -> None:
+    """Nine tokens: of the window tokens 6 to 8, so blocks 1 and 2."""
+    scheduler, request = hybrid(), Request("r", TOKENS, dict(SENDS))
+    scheduler.begun(request)
+    scheduler.allocated(request, [[7], [4], [2]], 0)
+    first = Output({"r": 4}, [New("r", ([7], [4], [2]))])
+    (send,) = scheduler.step(first).sends
+    assert send.tokens == 9
+    assert send.listed == {"0 full": 9, "1 window": 5, "2 state": 1}
+    assert send.blocks == {"0 full": [7], "1 window": [], "2 state": [2]}
+    cached = Cached(["r"], [([8, 9], [5, 6], [])], [4])
+    (more,) = scheduler.step(Output({"r": 5}, [], cached)).written
+    assert more.blocks == {"0 full": [8, 9], "1 window": [5, 6], "2 state": []}
+    assert more.stop == 9
+
+
+def test_of_each_group_only_what_decode_reads_is_fetched() -> None:
+    """Two tokens more are here than the window begins with."""
+    scheduler, request = hybrid(), Request("r", TOKENS, loads())
+    assert scheduler.matched(request, 8) == (1, True)
+    scheduler.allocated(request, [[7, 8, 9, 1], [0, 5, 6], [2]], 1)
+    (load,) = scheduler.step(Output({})).loads
+    assert load.blocks == {"0 full": [7, 8, 9], "1 window": [5, 6], "2 state": [2]}
+    assert load.cached == {"0 full": 2, "1 window": 1, "2 state": 0}
+    assert {name: len(ids) for name, ids in load.hashes.items()} == {
+        "0 full": 3,
+        "1 window": 2,
+        "2 state": 1,
+    }
+    # Or a group that has a block would say so for another that has not.
+    assert not set(load.hashes["0 full"]) & set(load.hashes["1 window"])
+
+
+def test_the_two_engines_name_a_state_by_all_tokens_before_it() -> None:
+    sends, fetches = hybrid(), hybrid()
+    sent = Request("r", TOKENS, dict(SENDS))
+    sends.begun(sent)
+    sends.allocated(sent, [[1], [1], [1]], 0)
+    blocks = ([1, 2, 3], [4, 5, 6], [7])
+    (send,) = sends.step(Output({"r": 9}, [New("r", blocks)])).sends
+    for tokens, same in ((TOKENS, True), ([99, *TOKENS[1:]], False)):
+        fetched = Request("q", tokens, loads())
+        fetches.allocated(fetched, blocks, 9)
+        (load,) = fetches.step(Output({})).loads
+        assert (load.hashes == send.hashes) is same
+        assert (load.hashes["2 state"] == send.hashes["2 state"]) is same

@@ -220,7 +220,7 @@ def test_a_fetch_that_was_aborted_is_not_gated() -> None:
         p.side.begin_step(sending(FROM, 10))
         write_layers(p, FROM, NAMES[:-1])
         (arrival,) = d.side._arrivals.values()
-        assert eventually(lambda: arrival.landed(len(NAMES) - 2))
+        assert eventually(lambda: arrival.landed("kv", len(NAMES) - 2))
         d.side.finished(("d",))
         assert not d.side._gated
         assert eventually(lambda: not d.side._arrivals or received(d))
@@ -286,7 +286,7 @@ def test_another_prompt_is_refused() -> None:
         p.side.begin_step(sending(FROM, 10))
         p.forward(FROM)
         step = fetching(addresses([p]))
-        step.loads[0].hashes = HASHES[::-1]
+        step.loads[0].hashes = {"kv": HASHES[::-1]}
         fetch(d, step)
         assert eventually(lambda: received(d))
         assert d.side.take_errors() == set(INTO)

@@ -8,6 +8,7 @@ from typing import cast
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire import KVSpec
 from kvwire.integrations.vllm.sending import PromptSend
 from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 
@@ -21,7 +22,9 @@ class Heard:
         self.events: list[object] = []
         self.over = 0
 
-    def ready(self, layers: slice, blocks: slice, after: object | None) -> None:
+    def ready(
+        self, group: str, layers: slice, blocks: slice, after: object | None
+    ) -> None:
         """See Departure."""
         assert not self.over
         self.layers.append(list(range(layers.start, layers.stop)))
@@ -33,13 +36,26 @@ class Heard:
         self.over += 1
 
 
+def spec(layers: range) -> KVSpec:
+    """Layers of 100 bytes in a block."""
+    return KVSpec(
+        layers=len(layers),
+        kv_heads=1,
+        head_dim=25,
+        block_tokens=1,
+        first_layer=layers.start,
+    )
+
+
 def passing(
     *heard: Heard, layers: range, group_bytes: int, last: bool = True
 ) -> ForwardPass:
     """A pass that writes two blocks of each, whose layers have 100 bytes in each."""
     counter = itertools.count()
-    parts = [PromptBlocks(cast(PromptSend, one), slice(4, 6), last) for one in heard]
-    return ForwardPass(parts, layers, 100, group_bytes, lambda: next(counter))
+    parts = [
+        PromptBlocks(cast(PromptSend, one), {"kv": slice(4, 6)}, last) for one in heard
+    ]
+    return ForwardPass(parts, {"kv": spec(layers)}, group_bytes, lambda: next(counter))
 
 
 def test_small_layers_go_together_and_the_last_one_alone() -> None:
@@ -47,7 +63,7 @@ def test_small_layers_go_together_and_the_last_one_alone() -> None:
     heard = Heard()
     writing = passing(heard, layers=range(8), group_bytes=250)
     for layer in range(8):
-        writing.layer(layer)
+        writing.layer("kv", layer)
     assert heard.layers == [[0, 1, 2, 3, 4], [5, 6], [7]]
     assert heard.over == 1
 
@@ -56,7 +72,7 @@ def test_layers_that_are_not_small_go_one_by_one() -> None:
     heard = Heard()
     writing = passing(heard, layers=range(3), group_bytes=200)
     for layer in range(3):
-        writing.layer(layer)
+        writing.layer("kv", layer)
     assert heard.layers == [[0], [1], [2]]
 
 
@@ -64,7 +80,7 @@ def test_all_prompts_of_a_pass_count() -> None:
     one, two = Heard(), Heard()
     writing = passing(one, two, layers=range(6), group_bytes=500)
     for layer in range(6):
-        writing.layer(layer)
+        writing.layer("kv", layer)
     # Both together have 400 bytes in a layer; one alone would wait for all.
     assert one.layers == two.layers == [[0, 1, 2, 3, 4], [5]]
     # One event orders the kernels of all that a mark names.
@@ -73,16 +89,16 @@ def test_all_prompts_of_a_pass_count() -> None:
     one, two = Heard(), Heard()
     writing = passing(one, two, layers=range(3), group_bytes=400)
     for layer in range(3):
-        writing.layer(layer)
+        writing.layer("kv", layer)
     assert one.layers == two.layers == [[0], [1], [2]]
 
 
 def test_a_pass_that_completes_no_block_says_nothing() -> None:
     heard = Heard()
-    part = PromptBlocks(cast(PromptSend, heard), slice(3, 3), False)
-    writing = ForwardPass([part], range(4), 100, 0)
+    part = PromptBlocks(cast(PromptSend, heard), {"kv": slice(3, 3)}, False)
+    writing = ForwardPass([part], {"kv": spec(range(4))})
     for layer in range(4):
-        writing.layer(layer)
+        writing.layer("kv", layer)
     writing.rest()
     assert not heard.layers
     assert not heard.over
@@ -109,7 +125,7 @@ def test_every_layer_is_said_once_whatever_the_hooks_name(
     writing = passing(heard, layers=layers, group_bytes=group_bytes)
     done: set[int] = set()
     for layer in named:
-        writing.layer(layer)
+        writing.layer("kv", layer)
         done.add(layer)
         assert set(itertools.chain(*heard.layers)) <= done
     writing.rest()

@@ -1,0 +1,244 @@
+"""Workers with several cache groups, which lie over each other as vLLM's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvwire
+from kvwire import UsageError
+from kvwire.integrations.vllm.caches import layer_caches
+from kvwire.integrations.vllm.config import VllmSettings
+from kvwire.integrations.vllm.metadata import (
+    ComputedTokens,
+    LoadPrompt,
+    SendPrompt,
+    WorkerStep,
+)
+from kvwire.integrations.vllm.worker import WorkerSide
+from tests.integrations.vllm.fakes import BLOCKS, SHAPE
+from tests.support.waiting import eventually
+
+PAGE = 2 * SHAPE.block_tokens * SHAPE.kv_heads * SHAPE.head_dim  # floats of a block
+TOKENS = 10
+FULL = replace(SHAPE, name="0 full", layers=("f.0", "f.1"))
+WINDOW = replace(SHAPE, name="1 window", table=1, layers=("w.2", "w.3"), window=4)
+STATE = replace(
+    SHAPE,
+    name="2 state",
+    table=2,
+    layers=("s.4",),
+    block_tokens=64,
+    kv_heads=1,
+    total_kv_heads=1,
+    head_dim=100,
+    state=True,
+)
+SHAPES = (FULL, WINDOW, STATE)
+FROM = {"0 full": [3, 1, 4], "1 window": [7, 8], "2 state": [11]}
+INTO = {"0 full": [9, 2, 6], "1 window": [5, 13], "2 state": [12]}
+LISTED = {shape.name: shape.listed_tokens(TOKENS) for shape in SHAPES}
+HASHES = {
+    name: [b"%d %s" % (at, name.encode()) for at in range(len(ids))]
+    for name, ids in FROM.items()
+}
+
+
+@dataclass
+class Part:
+    """A part of a layer's states, as torch shows it."""
+
+    array: npt.NDArray[Any]
+    device = SimpleNamespace(type="cpu", index=None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As torch."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> str:
+        """As torch."""
+        return self.array.dtype.name
+
+    def data_ptr(self) -> int:
+        """As torch."""
+        address: int = self.array.__array_interface__["data"][0]
+        return address
+
+    def stride(self, dim: int | None = None) -> Any:
+        """As torch."""
+        strides = tuple(step // self.array.itemsize for step in self.array.strides)
+        return strides if dim is None else strides[dim]
+
+    def element_size(self) -> int:
+        """As torch."""
+        return self.array.itemsize
+
+
+class Hybrid:
+    """A worker with two pages of memory in a block, which each group sees its way."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.memory = np.zeros((2, BLOCKS, PAGE), np.float32)
+        sizes = (BLOCKS, SHAPE.kv_heads, SHAPE.block_tokens, 2 * SHAPE.head_dim)
+        pages = [page.reshape(sizes) for page in self.memory]
+        raw = self.memory[0].view(np.uint8)
+        conv = raw[:, :40].view(np.float32)
+        ssm = raw[:, 40:100].view(np.float16).reshape(BLOCKS, 5, 6)
+        self.side = WorkerSide(VllmSettings(**settings), kvwire.Config.load(), SHAPES)
+        self.side.register(
+            {
+                "f.0": pages[0],
+                "f.1": pages[1],
+                "w.2": pages[0],
+                "w.3": pages[1],
+                "s.4": [Part(conv), Part(ssm)],
+            }
+        )
+
+    def parts(self, blocks: dict[str, list[int]]) -> dict[str, Any]:
+        """What lies in the blocks of each group."""
+        state = self.memory[0].view(np.uint8)[blocks["2 state"], :100]
+        found = {name: self.memory[:, ids] for name, ids in blocks.items()}
+        return found | {"2 state": state}
+
+
+@contextmanager
+def pair(**settings: Any) -> Iterator[tuple[Hybrid, Hybrid]]:
+    """A prefill and a decode worker."""
+    made = Hybrid(**settings), Hybrid(**settings)
+    rng = np.random.default_rng(3)
+    made[0].memory[:] = rng.random(made[0].memory.shape, np.float32)
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.side.close()
+
+
+def sending(blocks: dict[str, list[int]], stop: int, remote: str = "") -> WorkerStep:
+    send = SendPrompt(
+        request_id="p",
+        transfer_id="t",
+        tokens=TOKENS,
+        listed=LISTED,
+        blocks=blocks,
+        hashes=HASHES,
+        remote=(remote,) if remote else (),
+    )
+    written = ComputedTokens(request_id="p", blocks={}, stop=stop)
+    return WorkerStep(sends=[send], written=[written])
+
+
+def fetch(worker: Hybrid, remote: str, cached: dict[str, int] | None = None) -> None:
+    load = LoadPrompt(
+        request_id="d",
+        transfer_id="t",
+        listed=LISTED,
+        blocks=INTO,
+        cached=dict.fromkeys(INTO, 0) | (cached or {}),
+        hashes=HASHES,
+        remote=(remote,),
+    )
+    worker.side.begin_step(WorkerStep(loads=[load]))
+    worker.side.start_loads()
+
+
+def received(worker: Hybrid) -> bool:
+    return worker.side.finished(()) == (set(), {"d"})
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("stream", ["layer", "chunk"])
+def test_each_group_arrives_in_its_own_blocks(mode: str, stream: str) -> None:
+    with pair(mode=mode, stream=stream) as (p, d):
+        fetch(d, p.side.address)
+        # A chunk of four tokens completes a block that only the first group sends.
+        p.side.begin_step(
+            sending({"0 full": [3], "1 window": [], "2 state": [11]}, 4, d.side.address)
+        )
+        for name in ("f.0", "w.2", "w.3", "f.1"):
+            p.side.layer_written(name)
+        p.side.step_written()
+        more = {"0 full": [1, 4], "1 window": [7, 8], "2 state": []}
+        rest = ComputedTokens(request_id="p", blocks=more, stop=TOKENS)
+        p.side.begin_step(WorkerStep(written=[rest]))
+        for name in ("f.0", "w.2", "w.3", "f.1"):
+            p.side.layer_written(name)
+        p.side.step_written()
+        assert eventually(lambda: received(d))
+        want, got = p.parts(FROM), d.parts(INTO)
+        assert all(np.array_equal(want[name], got[name]) for name in want)
+        others = sorted(set(range(BLOCKS)).difference(*INTO.values()))
+        assert not d.memory[:, others].any()
+        assert (d.side.take_errors(), d.side.take_failed()) == (set(), set())
+
+
+def test_what_one_group_has_is_sent_to_the_others() -> None:
+    with pair() as (p, d):
+        p.side.begin_step(sending(FROM, TOKENS))
+        p.side.step_written()
+        fetch(d, p.side.address, {"0 full": 2, "1 window": 1})
+        assert eventually(lambda: received(d))
+        want, got = p.parts(FROM), d.parts(INTO)
+        assert not got["0 full"][:, :2].any()
+        assert not got["1 window"][:, 0].any()
+        for name, cached in (("0 full", 2), ("1 window", 1)):
+            assert np.array_equal(want[name][:, cached:], got[name][:, cached:])
+        assert np.array_equal(want["2 state"], got["2 state"])
+
+
+def test_requests_fail_where_ids_are_of_several_groups() -> None:
+    with pair(load_timeout_s=0.3) as (_, d):
+        fetch(d, "127.0.0.1:9")
+        assert eventually(lambda: received(d))
+        assert d.side.take_errors() == set()
+        assert d.side.take_failed() == {"d"}
+        assert d.side.take_failed() == set()
+
+
+def test_nobody_wants_it() -> None:
+    with pair() as (p, d):
+        p.side.begin_step(sending(FROM, TOKENS))
+        p.side.step_written()
+        p.side.finished(("p",))
+        declined = LoadPrompt(
+            request_id="d",
+            transfer_id="t",
+            listed={},
+            blocks={},
+            cached={},
+            hashes={},
+            remote=(p.side.address,),
+            declined=True,
+        )
+        d.side.begin_step(WorkerStep(loads=[declined]))
+        d.side.start_loads()
+        assert eventually(lambda: p.side.finished(()) == ({"p"}, set()))
+        assert not d.memory.any()
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([np.zeros((4, 9), np.uint8)], "states of 9 bytes, where vLLM's config says"),
+        ([np.zeros((4, 100), np.uint8).T[:4]], "do not lie side by side"),
+        ([np.zeros((4, 50), np.uint8), np.zeros((4, 50), np.uint8)], "do not lie side"),
+    ],
+)
+def test_states_that_lie_otherwise(parts: list[Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        layer_caches({"s.4": [Part(part) for part in parts]}, [STATE])
+
+
+def test_a_layer_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"no KV cache of layer 'f\.1'"):
+        layer_caches({"f.0": np.zeros((4, 4, 4, 16), np.float32)}, [FULL])

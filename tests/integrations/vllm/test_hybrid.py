@@ -1,0 +1,98 @@
+"""Real vLLM engines with models of several cache groups.
+
+`make test-vllm` runs this; without vLLM every test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.waiting import eventually
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.serving import complete, engine, prompt, tokens_of
+
+pytestmark = pytest.mark.timeout(900)
+FETCHED = "vllm:external_prefix_cache_hits_total"
+WAYS = {
+    "windows": ("gemma", {}, ("--block-size", "16")),
+    "windows, no prefix cache, push, by chunk": (
+        "gemma",
+        {"mode": "push", "stream": "chunk"},
+        ("--block-size", "16", "--no-enable-prefix-caching"),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Two engines."""
+    folder = tmp_path_factory.mktemp("vllm")
+    kind, more, arguments = WAYS[request.param]
+    model = make_model(kind, folder)
+    transfer = {"lease_s": 3.0, "require": ["tcp"], **more}
+    made = [
+        engine(model, folder, name, core, transfer, *arguments)
+        for core, name in enumerate(("prefill", "decode"))
+    ]
+    with running(*made):
+        yield Pair(*made)
+
+
+def test_vllm_has_several_groups(pair: Pair) -> None:
+    """Or nothing below would show anything new."""
+    assert "kv cache group sizes (" in pair.decode.log.read_text()
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 255, 256, 257, 272, 273, 1025, 3000])
+def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
+    """Windows have 256 tokens, blocks 16, chunks of a prompt 1,024."""
+    ids = prompt(length, seed=1)
+    hits = pair.decode.metric(FETCHED)
+    assert pair.both(ids) == pair.local(ids)
+    assert pair.decode.metric(FETCHED) - hits == length - 1
+
+
+def test_several_at_once(pair: Pair) -> None:
+    prompts = [prompt(200 * size, seed=2) for size in range(1, 7)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(pair.both, prompts))
+    assert answers == [pair.local(ids) for ids in prompts]
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+
+
+def test_what_decode_has_of_a_beginning(pair: Pair) -> None:
+    """The window of the longer prompt lies partly in what decode has."""
+    ids = prompt(1000, seed=3)
+    pair.both(ids)
+    for longer in (1010, 1100, 1600):
+        more = ids + prompt(longer - 1000, seed=4)
+        assert pair.both(more) == pair.local(more)
+
+
+def test_a_prompt_that_is_not_there_is_computed(pair: Pair) -> None:
+    """All of a request, since vLLM takes no block ids of several groups."""
+    ids = prompt(700, seed=5)
+    loads = {
+        "do_remote_prefill": True,
+        "transfer_id": "nobody",
+        "remote": "127.0.0.1:9",
+    }
+    if pair.decode.command[-1] == "--no-enable-prefix-caching":
+        pytest.skip("pushed: decode waits for the lease of a prompt nobody sends")
+    answer = complete(pair.decode.url, ids, kv_transfer_params=loads)
+    assert tokens_of(answer) == pair.local(ids)
+    assert eventually(lambda: pair.decode.idle)
