@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from kvwire import limits
 from kvwire.errors import UsageError, nearest
+from kvwire.types import read_bytes
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
 # In `tls_peers`: everybody whom a CA of `tls_ca_file` has signed.
@@ -52,18 +53,18 @@ class ConfigOptions(TypedDict, total=False):
     backends: Mapping[str, Mapping[str, str]]
     profile: Mapping[str, str]
     checksum: Checksum
-    chunk_bytes: int
-    eager_bytes: int
-    window_bytes: int
+    chunk_bytes: int | str
+    eager_bytes: int | str
+    window_bytes: int | str
     window_messages: int
-    message_bytes: int
+    message_bytes: int | str
     handshake_timeout_s: float
     close_timeout_s: float
     ping_interval_s: float
     ping_misses: int
     lease_s: float
     resume: bool
-    quarantine_bytes: int
+    quarantine_bytes: int | str
     connections_max: int
     io_cpus: Sequence[int]
 
@@ -181,12 +182,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             UsageError: The file cannot be read, a key is unknown, or a value is not
                 allowed; the message names the key and where it came from.
         """
-        values: dict[str, Any] = {}
-        origins: dict[str, str] = {}
-        for origin, layer in _layers(path, environment, arguments):
-            values |= layer
-            origins |= dict.fromkeys(layer, origin)
-        return _build(values, origins)
+        return load_with_origins(path, environment=environment, **arguments)[0]
 
     def replace(self, **arguments: Unpack[ConfigOptions]) -> Config:
         """Return the same with some keys changed.
@@ -239,6 +235,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise UsageError(f'trust="mtls" needs {", ".join(missing)}')
 
 
+def load_with_origins(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Unpack[ConfigOptions],
+) -> tuple[Config, dict[str, str]]:
+    """Read a configuration as :meth:`Config.load`, and where each key came from.
+
+    Returns:
+        The configuration, and the origins of the keys that are not at their default.
+
+    Raises:
+        UsageError: As :meth:`Config.load`.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in _layers(path, environment, arguments):
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    return _build(values, origins), origins
+
+
 _TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
 _CHOICES = {"trust": get_args(Trust), "checksum": get_args(Checksum)}
@@ -252,6 +270,11 @@ def _layers(
     arguments: Mapping[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return where values come from, the strongest last, and what they are."""
+    if not isinstance(path, str | os.PathLike | None):
+        raise UsageError(
+            f"config: {type(path).__name__} is neither a Config nor the path of a TOML "
+            f"file; keys are arguments, such as kvwire.open(lanes=4)"
+        )
     if path is not None:
         origin = f"config file {path}"
         yield origin, _checked_keys(_read_toml(Path(path)), origin)
@@ -309,7 +332,36 @@ def _checked_keys(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return dict(values)
 
 
-def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+_YES = ("true", "yes", "on", "1", "y", "t")
+_NO = ("false", "no", "off", "0", "n", "f")
+
+
+def _read_value(key: str, value: Any) -> Any:
+    """Read what a key may be written as: ``"4MiB"``, ``"yes"``.
+
+    Raises:
+        UsageError: It is none of that.
+    """
+    if not isinstance(value, str):
+        return value
+    if key.endswith("_bytes"):
+        return read_bytes(value)
+    if key == "resume":
+        if value.lower() not in _YES + _NO:
+            raise UsageError(f"{value!r}: write true or false")
+        return value.lower() in _YES
+    if key in _LISTS:
+        raise UsageError(f"{value!r}: a list is needed, such as [{value!r}]")
+    return value
+
+
+def _build(given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    values = {}
+    for key, value in given.items():
+        try:
+            values[key] = _read_value(key, value)
+        except UsageError as exc:
+            raise UsageError(f"{origins.get(key, 'config')}: {key}={exc}") from None
     try:
         # strict=False reads numbers from the text that an environment variable is.
         return msgspec.convert(values, Config, strict=False)

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvwire.limits import LOG_CHARS_MAX, REASON_CHARS_MAX
 
@@ -303,16 +303,23 @@ def error_from_code(code: int, text: str) -> KVWireError:
     return cls(text)
 
 
+# As many as are read at a glance.
+_FEW_NAMES: Final = 8
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """Suggest what was meant by a name that is none of the known ones.
 
     Returns:
-        The end of an error text: the nearest name, or all of them if none is near.
+        The end of an error text: the nearest name, and all of them if they are few or
+        none is near.
     """
     import difflib  # noqa: PLC0415 - only for an error, and `import kvwire` is quick
 
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"known are {', '.join(names)}"
+    known_are = f"known are {', '.join(names)}"
+    if not near:
+        return known_are
+    meant = f"did you mean {near[0]!r}?"
+    return f"{meant} {known_are}" if len(names) <= _FEW_NAMES else meant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Final, Literal, NewType, TypeAlias
 from urllib.parse import urlsplit
 
 from kvwire.errors import UsageError, nearest
-from kvwire.limits import REQUEST_BYTES_MAX
+from kvwire.limits import GIB, KIB, MIB, REQUEST_BYTES_MAX
 
 _GRANT: Final = struct.Struct("<4sI16sQQ16sQQ")
 _GRANT_MAGIC: Final = b"kvg1"
@@ -327,3 +328,33 @@ class Grant:
             offset=offset,
             nbytes=nbytes,
         )
+
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": KIB * GIB,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+
+
+def read_bytes(text: str) -> int:
+    """Read a number of bytes as people write it, such as ``4MiB``.
+
+    Raises:
+        UsageError: It is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise UsageError(
+            f"{text!r}: write a number and B, KiB, MiB, GiB or TiB, such as 8GiB"
+        )
+    return int(float(found[1]) * unit)

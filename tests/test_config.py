@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvwire
 from kvwire import Config, UsageError, limits
-from kvwire.config import FIELDS
+from kvwire.config import FIELDS, load_with_origins
 
 _NO_ENVIRONMENT: dict[str, str] = {}
 
@@ -62,6 +62,40 @@ def test_lists_and_tables_in_the_environment() -> None:
     assert config.close_timeout_s == 0.5
 
 
+@pytest.mark.parametrize(
+    ("text", "resume"),
+    [("yes", True), ("On", True), ("1", True), ("no", False), ("OFF", False)],
+)
+def test_booleans_are_what_people_write(text: str, resume: bool) -> None:
+    assert Config.load(environment={"KVWIRE_RESUME": text}).resume is resume
+
+
+def test_sizes_are_what_people_write(tmp_path: Path) -> None:
+    path = written(tmp_path, 'window_bytes = "2 MiB"\n')
+    environment = {"KVWIRE_CHUNK_BYTES": "4MiB"}
+    config = Config.load(path, environment=environment, quarantine_bytes="1GB")
+    sizes = (config.chunk_bytes, config.window_bytes, config.quarantine_bytes)
+    assert sizes == (4 * limits.MIB, 2 * limits.MIB, 10**9)
+
+
+def test_each_value_has_an_origin(tmp_path: Path) -> None:
+    path = written(tmp_path, "lanes = 2\nlease_s = 4\n")
+    environment = {"KVWIRE_LEASE_S": "5"}
+    config, origins = load_with_origins(path, environment=environment, name="me")
+    assert (config.lanes, config.lease_s, config.name) == (2, 5.0, "me")
+    assert origins == {
+        "lanes": f"config file {path}",
+        "lease_s": "environment variable KVWIRE_LEASE_S",
+        "name": "arguments",
+    }
+
+
+def test_what_is_no_path_is_refused() -> None:
+    table: Any = {"lanes": 4}
+    with pytest.raises(UsageError, match="dict is neither a Config nor the path"):
+        Config.load(table)
+
+
 def test_replace_changes_some_keys_and_checks_them() -> None:
     config = load(name="one")
     assert config.replace(ping_misses=9) == load(name="one", ping_misses=9)
@@ -99,6 +133,11 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
         ({}, {"trust": "psk"}, 'trust="psk" needs psk_file'),
         ({}, {"psk_file": "key"}, 'trust must be "psk"'),
         ({}, {"psk_accept_files": ["key"]}, 'trust must be "psk"'),
+        ({}, {"chunk_bytes": "4 apples"}, "chunk_bytes='4 apples': write a number"),
+        ({}, {"chunk_bytes": "1KiB"}, "chunk_bytes=1024: Expected `int` >= 65536"),
+        ({"KVWIRE_RESUME": "maybe"}, {}, "KVWIRE_RESUME: resume='maybe': write true"),
+        ({}, {"prefer": "tcp"}, r"prefer='tcp': a list is needed, such as \['tcp'\]"),
+        ({}, {"trust": "pks"}, "did you mean 'psk'. known are loopback, mtls, psk"),
     ],
 )
 def test_a_wrong_value_names_itself_and_its_origin(

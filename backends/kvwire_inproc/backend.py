@@ -34,6 +34,7 @@ class InprocBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         lanes=True, same_process=True, same_host=True
     )
+    settings: ClassVar = {"break_after": (), "span_bytes": ()}
 
     def __init__(self, faults: FaultPlan | None = None) -> None:
         self._faults = faults if faults is not None else injected_plan()

@@ -19,7 +19,8 @@ from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.types import Address
 from kvwire_local import diagnosis
-from kvwire_local.lane import LocalLane
+from kvwire_local.lane import READ_METHODS, LocalLane
+from kvwire_local.tracer_slot import CHOICES
 
 
 class LocalBackend(Backend):
@@ -29,6 +30,7 @@ class LocalBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         links=False, lanes=True, same_host=True
     )
+    settings: ClassVar = {"way": tuple(READ_METHODS), "tracer": CHOICES}
 
     @classmethod
     def rank(cls) -> int:

@@ -37,10 +37,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
-from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
+from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.host import Host
@@ -50,7 +51,7 @@ from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.tracer_slot import CHOICES, tracers
 from kvwire_local.wire import LocalMessage, LocalMessageType, LocalWire
 
-_READ_METHODS = {
+READ_METHODS: Final = {
     "auto": ReadMethod.MEMORY | ReadMethod.ARENA,
     "cma": ReadMethod.MEMORY,
     "arena": ReadMethod.ARENA,
@@ -66,7 +67,6 @@ class LocalLane(Lane):
             :mod:`kvwire_local.tracer_slot`.
 
     Raises:
-        UsageError: A setting has no such value.
         BackendUnavailable: /proc does not say which host this is.
     """
 
@@ -77,8 +77,8 @@ class LocalLane(Lane):
     window_bytes = 4 * SPAN_BYTES_MAX
 
     def __init__(self, context: LaneContext) -> None:
-        allowed = _READ_METHODS[_setting(context, "way", tuple(_READ_METHODS))]
-        tracer = _setting(context, "tracer", CHOICES)
+        allowed = READ_METHODS[context.settings.get("way", "auto")]
+        tracer = context.settings.get("tracer", CHOICES[0])
         self._role = context.role
         self._host = Host.here()
         self._rendezvous = Rendezvous(
@@ -323,13 +323,6 @@ class LocalLane(Lane):
 
 def _gone() -> ConnectionLost:
     return ConnectionLost("local: the peer's side of the lane has ended")
-
-
-def _setting(context: LaneContext, name: str, choices: tuple[str, ...]) -> str:
-    value = context.settings.get(name, choices[0])
-    if value not in choices:
-        raise UsageError(f"local: {name}={value!r}; use one of {', '.join(choices)}")
-    return value
 
 
 def _is_cancelled() -> bool:

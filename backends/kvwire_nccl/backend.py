@@ -20,7 +20,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
 from kvwire.types import Address, MemoryKind
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import CollectiveLibrary, chosen
+from kvwire_nccl.library import MOVE, START, CollectiveLibrary, chosen
 
 # Behind every transport of host memory: it must be asked for. Two processes on one GPU
 # cannot use it, and its kernels share the GPU with the model's.
@@ -37,6 +37,7 @@ class NcclBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         links=False, lanes=True, memory_kinds=frozenset({MemoryKind.CUDA})
     )
+    settings: ClassVar = {"device": (), START: (), MOVE: ()}
 
     @classmethod
     def rank(cls) -> int:

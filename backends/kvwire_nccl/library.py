@@ -52,6 +52,10 @@ class CollectiveLibrary(ABC):
         return
 
 
+START: Final = "start_timeout_s"
+MOVE: Final = "move_timeout_s"
+
+
 def chosen(settings: Mapping[str, str]) -> CollectiveLibrary:
     """Return the library that a user's settings ask for.
 
@@ -60,21 +64,13 @@ def chosen(settings: Mapping[str, str]) -> CollectiveLibrary:
 
     Raises:
         BackendUnavailable: It does not work here.
-        UsageError: There is no such setting, or not with such a value.
+        UsageError: A setting is no number.
     """
     from kvwire_nccl.nccl import Nccl  # noqa: PLC0415 - loads CUDA
 
-    left = dict(settings)
-    device = int(_number("device", left.pop("device", "0")))
-    start_s = _number("start_timeout_s", left.pop("start_timeout_s", "20"))
-    move_s = _number("move_timeout_s", left.pop("move_timeout_s", "30"))
-    if left:
-        raise UsageError(
-            f"backends.nccl: there is no {', '.join(sorted(left))}; there are "
-            f"device, start_timeout_s, move_timeout_s"
-        )
-    library = Nccl(device)
-    library.start_timeout_s, library.move_timeout_s = start_s, move_s
+    library = Nccl(int(_number("device", settings.get("device", "0"))))
+    library.start_timeout_s = _number(START, settings.get(START, "20"))
+    library.move_timeout_s = _number(MOVE, settings.get(MOVE, "30"))
     return library
 
 

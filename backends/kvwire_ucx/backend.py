@@ -22,6 +22,7 @@ from kvwire.types import Address
 from kvwire_ucx import diagnosis
 from kvwire_ucx.context import Context
 from kvwire_ucx.lane import UcxLane
+from kvwire_ucx.settings import OLD, parse
 from kvwire_ucx.worker import Worker
 
 _log: Final = logging.getLogger("kvwire.ucx")
@@ -40,6 +41,11 @@ class UcxBackend(Backend):
     def __init__(self) -> None:
         self._contexts: dict[frozenset[tuple[str, str]], Context] = {}
         self._lanes: set[UcxLane] = set()
+
+    @classmethod
+    def check_settings(cls, given: Mapping[str, str]) -> None:
+        """See :class:`~kvwire.backend.Backend`; UCX itself knows which it has."""
+        parse(given, OLD)
 
     @classmethod
     def rank(cls) -> int:

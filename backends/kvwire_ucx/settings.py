@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvwire.errors import BackendUnavailable
+from kvwire.errors import UsageError
 
 PREFIX: Final = "UCX_"
 REQUIRE_RDMA: Final = "require_rdma"
@@ -81,7 +81,7 @@ def parse(
         environment: Instead of ``os.environ``.
 
     Raises:
-        BackendUnavailable: A setting is neither UCX's nor ours.
+        UsageError: A setting is neither UCX's nor ours.
     """
     environment = os.environ if environment is None else environment
     ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
@@ -95,9 +95,9 @@ def parse(
             ucx[name] = value
             named.add(name)
         else:
-            raise BackendUnavailable(
-                f"ucx has no setting {key!r}; there is {REQUIRE_RDMA!r}, and those of "
-                f"UCX in capitals, such as TLS"
+            raise UsageError(
+                f"backends.ucx: there is no setting {key!r}; there is "
+                f"{REQUIRE_RDMA!r}, and those of UCX in capitals, such as TLS"
             )
     ruled = {name for name in ucx if PREFIX + name in environment}
     return UcxSettings(
@@ -112,4 +112,4 @@ def _yes_or_no(key: str, value: str) -> bool:
         return True
     if value.lower() in _NO:
         return False
-    raise BackendUnavailable(f'ucx: {key} = {value!r}; it is "yes" or "no"')
+    raise UsageError(f'backends.ucx: {key}={value!r}; it is "yes" or "no"')

@@ -31,11 +31,11 @@ What a backend promises, and the conformance kit checks:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol
 
-from kvwire.errors import BackendUnavailable
+from kvwire.errors import BackendUnavailable, UsageError, nearest
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Address, MemoryKind, PeerIdentity, Role
 
@@ -269,6 +269,8 @@ class Backend(ABC):
     scheme: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
     capabilities: ClassVar[Capabilities]
+    # Its settings: what each may be, the default first; nothing if that is open.
+    settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
     def rank(cls) -> int:
@@ -288,6 +290,26 @@ class Backend(ABC):
         whether or not the backend is available; never raises.
         """
         return ()
+
+    @classmethod
+    def check_settings(cls, given: Mapping[str, str]) -> None:
+        """Refuse settings of a user that this backend does not have.
+
+        Raises:
+            UsageError: A name or a value is none of ``settings``; names the nearest.
+        """
+        for name, value in given.items():
+            if name not in cls.settings:
+                known = nearest(name, cls.settings) if cls.settings else "it has none"
+                raise UsageError(
+                    f"backends.{cls.scheme}: there is no setting {name!r}; {known}"
+                )
+            choices = cls.settings[name]
+            if choices and value not in choices:
+                raise UsageError(
+                    f"backends.{cls.scheme}: {name}={value!r}; "
+                    f"{nearest(value, choices)}"
+                )
 
     @abstractmethod
     async def listen(

@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib import metadata
 
 from kvwire.backend.link import API_VERSION, Availability, Backend
-from kvwire.errors import BackendUnavailable
+from kvwire.errors import BackendUnavailable, nearest
 
 GROUP = "kvwire.backends"
 
@@ -32,9 +32,8 @@ def load(name: str) -> type[Backend]:
     """
     found = _entry_points().get(name, [])
     if not found:
-        known = ", ".join(names()) or "none"
         raise BackendUnavailable(
-            f"no backend called {name!r} is installed; there is: {known}"
+            f"no backend called {name!r} is installed; {nearest(name, names())}"
         )
     if len(found) > 1:
         owners = " and ".join(sorted(_owner(point) for point in found))

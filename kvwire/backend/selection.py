@@ -16,7 +16,7 @@ from dataclasses import replace
 from kvwire.backend import registry
 from kvwire.backend.link import API_VERSION, Availability
 from kvwire.config import Config
-from kvwire.errors import BackendUnavailable
+from kvwire.errors import BackendUnavailable, UsageError, nearest
 from kvwire.types import Candidate, TransportReport
 
 _NOT_NEEDED = "another was preferred"
@@ -36,6 +36,24 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
         reasons = "; ".join(_why_not(name) for name in config.require)
         raise BackendUnavailable(f"none of the required transports can run: {reasons}")
     return config
+
+
+def check_transports(config: Config) -> None:
+    """Refuse names of transports that nobody offers, and settings that none has.
+
+    Raises:
+        UsageError: There is one; names the key, and the nearest.
+    """
+    known = registry.names()
+    for key in ("prefer", "require", "forbid", "backends"):
+        for name in getattr(config, key):
+            if name not in known:
+                raise UsageError(
+                    f"{key}: no installed package offers a transport {name!r}; "
+                    f"{nearest(name, known)}"
+                )
+    for name, settings in config.backends.items():
+        registry.load(name).check_settings(settings)
 
 
 def refusal(config: Config, name: str) -> str:

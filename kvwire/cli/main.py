@@ -35,6 +35,11 @@ app.command(
     help="Measure kvwire beside what you would otherwise use.",
 )
 app.command(
+    "kvwire.cli.config:app",
+    name="config",
+    help="Show every value of the configuration, and where it came from.",
+)
+app.command(
     "kvwire.cli.demo.command:command",
     name="demo",
     help="Prefill in one process, decode in another, KV layer by layer between them.",

@@ -12,7 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
-from kvwire.backend.selection import apply_overrides, control_rejection, local_rejection
+from kvwire.backend.selection import (
+    apply_overrides,
+    check_transports,
+    control_rejection,
+    local_rejection,
+)
 from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
 from kvwire.driver.buffers import BufferTable
@@ -76,6 +81,7 @@ class CommunicatorState:
         self, config: Config, publish_connection: Callable[[ConnectionState], Any]
     ) -> None:
         self.publish_connection = publish_connection
+        check_transports(config)
         trust, psk, keys = load_keys(config)
         self._tls = CredentialFiles(config) if config.trust == "mtls" else None
         if not config.name:

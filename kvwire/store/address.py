@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 from urllib.parse import parse_qsl
 
 from kvwire.errors import UsageError, shown
 from kvwire.limits import (
-    GIB,
-    KIB,
-    MIB,
     STORE_SLAB_BYTES,
     STORE_SLAB_BYTES_MAX,
     STORE_SLAB_BYTES_MIN,
@@ -20,20 +15,7 @@ from kvwire.limits import (
     STORE_TIER_BYTES_MAX,
 )
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-
-_UNITS: Final = {
-    "": 1,
-    "B": 1,
-    "KIB": KIB,
-    "MIB": MIB,
-    "GIB": GIB,
-    "TIB": KIB * GIB,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-_SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+from kvwire.types import read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +72,10 @@ class TierAddress:
         Raises:
             UsageError: It is no size, or more than any tier may have.
         """
-        found = _SIZE.fullmatch(text.strip())
-        unit = _UNITS.get(found[2].upper()) if found else None
-        if found is None or unit is None:
-            raise UsageError(
-                f"tier {self.text!r}: {what} {text!r}: write a number and B, KiB, MiB, "
-                f"GiB or TiB, such as 8GiB"
-            )
-        nbytes = int(float(found[1]) * unit)
+        try:
+            nbytes = read_bytes(text)
+        except UsageError as exc:
+            raise UsageError(f"tier {self.text!r}: {what} {exc}") from None
         if not GRAIN_BYTES <= nbytes <= STORE_TIER_BYTES_MAX:
             raise UsageError(
                 f"tier {self.text!r}: {what} of {nbytes} bytes; {GRAIN_BYTES} to "

@@ -175,7 +175,7 @@ def test_two_owners_of_a_name_are_refused(
         ("gone", "backend 'gone' of gone 1.0 cannot be imported: ModuleNotFoundError"),
         ("typo", "cannot be imported: AttributeError"),
         ("nolib", "cannot be imported: OSError: no .so"),
-        ("nobody", "no backend called 'nobody' is installed; there is: alias, "),
+        ("nobody", "no backend called 'nobody' is installed; did you mean 'good'"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_the_reason(

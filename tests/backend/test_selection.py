@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvwire import BackendUnavailable, Config
+from kvwire import BackendUnavailable, Config, UsageError
 from kvwire.backend import API_VERSION, Availability, Capabilities, registry, selection
 
 _KNOWN = {
@@ -245,3 +246,46 @@ def test_what_protects_payload(mtls: Config) -> None:
         "local": "it never leaves this host",
         "ucx": "",
     }
+
+
+# --- names and settings that nobody has -----------------------------------------------
+
+
+@pytest.fixture
+def installed(_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends that are there."""
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"forbid": ["tpc"]}, "forbid: no installed .* 'tpc'; did you mean 'tcp'"),
+        ({"prefer": ["ib"]}, "prefer: no installed package offers a transport 'ib'"),
+        ({"require": ["locl"]}, "require: .* did you mean 'local'"),
+        ({"backends": {"lcal": {}}}, "backends: .* 'lcal'; did you mean 'local'"),
+        (
+            {"backends": {"local": {"tracr": "none"}}},
+            "backends.local: there is no setting 'tracr'; did you mean 'tracer'",
+        ),
+        ({"backends": {"local": {"tracer": "non"}}}, "tracer='non'; did you mean"),
+        ({"backends": {"tcp": {"x": "1"}}}, "no setting 'x'; it has none"),
+        ({"backends": {"ucx": {"tls": "rc"}}}, "no setting 'tls'; .* in capitals"),
+        ({"backends": {"nccl": {"devise": "0"}}}, "did you mean 'device'"),
+    ],
+)
+def test_what_no_transport_has_is_refused(
+    installed: None, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        selection.check_transports(Config(**options))
+
+
+def test_what_they_have_is_taken(installed: None) -> None:
+    config = Config(
+        prefer=("local",),
+        forbid=("ucx",),
+        backends={"ucx": {"TLS": "rc"}, "local": {"way": "cma", "tracer": "none"}},
+    )
+    selection.check_transports(config)
+    assert selection.refusal(config, "ucx")

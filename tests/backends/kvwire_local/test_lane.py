@@ -20,6 +20,7 @@ from kvwire.errors import (
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.types import Role
+from kvwire_local.backend import LocalBackend
 from kvwire_local.host import Host
 from kvwire_local.lane import LocalLane
 from kvwire_local.received_payloads import ReceivedPayloads
@@ -251,8 +252,8 @@ async def test_a_peer_elsewhere_is_refused(
 @one_loop
 @pytest.mark.parametrize("setting", ["way", "tracer"])
 async def test_settings_are_checked(setting: str) -> None:
-    with pytest.raises(UsageError, match=f"local: {setting}='fast'; use one of"):
-        open_lane(Role.CLIENT, **{setting: "fast"})
+    with pytest.raises(UsageError, match=f"local: {setting}='fast'; "):
+        LocalBackend.check_settings({setting: "fast"})
 
 
 # --- the end --------------------------------------------------------------------------

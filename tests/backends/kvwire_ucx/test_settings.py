@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.errors import BackendUnavailable
+from kvwire.errors import UsageError
 from kvwire.limits import KIB
 from kvwire_ucx.settings import DEFAULTS, DEFAULTS_OF_OLD, OLD, parse
 
@@ -59,7 +59,7 @@ def test_rdma_can_be_required(text: str, expected: bool) -> None:
     ],
 )
 def test_what_is_no_setting_is_refused(given: dict[str, str], words: str) -> None:
-    with pytest.raises(BackendUnavailable, match=words):
+    with pytest.raises(UsageError, match=words):
         parse(given, NEW, {})
 
 

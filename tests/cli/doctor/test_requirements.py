@@ -47,10 +47,10 @@ def test_what_is_forbidden_does_not_count() -> None:
 
 
 def test_a_name_that_nobody_offers() -> None:
-    one = found(kvwire.Config(forbid=("ucxx",)), TCP, UCX)["forbid"]
-    assert (one.state, one.remedy) == ("warn", "did you mean 'ucx'?")
-    one = found(kvwire.Config(prefer=("verbs",)), TCP, UCX)["prefer"]
-    assert (one.state, one.remedy) == ("warn", "there is: tcp, ucx")
+    one = found(kvwire.Config(forbid=("ucxx",)), TCP, UCX)["names"]
+    assert one.state == "missing"
+    assert "did you mean 'ucx'?" in one.text
+    assert found(kvwire.Config(), TCP)["names"].state == "ok"
 
 
 def test_a_preferred_transport_that_cannot_run() -> None:

@@ -40,7 +40,10 @@ As a variable, a key is in capitals (`{ENVIRONMENT_PREFIX}LANES=4`); lists are s
 by commas (`{ENVIRONMENT_PREFIX}PREFER=local,tcp`), tables are pairs
 (`{ENVIRONMENT_PREFIX}PROFILE=model=llama,rev=4f1c`,
 `{ENVIRONMENT_PREFIX}BACKENDS=ucx.TLS=tcp`). A key that does not exist is refused, with
-the nearest one that does; so is a value out of its range, with where it came from.
+the nearest one that does; so is a value out of its range, a transport that no
+installed package offers, and a setting that its transport does not have. Sizes are
+numbers of bytes, or text such as `"4MiB"`. `kvwire config show` prints every value and
+where it came from.
 """
 
 

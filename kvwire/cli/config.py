@@ -1,0 +1,43 @@
+"""``kvwire config show``: every value, and where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from cyclopts import App
+from rich.console import Console
+from rich.table import Table
+
+from kvwire.backend.selection import check_transports
+from kvwire.config import load_with_origins
+
+app = App(name="config")
+
+
+@app.command
+def show(*, config: Path | None = None, json: bool = False) -> None:
+    """Print every value of the configuration, and where it came from.
+
+    A key, a value or a name that kvwire would refuse is an error here as well.
+
+    Args:
+        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        json: Print JSON instead.
+    """
+    found, origins = load_with_origins(config)
+    check_transports(found)
+    rows = {
+        key: (value, origins.get(key, "default"))
+        for key, value in msgspec.structs.asdict(found).items()
+    }
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if json:
+        document = {k: {"value": v, "from": origin} for k, (v, origin) in rows.items()}
+        console.print(msgspec.json.format(msgspec.json.encode(document)).decode())
+        return
+    table = Table("key", "value", "from", box=None, pad_edge=False)
+    for key, (value, origin) in rows.items():
+        shown = msgspec.json.encode(value).decode()
+        table.add_row(key, shown, origin)
+    console.print(table)

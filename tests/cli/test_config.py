@@ -1,0 +1,48 @@
+"""``kvwire config show``: every value, and where it came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.config import FIELDS
+
+
+def test_every_value_is_shown_with_its_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kvwire.toml"
+    path.write_text('chunk_bytes = "2MiB"\n')
+    monkeypatch.setenv("KVWIRE_PREFER", "local,tcp")
+    assert main(["config", "show", "--config", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == FIELDS
+    assert shown["chunk_bytes"] == {"value": 2**21, "from": f"config file {path}"}
+    assert shown["prefer"]["from"] == "environment variable KVWIRE_PREFER"
+    assert shown["lanes"] == {"value": 1, "from": "default"}
+    assert main(["config", "show"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["lanes", "1", "default"] in rows
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("KVWIRE_FORBID", "locl", "did you mean 'local'?"),
+        ("KVWIRE_BACKENDS", "local.tracr=one", "did you mean 'tracer'?"),
+        ("KVWIRE_LANE", "4", "did you mean 'lanes'?"),
+    ],
+)
+def test_what_would_be_refused_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    text: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert main(["config", "show"]) == CALLED_WRONG
+    assert said in capsys.readouterr().err
