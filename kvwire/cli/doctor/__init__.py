@@ -3,5 +3,5 @@
 Facts are read by small functions that are told where to look (``process``,
 ``machine``), judged by pure ones (``findings``, ``requirements``), put together
 (``examination``) and shown (``screen``). With a peer, ``probe`` measures what
-``attendant`` serves at the other side; ``selftest`` does so for every transport.
+``attendant`` serves at the other side.
 """

@@ -7,6 +7,7 @@ is what ``kvwire bench`` is for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -92,14 +93,38 @@ async def try_out(
     return trial, there
 
 
-async def hand_over(
+async def examine_peer(
+    communicator: Communicator,
+    address: Address,
+    here: Examination,
+    progress: Callable[[str], None],
+) -> Report:
+    """Try every transport that both sides can use, and give the peer the report too.
+
+    Args:
+        communicator: To connect with.
+        address: Where the peer listens.
+        here: What this host is like.
+        progress: Told in a line what happens now.
+    """
+    progress("what both sides choose")
+    choice, there = await try_out(communicator, address, ())
+    trials = [choice]
+    # Why each of the others is not, the first trial says.
+    for name in [c.name for c in choice.candidates if c.possible and there]:
+        progress(f"transport {name}")
+        trial, _ = await try_out(communicator, address, FRAGMENT_BYTES, transport=name)
+        trials.append(trial)
+    report = Report(address=str(address), here=here, there=there, trials=tuple(trials))
+    if there is not None:
+        with contextlib.suppress(KVWireError):  # it has gone
+            await _hand_over(communicator, address, report)
+    return report
+
+
+async def _hand_over(
     communicator: Communicator, address: Address, report: Report
 ) -> None:
-    """Give the attendant's user the report too.
-
-    Raises:
-        KVWireError: There is no attendant any more.
-    """
     connection = await communicator.connect(address)
     try:
         await _ask(connection, REPORT + msgspec.json.encode(report))

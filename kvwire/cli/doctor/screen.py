@@ -86,13 +86,6 @@ def negotiated(trial: Trial) -> RenderableType:
     return Group(Text(title, style="bold"), table, *_measured(trial))
 
 
-def with_peer(report: Report) -> RenderableType:
-    """This host in brief, and what was found with a peer."""
-    title = Text(f"peer {report.address}", style="bold")
-    trials = map(negotiated, report.trials)
-    return Group(host(report.here, Detail.BRIEF), Text(), title, *trials)
-
-
 def written(report: Report) -> RenderableType:
     """A report in full, for a file or a mail."""
     hosts: list[RenderableType] = [Text("the side that connected", style="bold")]

@@ -19,8 +19,7 @@ from kvwire.cli.doctor.attendant import (
     Greeting,
     Memory,
 )
-from kvwire.cli.doctor.probe import hand_over
-from kvwire.cli.doctor.trial import Report
+from kvwire.cli.doctor.probe import examine_peer
 from kvwire.limits import KIB, MIB
 from tests.cli.doctor.trees import examination
 from tests.cli.doctor.two import THERE, ward
@@ -64,11 +63,21 @@ def test_fragments_lie_apart_and_make_up_the_total() -> None:
 
 
 async def test_a_report_reaches_whoever_runs_it() -> None:
-    report = Report(address="there", here=examination(), there=THERE, trials=())
+    said: list[str] = []
+    here = examination()
     async with ward() as found:
-        await hand_over(found.prober, found.address, report)
+        report = await examine_peer(found.prober, found.address, here, said.append)
         await greeted(await found.prober.connect(found.address))
-        assert found.heard == [report]
+        assert found.heard == [None, None, report]
+    assert report.well
+    assert (report.here, report.there) == (here, THERE)
+    assert said == ["what both sides choose", "transport tcp"]
+    assert [trial.asked for trial in report.trials] == ["", "tcp"]
+    assert {rate.fragment_bytes for rate in report.trials[1].rates} == set(
+        FRAGMENT_BYTES
+    )
+    reasons = {c.name: c.reason for c in report.trials[0].candidates}
+    assert "not among `require`" in reasons["inproc"]
 
 
 async def test_nonsense_ends_the_visit_and_not_the_attendant(

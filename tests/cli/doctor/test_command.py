@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvwire.cli.doctor.attendant import FRAGMENT_BYTES
 from kvwire.cli.doctor.command import UNWELL
 from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, main
 from tests.cli.doctor.two import ward
@@ -98,7 +99,6 @@ def test_another_process(capsys: pytest.CaptureFixture[str]) -> None:
         ["--peer", "127.0.0.1:1", "--listen", "127.0.0.1:2"],
         ["--pid", "-1"],
         ["--peer", "no port"],
-        ["--selftest", "0.0.0.0:7400"],
         ["--config", "no-such-file.toml"],
     ],
 )
@@ -143,27 +143,19 @@ def test_it_listens_until_it_is_ended() -> None:
 
 def test_a_peer_is_measured(attendant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--peer", attendant]) == 0
-    said = capsys.readouterr().out
-    assert f"peer {attendant}" in said
-    assert "every byte compared: in order" in said
-    assert said.count("GB/s") == 2
+    said = capsys.readouterr()
+    assert "transport tcp" in said.err
+    assert f"the side that listened, {attendant}" in said.out
+    assert "every byte compared: in order" in said.out
+    assert said.out.count("GB/s") == 2 * len(FRAGMENT_BYTES)
+    assert said.out.splitlines()[-1] == "in order"
 
 
 def test_a_peer_as_json(attendant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--peer", attendant, "--json"]) == 0
     found = document(capsys)
-    (trial,) = found["trials"]
+    choice, trial = found["trials"]
+    assert (choice["asked"], trial["asked"]) == ("", "tcp")
     assert trial["damaged"] == []
     assert {rate["verb"] for rate in trial["rates"]} == {"put", "get"}
     assert found["there"]["machine"]["versions"]["kvwire"]
-
-
-def test_a_self_test_with_an_attendant(
-    attendant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    address = attendant.removeprefix("tcp://")
-    assert main(["doctor", "--selftest", address]) == 0
-    said = capsys.readouterr()
-    assert "connecting to" in said.err
-    assert "the side that listened" in said.out
-    assert said.out.splitlines()[-1] == "in order"

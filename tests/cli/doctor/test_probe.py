@@ -11,10 +11,11 @@ import kvwire
 from kvwire import Address
 from kvwire.cli.doctor import attendant, probe
 from kvwire.cli.doctor.attendant import PROFILE, Memory
-from kvwire.cli.doctor.probe import try_out
+from kvwire.cli.doctor.probe import examine_peer, try_out
 from kvwire.cli.doctor.trial import Rate
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
+from tests.cli.doctor.trees import examination
 from tests.cli.doctor.two import ward
 
 
@@ -108,6 +109,9 @@ async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
         trial, _ = await try_out(here, address, (MIB,))
         assert "no `kvwire doctor --listen`" in trial.error
         assert trial.taken == "tcp"
+        report = await examine_peer(here, address, examination(), lambda _: None)
+        assert len(report.trials) == 1
+        assert not report.well
 
 
 async def test_nobody_there() -> None:

@@ -15,7 +15,6 @@ from kvwire.cli.doctor.screen import (
     ROWS_MAX,
     fitting,
     negotiated,
-    with_peer,
     written,
 )
 from kvwire.cli.doctor.transports import Transport
@@ -181,15 +180,6 @@ def test_the_words_of_a_peer_steer_no_terminal() -> None:
     assert not any("\x1b[2J" in line for line in found)
     assert "?[2J" in found[1]
     assert "a?b" in found[1]
-
-
-def test_this_host_in_brief_above_the_peer() -> None:
-    report = Report(
-        address="tcp://10.0.0.1:7400", here=examination(), there=None, trials=(TRIAL,)
-    )
-    found = lines(with_peer(report))
-    assert "peer tcp://10.0.0.1:7400" in found
-    assert not any("20,000" in line for line in found)
 
 
 def test_a_report_has_both_hosts_in_full() -> None:
