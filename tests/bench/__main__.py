@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from kvwire.cli.bench import command, store_command
-from kvwire.cli.bench.fragments import VERBS, Choice, registered
+from kvwire.cli.bench.fragments import VERBS, FragmentsChoice, registered
 from kvwire.cli.bench.fragments_command import SIZES_KIB, Kibibytes
 from kvwire.cli.bench.fragments_plot import draw
 from kvwire.cli.bench.output import Output, Rounds, progress_bar, run, show
@@ -82,7 +82,7 @@ def fragments(
         plot: Write a picture to this file.
     """
     names = {"all": ALL_PEERS, "none": ()}.get(peers, tuple(peers.split(",")))
-    choice = Choice(
+    choice = FragmentsChoice(
         transports=registered() if transport == "all" else transport.split(","),
         layer_bytes=[kib * KIB for kib in sizes_kib],
         verbs=VERBS if verb == "both" else (verb,),

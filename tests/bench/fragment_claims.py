@@ -14,7 +14,7 @@ from kvwire.cli.bench.case import Samples
 from kvwire.cli.bench.fragments import size_name
 from kvwire.cli.bench.fragments_report import fragment_work
 from kvwire.cli.bench.table import MET, MISSED, new_table, short
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 from kvwire.limits import KIB, MIB
 
 SMALL: Final = 4 * KIB
@@ -86,7 +86,7 @@ class Verdict:
 class Rates:
     """Samples by who, which way, which size and which layout."""
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
+    def __init__(self, findings: Sequence[CaseResult]) -> None:
         self._samples: dict[tuple[str, str, int, bool], Samples] = {}
         for finding in findings:
             work = fragment_work(finding)

@@ -17,7 +17,7 @@ from kvwire.cli.bench.fragments import (
     SAME_HOST,
     TCP,
     VERBS,
-    Choice,
+    FragmentsChoice,
     Team,
     fragments,
 )
@@ -69,7 +69,7 @@ class Peers:
             team.add(wire, PeerContender(peer, setting, interpreter, pool_bytes))
 
 
-def beside(choice: Choice, peers: Peers) -> Benchmark:
+def beside(choice: FragmentsChoice, peers: Peers) -> Benchmark:
     """The benchmark.
 
     Raises:

@@ -19,7 +19,7 @@ import numpy as np
 from kvwire.cli.bench.case import Missing, Sample, Work
 from kvwire.cli.bench.errors import BenchError
 from kvwire.cli.bench.fragment_work import LEFT, RIGHT, FragmentWork, offsets
-from kvwire.cli.bench.pair import FragmentPair, Side
+from kvwire.cli.bench.pair import FragmentPair, SideProcess
 
 PROGRAMS: Final = Path(__file__).parent / "peers"
 # A cold import of torch is not even tried: the module is only looked for.
@@ -171,8 +171,8 @@ class PeerContender(FragmentPair):
             given = self._right.call("prepare", work=said)
             self._left.call("use", work=said, given=given)
 
-    def _new_side(self) -> Side:
-        return Side(
+    def _new_side(self) -> SideProcess:
+        return SideProcess(
             self._role,
             self._options,
             program=self._program,

@@ -29,7 +29,7 @@ from rich.text import Text
 from kvwire.cli.bench.document import machine
 from kvwire.cli.bench.fragment_work import FragmentWork, work_of
 from kvwire.cli.bench.fragments import UCX_SHM, UCX_TCP
-from kvwire.cli.bench.pair import PairContender, Side
+from kvwire.cli.bench.pair import PairContender, SideProcess
 from kvwire.cli.bench.table import new_table
 from kvwire.limits import KIB, MIB
 from tests.bench.profile_side import BUILT_IN, FOREIGN
@@ -46,9 +46,11 @@ Answer = dict[str, Any]
 class ProfiledPair(PairContender):
     """Two processes of :mod:`tests.bench.profile_side`."""
 
-    def _new_side(self) -> Side:
+    def _new_side(self) -> SideProcess:
         options = self._options
-        return Side(self._role, options, program=_SIDE, environment=self._environment)
+        return SideProcess(
+            self._role, options, program=_SIDE, environment=self._environment
+        )
 
     def answers(self, work: FragmentWork) -> tuple[Answer, Answer]:
         """One round: what the left and the right side say of it."""

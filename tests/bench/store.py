@@ -10,7 +10,7 @@ from __future__ import annotations
 from kvwire.cli.bench.case import Contender, Others
 from kvwire.cli.bench.pair import FragmentPair
 from kvwire.cli.bench.solo import SoloContender
-from kvwire.cli.bench.store import Choice
+from kvwire.cli.bench.store import StoreChoice
 from kvwire.cli.bench.store_work import DISK, MEMORY, OBJECT, SERVER
 from tests.bench import redis
 from tests.bench.sides import PROGRAM
@@ -22,7 +22,7 @@ NOTES = (
 )
 
 
-def beside(choice: Choice) -> Others:
+def beside(choice: StoreChoice) -> Others:
     """Return everybody who is installed here."""
     place = choice.directory
     memcpy = _solo("memcpy")
@@ -50,7 +50,7 @@ def _solo(name: str, *options: str) -> SoloContender:
     return SoloContender(name, f"store-{name}", options, PROGRAM)
 
 
-def _transfer(choice: Choice, transport: str) -> Contender:
+def _transfer(choice: StoreChoice, transport: str) -> Contender:
     pool_bytes = max(work.transfer.pool_bytes for work in choice.works)
     options = [f"transport={transport}", f"pool_bytes={pool_bytes}"]
     options.append(f"loop={choice.loop}")

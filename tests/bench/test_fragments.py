@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.fragments import Choice
-from kvwire.cli.bench.pair import Side
+from kvwire.cli.bench.fragments import FragmentsChoice
+from kvwire.cli.bench.pair import SideProcess
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from tests.bench import iperf3
@@ -26,7 +26,7 @@ from tests.cli.bench.test_fragments import WORKS, does_every_work
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
 
-CHOICE = Choice(
+CHOICE = FragmentsChoice(
     transports=["tcp"], layer_bytes=[4 * KIB], round_bytes=1 * MIB, loop="asyncio"
 )
 
@@ -123,18 +123,18 @@ def test_a_peer_is_stopped_while_it_is_not_its_turn(
     forged: PeerContender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    pause, resume = Side.pause, Side.resume
+    pause, resume = SideProcess.pause, SideProcess.resume
 
-    def paused(side: Side) -> None:
+    def paused(side: SideProcess) -> None:
         said.append("pause")
         pause(side)
 
-    def resumed(side: Side) -> None:
+    def resumed(side: SideProcess) -> None:
         said.append("resume")
         resume(side)
 
-    monkeypatch.setattr(Side, "pause", paused)
-    monkeypatch.setattr(Side, "resume", resumed)
+    monkeypatch.setattr(SideProcess, "pause", paused)
+    monkeypatch.setattr(SideProcess, "resume", resumed)
     forged.start()
     forged.round(WORKS[0])
     forged.stop()

@@ -12,11 +12,11 @@ from typing import Any
 import kvwire
 from kvwire.cli.bench.case import Benchmark, Samples
 from kvwire.cli.bench.summary import Summary, compare
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 
 
 def document(
-    benchmark: Benchmark, findings: Sequence[Finding], settings: dict[str, Any]
+    benchmark: Benchmark, findings: Sequence[CaseResult], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The document; times are seconds, rates bytes a second.
 
@@ -53,7 +53,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _case(finding: Finding) -> dict[str, Any]:
+def _case(finding: CaseResult) -> dict[str, Any]:
     case = finding.case
     return {
         "name": case.name,

@@ -45,7 +45,7 @@ UCX_SHM: Final = {"UCX_TLS": "self,sm,tcp"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class FragmentsChoice:
     """What the user wants to see.
 
     Attributes:
@@ -85,7 +85,7 @@ class Team:
 
 
 def fragments(
-    choice: Choice, others: Callable[[Team, int], None] | None = None
+    choice: FragmentsChoice, others: Callable[[Team, int], None] | None = None
 ) -> Benchmark:
     """The benchmark.
 
@@ -182,7 +182,7 @@ def _has_layout(work: FragmentWork, contender: Contender) -> bool:
     return not (work.cross_layer and contender.streams)
 
 
-def _works(choice: Choice) -> list[FragmentWork]:
+def _works(choice: FragmentsChoice) -> list[FragmentWork]:
     return [
         work_of(verb, nbytes, cross_layer=cross, round_bytes=choice.round_bytes)
         for nbytes in sorted(set(choice.layer_bytes))

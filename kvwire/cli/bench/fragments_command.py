@@ -9,7 +9,7 @@ from cyclopts.validators import Number
 
 from kvwire.cli.bench.fragments import (
     VERBS,
-    Choice,
+    FragmentsChoice,
     fragments,
     registered,
 )
@@ -60,7 +60,7 @@ def command(  # noqa: PLR0913 - each is an option
     Returns:
         1 if a transport of kvwire that was asked for by name failed.
     """
-    choice = Choice(
+    choice = FragmentsChoice(
         transports=registered() if transport == "all" else transport.split(","),
         layer_bytes=[kib * KIB for kib in sizes_kib],
         verbs=VERBS if verb == "both" else (verb,),

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 from kvwire.cli.bench.case import GIGABYTES_PER_SECOND, Benchmark
 from kvwire.cli.bench.fragments import VERBS, WIRES, size_name
 from kvwire.cli.bench.fragments_report import fragment_work
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 from kvwire.cli.plot import colors, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Findings = Sequence[Finding]
+Findings = Sequence[CaseResult]
 
 _PANEL_IN: Final = (4.0, 3.4)
 _LEGEND_IN: Final = 2.0

@@ -15,9 +15,9 @@ from kvwire.cli.bench.case import GIGABYTES_PER_SECOND, Benchmark, Samples
 from kvwire.cli.bench.fragment_work import FragmentWork
 from kvwire.cli.bench.fragments import TCP, VERBS, WIRES, size_name
 from kvwire.cli.bench.table import WIDTH, lines_below, new_table, short
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 
-Findings = Sequence[Finding]
+Findings = Sequence[CaseResult]
 
 # A rate, the CPU it took, and a line before them: "12.3 0.45".
 _CELL: Final = 9
@@ -86,7 +86,7 @@ def _gigabytes(samples: Samples) -> str:
     return short(median(samples.values) * GIGABYTES_PER_SECOND.scale)
 
 
-def _ratio(benchmark: Benchmark, row: Finding, name: str) -> str:
+def _ratio(benchmark: Benchmark, row: CaseResult, name: str) -> str:
     medians = {
         other: median(row.samples[other].values)
         for other in row.samples
@@ -97,7 +97,7 @@ def _ratio(benchmark: Benchmark, row: Finding, name: str) -> str:
     return f"{short(median(row.samples[name].values) / max(medians.values()))}x    "
 
 
-def fragment_work(finding: Finding) -> FragmentWork:
+def fragment_work(finding: CaseResult) -> FragmentWork:
     """Return the work of a row, which moves fragments."""
     assert isinstance(finding.case.work, FragmentWork)
     return finding.case.work

@@ -27,7 +27,7 @@ from kvwire.cli.bench.many_work import (
 from kvwire.cli.bench.pair import PairContender
 from kvwire.cli.bench.summary import Summary
 from kvwire.cli.bench.table import MET, MISSED, lines_below, new_table
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 
 # The least whose 99th percentile is not simply the slowest.
 TIMED: Final = 101
@@ -91,7 +91,7 @@ def many(
     )
 
 
-def render(benchmark: Benchmark, findings: Sequence[Finding]) -> RenderableType:
+def render(benchmark: Benchmark, findings: Sequence[CaseResult]) -> RenderableType:
     """A table for each transport, and who failed."""
     parts: list[RenderableType] = []
     for contender in benchmark.contenders:
@@ -100,7 +100,7 @@ def render(benchmark: Benchmark, findings: Sequence[Finding]) -> RenderableType:
 
 
 def document(
-    benchmark: Benchmark, findings: Sequence[Finding], settings: dict[str, Any]
+    benchmark: Benchmark, findings: Sequence[CaseResult], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The JSON document: that of every benchmark, with the times by size."""
     found = documents.document(benchmark, findings, settings)
@@ -112,7 +112,7 @@ def document(
     return found
 
 
-def by_size(finding: Finding, name: str) -> dict[int, Summary]:
+def by_size(finding: CaseResult, name: str) -> dict[int, Summary]:
     """The times of one contender, by the size of the transfer, of all rounds."""
     assert isinstance(finding.case.work, ManyWork)
     sizes = finding.case.work.sizes()
@@ -123,7 +123,7 @@ def by_size(finding: Finding, name: str) -> dict[int, Summary]:
     return {nbytes: Summary.of(values[nbytes]) for nbytes in sorted(values)}
 
 
-def _table(findings: Sequence[Finding], name: str) -> Iterator[RenderableType]:
+def _table(findings: Sequence[CaseResult], name: str) -> Iterator[RenderableType]:
     table = new_table(f"{name}: ms")
     for column in ("count", "p50", "p99", "to alone"):
         table.add_column(column, justify="right", no_wrap=True)

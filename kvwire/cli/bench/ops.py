@@ -26,7 +26,7 @@ from kvwire.cli.bench.ops_work import OpsWork, operations
 from kvwire.cli.bench.pair import PairContender
 from kvwire.cli.bench.summary import compare
 from kvwire.cli.bench.table import lines_below, new_table, short
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def ops(*, transport: str, loop: str, beside: Beside | None = None) -> Benchmark
 
 
 def render(
-    benchmark: Benchmark, findings: Sequence[Finding], counted: Sequence[Counts]
+    benchmark: Benchmark, findings: Sequence[CaseResult], counted: Sequence[Counts]
 ) -> RenderableType:
     """A row for each operation, and the names of its frames below."""
     table = new_table("kvwire bench ops: one operation, medians")
@@ -137,7 +137,7 @@ def sides_cpu_s(samples: Samples) -> tuple[float, float] | None:
 
 def document(
     benchmark: Benchmark,
-    findings: Sequence[Finding],
+    findings: Sequence[CaseResult],
     counted: Sequence[Counts],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def document(
     return found
 
 
-def _beside(finding: Finding) -> str:
+def _beside(finding: CaseResult) -> str:
     comparison = compare(finding)
     if comparison.ratio is None:
         return ""

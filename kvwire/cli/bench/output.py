@@ -18,7 +18,7 @@ from kvwire.cli.bench.case import Benchmark
 from kvwire.cli.bench.document import as_text, document
 from kvwire.cli.bench.plot import draw
 from kvwire.cli.bench.table import render
-from kvwire.cli.bench.turns import Finding, steps, take_turns
+from kvwire.cli.bench.turns import CaseResult, steps, take_turns
 from kvwire.cli.plot import save
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
 
-def measure(plan: Benchmark, rounds: int) -> list[Finding]:
+def measure(plan: Benchmark, rounds: int) -> list[CaseResult]:
     """Let everybody take turns, with a bar that shows how far they are.
 
     Raises:
@@ -67,12 +67,12 @@ def run(
     *,
     json: Path | None,
     plot: Path | None = None,
-    render: Callable[[Benchmark, list[Finding]], RenderableType] = render,
+    render: Callable[[Benchmark, list[CaseResult]], RenderableType] = render,
     document: Callable[
-        [Benchmark, list[Finding], dict[str, Any]], dict[str, Any]
+        [Benchmark, list[CaseResult], dict[str, Any]], dict[str, Any]
     ] = document,
-    draw: Callable[[Benchmark, list[Finding]], Mapping[str, Figure]] = draw,
-) -> list[Finding]:
+    draw: Callable[[Benchmark, list[CaseResult]], Mapping[str, Figure]] = draw,
+) -> list[CaseResult]:
     """Measure a benchmark and show what was found.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.pair import Side
+from kvwire.cli.bench.pair import SideProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Pair:
     def __init__(self, transport: str, loop: str) -> None:
         options = [f"transport={transport}", f"loop={loop}"]
         self.facts: dict[str, Any] = {}
-        self._sides: list[Side] = []
+        self._sides: list[SideProcess] = []
         try:
             for _ in range(2):
-                self._sides.append(Side("overlap", options))
+                self._sides.append(SideProcess("overlap", options))
             self._decode, self._prefill = self._sides
             address = self._prefill.call("listen")["address"]
             self._prefill.ask("accept")

@@ -32,7 +32,7 @@ _LAST_LINE_BYTES: Final = 200
 _OUR_SIDES: Final = (sys.executable, "-m", "kvwire.cli.bench.sides")
 
 
-class Side:
+class SideProcess:
     """One process; see :mod:`kvwire.cli.bench.sides` for what runs in it.
 
     Args:
@@ -161,8 +161,8 @@ class PairContender(Contender):
         program: What is run with role and options; None for our own sides.
     """
 
-    _left: Side
-    _right: Side
+    _left: SideProcess
+    _right: SideProcess
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class PairContender(Contender):
         self._role = role
         self._options = options
         self._environment = environment
-        self._sides: list[Side] = []
+        self._sides: list[SideProcess] = []
         self._facts: dict[str, Any] = {}
 
     def start(self) -> None:
@@ -230,8 +230,8 @@ class PairContender(Contender):
         """See Contender."""
         return self._facts
 
-    def _new_side(self) -> Side:
-        return Side(
+    def _new_side(self) -> SideProcess:
+        return SideProcess(
             self._role,
             self._options,
             program=self._program,

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 from kvwire.cli.bench.case import Benchmark
 from kvwire.cli.bench.summary import Summary
 from kvwire.cli.bench.table import OURS, short
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 from kvwire.cli.plot import colors, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Rows = Sequence[Finding]
+Rows = Sequence[CaseResult]
 
 _WIDTH_IN: Final = 8.0
 BAR_IN: Final = 0.2
@@ -50,7 +50,7 @@ def draw(benchmark: Benchmark, findings: Rows) -> dict[str, Figure]:
 
 
 def draw_case(
-    axes: Axes, finding: Finding, shades: dict[str, str], begin: int = 0
+    axes: Axes, finding: CaseResult, shades: dict[str, str], begin: int = 0
 ) -> None:
     """Draw what everybody did in one case, from the line ``begin`` downwards."""
     unit = finding.case.unit

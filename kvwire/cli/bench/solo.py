@@ -8,7 +8,7 @@ from typing import Any
 
 from kvwire.cli.bench.case import Contender, Sample, Work
 from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.pair import Side
+from kvwire.cli.bench.pair import SideProcess
 
 
 class SoloContender(Contender):
@@ -25,7 +25,7 @@ class SoloContender(Contender):
         environment: Variables that its process gets besides those of this one.
     """
 
-    _side: Side
+    _side: SideProcess
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SoloContender(Contender):
 
     def start(self) -> None:
         """See Contender."""
-        self._side = Side(
+        self._side = SideProcess(
             self._role,
             self.options,
             program=self._program,

@@ -57,7 +57,7 @@ _ROOM: Final = 2 * SETS + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class StoreChoice:
     """What the user wants to see.
 
     Attributes:
@@ -83,7 +83,7 @@ class Choice:
         return [work_of(DISK, PUT, shape, self.round_bytes) for shape in shapes]
 
 
-def store(choice: Choice, others: Others | None = None) -> Benchmark:
+def store(choice: StoreChoice, others: Others | None = None) -> Benchmark:
     """The benchmark.
 
     Args:
@@ -119,14 +119,14 @@ def _no_obstore() -> Missing:
     return Missing("the object tier", install_command("store"))
 
 
-def _local(choice: Choice, tier: str, others: Others) -> list[Case]:
+def _local(choice: StoreChoice, tier: str, others: Others) -> list[Case]:
     place = {DISK: choice.directory / "kv", OBJECT: choice.directory / "objects" / "kv"}
     options = _options(choice, tier, place.get(tier))
     ours = StoreContender(f"kvwire {tier}", "store", options)
     return _cases(choice, tier, tier, ours, others)
 
 
-def _server(choice: Choice, transport: str, others: Others) -> list[Case]:
+def _server(choice: StoreChoice, transport: str, others: Others) -> list[Case]:
     ours = ServedContender(
         f"kvwire server {transport}", _options(choice, SERVER), transport
     )
@@ -134,7 +134,7 @@ def _server(choice: Choice, transport: str, others: Others) -> list[Case]:
 
 
 def _cases(
-    choice: Choice,
+    choice: StoreChoice,
     tier: str,
     name: str,
     ours: Contender,
@@ -163,7 +163,7 @@ def _able(verb: str, peers: Sequence[Contender]) -> list[Contender]:
 
 
 def _case(
-    choice: Choice,
+    choice: StoreChoice,
     tier: str,
     verb: str,
     shape: Shape,
@@ -182,12 +182,12 @@ def _case(
     )
 
 
-def _options(choice: Choice, tier: str, place: Path | None = None) -> list[str]:
+def _options(choice: StoreChoice, tier: str, place: Path | None = None) -> list[str]:
     where = [] if place is None else [f"place={place}"]
     return [f"tier={tier}", f"loop={choice.loop}", *where]
 
 
-def _require_known(choice: Choice) -> None:
+def _require_known(choice: StoreChoice) -> None:
     for tier in choice.tiers:
         if tier not in TIERS:
             raise UsageError(f"--tiers {tier}: there are {', '.join(TIERS)}")
@@ -202,7 +202,7 @@ def _require_known(choice: Choice) -> None:
         )
 
 
-def _notes(choice: Choice) -> list[str]:
+def _notes(choice: StoreChoice) -> list[str]:
     notes = [
         f"A put or get: {size_name(work.set_bytes)}, {work.set_blocks} blocks of "
         f"{work.layers} fragments of {size_name(work.layer_bytes)}, scattered."

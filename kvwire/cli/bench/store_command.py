@@ -15,7 +15,7 @@ from kvwire import UsageError
 from kvwire.cli.bench.case import Others
 from kvwire.cli.bench.filesystem import filesystem
 from kvwire.cli.bench.output import Output, Rounds, run
-from kvwire.cli.bench.store import Choice, store
+from kvwire.cli.bench.store import StoreChoice, store
 from kvwire.cli.bench.store_plot import draw
 from kvwire.cli.bench.store_report import render
 from kvwire.cli.bench.store_work import SHAPES, TIERS
@@ -28,7 +28,7 @@ QUICK_ROUNDS = 2
 QUICK_MIB = 8
 
 
-def nobody(choice: Choice) -> Others:
+def nobody(choice: StoreChoice) -> Others:
     """Return nobody who stands beside kvwire."""
     del choice
     return Others()
@@ -46,7 +46,7 @@ def command(  # noqa: PLR0913 - each is an option
     quick: bool = False,
     json: Output = None,
     plot: Plot = None,
-    beside: Annotated[Callable[[Choice], Others], Parameter(parse=False)] = nobody,
+    beside: Annotated[Callable[[StoreChoice], Others], Parameter(parse=False)] = nobody,
 ) -> None:
     """Blocks into each tier of a store, and out of it: put, get, one block, match.
 
@@ -74,7 +74,7 @@ def command(  # noqa: PLR0913 - each is an option
     if quick:
         rounds, round_mib = QUICK_ROUNDS, QUICK_MIB
     with _within(directory) as place:
-        choice = Choice(
+        choice = StoreChoice(
             tiers=TIERS if tiers == "all" else tiers.split(","),
             transports=transport.split(","),
             shapes=list(SHAPES) if blocks == "both" else [blocks],

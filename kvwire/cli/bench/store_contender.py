@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.pair import Side
+from kvwire.cli.bench.pair import SideProcess
 from kvwire.cli.bench.solo import SoloContender
 
 
@@ -29,7 +29,7 @@ class ServedContender(StoreContender):
         transport: The only one that both may use.
     """
 
-    _server: Side
+    _server: SideProcess
 
     def __init__(self, name: str, options: Sequence[str], transport: str) -> None:
         super().__init__(name, "store", options)
@@ -38,7 +38,9 @@ class ServedContender(StoreContender):
     def start(self) -> None:
         """See Contender."""
         options = [o for o in self.options if o.startswith("loop=")]
-        self._server = Side("store-server", options, environment=self.environment)
+        self._server = SideProcess(
+            "store-server", options, environment=self.environment
+        )
         self._server.call("start")
         super().start()
 

@@ -15,9 +15,9 @@ from kvwire.cli.bench.fragments import size_name
 from kvwire.cli.bench.store_work import MATCH, StoreWork
 from kvwire.cli.bench.summary import Summary
 from kvwire.cli.bench.table import lines_below, new_table
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 
-Row: TypeAlias = Finding
+Row: TypeAlias = CaseResult
 
 
 def render(benchmark: Benchmark, findings: Sequence[Row]) -> RenderableType:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvwire.cli.bench.case import Case, Samples
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Comparison:
     met: bool | None = None
 
 
-def compare(finding: Finding) -> Comparison:
+def compare(finding: CaseResult) -> Comparison:
     """Judge a case by its medians."""
     case = finding.case
     others = {

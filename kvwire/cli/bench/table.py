@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvwire.cli.bench.case import Benchmark, Case, Samples
 from kvwire.cli.bench.summary import Comparison, Summary, compare
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 
 # At most; a file or a pipe is as wide.
 WIDTH: Final = 80
@@ -22,7 +22,7 @@ MET: Final = Text("met", style="green")
 MISSED: Final = Text("missed", style="red")
 
 
-def render(benchmark: Benchmark, findings: Sequence[Finding]) -> RenderableType:
+def render(benchmark: Benchmark, findings: Sequence[CaseResult]) -> RenderableType:
     """Two tables, and the lines below them."""
     return Group(
         _judged(benchmark, findings),
@@ -33,7 +33,7 @@ def render(benchmark: Benchmark, findings: Sequence[Finding]) -> RenderableType:
     )
 
 
-def _judged(benchmark: Benchmark, findings: Sequence[Finding]) -> Table:
+def _judged(benchmark: Benchmark, findings: Sequence[CaseResult]) -> Table:
     table = new_table(f"kvwire bench {benchmark.name}: medians")
     for name in ("kvwire", "p99", "best beside it", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -59,14 +59,14 @@ def _target(case: Case, comparison: Comparison) -> Text:
     return Text(aim) + {None: Text(""), True: MET, False: MISSED}[comparison.met]
 
 
-def _best(finding: Finding, comparison: Comparison) -> str:
+def _best(finding: CaseResult, comparison: Comparison) -> str:
     if not comparison.best:
         return "nobody took part"
     middle = median(finding.samples[comparison.best].values)
     return f"{_shown(finding.case, middle)} {comparison.best}"
 
 
-def _everybody(findings: Sequence[Finding]) -> Table:
+def _everybody(findings: Sequence[CaseResult]) -> Table:
     """Who did what, and what it cost: CPU seconds of both sides for a GiB.
 
     kvwire is one column, whichever transport a row names.
@@ -124,7 +124,7 @@ def short(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def lines_below(benchmark: Benchmark, findings: Sequence[Finding]) -> Iterator[str]:
+def lines_below(benchmark: Benchmark, findings: Sequence[CaseResult]) -> Iterator[str]:
     """Notes, who failed and why, and who was not there."""
     yield from benchmark.notes
     places: dict[tuple[str, str], list[str]] = {}

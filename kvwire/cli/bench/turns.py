@@ -19,7 +19,7 @@ from kvwire.cli.bench.errors import BenchError
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CaseResult:
     """Everything measured in one case.
 
     Attributes:
@@ -40,7 +40,7 @@ def steps(plan: Benchmark, rounds: int) -> int:
 
 def take_turns(
     plan: Benchmark, rounds: int, progress: Callable[[str], None]
-) -> list[Finding]:
+) -> list[CaseResult]:
     """Run a benchmark.
 
     Args:
@@ -55,7 +55,7 @@ def take_turns(
             with what there is.
     """
     findings = [
-        Finding(case, {contender.name: Samples() for contender in case.contenders})
+        CaseResult(case, {contender.name: Samples() for contender in case.contenders})
         for case in plan.cases
     ]
     with _team() as team:
@@ -77,7 +77,7 @@ class _Team:
         self._running: dict[int, Contender] = {}
         self._unable: dict[int, BenchError] = {}
 
-    def take_turn(self, finding: Finding, contender: Contender, number: int) -> None:
+    def take_turn(self, finding: CaseResult, contender: Contender, number: int) -> None:
         try:
             self._ready(contender)
             if number < 0:
@@ -116,7 +116,7 @@ class _Team:
             contender.stop()
 
 
-def _require_samples(findings: Sequence[Finding]) -> None:
+def _require_samples(findings: Sequence[CaseResult]) -> None:
     """After an interrupt, who has done nothing is a failure like any other."""
     for finding in findings:
         for name in [n for n, s in finding.samples.items() if not s.rounds]:
@@ -137,7 +137,7 @@ def _team() -> Iterator[_Team]:
         team.stop()
 
 
-def _in_turn(finding: Finding, number: int) -> list[Contender]:
+def _in_turn(finding: CaseResult, number: int) -> list[Contender]:
     contenders = list(finding.case.contenders)
     first = number % len(contenders)
     in_turn = contenders[first:] + contenders[:first]

@@ -19,7 +19,7 @@ from kvwire.cli.demo.llama import CONTEXT, blocks_for
 from kvwire.cli.demo.picture import draw
 from kvwire.cli.demo.progress import Bars
 from kvwire.cli.demo.report import print_report, summary
-from kvwire.cli.demo.run import Request, run
+from kvwire.cli.demo.run import DemoRequest, run
 from kvwire.cli.demo.trace import trace
 from kvwire.cli.plot import Plot, save
 from kvwire.extras import install_command
@@ -97,7 +97,9 @@ def command(
     return 1 if faults else 0
 
 
-def _requests(tokenizer: Tokenizer, count: int, prompt: int, new: int) -> list[Request]:
+def _requests(
+    tokenizer: Tokenizer, count: int, prompt: int, new: int
+) -> list[DemoRequest]:
     requests = []
     for index, (name, text) in enumerate(passages(count).items()):
         tokens = tokenizer.encode(text)[:prompt]
@@ -105,5 +107,5 @@ def _requests(tokenizer: Tokenizer, count: int, prompt: int, new: int) -> list[R
         third = blocks_for(prompt - 1) // 3
         unlucky = index == min(_UNLUCKY, count - 1)
         lose = (third, 2 * third) if unlucky else (0, 0)
-        requests.append(Request(name, tokens, new, lose))
+        requests.append(DemoRequest(name, tokens, new, lose))
     return requests

@@ -19,9 +19,9 @@ from kvwire.cli.demo.lines import (
     Arrived,
     Connect,
     Decode,
-    Landed,
+    LayerLanded,
+    NewToken,
     Recomputed,
-    Token,
     Up,
     orders,
     say,
@@ -71,7 +71,7 @@ class DecodeRole:
         token = prompt[-1]
         for _ in range(order.new):
             token, spans = await self._forward([token], sequence)
-            say(Token(order.request, token, spans[0].start, spans[-1].stop))
+            say(NewToken(order.request, token, spans[0].start, spans[-1].stop))
         self._free.give_back(blocks)
 
     async def fetch(
@@ -137,4 +137,4 @@ async def watch(inc: kvwire.Incoming, request: str, cache: kvwire.PagedCache) ->
             await inc.layer(layer)
         except kvwire.KVWireError:
             return
-        say(Landed(request, layer, time.monotonic()))
+        say(LayerLanded(request, layer, time.monotonic()))

@@ -75,7 +75,7 @@ class Prefilled(msgspec.Struct, tag=True):
     marked: list[float]
 
 
-class Landed(msgspec.Struct, tag=True):
+class LayerLanded(msgspec.Struct, tag=True):
     """A layer of every block is in the decode process."""
 
     request: str
@@ -122,7 +122,7 @@ class Recomputed(msgspec.Struct, tag=True):
     spans: list[LayerSpan]
 
 
-class Token(msgspec.Struct, tag=True):
+class NewToken(msgspec.Struct, tag=True):
     """One more token of the continuation."""
 
     request: str
@@ -138,7 +138,7 @@ class Single(msgspec.Struct, tag=True):
     tokens: list[int]
 
 
-Event = Up | Prefilled | Landed | Arrived | Recomputed | Token | Single
+Event = Up | Prefilled | LayerLanded | Arrived | Recomputed | NewToken | Single
 
 
 def say(event: Event) -> None:

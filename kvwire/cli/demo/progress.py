@@ -9,8 +9,16 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from kvwire.cli.demo.lines import Arrived, Event, Landed, Prefilled, Single, Token, Up
-from kvwire.cli.demo.run import Request
+from kvwire.cli.demo.lines import (
+    Arrived,
+    Event,
+    LayerLanded,
+    NewToken,
+    Prefilled,
+    Single,
+    Up,
+)
+from kvwire.cli.demo.run import DemoRequest
 
 _UP = {
     "prefill": "prefill has loaded the model and listens on {address}",
@@ -21,7 +29,9 @@ _UP = {
 class Bars:
     """Shows events as they come; a context manager."""
 
-    def __init__(self, console: Console, requests: list[Request], library: str) -> None:
+    def __init__(
+        self, console: Console, requests: list[DemoRequest], library: str
+    ) -> None:
         self._console = console
         self._began = time.monotonic()
         self._left = sum(request.new for request in requests)
@@ -70,11 +80,11 @@ class Bars:
                 self._step(_UP[role].format(address=address))
             case Prefilled(request=request, marked=marked):
                 update(self._kv[request], total=len(marked))
-            case Landed(request=request):
+            case LayerLanded(request=request):
                 update(self._kv[request], advance=1)
             case Arrived(request=request, missing=missing) if missing:
                 update(self._kv[request], note=f"{len(missing)} blocks lost")
-            case Token(request=request):
+            case NewToken(request=request):
                 update(self._text[request], advance=1)
                 self._left -= 1
                 if not self._left:

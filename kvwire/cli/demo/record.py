@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 from kvwire.cli.demo.lines import (
     Arrived,
     Event,
-    Landed,
+    LayerLanded,
     LayerSpan,
+    NewToken,
     Prefilled,
     Recomputed,
     Single,
-    Token,
     Up,
 )
 
@@ -54,7 +54,7 @@ class Record:
     marked: list[float] = field(default_factory=list)
     landed: dict[int, float] = field(default_factory=dict)
     recomputed: list[LayerSpan] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[NewToken] = field(default_factory=list)
     single: list[int] = field(default_factory=list)
     _arrived: Arrived | None = None
 
@@ -69,13 +69,13 @@ class Record:
         match event:
             case Prefilled(spans=spans, marked=marked):
                 self.spans, self.marked = spans, marked
-            case Landed(layer=layer, at=at):
+            case LayerLanded(layer=layer, at=at):
                 self.landed[layer] = at
             case Arrived():
                 self._arrived = event
             case Recomputed(spans=spans):
                 self.recomputed += spans
-            case Token():
+            case NewToken():
                 self.tokens.append(event)
             case Single(tokens=tokens):
                 self.single = tokens

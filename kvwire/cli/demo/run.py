@@ -17,11 +17,11 @@ from kvwire.cli.demo.lines import (
     Connect,
     Decode,
     Event,
+    NewToken,
     Order,
     Prefill,
     Prefilled,
     Single,
-    Token,
     Up,
     encode,
     events,
@@ -30,7 +30,7 @@ from kvwire.cli.demo.record import Record
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Bandwidth, Direction
 
-Said = TypeVar("Said", Up, Prefilled, Token, Single)
+Said = TypeVar("Said", Up, Prefilled, NewToken, Single)
 # A process that has lost its standard input ends by itself; this is for one that hangs.
 _END_S: Final = 10.0
 # A few seconds on a quiet machine.
@@ -41,7 +41,7 @@ _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DemoRequest:
     """A prompt to continue.
 
     Attributes:
@@ -62,7 +62,7 @@ class RoleFailed(kvwire.KVWireError):
 
 
 async def run(
-    requests: list[Request],
+    requests: list[DemoRequest],
     on_event: Callable[[Event], None],
     *,
     library: str = "numpy",
@@ -88,7 +88,7 @@ async def run(
 
 
 async def _run(
-    requests: list[Request],
+    requests: list[DemoRequest],
     on_event: Callable[[Event], None],
     library: str,
     wire_gbit: float | None,
@@ -118,7 +118,10 @@ async def _run(
 
 
 async def _disaggregated(
-    requests: list[Request], prefill: Role, decode: Role, note: Callable[[Event], None]
+    requests: list[DemoRequest],
+    prefill: RoleProcess,
+    decode: RoleProcess,
+    note: Callable[[Event], None],
 ) -> None:
     prefill.give(Prefill(r.name, r.tokens, r.lose) for r in requests)
     decode.give(Decode(r.name, r.tokens, r.new) for r in requests)
@@ -126,7 +129,7 @@ async def _disaggregated(
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(prefill.until(Prefilled, len(requests), note))
-            group.create_task(decode.until(Token, tokens, note))
+            group.create_task(decode.until(NewToken, tokens, note))
     except* RoleFailed as failed:
         raise failed.exceptions[0] from None
 
@@ -143,7 +146,7 @@ async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
         yield str(proxy.address)
 
 
-class Role:
+class RoleProcess:
     """One of the processes."""
 
     def __init__(
@@ -184,7 +187,7 @@ class Role:
 
 
 @contextlib.asynccontextmanager
-async def role(name: str, library: str) -> AsyncIterator[Role]:
+async def role(name: str, library: str) -> AsyncIterator[RoleProcess]:
     """Run a process in a role for as long as the context is open."""
     # asyncio's way to do it logs a warning if the process ends while it is started.
     process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own program; a millisecond
@@ -203,7 +206,7 @@ async def role(name: str, library: str) -> AsyncIterator[Role]:
                 lambda: asyncio.StreamReaderProtocol(said), process.stdout
             )
             with contextlib.closing(transport):
-                running = Role(name, process, said)
+                running = RoleProcess(name, process, said)
                 yield running
                 await running.end()
         finally:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvwire import Communicator, Connection, ConnectionClosed, KVWireError
 from kvwire.cli.doctor.examination import Examination
-from kvwire.cli.doctor.trial import Report
+from kvwire.cli.doctor.trial import PeerReport
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 
@@ -63,7 +63,7 @@ class Greeting(msgspec.Struct, frozen=True):
     grants: tuple[bytes, ...]
 
 
-class Memory:
+class ProbeMemory:
     """Memory to measure with: fragments that lie apart, as the blocks of a cache do.
 
     At each size every second slot is a fragment. What lies between them must never
@@ -102,7 +102,7 @@ class Memory:
 async def attend(
     communicator: Communicator,
     examination: Examination,
-    heard: Callable[[Connection, Report | None], None],
+    heard: Callable[[Connection, PeerReport | None], None],
     *,
     pass_bytes: int = PASS_BYTES,
 ) -> None:
@@ -115,12 +115,12 @@ async def attend(
         pass_bytes: Bytes of all fragments of one size.
     """
     async for connection in communicator.connections():
-        memory = Memory(pass_bytes, SEED)
+        memory = ProbeMemory(pass_bytes, SEED)
         regions = [
             communicator.register(memory.fragments(size), "readwrite")
             for size in FRAGMENT_BYTES
         ]
-        reports: list[Report] = []
+        reports: list[PeerReport] = []
         try:
             grants = tuple(region.grant(connection).to_bytes() for region in regions)
             greeting = Greeting(examination, grants)
@@ -137,7 +137,7 @@ async def attend(
 
 
 async def _answer(
-    connection: Connection, memory: Memory, reports: list[Report]
+    connection: Connection, memory: ProbeMemory, reports: list[PeerReport]
 ) -> None:
     """Do what the prober asks, until it goes."""
     buffer = bytearray(MESSAGE_BYTES_MAX)
@@ -149,7 +149,7 @@ async def _answer(
             if verb == DIGEST:
                 answer = memory.digest()
             elif verb == REPORT:
-                reports[:] = [decoded(connection, said, Report)]
+                reports[:] = [decoded(connection, said, PeerReport)]
                 answer = b""
             await connection.send(ANSWER_TAG, answer)
 

@@ -19,7 +19,7 @@ from kvwire.cli.doctor.attendant import PROFILE, attend
 from kvwire.cli.doctor.examination import Examination, examine
 from kvwire.cli.doctor.probe import examine_peer
 from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
-from kvwire.cli.doctor.trial import Report
+from kvwire.cli.doctor.trial import PeerReport
 
 # What the configuration requires is missing, or a measurement has failed.
 UNWELL: Final = 1
@@ -77,14 +77,14 @@ class _Output:
     def host(self, found: Examination) -> None:
         self._show(found, lambda: fitting(found, self._console))
 
-    def report(self, report: Report) -> None:
+    def report(self, report: PeerReport) -> None:
         self._show(report, lambda: written(report))
 
     def progress(self, line: str) -> None:
         self._progress.print(line)
 
     def _show(
-        self, found: Examination | Report, shown: Callable[[], RenderableType]
+        self, found: Examination | PeerReport, shown: Callable[[], RenderableType]
     ) -> None:
         if self._json:
             document = msgspec.json.format(msgspec.json.encode(found))
@@ -100,7 +100,7 @@ def _communicator(config: Config) -> kvwire.open:
 async def _listen(
     config: Config, address: Address, found: Examination, output: _Output
 ) -> None:
-    def heard(connection: Connection, report: Report | None) -> None:
+    def heard(connection: Connection, report: PeerReport | None) -> None:
         output.progress(f"served {connection.peer} over {connection.transport}")
         if report is not None:
             output.report(report)
@@ -113,6 +113,6 @@ async def _listen(
 
 async def _ask_peer(
     config: Config, address: Address, found: Examination, output: _Output
-) -> Report:
+) -> PeerReport:
     async with _communicator(config) as communicator:
         return await examine_peer(communicator, address, found, output.progress)

@@ -30,11 +30,11 @@ from kvwire.cli.doctor.attendant import (
     REPORT,
     SEED,
     Greeting,
-    Memory,
+    ProbeMemory,
     decoded,
 )
 from kvwire.cli.doctor.examination import Examination
-from kvwire.cli.doctor.trial import Rate, Report, Trial
+from kvwire.cli.doctor.trial import PeerReport, Rate, Trial
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Address
 
@@ -98,7 +98,7 @@ async def examine_peer(
     address: Address,
     here: Examination,
     progress: Callable[[str], None],
-) -> Report:
+) -> PeerReport:
     """Try every transport that both sides can use, and give the peer the report too.
 
     Args:
@@ -115,7 +115,9 @@ async def examine_peer(
         progress(f"transport {name}")
         trial, _ = await try_out(communicator, address, FRAGMENT_BYTES, transport=name)
         trials.append(trial)
-    report = Report(address=str(address), here=here, there=there, trials=tuple(trials))
+    report = PeerReport(
+        address=str(address), here=here, there=there, trials=tuple(trials)
+    )
     if there is not None:
         with contextlib.suppress(KVWireError):  # it has gone
             await _hand_over(communicator, address, report)
@@ -123,7 +125,7 @@ async def examine_peer(
 
 
 async def _hand_over(
-    communicator: Communicator, address: Address, report: Report
+    communicator: Communicator, address: Address, report: PeerReport
 ) -> None:
     connection = await communicator.connect(address)
     try:
@@ -149,7 +151,7 @@ async def _measured(
 ) -> Trial:
     rates: list[Rate] = []
     damaged: list[str] = []
-    there: Memory | None = None
+    there: ProbeMemory | None = None
     for size, said in zip(FRAGMENT_BYTES, grants, strict=False):
         if size not in sizes:
             continue
@@ -157,7 +159,7 @@ async def _measured(
         nbytes = len(grant)
         if not size <= nbytes <= PASS_BYTES or nbytes % FRAGMENT_BYTES[-1]:
             raise KVWireError(f"the peer lends {nbytes} bytes; {PASS_BYTES} at most")
-        there = there or Memory(nbytes, SEED)
+        there = there or ProbeMemory(nbytes, SEED)
         damaged += await _passes(connection, grant, there, size, rates)
     round_trip_s = await _round_trip(connection) if sizes else None
     return replace(
@@ -168,7 +170,7 @@ async def _measured(
 async def _passes(
     connection: Connection,
     grant: Grant,
-    there: Memory,
+    there: ProbeMemory,
     size: int,
     rates: list[Rate],
 ) -> list[str]:
@@ -186,7 +188,7 @@ async def _passes(
     """
     damaged: list[str] = []
     what = f"of {size} B fragments"
-    here, before = Memory(len(grant), size), Memory(len(grant), size)
+    here, before = ProbeMemory(len(grant), size), ProbeMemory(len(grant), size)
     fragments = here.fragments(size)
 
     async def get() -> None:

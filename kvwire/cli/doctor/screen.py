@@ -19,7 +19,7 @@ from kvwire.backend import Finding
 from kvwire.cli.doctor.examination import Examination
 from kvwire.cli.doctor.findings import in_bytes
 from kvwire.cli.doctor.transports import Transport
-from kvwire.cli.doctor.trial import Rate, Report, Trial
+from kvwire.cli.doctor.trial import PeerReport, Rate, Trial
 
 ROWS_MAX: Final = 40
 COLUMNS_MAX: Final = 80
@@ -86,7 +86,7 @@ def negotiated(trial: Trial) -> RenderableType:
     return Group(Text(title, style="bold"), table, *_measured(trial))
 
 
-def written(report: Report) -> RenderableType:
+def written(report: PeerReport) -> RenderableType:
     """A report in full, for a file or a mail."""
     hosts: list[RenderableType] = [Text("the side that connected", style="bold")]
     hosts.append(host(report.here))

@@ -53,7 +53,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class PeerReport:
     """Two hosts and what went on between them.
 
     Attributes:

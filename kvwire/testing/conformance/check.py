@@ -15,6 +15,19 @@ class CheckFailed(AssertionError):
     """A backend did not keep a promise; the message says what was seen instead."""
 
 
+class Planted(Exception):
+    """What a handler raises where a check wants it to."""
+
+
+def raise_planted(*_: object) -> None:
+    """Raise, in the place of a callback.
+
+    Raises:
+        Planted: Always.
+    """
+    raise Planted
+
+
 def require(condition: bool, otherwise: str) -> None:
     """Fail the check with ``otherwise`` unless the condition holds.
 

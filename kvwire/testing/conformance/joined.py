@@ -14,7 +14,7 @@ from kvwire.testing.conformance.witness import Witness
 S = TypeVar("S", bound=Witness)
 
 
-class Joined(Bench, Generic[S]):
+class JoinedRig(Bench, Generic[S]):
     """Two backends and the sides of what joins them, for one check.
 
     When it ends it aborts every side and then looks for what is left.

@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 from kvwire.backend import Backend, Link, Listener
 from kvwire.testing.conformance.check import CheckOf, GroupOf
-from kvwire.testing.conformance.joined import Joined
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.joined import JoinedRig
+from kvwire.testing.conformance.side import LinkSide
 from kvwire.types import Address
 
 
-class Rig(Joined[Side]):
+class Rig(JoinedRig[LinkSide]):
     """Two backends joined by links, for one check.
 
     Args:
@@ -86,7 +86,7 @@ class Rig(Joined[Side]):
         *,
         start_left: bool = True,
         start_right: bool = True,
-    ) -> tuple[Side, Side]:
+    ) -> tuple[LinkSide, LinkSide]:
         """A link between the near backend (left) and the far one (right)."""
         if listener is None:
             listener = self._listeners[0] if self._listeners else await self.listen()
@@ -103,9 +103,9 @@ class Rig(Joined[Side]):
         """Links that came in and were not asked for."""
         return len(self._accepted)
 
-    def side(self, name: str, link: Link) -> Side:
+    def side(self, name: str, link: Link) -> LinkSide:
         """Put a handler that judges on a link, not yet started."""
-        side = Side(name, link, self.verdicts)
+        side = LinkSide(name, link, self.verdicts)
         self.sides.append(side)
         return side
 
@@ -116,7 +116,7 @@ class Rig(Joined[Side]):
         for link in self._links:
             link.abort()
 
-    def forget(self, *sides: Side) -> None:
+    def forget(self, *sides: LinkSide) -> None:
         """See Joined: also of their links."""
         super().forget(*sides)
         gone = {id(side.link) for side in sides}

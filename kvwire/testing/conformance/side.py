@@ -27,7 +27,7 @@ class KitLanding(Landing):
         self.memory: Memory | None = memory
 
 
-class Side(Witness, LinkHandler):
+class LinkSide(Witness, LinkHandler):
     """One side of a link, its handler and its caller.
 
     Args:

@@ -24,4 +24,4 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the sides of a benchmark as threads."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for module in (overlap_pair, pair, solo, store_contender):
-        monkeypatch.setattr(module, "Side", ThreadSide)
+        monkeypatch.setattr(module, "SideProcess", ThreadSide)

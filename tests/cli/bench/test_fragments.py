@@ -15,7 +15,7 @@ from kvwire.cli.bench.fragment_work import LEFT, work_of
 from kvwire.cli.bench.fragments import (
     SAME_HOST,
     TCP,
-    Choice,
+    FragmentsChoice,
     fragments,
     registered,
 )
@@ -103,7 +103,7 @@ async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> Non
 
 
 def test_local_takes_part_with_and_without_arenas() -> None:
-    choice = Choice(
+    choice = FragmentsChoice(
         transports=["local"],
         layer_bytes=[4 * KIB],
         round_bytes=1 * MIB,

@@ -13,7 +13,7 @@ from kvwire.cli.bench.document import document
 from kvwire.cli.bench.fragment_work import work_of
 from kvwire.cli.bench.fragments import (
     SAME_HOST,
-    Choice,
+    FragmentsChoice,
     fragments,
     why_not,
 )
@@ -90,7 +90,7 @@ def test_a_backend_that_cannot_run_is_left_out_with_its_reason(
     """It did not fail: nobody tried."""
     found = Availability(available=False, reason="no GPU", remedy="buy one")
     monkeypatch.setattr(registry, "availability", lambda _: found)
-    choice = Choice(
+    choice = FragmentsChoice(
         transports=["nccl"],
         layer_bytes=[4 * KIB],
         round_bytes=MIB,

@@ -11,7 +11,7 @@ import pytest
 from kvwire.cli.bench import pair
 from kvwire.cli.bench.case import Work
 from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.pair import PairContender, Side
+from kvwire.cli.bench.pair import PairContender, SideProcess
 from kvwire.limits import KIB, MIB
 
 # Each starts processes, on a machine that may be busy with others.
@@ -31,8 +31,8 @@ BULK = [
 
 
 @pytest.fixture
-def side() -> Iterator[Side]:
-    found = Side("sockets")
+def side() -> Iterator[SideProcess]:
+    found = SideProcess("sockets")
     yield found
     found.stop()
 
@@ -75,37 +75,37 @@ def test_bytes_that_change_on_the_way_are_found(
     try:
         contender.start()
         digests = itertools.count()
-        answer = Side.answer
+        answer = SideProcess.answer
 
-        def damaged(side: Side) -> dict[str, object]:
+        def damaged(side: SideProcess) -> dict[str, object]:
             found = answer(side)
             return {"digest": str(next(digests))} if "digest" in found else found
 
-        monkeypatch.setattr(Side, "answer", damaged)
+        monkeypatch.setattr(SideProcess, "answer", damaged)
         with pytest.raises(BenchError, match=r"what arrived .* is not what was sent"):
             contender.check(BULK[0])
     finally:
         contender.stop()
 
 
-def test_what_fails_over_there_is_told_here(side: Side) -> None:
+def test_what_fails_over_there_is_told_here(side: SideProcess) -> None:
     with pytest.raises(BenchError, match="connect: ConnectionRefusedError"):
         side.call("connect", address=1)
 
 
-def test_only_the_calls_of_a_half_can_be_made(side: Side) -> None:
+def test_only_the_calls_of_a_half_can_be_made(side: SideProcess) -> None:
     with pytest.raises(BenchError, match="there is no call '__init__'"):
         side.call("__init__")
 
 
-def test_a_process_that_ends_is_an_error(side: Side) -> None:
+def test_a_process_that_ends_is_an_error(side: SideProcess) -> None:
     side._process.kill()
     with pytest.raises(BenchError, match="ended with status -9"):
         side.call("cpu")
 
 
 def test_a_process_that_is_stuck_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, side: Side
+    monkeypatch: pytest.MonkeyPatch, side: SideProcess
 ) -> None:
     side.call("listen")
     monkeypatch.setattr(pair, "ANSWER_TIMEOUT_S", 0.05)
@@ -116,12 +116,12 @@ def test_a_process_that_is_stuck_is_an_error(
 
 
 def test_an_unknown_role_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    found = Side("carrier pigeons")
+    found = SideProcess("carrier pigeons")
     with pytest.raises(BenchError, match="ended with status 1"):
         found.call("listen")
     found.stop()
     assert "carrier pigeons" in capfd.readouterr().err
 
 
-def test_the_interpreter_is_this_one(side: Side) -> None:
+def test_the_interpreter_is_this_one(side: SideProcess) -> None:
     assert side._process.args[0] == sys.executable  # type: ignore[index]

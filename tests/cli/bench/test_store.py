@@ -13,7 +13,7 @@ import pytest
 from kvwire.cli.bench import store as plan
 from kvwire.cli.bench import store_command
 from kvwire.cli.bench.sides.page_cache import can_drop
-from kvwire.cli.bench.store import Choice, store
+from kvwire.cli.bench.store import StoreChoice, store
 from kvwire.cli.bench.store_work import TIERS
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.extras import install_command
@@ -139,7 +139,7 @@ def test_a_disk_without_room_is_told_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def choice(directory: Path, **changed: Any) -> Choice:
+def choice(directory: Path, **changed: Any) -> StoreChoice:
     options: dict[str, Any] = {
         "tiers": TIERS,
         "transports": ["tcp"],
@@ -149,4 +149,4 @@ def choice(directory: Path, **changed: Any) -> Choice:
         "loop": "asyncio",
         **changed,
     }
-    return Choice(**options)
+    return StoreChoice(**options)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvwire.cli.bench.case import MICROSECONDS, Samples
 from kvwire.cli.bench.summary import Summary, compare
-from kvwire.cli.bench.turns import Finding
+from kvwire.cli.bench.turns import CaseResult
 from tests.cli.bench.contenders import WORK, Scripted, case
 
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
@@ -45,7 +45,7 @@ def test_as_numpy_has_it(values: list[float]) -> None:
 def test_a_rate_is_compared_with_the_highest() -> None:
     ours, slow, fast = (Scripted(name) for name in ("ours", "slow", "fast"))
     found = compare(
-        Finding(
+        CaseResult(
             case(ours, slow, fast, target=0.9),
             {
                 "ours": samples([8.0], [10.0]),
@@ -61,7 +61,7 @@ def test_a_rate_is_compared_with_the_highest() -> None:
 def test_a_time_is_compared_with_the_lowest() -> None:
     ours, slow, fast = (Scripted(name) for name in ("ours", "slow", "fast"))
     found = compare(
-        Finding(
+        CaseResult(
             case(ours, slow, fast, unit=MICROSECONDS, target=1.3),
             {
                 "ours": samples([2.0, 4.0, 3.0]),
@@ -74,7 +74,7 @@ def test_a_time_is_compared_with_the_lowest() -> None:
 
 
 def test_nobody_beside_it_means_no_verdict() -> None:
-    found = compare(Finding(case(Scripted("ours")), {"ours": samples([1.0])}))
+    found = compare(CaseResult(case(Scripted("ours")), {"ours": samples([1.0])}))
     assert (found.best, found.ratio, found.met) == ("", None, None)
 
 

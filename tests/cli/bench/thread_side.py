@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import uvloop
 
-from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, Side
+from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, SideProcess
 from kvwire.cli.bench.sides.__main__ import Role, answer
 from tests.bench.sides import PROGRAM, ROLES
 
@@ -25,7 +25,7 @@ _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
 }
 
 
-class ThreadSide(Side):
+class ThreadSide(SideProcess):
     """A side on a loop of its own; see Side."""
 
     def __init__(

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from kvwire.cli.demo.lines import Arrived, LayerSpan, Prefilled, Recomputed, Token
+from kvwire.cli.demo.lines import Arrived, LayerSpan, NewToken, Prefilled, Recomputed
 from kvwire.cli.demo.picture import draw
 from kvwire.cli.demo.record import Record
 from kvwire.cli.demo.report import print_report, summary
@@ -38,7 +38,7 @@ def whole(began: float = 100.0) -> Record:
     record.note(Prefilled("whole", spans(64, began), marked))
     record.landed = {layer: at + 0.003 for layer, at in enumerate(marked)}
     record.note(arrived("whole", marked[-1] + 0.002, missing=[]))
-    record.tokens = [Token("whole", 7, began + 0.05, began + 0.06)]
+    record.tokens = [NewToken("whole", 7, began + 0.05, began + 0.06)]
     record.single = [7]
     return record
 
@@ -50,7 +50,7 @@ def broken() -> Record:
     record.landed = {}
     record.note(arrived("broken", 100.08, missing=[1, 2]))
     record.note(Recomputed("broken", spans(48, 100.09)))
-    record.tokens = [Token("broken", 7, 100.14, 100.15)]
+    record.tokens = [NewToken("broken", 7, 100.14, 100.15)]
     return record
 
 

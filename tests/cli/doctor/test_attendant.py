@@ -17,7 +17,7 @@ from kvwire.cli.doctor.attendant import (
     GREETING_TAG,
     SEED,
     Greeting,
-    Memory,
+    ProbeMemory,
 )
 from kvwire.cli.doctor.probe import examine_peer
 from kvwire.limits import KIB, MIB
@@ -47,9 +47,9 @@ async def test_it_lends_memory_that_it_filled_at_every_size() -> None:
     async with ward(2 * MIB) as found:
         connection = await found.prober.connect(found.address)
         grants = (await greeted(connection)).grants
-        there = Memory(2 * MIB, SEED)
+        there = ProbeMemory(2 * MIB, SEED)
         for size, grant in zip(FRAGMENT_BYTES, grants, strict=True):
-            here = Memory(2 * MIB, 7)
+            here = ProbeMemory(2 * MIB, 7)
             await connection.get(Grant.from_bytes(grant), into=here.fragments(size))
             assert np.array_equal(here.slots(size)[:, 0], there.slots(size)[:, 0])
         await connection.send(ASK_TAG, DIGEST)
@@ -57,7 +57,7 @@ async def test_it_lends_memory_that_it_filled_at_every_size() -> None:
 
 
 def test_fragments_lie_apart_and_make_up_the_total() -> None:
-    fragments = Memory(64, 1).fragments(16)
+    fragments = ProbeMemory(64, 1).fragments(16)
     assert fragments.nbytes == 64
     assert np.diff(fragments.addresses.astype(np.int64)).tolist() == [32] * 3
 

@@ -10,7 +10,7 @@ import pytest
 import kvwire
 from kvwire import Address
 from kvwire.cli.doctor import attendant, probe
-from kvwire.cli.doctor.attendant import PROFILE, Memory
+from kvwire.cli.doctor.attendant import PROFILE, ProbeMemory
 from kvwire.cli.doctor.probe import examine_peer, try_out
 from kvwire.cli.doctor.trial import Rate
 from kvwire.kv.fragments import Fragments
@@ -46,13 +46,13 @@ async def test_on_a_slow_wire_one_pass_is_all(monkeypatch: pytest.MonkeyPatch) -
     assert [rate.passes for rate in trial.rates] == [1, 1]
 
 
-class _OtherBytes(Memory):
+class _OtherBytes(ProbeMemory):
     def __init__(self, pass_bytes: int, seed: int) -> None:
         super().__init__(pass_bytes, seed)
         self.bytes[0] ^= 1
 
 
-class _OtherBytesBetween(Memory):
+class _OtherBytesBetween(ProbeMemory):
     def __init__(self, pass_bytes: int, seed: int) -> None:
         super().__init__(pass_bytes, seed)
         self.bytes[MIB] ^= 1
@@ -67,10 +67,10 @@ PUT_DAMAGED = "put of 1048576 B fragments: other bytes than were sent, or beside
     [(_OtherBytes, (GET_DAMAGED,)), (_OtherBytesBetween, (PUT_DAMAGED,))],
 )
 async def test_damage_is_named(
-    kind: type[Memory], damaged: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    kind: type[ProbeMemory], damaged: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put repairs what was wrong in a fragment, and not what is between them."""
-    monkeypatch.setattr(attendant, "Memory", kind)
+    monkeypatch.setattr(attendant, "ProbeMemory", kind)
     async with ward() as found:
         trial, _ = await try_out(found.prober, found.address, (MIB,))
     assert trial.damaged == damaged

@@ -18,7 +18,7 @@ from kvwire.cli.doctor.screen import (
     written,
 )
 from kvwire.cli.doctor.transports import Transport
-from kvwire.cli.doctor.trial import Rate, Report, Trial
+from kvwire.cli.doctor.trial import PeerReport, Rate, Trial
 from kvwire.types import Candidate
 from tests.cli.doctor.trees import examination, machine, port
 
@@ -184,7 +184,7 @@ def test_the_words_of_a_peer_steer_no_terminal() -> None:
 
 def test_a_report_has_both_hosts_in_full() -> None:
     there = examination(findings=(WARNING,))
-    report = Report(
+    report = PeerReport(
         address="tcp://10.0.0.1:7400", here=examination(), there=there, trials=(TRIAL,)
     )
     found = lines(written(report))

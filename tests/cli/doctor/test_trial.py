@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvwire.cli.doctor.trial import Rate, Report, Trial
+from kvwire.cli.doctor.trial import PeerReport, Rate, Trial
 from kvwire.types import Candidate
 from tests.cli.doctor.trees import examination
 
@@ -12,8 +12,8 @@ RATE = Rate(verb="put", fragment_bytes=4096, bytes_per_s=1e9, passes=1)
 GOOD = Trial(candidates=(Candidate("tcp", True, ""),), rates=(RATE,))
 
 
-def report(*trials: Trial) -> Report:
-    return Report(address="", here=examination(), there=None, trials=trials)
+def report(*trials: Trial) -> PeerReport:
+    return PeerReport(address="", here=examination(), there=None, trials=trials)
 
 
 def test_the_transport_taken() -> None:

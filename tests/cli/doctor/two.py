@@ -11,7 +11,7 @@ import kvwire
 from kvwire import Address, Communicator, Connection
 from kvwire.cli.doctor.attendant import PROFILE, attend
 from kvwire.cli.doctor.examination import Examination
-from kvwire.cli.doctor.trial import Report
+from kvwire.cli.doctor.trial import PeerReport
 from kvwire.limits import MIB
 from tests.cli.doctor.trees import examination, machine
 
@@ -30,7 +30,7 @@ class Ward:
 
     prober: Communicator
     address: Address
-    heard: list[Report | None] = field(default_factory=list)
+    heard: list[PeerReport | None] = field(default_factory=list)
 
 
 @asynccontextmanager
@@ -42,7 +42,7 @@ async def ward(pass_bytes: int = MIB) -> AsyncIterator[Ward]:
     ):
         found = Ward(here, await there.listen("127.0.0.1:0"))
 
-        def heard(_: Connection, report: Report | None) -> None:
+        def heard(_: Connection, report: PeerReport | None) -> None:
             found.heard.append(report)
 
         serving = asyncio.create_task(

@@ -8,60 +8,60 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import Memory
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("abort")
 
-Stage = Callable[[Rig, Side, Side], Awaitable[None]]
+Stage = Callable[[Rig, LinkSide, LinkSide], Awaitable[None]]
 
 
-async def _started(rig: Rig, left: Side, right: Side) -> None:
+async def _started(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     return
 
 
-async def _idle(rig: Rig, left: Side, right: Side) -> None:
+async def _idle(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send(1000)
     await rig.arrives(right, 1)
     await rig.given_back(left)
 
 
-async def _queued(rig: Rig, left: Side, right: Side) -> None:
+async def _queued(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(10):
         left.queue(100_000)
 
 
-async def _flushed(rig: Rig, left: Side, right: Side) -> None:
+async def _flushed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(10):
         left.send(100_000)
 
 
-async def _sending(rig: Rig, left: Side, right: Side) -> None:
+async def _sending(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send(16 * MIB)
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
 
 
-async def _receiving(rig: Rig, left: Side, right: Side) -> None:
+async def _receiving(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.send(16 * MIB)
     await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
 
 
-async def _both(rig: Rig, left: Side, right: Side) -> None:
+async def _both(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send(16 * MIB)
     right.send(16 * MIB)
     await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
 
 
-async def _closing(rig: Rig, left: Side, right: Side) -> None:
+async def _closing(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(10):
         left.queue(MIB)
     left.close()
 
 
-async def _closed_upon(rig: Rig, left: Side, right: Side) -> None:
+async def _closed_upon(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.close()
 
 
-async def _aborted_upon(rig: Rig, left: Side, right: Side) -> None:
+async def _aborted_upon(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.abort()
 
 

@@ -6,12 +6,12 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("close")
 
 
-async def _end_cleanly(rig: Rig, *sides: Side) -> None:
+async def _end_cleanly(rig: Rig, *sides: LinkSide) -> None:
     await rig.closes(*sides)
     for side in sides:
         error = side.closed[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("flush")
 
@@ -69,7 +69,7 @@ async def _in_callbacks(rig: Rig) -> None:
     await rig.given_back(right)
 
 
-def _flush_always(side: Side) -> None:
+def _flush_always(side: LinkSide) -> None:
     def flush(*_: object) -> None:
         side.flush()
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from kvwire.backend import Link
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.check import Planted, raise_planted, require
 from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("isolation")
-
-
-class Planted(Exception):
-    """What a handler raises here."""
-
-
-def _raise(*_: object) -> None:
-    raise Planted
 
 
 @group.check("two", "Frames of two links do not mix")
@@ -53,14 +45,16 @@ async def _listeners(rig: Rig) -> None:
     require(len(seen["first"]) == 1, f"the first has {len(seen['first'])}")
 
 
-def _queue_own(side: Side, owner: int) -> None:
+def _queue_own(side: LinkSide, owner: int) -> None:
     """A frame that says whose it is."""
     number = owner * 1000 + side.queued
     side.queue(number % 9 * 20_000, CUTS["pages"], number=number)
     side.flush()
 
 
-async def _all_own(rig: Rig, pairs: list[tuple[Side, Side]], count: int) -> None:
+async def _all_own(
+    rig: Rig, pairs: list[tuple[LinkSide, LinkSide]], count: int
+) -> None:
     for i, (left, right) in enumerate(pairs):
         for owner, receiver in ((i, right), (i + 100, left)):
             await rig.arrives(receiver, count)
@@ -82,7 +76,7 @@ _HOOKS = ("on_header", "on_body", "on_sent", "on_writable")
 async def _raises(rig: Rig, hook: str) -> None:
     victim, peer = await rig.pair()
     left, right = await rig.pair()
-    setattr(victim, hook, _raise)
+    setattr(victim, hook, raise_planted)
     with rig.expecting_errors():
         for _ in range(32):
             victim.queue(MIB)
@@ -99,7 +93,7 @@ async def _raises(rig: Rig, hook: str) -> None:
 async def _raises_closed(rig: Rig) -> None:
     victim, peer = await rig.pair()
     left, right = await rig.pair()
-    victim.on_closed = _raise
+    victim.on_closed = raise_planted
     with rig.expecting_errors():
         victim.abort()
         await rig.closes(victim, peer)

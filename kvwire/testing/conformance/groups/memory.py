@@ -15,7 +15,7 @@ from kvwire.testing.conformance.content import CUTS, Bytes, Cut, Head, Memory, p
 from kvwire.testing.conformance.growth import require_collected
 from kvwire.testing.conformance.poison import POISON, poison
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("memory")
 
@@ -172,7 +172,9 @@ async def _kept_source(rig: Rig) -> None:
     await rig.arrives(right, 8)
 
 
-async def _idle_after_traffic(rig: Rig) -> tuple[Side, Side, list[weakref.ref[Bytes]]]:
+async def _idle_after_traffic(
+    rig: Rig,
+) -> tuple[LinkSide, LinkSide, list[weakref.ref[Bytes]]]:
     """A pair over which frames of all kinds went, and references to their memory."""
     left, right = await rig.pair()
     seen: list[weakref.ref[Bytes]] = []

@@ -6,7 +6,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import KitLanding, Side
+from kvwire.testing.conformance.side import KitLanding, LinkSide
 
 group: Group = Group("order")
 
@@ -141,7 +141,9 @@ async def _sent_chain(rig: Rig) -> None:
     await _all_arrive(rig, left, right, 50)
 
 
-async def _all_arrive(rig: Rig, sender: Side, receiver: Side, count: int) -> None:
+async def _all_arrive(
+    rig: Rig, sender: LinkSide, receiver: LinkSide, count: int
+) -> None:
     await rig.arrives(receiver, count)
     await rig.given_back(sender)
     await rig.settle()

@@ -12,11 +12,11 @@ from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import Head
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("pause")
 
-Run = Callable[[Rig, Side, Side], Awaitable[None]]
+Run = Callable[[Rig, LinkSide, LinkSide], Awaitable[None]]
 
 # Small frames that come together, and such as need many turns.
 _SIZES = (0, 10, 0, 7 * KIB, 100 * KIB, 3, 9 * KIB, 0, 2 * MIB, 1)
@@ -36,7 +36,7 @@ def _check(name: str, promise: str) -> Callable[[Run], None]:
 
 
 @_check("before", "A paused link hands over no header until it is resumed")
-async def _before(rig: Rig, left: Side, right: Side) -> None:
+async def _before(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()
@@ -47,7 +47,7 @@ async def _before(rig: Rig, left: Side, right: Side) -> None:
 
 
 @_check("each", "Paused with a header, a link ends that frame and begins no other")
-async def _each(rig: Rig, left: Side, right: Side) -> None:
+async def _each(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     headers: list[int] = []
 
     def pause(head: Head) -> None:
@@ -66,7 +66,7 @@ async def _each(rig: Rig, left: Side, right: Side) -> None:
 
 
 @_check("again", "Paused again before it has gone on, a link stays paused")
-async def _again(rig: Rig, left: Side, right: Side) -> None:
+async def _again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()
@@ -80,7 +80,7 @@ async def _again(rig: Rig, left: Side, right: Side) -> None:
 
 
 @_check("end", "A paused link can be aborted, and resumed after that")
-async def _end(rig: Rig, left: Side, right: Side) -> None:
+async def _end(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.link.pause()
     _send_all(left)
     await rig.settle()
@@ -91,7 +91,7 @@ async def _end(rig: Rig, left: Side, right: Side) -> None:
     left.abort()
 
 
-def _send_all(side: Side) -> None:
+def _send_all(side: LinkSide) -> None:
     for size in _SIZES:
         side.queue(size)
     side.flush()

@@ -8,7 +8,7 @@ from kvwire.limits import HEADER_BYTES, MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import Side
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("pressure")
 
@@ -16,7 +16,7 @@ group: Group = Group("pressure")
 _FRAMES = 32
 
 
-async def _fill(rig: Rig, side: Side) -> None:
+async def _fill(rig: Rig, side: LinkSide) -> None:
     for _ in range(_FRAMES):
         side.send(MIB)
     await rig.settle()

@@ -10,12 +10,12 @@ from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.poison import poison
 from kvwire.testing.conformance.rig import Group, Rig
-from kvwire.testing.conformance.side import KitLanding, Side
+from kvwire.testing.conformance.side import KitLanding, LinkSide
 from kvwire.types import Address
 
 group: Group = Group("threads")
 
-Far = Callable[[Rig, Side], Awaitable[None]]
+Far = Callable[[Rig, LinkSide], Awaitable[None]]
 
 
 class Elsewhere:
@@ -35,7 +35,7 @@ class Elsewhere:
         self._address: Address | None = None
         self._error: BaseException | None = None
 
-    async def __aenter__(self) -> Side:
+    async def __aenter__(self) -> LinkSide:
         """Start the thread, and connect to it."""
         self._thread.start()
         await self._rig.until(
@@ -75,7 +75,7 @@ class Elsewhere:
             await rig.aclose()
 
 
-async def _echo_until_closed(rig: Rig, right: Side) -> None:
+async def _echo_until_closed(rig: Rig, right: LinkSide) -> None:
     def echo(landing: KitLanding) -> None:
         right.queue(landing.head.length, CUTS["pages"], number=landing.head.number)
         right.flush()
@@ -86,18 +86,18 @@ async def _echo_until_closed(rig: Rig, right: Side) -> None:
     await rig.closes(right)
 
 
-async def _start_and_wait(rig: Rig, right: Side) -> None:
+async def _start_and_wait(rig: Rig, right: LinkSide) -> None:
     right.start()
     await rig.closes(right)
 
 
-async def _abort_in_body(rig: Rig, right: Side) -> None:
+async def _abort_in_body(rig: Rig, right: LinkSide) -> None:
     right.on_body = lambda landing: right.abort()
     right.start()
     await rig.closes(right)
 
 
-async def _never_start(rig: Rig, right: Side) -> None:
+async def _never_start(rig: Rig, right: LinkSide) -> None:
     await rig.settle()
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from kvwire.backend import Backend, Landing, Link, LinkHandler, Listener
 from kvwire.backend.lane import LaneContext
 from kvwire.testing.conformance.check import CheckOf, GroupOf
-from kvwire.testing.conformance.joined import Joined
+from kvwire.testing.conformance.joined import JoinedRig
 from kvwire.testing.conformance.lanes.side import LaneSide
 from kvwire.types import Address, Role
 
@@ -17,7 +17,7 @@ from kvwire.types import Address, Role
 _CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
 
 
-class LaneRig(Joined[LaneSide]):
+class LaneRig(JoinedRig[LaneSide]):
     """Two backends joined by lanes, for one check.
 
     Args:

@@ -6,18 +6,10 @@ Every side judges its callbacks in every check; these provoke what is easily got
 from __future__ import annotations
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import require
+from kvwire.testing.conformance.check import Planted, raise_planted, require
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 
 group: LaneGroup = LaneGroup("callback")
-
-
-class Planted(Exception):
-    """What a handler raises here."""
-
-
-def _raise(*_: object) -> None:
-    raise Planted
 
 
 @group.check("unflushed", "send and receive call nothing, however much is there")
@@ -96,7 +88,7 @@ async def _idle(rig: LaneRig) -> None:
 async def _raises_received(rig: LaneRig) -> None:
     left, right = await rig.pair()
     others = await rig.pair()
-    right.on_received = _raise
+    right.on_received = raise_planted
     with rig.expecting_errors():
         for _ in range(4):
             left.send(100_000)
@@ -111,7 +103,7 @@ async def _raises_received(rig: LaneRig) -> None:
 @group.check("raises-sent", "A handler that raises in payload_sent loses its lane")
 async def _raises_sent(rig: LaneRig) -> None:
     left, right = await rig.pair()
-    left.on_sent = _raise
+    left.on_sent = raise_planted
     with rig.expecting_errors():
         for _ in range(4):
             left.send(100_000)
@@ -126,7 +118,7 @@ async def _raises_sent(rig: LaneRig) -> None:
 async def _raises_closed(rig: LaneRig) -> None:
     victim, _peer = await rig.pair()
     left, right = await rig.pair()
-    victim.on_closed = _raise
+    victim.on_closed = raise_planted
     with rig.expecting_errors():
         victim.abort()
         await rig.closes(victim)
