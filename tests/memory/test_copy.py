@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import tracemalloc
 
 import numpy as np
 import numpy.typing as npt
@@ -184,6 +185,23 @@ def test_as_fragments_keeps_memory_alive() -> None:
     assert fragments.writable
     assert content(fragments) == b"abc"
     assert as_fragments(fragments) is fragments
+
+
+@pytest.mark.parametrize("to", ["view", "fragments"])
+def test_aligned_pieces_are_copied_without_new_memory(to: str) -> None:
+    """It would be faulted in page by page, each time anew."""
+    source, _memory = scattered([4 * KIB] * 512, 5)
+    destination: Fragments | memoryview = memoryview(bytearray(2 * MIB))
+    if to == "fragments":
+        destination, _beside = scattered([4 * KIB] * 512, 6)
+    copy(source, destination)  # this thread has its memory for batches now
+    tracemalloc.start()
+    copy(source, destination)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 64 * KIB
+    whole = destination if isinstance(destination, memoryview) else content(destination)
+    assert whole == content(source)
 
 
 def test_only_long_pieces_let_go_of_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
