@@ -167,6 +167,9 @@ STORE_HASH_BYTES_MAX: Final = 64
 STORE_BATCH_BYTES: Final = 16 * MIB
 # Kept free of blocks that no other tier has, so that a put rarely waits for a disk.
 STORE_HEADROOM_BYTES: Final = 64 * MIB
+# Up to here a get reads from a store server without asking first what is there: room
+# for so much is made in vain where nothing is.
+STORE_UNASKED_BYTES: Final = 2 * MIB
 # Of models, shards and groups that a disk has descriptions of.
 STORE_NAMESPACES_MAX: Final = 4096
 
@@ -184,9 +187,9 @@ STORE_BERTH_BYTES: Final = STORE_BATCH_BYTES
 STORE_BERTHS: Final = 2
 STORE_BERTHS_MAX: Final = 64
 STORE_CLIENTS_MAX: Final = 256
-# Pieces that a server copies an image in, for one transfer: heads of 16 bytes in a full
-# berth. What a client calls its order may make them single elements.
-STORE_PIECES_MAX: Final = 1024 * 1024
+# The share of a server's memory that may be pinned while it is sent: with a quarter,
+# what slow clients do not take costs the others no more than that.
+STORE_LENT_SHARE: Final = 4
 # Namespaces that a server describes to a new client, for its error messages.
 STORE_NAMESPACES_TOLD: Final = 64
 # A berth's bytes take 10 s at 1.6 MB/s; who is slower than that does not gain from it.

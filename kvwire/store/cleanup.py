@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvwire.limits import STORE_GRACE_S
 
 if TYPE_CHECKING:
-    from kvwire import Connection, Incoming, Outgoing
+    from kvwire import Connection, Request
 
 T = TypeVar("T")
 
 
-async def drain_or_abort(transfer: Incoming | Outgoing, connection: Connection) -> None:
-    """Wait until nothing touches the memory of a transfer that is over.
+async def drain_or_abort(request: Request[int], connection: Connection) -> None:
+    """End a request, and wait until nothing touches its memory.
 
     A link that keeps it for longer than a moment is stuck in the middle of a chunk.
     It is ended, which is what makes the memory free; a timeout alone never does.
 
     Cancel safety: safe, it may be called again.
     """
+    request.cancel()
     try:
         async with asyncio.timeout(STORE_GRACE_S):
-            await transfer.drained()
+            await request.released()
     except TimeoutError:
-        connection.abort("it keeps the memory of a transfer that is over")
-        await transfer.drained()
+        connection.abort("it keeps the memory of a request that is over")
+        await request.released()
 
 
 def error_text(error: BaseException) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kvwire.kv.outcome import Outcome
-
 
 class StoreCounters(msgspec.Struct):
     """Counts since the store was opened. A block here is one hash.
@@ -36,19 +34,17 @@ class StoreCounters(msgspec.Struct):
     put_bytes: int = 0
     got_bytes: int = 0
 
-    def put_ended(
-        self, outcome: Outcome, *, there: int, blocks: int, present: int
-    ) -> None:
+    def put_ended(self, nbytes: int, *, there: int, blocks: int, present: int) -> None:
         """Count a put: so many of its blocks are there, and so many were before."""
         self.puts += 1
         self.present_blocks += present
         self.stored_blocks += there - present
         self.refused_blocks += blocks - there
-        self.put_bytes += outcome.nbytes
+        self.put_bytes += nbytes
 
-    def get_ended(self, outcome: Outcome, *, there: int, blocks: int) -> None:
+    def get_ended(self, nbytes: int, *, there: int, blocks: int) -> None:
         """Count a get: of its blocks so many landed."""
         self.gets += 1
         self.hit_blocks += there
         self.missed_blocks += blocks - there
-        self.got_bytes += outcome.nbytes
+        self.got_bytes += nbytes

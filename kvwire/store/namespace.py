@@ -31,7 +31,10 @@ ABSENT: Final = 255
 
 DIGEST_BYTES: Final = 16
 
-assert len(ORDERS) < ABSENT
+UNKNOWN: Final = 254
+"""In the place of an order: nobody has asked whether there is such a block."""
+
+assert len(ORDERS) < UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)

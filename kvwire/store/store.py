@@ -14,22 +14,20 @@ whatever its layout and block size.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 from kvwire.clock import yields_before_raising
 from kvwire.errors import ClosedOK, UsageError, nearest
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
-from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Side, TransferPlan
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace, namespace_of
-from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import (
     GroupRequest,
@@ -46,6 +44,7 @@ from kvwire.store.tiers.base import Tier, TierStats
 from kvwire.store.tiers.registry import ELSEWHERE, PASSAGE, open_tier
 from kvwire.store.tiers.slabs import Slabs
 
+T = TypeVar("T")
 HashTokens = int | Mapping[str, int] | None
 Write = Literal["through", "back"]
 
@@ -70,7 +69,7 @@ class BlockStore:
             through=write == "through",
             threads=self._threads,
         )
-        self._live: set[asyncio.Task[Outcome]] = set()
+        self._live: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._closing = asyncio.Lock()
         # The tiers below that are not closed yet.
@@ -186,7 +185,8 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
-        return self._begin(PutOperation(self._tiers, requests, plan))
+        work = PutOperation(self._tiers, requests)
+        return StoreRequest(work, self._begin(work.run_as(plan)))
 
     def get(
         self,
@@ -216,7 +216,8 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
-        return self._begin(GetOperation(self._tiers, requests, plan))
+        work = GetOperation(self._tiers, requests)
+        return StoreRequest(work, self._begin(work.run_as(plan)))
 
     # --- the store --------------------------------------------------------------------
 
@@ -313,11 +314,12 @@ class BlockStore:
         )
         return TransferPlan(cache, lists, images, side), requests
 
-    def _begin(self, operation: Operation) -> StoreRequest:
-        task = asyncio.get_running_loop().create_task(operation.run())
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start to move blocks; a close waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
         self._live.add(task)
         task.add_done_callback(self._live.discard)
-        return StoreRequest(operation, task)
+        return task
 
     async def _settled(self) -> None:
         """Wait for every request so far, and for what goes on in the background."""

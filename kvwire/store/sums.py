@@ -1,8 +1,7 @@
-"""Images as pieces of memory, and their checksums."""
+"""Checksums of images."""
 
 from __future__ import annotations
 
-import ctypes
 import time
 from typing import Final
 
@@ -12,18 +11,13 @@ import xxhash
 
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
+from kvwire.store.images import views_of
 from kvwire.store.index import Keys, Orders
 
 Sums = npt.NDArray[np.uint64]
 
 # Images are hashed in pieces of so many bytes, and then other threads have a turn.
 _TURN_BYTES: Final = 1 * MIB
-
-
-def views_of(images: Fragments) -> list[memoryview]:
-    """Return the memory of each image, one fragment each, all of one length."""
-    view = (ctypes.c_char * int(images.lengths[0])).from_address
-    return [memoryview(view(at)).cast("B") for at in images.addresses.tolist()]
 
 
 def image_sums(images: Fragments) -> Sums:

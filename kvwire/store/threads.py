@@ -18,8 +18,8 @@ T = TypeVar("T")
 # One copies while another waits for a disk, for a put and a get at once.
 _THREADS: Final = 4
 # Small pieces are copied within C and with the GIL; after so many bytes, a tenth of a
-# millisecond, whoever waits for it has it.
-_TURN_BYTES: Final = 1 * MIB
+# millisecond, whoever waits for it has it. Waking a thread takes as long.
+TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
@@ -44,7 +44,7 @@ class Threads:
 
 def copy_in_turns(source: Fragments, destination: Fragments) -> None:
     """Copy between two lists of one length, letting other threads have turns."""
-    for offset in range(0, source.nbytes, _TURN_BYTES):
-        length = min(_TURN_BYTES, source.nbytes - offset)
+    for offset in range(0, source.nbytes, TURN_BYTES):
+        length = min(TURN_BYTES, source.nbytes - offset)
         copy(source.slice(offset, length), destination.slice(offset, length))
         time.sleep(0)

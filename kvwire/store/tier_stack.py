@@ -11,7 +11,7 @@ from kvwire.kv.blocks import Bits
 from kvwire.store.cleanup import gather_all
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import IndexedSlots, Keys, Orders
-from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
@@ -87,8 +87,23 @@ class TierStack:
         for tier in self.below:
             tier.touch(keys)
 
-    async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
+    def got(self, keys: Keys, image_bytes: int) -> None:
+        """Note a get of blocks that were all in memory, and were not copied."""
+        for tier in self.below:
+            tier.touch(keys)
+        self.memory.counts.read_blocks += keys.size
+        count = self.counters.get_ended
+        count(keys.size * image_bytes, there=keys.size, blocks=keys.size)
+
+    async def source(
+        self, keys: Keys, first: int, *, ask: bool = True
+    ) -> tuple[int, Orders]:
         """Return the first tier from ``first`` on that has any of some blocks.
+
+        Args:
+            keys: The blocks.
+            first: The number of a tier.
+            ask: Whether a tier is asked if that takes as long as to read them.
 
         Returns:
             Its number, that of no tier if there is none, and what it has.
@@ -96,6 +111,8 @@ class TierStack:
         Cancel safety: safe, it only looks.
         """
         for number in range(first, len(self.below)):
+            if self.below[number].asks and not ask:
+                return number, np.full(keys.size, UNKNOWN, np.uint8)
             orders = await self.below[number].find(keys)
             if (orders != ABSENT).any():
                 return number, orders
@@ -147,8 +164,10 @@ class TierStack:
     ) -> BlockResults:
         """Bring images to one tier, but those that it has."""
         results = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
-        lacking = ~await tier.holds(batch.keys)
-        tier.touch(batch.keys[~lacking])
+        lacking = np.ones(batch.keys.size, np.bool_)
+        if not tier.asks:  # one that asks was asked at the beginning of the put
+            lacking = ~await tier.holds(batch.keys)
+            tier.touch(batch.keys[~lacking])
         if not lacking.any():
             return results
         if not tier.taking:
@@ -173,6 +192,8 @@ class TierStack:
     async def _demote(self, named: IndexedSlots) -> str:
         """Bring blocks of memory to the next tier below, if none there has them."""
         lacking = np.ones(named.keys.size, np.bool_)
+        if all(tier.asks for tier in self.below):
+            lacking = ~self.memory.below[named.slots]
         for tier in self.below:
             lacking[lacking] = ~await tier.holds(named.keys[lacking])
         taker = next((tier for tier in self.below if tier.taking), None)

@@ -198,11 +198,11 @@ def _store() -> Iterator[bytes]:
     spec = KVSpec(layers=1, kv_heads=1, head_dim=1, block_tokens=1)
     namespace = NamespaceText("kv", spec.to_pairs())
     names = Names(32, bytes(64))
-    fields = (7, 1, namespace, 0, names, 500)
+    fields = (7, namespace, names, 500)
     for request in (
         StoreHello(1),
         Find(1, names),
-        Put(*fields),
+        Put(*fields, 3),
         Get(*fields),
         Stats(2),
     ):
@@ -210,7 +210,7 @@ def _store() -> Iterator[bytes]:
     for reply in (
         Welcome(1, namespaces=(namespace,)),
         Found(1, b"\x00\x01"),
-        StoreDone(1, b"\x00\x01", "why"),
+        StoreDone(1, b"\x00\x01", "why", b"\x03\xff"),
     ):
         yield b"\xff" + requests.encode(reply)
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,14 @@ class Gate:
             self.open.wait()
 
 
+def on_threads(
+    monkeypatch: pytest.MonkeyPatch, copy: Callable[[Fragments, Fragments], None]
+) -> None:
+    """Copy in another way, and never on the loop."""
+    monkeypatch.setattr("kvwire.store.operations.base.copy_in_turns", copy)
+    monkeypatch.setattr("kvwire.store.operations.base.TURN_BYTES", 0)
+
+
 async def test_a_block_that_is_being_copied_is_not_there_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,7 +124,7 @@ async def test_a_block_that_is_being_copied_is_not_there_yet(
         assert go_on.wait(20)
         copy_in_turns(source, destination)
 
-    monkeypatch.setattr("kvwire.store.operations.base.copy_in_turns", slow_copy)
+    on_threads(monkeypatch, slow_copy)
     async with BlockStore.open(["memory:64KiB"]) as store:
         put = asyncio.create_task(put_chain(store, 1))
         await asyncio.to_thread(copying.wait)
@@ -181,7 +190,7 @@ async def test_what_is_not_copied_yet_is_not_drained(
     async with BlockStore.open(["memory:64KiB"]) as store:
         if into_cache:
             await store.put(hashes, cache, ids)
-        monkeypatch.setattr("kvwire.store.operations.base.copy_in_turns", slow_copy)
+        on_threads(monkeypatch, slow_copy)
         request = (store.get if into_cache else store.put)(hashes, cache, ids)
         await asyncio.to_thread(second.wait)
         for _ in range(10):

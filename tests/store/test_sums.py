@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.limits import MIB
-from kvwire.store.image_cache import images_in
+from kvwire.store.images import images_in, views_of
 from kvwire.store.index import as_keys
-from kvwire.store.sums import image_sums, named_sums, views_of
+from kvwire.store.sums import image_sums, named_sums
 
 
 @given(st.integers(1, 5), st.integers(1, 3 * MIB // 2))

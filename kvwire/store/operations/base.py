@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -17,8 +18,8 @@ from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
 from kvwire.store.cleanup import gather_all
-from kvwire.store.operations.group_request import GroupRequest
-from kvwire.store.threads import copy_in_turns
+from kvwire.store.operations.group_request import BlockRequest
+from kvwire.store.threads import TURN_BYTES, copy_in_turns
 from kvwire.store.tier_stack import TierStack
 
 # One batch moves between memory and a disk while another one is copied.
@@ -32,18 +33,14 @@ class Operation(ABC):
     Args:
         tiers: The store's tiers.
         requests: What is asked of each group.
-        plan: The same as a transfer, for the outcome.
 
     Attributes:
         drained: Set when nothing touches the caller's blocks any more.
     """
 
-    def __init__(
-        self, tiers: TierStack, requests: Sequence[GroupRequest], plan: TransferPlan
-    ) -> None:
+    def __init__(self, tiers: TierStack, requests: Sequence[BlockRequest]) -> None:
         self.tiers = tiers
         self.drained: asyncio.Event = asyncio.Event()
-        self._plan = plan
         self._requests = requests
         self._reasons: list[str] = [""]
         self._codes = {
@@ -51,24 +48,52 @@ class Operation(ABC):
         }
         self._left = sum(map(len, requests))
         self._created = monotonic()
-        self._first = self._last = 0.0
+        self._first = self._last = self._ended = 0.0
 
-    async def run(self) -> Outcome:
-        """Move everything that can be moved, and say what became of each block.
+    async def run(self) -> None:
+        """Move everything that can be moved, and note what became of each block.
 
         Cancel safety: a copy that is under way is finished first.
         """
         batches = self._batches()
+        nbytes = sum(len(one) * one.namespace.image_bytes for one in self._requests)
         try:
-            await gather_all(*(self._lane(batches) for _ in range(_LANES)))
+            if nbytes <= STORE_BATCH_BYTES:
+                await self._lane(batches)
+            else:
+                await gather_all(*(self._lane(batches) for _ in range(_LANES)))
         finally:
             self.drained.set()
         for request in self._requests:
             self.tiers.touch(request.keys)
-        return await self._outcome()
+        await self.explain()
+        self._ended = monotonic()
+        landed = [int(self.landed(one).sum()) for one in self._requests]
+        sizes = [one.namespace.image_bytes for one in self._requests]
+        moved_bytes = sum(map(operator.mul, landed, sizes))
+        self.count(moved_bytes, sum(landed), sum(map(len, self._requests)))
+
+    async def run_as(self, plan: TransferPlan) -> Outcome:
+        """Move it, and return the outcome of a transfer of that plan.
+
+        Cancel safety: as :meth:`run`.
+        """
+        await self.run()
+        return self._outcome(plan)
+
+    def landed(self, request: BlockRequest) -> Bits:
+        """Return which blocks of a request have landed."""
+        here: Bits = self._codes[request] == _LANDED
+        return here
+
+    @property
+    def reasons(self) -> list[str]:
+        """Return why blocks have not landed, each reason once."""
+        used = {code for codes in self._codes.values() for code in codes.tolist()}
+        return [self._reasons[code] for code in sorted(used) if code != _LANDED]
 
     @abstractmethod
-    async def step(self, request: GroupRequest, positions: Ids) -> Bits:
+    async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Go on with some blocks of one group request.
 
         Returns:
@@ -78,10 +103,10 @@ class Operation(ABC):
         """
 
     @abstractmethod
-    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
-        """Count the end of it: so many of its blocks landed."""
+    def count(self, nbytes: int, there: int, blocks: int) -> None:
+        """Count the end of it: so many of its bytes and blocks landed."""
 
-    def turns(self, request: GroupRequest) -> Iterable[Ids]:
+    def turns(self, request: BlockRequest) -> Iterable[Ids]:
         """Return a group request's positions by their turns, ascending in each."""
         return (np.arange(len(request)),)
 
@@ -93,13 +118,13 @@ class Operation(ABC):
 
     # --- for the two directions -------------------------------------------------------
 
-    def lost(self, request: GroupRequest, positions: Ids, reason: str) -> None:
+    def lost(self, request: BlockRequest, positions: Ids, reason: str) -> None:
         """Note that these blocks do not land, and why."""
         if reason not in self._reasons:
             self._reasons.append(reason)
         self._codes[request][positions] = self._reasons.index(reason)
 
-    def lacking(self, request: GroupRequest, reason: str) -> Ids:
+    def lacking(self, request: BlockRequest, reason: str) -> Ids:
         """Return the positions that do not land for one reason."""
         if reason not in self._reasons:
             return np.empty(0, np.int64)
@@ -112,7 +137,7 @@ class Operation(ABC):
             self.drained.set()
 
     async def copy(
-        self, request: GroupRequest, positions: Ids, slots: Ids, *, into_cache: bool
+        self, request: BlockRequest, positions: Ids, slots: Ids, *, into_cache: bool
     ) -> None:
         """Copy images between slots and the caller's cache, on a thread.
 
@@ -126,12 +151,15 @@ class Operation(ABC):
             cache = request.fragments(positions[which], order)
             images = memory.images(slots[which], request.namespace.image_bytes)
             ends = (images, cache) if into_cache else (cache, images)
-            await self.tiers.threads.run(partial(copy_in_turns, *ends))
+            if images.nbytes <= TURN_BYTES:
+                copy_in_turns(*ends)
+            else:
+                await self.tiers.threads.run(partial(copy_in_turns, *ends))
         self._last = monotonic()
 
     # --- inside -----------------------------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[GroupRequest, Ids]]:
+    def _batches(self) -> Iterator[tuple[BlockRequest, Ids]]:
         for request in self._requests:
             step = max(1, STORE_BATCH_BYTES // request.namespace.image_bytes)
             for positions in self.turns(request):
@@ -139,38 +167,35 @@ class Operation(ABC):
                 for first in reversed(range(0, positions.size, step)):
                     yield request, positions[first : first + step]
 
-    async def _lane(self, batches: Iterator[tuple[GroupRequest, Ids]]) -> None:
+    async def _lane(self, batches: Iterator[tuple[BlockRequest, Ids]]) -> None:
         for request, positions in batches:
             todo = positions
             while todo.size:
                 todo = todo[~await self.step(request, todo)]
 
-    async def _outcome(self) -> Outcome:
-        await self.explain()
-        landed = Landed(self._plan)
+    def _outcome(self, plan: TransferPlan) -> Outcome:
+        """Return what became of each block, as of a transfer of that plan."""
+        landed = Landed(plan)
         granules = []
         for index, request in enumerate(self._requests):
-            walk = self._plan.groups[index]
+            walk = plan.groups[index]
             per_hash = request.namespace.spec.block_tokens // walk.granule_tokens
             codes = np.repeat(self._codes[request], per_hash)
             landed.mark_granules(index, codes == _LANDED)
-            per_block = self._plan.granules_per_block(index)
+            per_block = plan.granules_per_block(index)
             granules.append((walk.group, codes.reshape(-1, per_block)))
         reasons = [
             (text, {name: (codes == code).any(axis=1) for name, codes in granules})
             for code, text in enumerate(self._reasons)
             if code != _LANDED
         ]
-        outcome = outcome_of(
+        return outcome_of(
             landed, otherwise="", reasons=reasons, timings=self._timings()
         )
-        there = sum(int((codes == _LANDED).sum()) for codes in self._codes.values())
-        self.count(outcome, there, sum(map(len, self._requests)))
-        return outcome
 
     def _timings(self) -> Timings:
-        now = monotonic()
-        first, last = self._first or now, self._last or now
+        end = self._ended
+        first, last = self._first or end, self._last or end
         return Timings(
-            queue_s=first - self._created, wire_s=last - first, commit_s=now - last
+            queue_s=first - self._created, wire_s=last - first, commit_s=end - last
         )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids, among
-from kvwire.kv.outcome import Outcome
+from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.index import Keys, as_keys, once
-from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.operations.base import Operation
-from kvwire.store.operations.group_request import GroupRequest
+from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 
 NOT_THERE: Final = "it is not in the store"
@@ -27,20 +27,21 @@ class GetOperation(Operation):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        requests: Sequence[GroupRequest] = self._requests
         # The first tier below that has not been asked for each block.
-        self._next = {request: np.zeros(len(request), np.int64) for request in requests}
+        self._next = {
+            request: np.zeros(len(request), np.int64) for request in self._requests
+        }
 
-    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+    def count(self, nbytes: int, there: int, blocks: int) -> None:
         """See Work."""
-        self.tiers.counters.get_ended(outcome, there=there, blocks=blocks)
+        self.tiers.counters.get_ended(nbytes, there=there, blocks=blocks)
 
-    def turns(self, request: GroupRequest) -> Iterable[Ids]:
+    def turns(self, request: BlockRequest) -> Iterable[Ids]:
         """Put first what is in memory, before others take its room."""
         here = self.tiers.memory.index.find(request.keys) >= 0
         return np.flatnonzero(here), np.flatnonzero(~here)
 
-    async def step(self, request: GroupRequest, positions: Ids) -> Bits:
+    async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy what is in memory at once; bring the rest there.
 
         Cancel safety: a copy or read that is under way is finished first.
@@ -90,15 +91,23 @@ class GetOperation(Operation):
                 if there.any():
                     self.lost(request, positions[there], why)
 
+    def absent(self, request: BlockRequest) -> Bits:
+        """Return which blocks of a request are in no tier."""
+        known = [text.startswith(NOT_THERE) for text in self._reasons]
+        return np.array(known)[self._codes[request]]
+
     # --- inside -----------------------------------------------------------------------
 
-    async def _fetch(self, request: GroupRequest, positions: Ids) -> Bits:
+    async def _fetch(self, request: BlockRequest, positions: Ids) -> Bits:
         """Bring blocks that are not in memory from the first tier that has some."""
         done = np.zeros(positions.size, np.bool_)
         tried = self._next[request][positions]
         which = np.flatnonzero((tried == tried.min()) & once(request.keys[positions]))
         asked = positions[which]
-        number, orders = await self.tiers.source(request.keys[asked], int(tried.min()))
+        ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
+        number, orders = await self.tiers.source(
+            request.keys[asked], int(tried.min()), ask=ask
+        )
         if number == len(self.tiers.below):
             fresh = asked[self._codes[request][asked] == 0]
             self.lost(request, fresh, NOT_THERE)
@@ -114,7 +123,7 @@ class GetOperation(Operation):
         return done
 
     async def _read(
-        self, request: GroupRequest, positions: Ids, orders: BlockResults, tier: Tier
+        self, request: BlockRequest, positions: Ids, orders: BlockResults, tier: Tier
     ) -> tuple[Ids, Ids]:
         """Read blocks into memory and copy them to the cache.
 
@@ -137,12 +146,16 @@ class GetOperation(Operation):
         memory.in_flight.begin(keys)
         try:
             if mine.size:
+                found = orders != UNKNOWN
                 batch = Batch(keys, orders, memory.images(taken, nbytes))
                 results = await tier.read(request.namespace, batch)
-                self._note(request, positions, results, tier)
+                # What nobody had found was not evicted: it is just not there.
+                told = found | (results != BlockResult.MISSING)
+                self._note(request, positions[told], results[told], tier)
                 landed = results == BlockResult.LANDED
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.mark(taken[landed], orders[landed])
+                memory.below[taken[landed]] = True
                 memory.index.name(keys[landed], taken[landed])
         finally:
             memory.in_flight.end(keys)
@@ -152,7 +165,7 @@ class GetOperation(Operation):
         return positions[landed], positions[~landed]
 
     async def _hand_out(
-        self, request: GroupRequest, positions: Ids, slots: Ids
+        self, request: BlockRequest, positions: Ids, slots: Ids
     ) -> None:
         """Copy pinned slots into the cache, and let go of them."""
         memory = self.tiers.memory
@@ -165,7 +178,7 @@ class GetOperation(Operation):
         self.settled(positions.size)
 
     def _note(
-        self, request: GroupRequest, positions: Ids, results: BlockResults, tier: Tier
+        self, request: BlockRequest, positions: Ids, results: BlockResults, tier: Tier
     ) -> None:
         """Keep why a tier did not give some blocks, in case no other one does."""
         reasons = {

@@ -8,6 +8,7 @@ names them in the image's order. Copying is then one list of fragments onto anot
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,14 +20,71 @@ from kvwire.kv.fragments import Fragments
 from kvwire.kv.mapping import GroupMap
 from kvwire.kv.paged import CacheGroup, PagedCache
 from kvwire.limits import STORE_HASH_BYTES_MAX
-from kvwire.store.index import Keys, as_keys
-from kvwire.store.namespace import ORDERS, Namespace, namespace_of, order_of
+from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.namespace import ABSENT, ORDERS, Namespace, namespace_of, order_of
 
 Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 """One hash for each block, of each group of a grouped cache."""
 
 
-class GroupRequest:
+class BlockRequest(ABC):
+    """Names blocks that are to move, and says where they lie. Subclassed.
+
+    Attributes:
+        namespace: The namespace of its blocks.
+        keys: Their keys, one for each hash.
+        order: The order of images that are made here.
+    """
+
+    __slots__ = ("keys", "namespace", "order")
+
+    namespace: Namespace
+    keys: Keys
+    order: int
+
+    def __len__(self) -> int:
+        """Return the number of hashes."""
+        return int(self.keys.size)
+
+    @abstractmethod
+    def fragments(self, positions: Ids, order: int) -> Fragments:
+        """Return where the images of some hashes lie, one by one.
+
+        Args:
+            positions: Positions in the list of hashes, ascending.
+            order: The order of each image.
+        """
+
+
+class ImageRequest(BlockRequest):
+    """Holds whole images, in any order.
+
+    Args:
+        namespace: The namespace of the blocks.
+        keys: Their keys.
+        images: One fragment for each.
+        order: Of each image, if they are here already.
+
+    Attributes:
+        orders: The order of each image that was copied here.
+    """
+
+    __slots__ = ("_images", "orders")
+
+    def __init__(
+        self, namespace: Namespace, keys: Keys, images: Fragments, order: int = 0
+    ) -> None:
+        self.namespace, self.keys, self.order = namespace, keys, order
+        self.orders: Orders = np.full(keys.size, ABSENT, np.uint8)
+        self._images = images
+
+    def fragments(self, positions: Ids, order: int) -> Fragments:
+        """See BlockRequest."""
+        self.orders[positions] = order
+        return self._images.selected(positions)
+
+
+class GroupRequest(BlockRequest):
     """Holds the blocks of one group that a put or a get is about. Immutable.
 
     Args:
@@ -37,15 +95,12 @@ class GroupRequest:
 
     Attributes:
         group: The group of the caller's cache.
-        namespace: The namespace of its blocks.
-        keys: Their keys, one for each hash.
-        order: The order of images that are made here.
 
     Raises:
         UsageError: The hashes do not fit the blocks.
     """
 
-    __slots__ = ("_ids", "group", "keys", "namespace", "order")
+    __slots__ = ("_ids", "group")
 
     def __init__(
         self,
@@ -55,9 +110,9 @@ class GroupRequest:
         hash_tokens: int | None,
     ) -> None:
         self.group: CacheGroup = group
-        self.namespace: Namespace = namespace_of(group, hash_tokens)
-        self.order: int = order_of(group)
-        self.keys: Keys = as_keys(keys_of(hashes, self.namespace))
+        self.namespace = namespace_of(group, hash_tokens)
+        self.order = order_of(group)
+        self.keys = as_keys(keys_of(hashes, self.namespace))
         self._ids = ids
         held = ids.size * group.spec.block_tokens
         named = len(hashes) * self.namespace.spec.block_tokens
@@ -68,17 +123,8 @@ class GroupRequest:
                 f"block, or hash_tokens=, and leave out a last block that is not full"
             )
 
-    def __len__(self) -> int:
-        """Return the number of hashes."""
-        return int(self.keys.size)
-
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return where the images of some hashes lie, one by one.
-
-        Args:
-            positions: Positions in the list of hashes, ascending.
-            order: The order of each image.
-        """
+        """See BlockRequest."""
         here, unit = self.group.spec.block_tokens, self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
         # Only the blocks from the first to the last of them are looked at.

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.kv.outcome import Outcome
 from kvwire.store.index import once
 from kvwire.store.operations.base import Operation
 from kvwire.store.tiers.base import Batch, BlockResult
 
 if TYPE_CHECKING:
-    from kvwire.store.operations.group_request import GroupRequest
+    from kvwire.store.operations.group_request import BlockRequest
 
 
 class PutOperation(Operation):
@@ -22,13 +21,13 @@ class PutOperation(Operation):
     # Blocks that were there before.
     _present = 0
 
-    def count(self, outcome: Outcome, there: int, blocks: int) -> None:
+    def count(self, nbytes: int, there: int, blocks: int) -> None:
         """See Work."""
         self.tiers.counters.put_ended(
-            outcome, there=there, blocks=blocks, present=self._present
+            nbytes, there=there, blocks=blocks, present=self._present
         )
 
-    async def step(self, request: GroupRequest, positions: Ids) -> Bits:
+    async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy what is not in memory there, then write it below.
 
         Cancel safety: a copy or write that is under way is finished first.
@@ -55,7 +54,7 @@ class PutOperation(Operation):
         slots = await memory.take(nbytes, count) if count else np.empty(0, np.int64)
         return await self._fill(request, positions, slots)
 
-    async def _fill(self, request: GroupRequest, positions: Ids, taken: Ids) -> Bits:
+    async def _fill(self, request: BlockRequest, positions: Ids, taken: Ids) -> Bits:
         """Copy what is not in memory into the slots taken, then write all of it down.
 
         Taking may have waited, so what is in memory is looked up again.
@@ -93,7 +92,7 @@ class PutOperation(Operation):
         return held
 
     async def _write_through(
-        self, request: GroupRequest, positions: Ids, slots: Ids
+        self, request: BlockRequest, positions: Ids, slots: Ids
     ) -> None:
         memory, keys = self.tiers.memory, request.keys[positions]
         first = once(keys)
@@ -101,6 +100,7 @@ class PutOperation(Operation):
         batch = Batch(keys[first], memory.index.orders(slots[first]), images)
         results, error = await self.tiers.write_through(request.namespace, batch)
         failed = results != BlockResult.LANDED
+        memory.below[slots[first]] = ~failed
         if failed.any():
             lost = np.isin(keys, batch.keys[failed])
             self.lost(request, positions[lost], f"it is in memory only: {error}")

@@ -30,7 +30,6 @@ from kvwire.errors import (
 )
 from kvwire.limits import STORE_GRACE_S, STORE_REDIAL_S, STORE_REDIAL_S_MAX
 from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.image_cache import ImageCache
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
@@ -44,7 +43,7 @@ from kvwire.store.server.messages import (
 )
 
 if TYPE_CHECKING:
-    from kvwire import Communicator, Connection, Incoming, Outgoing
+    from kvwire import Communicator, Connection, Request
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
@@ -66,7 +65,6 @@ class ActiveConnection:
         self._requests = asyncio.Semaphore(welcome.requests)
         self._berths = asyncio.Semaphore(welcome.berths)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
-        self._transfers: set[Incoming | Outgoing] = set()
         # Called with each answer.
         self.works: Callable[[], None] = lambda: None
 
@@ -126,25 +124,15 @@ class ActiveConnection:
             yield
 
     @contextlib.asynccontextmanager
-    async def moving(
-        self, transfer: Incoming | Outgoing, images: ImageCache
-    ) -> AsyncIterator[None]:
-        """End a transfer if the connection ends within the block.
-
-        After it the transfer is over, and nothing touches its memory any more.
+    async def moving(self, blocks: Request[int]) -> AsyncIterator[None]:
+        """End a message of blocks with the block; after it their memory is free.
 
         Cancel safety: the memory is waited for in any case.
         """
-        self._transfers.add(transfer)  # bounded by the server's berths
-        if self.connection.closed:
-            transfer.abort("the connection was lost before it began")
         try:
             yield
         finally:
-            self._transfers.discard(transfer)
-            transfer.abort("it was not asked for")
-            await drain_or_abort(transfer, self.connection)
-            images.release()
+            await drain_or_abort(blocks, self.connection)
 
     async def listen(self) -> None:
         """Take answers until the connection ends; then fail what waits for one.
@@ -177,8 +165,6 @@ class ActiveConnection:
             if not waiting.done():
                 # One for each: it collects the frames of whom it is raised in.
                 waiting.set_exception(ConnectionLost(why))
-        for transfer in list(self._transfers):
-            transfer.abort(why)
 
 
 class StoreClient:

@@ -1,9 +1,10 @@
 """What a store server and its clients say to each other, beside the blocks themselves.
 
-Every message is one kvwire message of :data:`TAG`: a msgspec array, with its kind in
-front and the range of every number spelled out. Fields are numbered by position: new
-ones go to the end and have defaults, old readers ignore them. No payload is in them;
-that moves as KV transfers, whose ids the client makes.
+Every request and reply is one kvwire message of :data:`TAG`: a msgspec array, with its
+kind in front and the range of every number spelled out. Fields are numbered by
+position: new ones go to the end and have defaults, old readers ignore them. Blocks are
+messages of their own, whose tag is of the request's number: all images of it, one
+behind the other.
 
 =========  =======================  ==================================================
 client     server                   then
@@ -11,16 +12,15 @@ client     server                   then
 Hello      Welcome                  once, before anything else
 Find       Found
 Touch      (nothing)
-Put        Done                     before it answers, the server pulls the images from
-                                    the client, which has published them
-Get        Done                     after that, the server pushes the images that it
-                                    calls landed, which the client then expects
+Put        Done                     the client has sent all images with the request
+Get        Done                     the images that it calls landed follow, without
+                                    those that it does not; none if there is none
 Flush      Done
 Stats      Report
 =========  =======================  ==================================================
 
-The server always asks, on the connection of the request, and offers nothing under an
-id. So a client that makes up ids reaches nobody else's blocks.
+So what is small takes one round trip: a message that fits the credit of the connection
+goes without being asked for. A larger one waits until its receiver has memory for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ from kvwire.wire.decode_errors import DECODE_ERRORS
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""
-VERSION: Final = 1
+VERSION: Final = 2
+"""Blocks are messages. In version 1 they were KV transfers."""
+_PAYLOADS: Final = 1 << 63
 
 _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -65,6 +67,7 @@ _Milliseconds = Annotated[int, Meta(ge=1, le=int(STORE_TIMEOUT_S_MAX * 1000))]
 # KVSpec has a dozen fields; more may come.
 _FIELDS_MAX: Final = 64
 _TIERS_MAX: Final = 64
+_NO_ORDERS: Final = np.empty(0, np.uint8)
 
 
 class StoreMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -155,27 +158,25 @@ class TransferMessage(ClientMessage, array_like=True, frozen=True, gc=False):
 
     Attributes:
         number: Of the request.
-        transfer: The id of the KV transfer.
         namespace: The namespace of all of them.
-        order: Of their images at the client.
         names: Their keys.
         timeout_ms: How long the client waits.
     """
 
     number: _Number
-    transfer: _Number
     namespace: NamespaceText
-    order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
     names: Names
     timeout_ms: _Milliseconds
 
 
 class Put(TransferMessage, array_like=True, frozen=True, gc=False, tag=4):
-    """Pull these blocks from me, and keep them."""
+    """Keep these blocks, whose images are in one order."""
+
+    order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
 
 
 class Get(TransferMessage, array_like=True, frozen=True, gc=False, tag=5):
-    """Push these blocks to me."""
+    """Send me these blocks."""
 
 
 class Flush(ClientMessage, array_like=True, frozen=True, gc=False, tag=6):
@@ -233,9 +234,7 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]
 
     def __post_init__(self) -> None:
-        table = self.table
-        if ((table >= len(ORDERS)) & (table != ABSENT)).any():
-            raise ValueError("an order that there is not")
+        _require_orders(self.table)
 
     @property
     def table(self) -> Orders:
@@ -244,19 +243,32 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
-    """Gives the result of each block, a byte each, and why some did not land."""
+    """Gives the result of each block, a byte each, and why some did not land.
+
+    Attributes:
+        orders: Of a get, the order of each image.
+    """
 
     results: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     reason: _Reason = ""
+    orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
 
     def __post_init__(self) -> None:
         if (self.table > max(BlockResult)).any():
             raise ValueError("an unknown block result")
+        _require_orders(np.frombuffer(self.orders, np.uint8))
 
     @classmethod
-    def of(cls, number: int, results: BlockResults, reason: str = "") -> Self:
+    def of(
+        cls,
+        number: int,
+        results: BlockResults,
+        reason: str = "",
+        orders: Orders = _NO_ORDERS,
+    ) -> Self:
         """Make the reply, with as much of the reason as it may have."""
-        return cls(number, results.tobytes(), reason[:REASON_CHARS_MAX])
+        text = reason[:REASON_CHARS_MAX]
+        return cls(number, results.tobytes(), text, orders.tobytes())
 
     @property
     def table(self) -> BlockResults:
@@ -312,6 +324,16 @@ _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
     AnyRequest
 )
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
+
+
+def payload_tag(number: int) -> int:
+    """Return the tag of a request's blocks."""
+    return _PAYLOADS | number
+
+
+def _require_orders(table: Orders) -> None:
+    if ((table >= len(ORDERS)) & (table != ABSENT)).any():
+        raise ValueError("an order that there is not")
 
 
 def encode(message: ClientMessage | ServerMessage) -> bytes:

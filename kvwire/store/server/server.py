@@ -25,17 +25,21 @@ import kvwire
 from kvwire.config import Config, ConfigOptions
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import (
+    EAGER_BYTES_MAX,
     NAME_CHARS_MAX,
     REASON_CHARS_MAX,
     STORE_BERTH_BYTES,
     STORE_BERTHS,
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,
+    STORE_LENT_SHARE,
     STORE_NAMESPACES_TOLD,
     STORE_REQUEST_BYTES_MAX,
+    STORE_REQUESTS_MAX,
     STORE_TIER_BYTES_MAX,
 )
 from kvwire.store.server.messages import (
+    VERSION,
     ClientRow,
     NamespaceText,
     StatsReport,
@@ -98,6 +102,7 @@ class StoreServer:
         self._where = Address.parse(address)
         self._config = _config(config, arguments)
         self._clients: dict[ClientSession, asyncio.Task[None]] = {}
+        self._lent_bytes = 0
         self._entered = False
         self._accepting: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -156,19 +161,27 @@ class StoreServer:
 
     # --- what clients are told --------------------------------------------------------
 
-    def _welcome(self, version: int, requests: int) -> Welcome:
+    def _welcome(self) -> Welcome:
         """Return what a new client has to know."""
         tiers = self.store._tiers  # noqa: SLF001 - the library's own
         namespaces = list(tiers.namespaces.values())[:STORE_NAMESPACES_TOLD]
         return Welcome(
-            version=version,
+            version=VERSION,
             durable=any(tier.durable for tier in tiers.below),
             read_only=self.read_only,
-            requests=requests,
+            requests=STORE_REQUESTS_MAX,
             berths=self.berths,
             berth_bytes=self.berth_bytes,
             namespaces=tuple(map(NamespaceText.of, namespaces)),
         )
+
+    def lend(self, nbytes: int) -> bool:
+        """Count slots that are pinned to be sent; False if there were too many."""
+        size_bytes = self.store._tiers.memory.counts.size_bytes  # noqa: SLF001
+        if nbytes > 0 and self._lent_bytes + nbytes > size_bytes // STORE_LENT_SHARE:
+            return False
+        self._lent_bytes += nbytes
+        return True
 
     def _report(self, number: int) -> StatsReport:
         """Return what is there and what has happened."""
@@ -223,6 +236,8 @@ def _config(
     return loaded.replace(
         # A receive allocates what a client announces, up to this.
         message_bytes=STORE_REQUEST_BYTES_MAX,
+        # A thousand keys, or a small block, go at once.
+        eager_bytes=EAGER_BYTES_MAX,
         # The answer to a request is lost with its connection, so its transfer is.
         resume=False,
         connections_max=min(loaded.connections_max, STORE_CLIENTS_MAX),

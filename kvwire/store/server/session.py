@@ -1,8 +1,13 @@
 """One client of a store server: its requests, and the blocks that move for them.
 
-Each request is a task, and ends by itself: a transfer by its deadline, everything by
+Each request is a task, and ends by itself: its blocks by their deadline, everything by
 the end of the connection. Nothing here is ever cancelled, so a berth is given back only
 when both the link and the store have let go of it.
+
+What a get finds in memory is sent from there, without a copy: its slots are pinned
+until the link has them, or until the deadline. So that clients that stand still cannot
+pin all of memory, a part of it may be pinned in this way; what is beyond that goes by
+way of a berth, as what comes from another tier does.
 """
 
 from __future__ import annotations
@@ -14,22 +19,22 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvwire.errors import ConnectionClosed, KVWireError, UsageError
-from kvwire.kv.blocks import Bits, Ids, among
-from kvwire.kv.outcome import Outcome
+from kvwire.errors import ConnectionClosed, KVWireError, RequestError, UsageError
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
+    EAGER_BYTES_MAX,
     NAME_CHARS_MAX,
     REASON_CHARS_MAX,
     STORE_NAMESPACES_MAX,
-    STORE_PIECES_MAX,
     STORE_REQUESTS_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.cleanup import drain_or_abort
-from kvwire.store.image_cache import ImageCache, images_in
-from kvwire.store.index import Keys, as_keys
-from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
-from kvwire.store.operations.get import NOT_THERE
+from kvwire.store.cleanup import drain_or_abort, error_text
+from kvwire.store.images import images_in, message_of
+from kvwire.store.namespace import Namespace
+from kvwire.store.operations.get import GetOperation
+from kvwire.store.operations.group_request import ImageRequest
+from kvwire.store.operations.put import PutOperation
 from kvwire.store.server.buffers import Bytes, TransferBuffers
 from kvwire.store.server.messages import (
     TAG,
@@ -49,8 +54,10 @@ from kvwire.store.server.messages import (
     TransferMessage,
     decode_request,
     encode,
+    payload_tag,
 )
-from kvwire.store.tiers.base import BlockResult, BlockResults
+from kvwire.store.tiers.base import BlockResult
+from kvwire.store.tiers.slabs import rounded
 
 if TYPE_CHECKING:
     from kvwire import Connection
@@ -59,6 +66,8 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("kvwire")
 
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
+_LANDED: Final = np.uint8(BlockResult.LANDED)
+_FAILED: Final = np.uint8(BlockResult.FAILED)
 
 
 class ClientSession:
@@ -100,12 +109,11 @@ class ClientSession:
             hello = await self._received(_PATIENCE)
             if not isinstance(hello, StoreHello):
                 raise UsageError(f"it began with {type(hello).__name__}")
-            version = min(VERSION, hello.version)
-            await self._send(
-                self._server._welcome(  # noqa: SLF001
-                    version, STORE_REQUESTS_MAX
+            await self._send(self._server._welcome())  # noqa: SLF001
+            if hello.version < VERSION:
+                raise UsageError(
+                    f"it speaks version {hello.version} and this side {VERSION}"
                 )
-            )
             while True:
                 self._begin(await self._received())
         except ConnectionClosed:
@@ -146,7 +154,7 @@ class ClientSession:
                     orders = await self._tiers.orders(request.names.keys)
                     await self._send(Found(request.number, orders.tobytes()))
                 case Put():
-                    await self._send(await self._put(request))
+                    await self._put(request)
                 case Get():
                     await self._get(request)
                 case Flush():
@@ -158,9 +166,9 @@ class ClientSession:
                         )
                     )
         except ConnectionClosed as exc:
-            self._connection.abort(str(exc))
+            self._connection.abort(error_text(exc))
         except KVWireError as exc:
-            self._drop(str(exc))
+            self._drop(error_text(exc))
         except Exception:
             logger.exception(
                 "store server: a request of %s failed", self._connection.peer
@@ -178,71 +186,93 @@ class ClientSession:
 
     # --- blocks -----------------------------------------------------------------------
 
-    async def _put(self, request: Put) -> StoreDone:
-        """Pull blocks into a berth, and put those that landed into the store."""
-        namespace = request.namespace.namespace()
+    async def _put(self, request: Put) -> None:
+        """Receive blocks into a berth, and put them into the store."""
+        namespace, count = request.namespace.namespace(), len(request.names)
+        nbytes = count * namespace.image_bytes
         refusal = self._refusal(request, namespace) or self._write_refusal(namespace)
         if refusal:
-            return _all(request, BlockResult.REFUSED, refusal)
+            await self._send(_all(request, BlockResult.REFUSED, refusal))
+            if nbytes <= EAGER_BYTES_MAX:
+                # They came unasked for, and take credit until they are received.
+                await self._receive(request, bytearray(nbytes))
+            return
         async with self._berths.one() as berth:
-            images = _images(berth, request, namespace)
-            cache, ids = images.cache, images.ids
-            pulled = self._connection.pull(
-                request.transfer,
-                cache,
-                {namespace.group: ids},
-                deadline=_deadline(request),
-            )
-            outcome = await pulled
-            await drain_or_abort(pulled, self._connection)
-            reasons = outcome.missing.reasons
-            kept = here = _landed(outcome, namespace, ids)
-            if here.any():
-                put = self._store.put(
-                    {namespace.group: _hashes(request)[here].tolist()},
-                    cache,
-                    {namespace.group: ids[here]},
-                )
-                stored = await put
-                await put.drained()
-                kept = here & _landed(stored, namespace, ids)
-                reasons += stored.missing.reasons
-        self._written_bytes += outcome.nbytes
-        results = np.where(kept, BlockResult.LANDED, BlockResult.FAILED).astype(
-            np.uint8
+            if lost := await self._receive(request, berth[:nbytes]):
+                await self._send(_all(request, BlockResult.FAILED, lost))
+                return
+            images = images_in(berth, namespace.image_bytes, count)
+            keys = request.names.keys
+            blocks = ImageRequest(namespace, keys, images, request.order)
+            put = PutOperation(self._tiers, (blocks,))
+            await self._store._begin(put.run())  # noqa: SLF001
+        kept = put.landed(blocks)
+        self._written_bytes += int(kept.sum()) * namespace.image_bytes
+        results = np.where(kept, _LANDED, _FAILED)
+        reason = "; ".join(put.reasons)
+        await self._send(StoreDone.of(request.number, results, reason))
+
+    async def _receive(self, request: Put, into: Bytes | bytearray) -> str:
+        """Receive the blocks of a put; why they are not all here and whole, or ""."""
+        images = self._connection.recv(
+            payload_tag(request.number), into, deadline=_deadline(request)
         )
-        return StoreDone.of(request.number, results, "; ".join(reasons))
+        try:
+            came = await images
+        except RequestError as exc:
+            return f"its blocks did not come: {error_text(exc)}"
+        finally:
+            await drain_or_abort(images, self._connection)
+        return "" if came == len(into) else f"{came} bytes came of {len(into)}"
 
     async def _get(self, request: Get) -> None:
-        """Get blocks into a berth, say which there are, and push those."""
+        """Say which blocks there are, and send those."""
         namespace = request.namespace.namespace()
         refusal = self._refusal(request, namespace)
         if refusal:
             await self._send(_all(request, BlockResult.REFUSED, refusal))
             return
+        memory, keys = self._tiers.memory, request.names.keys
+        nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
-            images = _images(berth, request, namespace)
-            cache, ids = images.cache, images.ids
-            hashes = {namespace.group: _hashes(request).tolist()}
-            got = await self._store.get(hashes, cache, {namespace.group: ids})
-            here = _landed(got, namespace, ids)
-            results = np.full(ids.size, BlockResult.LANDED, np.uint8)
-            results[~here] = _lost(got, namespace)
-            reason = "; ".join(got.missing.reasons)
-            await self._send(StoreDone.of(request.number, results, reason))
-            if not here.any():
+            slots = memory.index.find(keys)
+            if (slots >= 0).all() and self._server.lend(nbytes):
+                memory.index.pin(keys, slots)
+                try:
+                    orders = memory.index.orders(slots)
+                    found = np.zeros(keys.size, np.uint8)
+                    await self._send(StoreDone.of(request.number, found, "", orders))
+                    images = memory.images(slots, namespace.image_bytes)
+                    await self._send_images(request, images)
+                finally:
+                    memory.unpin(keys, slots)
+                    self._server.lend(-nbytes)
+                self._tiers.got(keys, namespace.image_bytes)
                 return
-            pushed = self._connection.push(
-                request.transfer,
-                cache,
-                {namespace.group: ids[here]},
-                deadline=_deadline(request),
-            )
-            pushed.ready()
-            pushed.finish()
-            outcome = await pushed
-            await drain_or_abort(pushed, self._connection)
-        self._read_bytes += outcome.nbytes
+            images = images_in(berth, namespace.image_bytes, keys.size)
+            blocks = ImageRequest(namespace, keys, images)
+            got = GetOperation(self._tiers, (blocks,))
+            await self._store._begin(got.run())  # noqa: SLF001
+            here = got.landed(blocks)
+            results = np.where(here, _LANDED, _FAILED)
+            results[got.absent(blocks)] = BlockResult.MISSING
+            reason = "; ".join(got.reasons)
+            done = StoreDone.of(request.number, results, reason, blocks.orders)
+            await self._send(done)
+            if here.any():
+                await self._send_images(request, images.selected(here))
+
+    async def _send_images(self, request: Get, images: Fragments) -> None:
+        """Send the blocks of a get, unless the client takes none by its deadline."""
+        sent = self._connection.send(
+            payload_tag(request.number), message_of(images), deadline=_deadline(request)
+        )
+        try:
+            self._read_bytes += await sent
+        except RequestError as exc:
+            logger.debug("store server: blocks were not taken: %s", error_text(exc))
+        finally:
+            await drain_or_abort(sent, self._connection)
 
     async def _flush(self, request: Flush) -> StoreDone:
         text = ""
@@ -263,12 +293,6 @@ class ClientSession:
                 f"{len(request.names)} blocks of {namespace.image_bytes} bytes are "
                 f"more than the {self._berths.nbytes} that one transfer may have here"
             )
-        axes = ORDERS[request.order]
-        piece = namespace.spec.item_bytes
-        if axes[-1] == "dim":
-            piece *= namespace.spec.head_dim
-        if nbytes > STORE_PIECES_MAX * piece:
-            return f"images in the order {', '.join(axes)} are in too many pieces"
         return ""
 
     def _write_refusal(self, namespace: Namespace) -> str:
@@ -280,33 +304,8 @@ class ClientSession:
         return ""
 
 
-def _images(berth: Bytes, request: TransferMessage, namespace: Namespace) -> ImageCache:
-    """Return room in a berth for the images of a request."""
-    room = images_in(berth, namespace.image_bytes, len(request.names))
-    return ImageCache(namespace, request.order, room)
-
-
 def _deadline(request: TransferMessage) -> timedelta:
     return timedelta(milliseconds=request.timeout_ms)
-
-
-def _hashes(request: TransferMessage) -> Keys:
-    """Return the hashes of a request's blocks."""
-    return as_keys(key[DIGEST_BYTES:] for key in request.names.keys.tolist())
-
-
-def _landed(outcome: Outcome, namespace: Namespace, ids: Ids) -> Bits:
-    """Return which blocks landed, by their position in the list."""
-    return among(ids, outcome.landed.ids(namespace.group))
-
-
-def _lost(got: Outcome, namespace: Namespace) -> BlockResults:
-    """Return what became of each block of a get that did not land."""
-    absent = np.array([why.startswith(NOT_THERE) for why in got.missing.meanings])
-    codes = got.missing.groups[namespace.group].codes
-    return np.where(absent[codes], BlockResult.MISSING, BlockResult.FAILED).astype(
-        np.uint8
-    )
 
 
 def _all(request: TransferMessage, result: BlockResult, reason: str) -> StoreDone:

@@ -64,7 +64,8 @@ class Batch(NamedTuple):
 
     Attributes:
         keys: Their keys, those of a chain from the head on.
-        orders: The order of each image; see :mod:`kvwire.store.namespace`.
+        orders: The order of each image, or ``UNKNOWN`` if it is to be read and nobody
+            has asked; see :mod:`kvwire.store.namespace`.
         images: Exactly one fragment for each image, all of one length, in host memory.
     """
 
@@ -119,12 +120,14 @@ class Tier(ABC):
         durable: Whether what it has taken is found again after a restart.
         error: Why it takes no blocks, or what failed last; empty if all is well.
         unavailable_reason: Why ``find`` cannot say what is there; empty while it can.
+        asks: Whether ``find`` and ``holds`` are a round trip, at the moment.
     """
 
     name: str
     durable: bool
     error: str = ""
     unavailable_reason: str = ""
+    asks: bool = False
 
     @property
     def taking(self) -> bool:
@@ -155,7 +158,7 @@ class Tier(ABC):
 
     @abstractmethod
     async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Fill images with blocks that ``find`` has found, and touch them.
+        """Fill images with blocks, set the order of each, and touch them.
 
         Cancel safety: the read is finished first.
         """

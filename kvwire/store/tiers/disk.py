@@ -28,11 +28,11 @@ from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
-from kvwire.store.image_cache import images_in
+from kvwire.store.images import images_in, views_of
 from kvwire.store.index import Index, Keys, Orders, once
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.operations.in_flight import InFlightFills
-from kvwire.store.sums import Sums, image_sums, named_sums, views_of
+from kvwire.store.sums import Sums, image_sums, named_sums
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 from kvwire.store.tiers.directory import Directory

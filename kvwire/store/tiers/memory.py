@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
@@ -54,12 +54,14 @@ class MemoryTier:
         index: What is in which slot.
         in_flight: The fills that are on their way in.
         counts: Blocks read and written.
+        below: Shape (slots,): whether a tier below had the block when it came.
     """
 
     def __init__(self, slabs: Slabs, demote: Demote | None) -> None:
         self.index: Index = Index(slabs)
         self.in_flight: InFlightFills = InFlightFills()
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
+        self.below: Bits = np.zeros(slabs.slots, np.bool_)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         self._base = int(self._bytes.ctypes.data)
         self._demote = demote
@@ -107,6 +109,7 @@ class MemoryTier:
             if not more:
                 await changed.wait()
         self._keep_headroom(nbytes)
+        self.below[slots] = False
         return slots
 
     def give_back(self, slots: Ids) -> None:

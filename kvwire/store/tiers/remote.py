@@ -18,8 +18,9 @@ import numpy as np
 import kvwire
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError
-from kvwire.kv.blocks import Ids, among
+from kvwire.kv.blocks import Ids
 from kvwire.limits import (
+    EAGER_BYTES_MAX,
     STORE_KEYS_MAX,
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
@@ -28,7 +29,7 @@ from kvwire.limits import (
 )
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import error_text, run_to_completion
-from kvwire.store.image_cache import ImageCache
+from kvwire.store.images import message_of, payload_of
 from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
@@ -42,6 +43,7 @@ from kvwire.store.server.messages import (
     Put,
     StoreDone,
     Touch,
+    payload_tag,
 )
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 
@@ -64,6 +66,8 @@ class RemoteTier(Tier):
         self._counts = TierStats()
         # Used elsewhere since the server was told last; the one used last at the end.
         self._touched: dict[Key, None] = {}
+        # Moved, and not yet touched for that here.
+        self._moved: set[Key] = set()
 
     @classmethod
     async def open(cls, address: TierAddress) -> RemoteTier:
@@ -103,6 +107,11 @@ class RemoteTier(Tier):
         active = self._client.active
         return active is not None and not active.welcome.read_only
 
+    @property
+    def asks(self) -> bool:  # type: ignore[override]
+        """Tell whether the server can be asked."""
+        return self._client.active is not None
+
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``; one round trip.
 
@@ -128,25 +137,32 @@ class RemoteTier(Tier):
         """See Tier; the server hears of it with the next request."""
         for key in keys[::-1].tolist():
             self._touched.pop(key, None)
-            self._touched[key] = None
+            if key in self._moved:
+                self._moved.remove(key)  # the server has touched it
+            else:
+                self._touched[key] = None
         while len(self._touched) > STORE_TOUCHES_MAX:
             del self._touched[next(iter(self._touched))]
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Let the server pull blocks.
+        """Send blocks to the server.
 
         Cancel safety: the write is finished first.
         """
-        results = await run_to_completion(self._move(namespace, batch, self._put))
+        results = await run_to_completion(
+            self._move(namespace, batch, batch.orders, self._put)
+        )
         self._counts.count(results, written=True)
         return results
 
     async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Let the server push blocks.
+        """Get blocks from the server.
 
         Cancel safety: the read is finished first.
         """
-        results = await run_to_completion(self._move(namespace, batch, self._get))
+        results = await run_to_completion(
+            self._move(namespace, batch, np.zeros_like(batch.orders), self._get)
+        )
         self._counts.count(results, written=False)
         return results
 
@@ -203,9 +219,9 @@ class RemoteTier(Tier):
             await active.tell(Touch(Names.of(touched[which])))
 
     async def _move(
-        self, namespace: Namespace, batch: Batch, step: _Step
+        self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step
     ) -> BlockResults:
-        """Move a batch in parts, as large as the server's berths."""
+        """Move a batch in parts, as large as the server's berths; each of one kind."""
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         try:
             active = self._client.now()
@@ -218,68 +234,61 @@ class RemoteTier(Tier):
                 )
                 return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
             await self._tell_touches(active)
-            for which in _parts(batch, min(most, STORE_KEYS_MAX)):
+            for which in _parts(batch.keys, kinds, min(most, STORE_KEYS_MAX)):
                 async with active.berth():
-                    results[which] = await step(
-                        active, namespace, batch.selected(which)
-                    )
+                    part = batch.selected(which)
+                    results[which] = await step(active, namespace, part)
+                    batch.orders[which] = part.orders
         except KVWireError as exc:
             self.error = error_text(exc)
+        if len(self._moved) < STORE_TOUCHES_MAX:
+            self._moved.update(batch.keys[results == BlockResult.LANDED].tolist())
         return results
 
     async def _put(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Publish the images of one request, and let the server pull them."""
-        number = self._client.number()
-        images = ImageCache(namespace, int(batch.orders[0]), batch.images)
-        out = self._communicator.publish(
-            number,
-            images.cache,
-            {namespace.group: images.ids},
+        """Send the images of one request, and the request."""
+        asked = self._asked(namespace, batch)
+        put = Put(*asked, int(batch.orders[0]))
+        images = active.connection.send(
+            payload_tag(put.number),
+            message_of(batch.images),
             deadline=timedelta(seconds=self._timeout_s),
         )
-        async with active.moving(out, images):
-            out.ready()
-            out.finish()
-            put = Put(*self._asked(number, namespace, batch))
-            return self._checked(
-                active, batch, await active.call(number, put, StoreDone)
-            )
+        async with active.moving(images):
+            done = await active.call(put.number, put, StoreDone)
+            return self._checked(active, batch, done)
 
     async def _get(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Learn which blocks there are, and expect the server's push."""
-        number = self._client.number()
-        get = Get(*self._asked(number, namespace, batch))
-        results = self._checked(
-            active, batch, await active.call(number, get, StoreDone)
-        )
+        """Learn which blocks there are, and receive their images."""
+        get = Get(*self._asked(namespace, batch))
+        done = await active.call(get.number, get, StoreDone)
+        results = self._checked(active, batch, done)
         coming = np.flatnonzero(results == BlockResult.LANDED)
         if not coming.size:
             return results
-        wanted = batch.images.selected(coming)
-        images = ImageCache(namespace, int(batch.orders[0]), wanted)
-        incoming = self._communicator.expect(
-            number,
-            images.cache,
-            {namespace.group: images.ids},
+        orders = np.frombuffer(done.orders, np.uint8)
+        if orders.size != results.size or (orders[coming] == ABSENT).any():
+            raise _lie(active, f"{orders.size} orders of {results.size} blocks")
+        batch.orders[coming] = orders[coming]
+        images = active.connection.recv(
+            payload_tag(get.number),
+            payload_of(batch.images.selected(coming)),
             deadline=timedelta(seconds=self._timeout_s),
         )
-        async with active.moving(incoming, images):
-            outcome = await incoming
-        here = among(images.ids, outcome.landed.ids(namespace.group))
-        results[coming[~here]] = BlockResult.FAILED
-        if not here.all():
-            self.error = "; ".join(outcome.missing.reasons)
+        async with active.moving(images):
+            nbytes = await images
+        if nbytes != coming.size * namespace.image_bytes:
+            raise _lie(active, f"{nbytes} bytes of {coming.size} blocks")
         return results
 
-    def _asked(self, number: int, namespace: Namespace, batch: Batch) -> _Asked:
+    def _asked(self, namespace: Namespace, batch: Batch) -> _Asked:
         """Return the fields of a request to move a batch."""
-        order, names = int(batch.orders[0]), Names.of(batch.keys)
-        timeout_ms = max(1, int(self._timeout_s * 1000))
-        return number, number, NamespaceText.of(namespace), order, names, timeout_ms
+        text, names = NamespaceText.of(namespace), Names.of(batch.keys)
+        return self._client.number(), text, names, max(1, int(self._timeout_s * 1000))
 
     def _checked(
         self, active: ActiveConnection, batch: Batch, done: StoreDone
@@ -299,12 +308,14 @@ class RemoteTier(Tier):
 
 
 _Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[BlockResults]]
-_Asked = tuple[int, int, NamespaceText, int, Names, int]
+_Asked = tuple[int, NamespaceText, Names, int]
 
 
 def _config(address: TierAddress) -> Config:
     arguments: dict[str, Any] = {
         "message_bytes": STORE_REQUEST_BYTES_MAX,
+        # A thousand keys, or a small block, go at once.
+        "eager_bytes": EAGER_BYTES_MAX,
         # What a lost connection interrupts is asked for again, or is not.
         "resume": False,
     }
@@ -322,11 +333,11 @@ def _by_width(keys: Keys) -> Iterator[Ids]:
             yield same[first : first + STORE_KEYS_MAX]
 
 
-def _parts(batch: Batch, most: int) -> Iterator[Ids]:
-    """Yield positions for one request: images of one order, not too many."""
-    for same in _by_width(batch.keys):
-        for order in sorted(set(batch.orders[same].tolist())):
-            alike = same[batch.orders[same] == order]
+def _parts(keys: Keys, kinds: Orders, most: int) -> Iterator[Ids]:
+    """Yield positions for one request: blocks of one kind, not too many."""
+    for same in _by_width(keys):
+        for kind in sorted(set(kinds[same].tolist())):
+            alike = same[kinds[same] == kind]
             for first in range(0, alike.size, most):
                 yield alike[first : first + most]
 

@@ -15,13 +15,20 @@ import pytest
 import kvwire
 import kvwire.store.server.session
 from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError
-from kvwire.limits import STORE_KEYS_MAX, STORE_REQUEST_BYTES_MAX, STORE_REQUESTS_MAX
+from kvwire.limits import (
+    EAGER_BYTES_MAX,
+    EAGER_WINDOW_BYTES,
+    STORE_KEYS_MAX,
+    STORE_LENT_SHARE,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_REQUESTS_MAX,
+)
 from kvwire.security.keys import write_key_file
-from kvwire.store.image_cache import ImageCache, images_in
 from kvwire.store.index import as_keys
-from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.namespace import Namespace
 from kvwire.store.server.messages import (
     TAG,
+    VERSION,
     ClientMessage,
     Find,
     Flush,
@@ -37,9 +44,11 @@ from kvwire.store.server.messages import (
     Welcome,
     decode_reply,
     encode,
+    payload_tag,
 )
 from kvwire.store.tiers.base import BlockResult
 from tests.store.caches import SPEC, Filled, chain
+from tests.store.client_child import LARGE
 from tests.support.pairs import until
 
 NAMESPACE = Namespace("kv", SPEC)
@@ -75,7 +84,7 @@ async def client(server: StoreServer, *, hello: bool = True) -> AsyncIterator[Cl
     async with kvwire.open(resume=False) as communicator:
         one = Client(communicator, await communicator.connect(server.address))
         if hello:
-            assert isinstance(await one.ask(StoreHello(1)), Welcome)
+            assert isinstance(await one.ask(StoreHello(VERSION)), Welcome)
         yield one
 
 
@@ -109,12 +118,12 @@ def moving(
     """A request to move some blocks."""
     fields: dict[str, Any] = {
         "number": 1,
-        "transfer": 1,
         "namespace": NamespaceText.of(of),
-        "order": 0,
         "names": names(hashes, of),
         "timeout_ms": 10_000,
     }
+    if kind is Put:
+        fields["order"] = 0
     return kind(**fields | changes)
 
 
@@ -183,7 +192,7 @@ async def test_a_bug_of_ours_costs_one_client(
     "message",
     [
         b"\x95",
-        encode(StoreHello(1)),
+        encode(StoreHello(VERSION)),
         encode(moving(Put, chain(1)))[:-1],
         encode(
             moving(Put, chain(1), namespace=NamespaceText("kv", (("layers", "0"),)))
@@ -208,8 +217,8 @@ async def test_who_breaks_a_rule_later_is_dropped(message: bytes) -> None:
 async def test_more_requests_than_allowed_end_the_connection() -> None:
     async with serving() as (_, server), client(server) as liar:
         for number in range(STORE_REQUESTS_MAX + 1):
-            # Nobody publishes these, so they stay open.
-            put = moving(Put, chain(1), number=number, transfer=number)
+            # Nobody sends these, so they stay open.
+            put = moving(Put, chain(1), number=number)
             await liar.say(put)
         assert await liar.dropped()
         assert await works(server)
@@ -238,20 +247,7 @@ async def test_more_bytes_than_a_berth_are_refused() -> None:
         assert await works(server)
 
 
-async def test_an_order_of_single_elements_is_refused_for_large_transfers() -> None:
-    """What would be sixteen million pieces is not begun."""
-    spec = kvwire.KVSpec(
-        layers=4, kv_heads=8, head_dim=128, block_tokens=256, dtype="uint8"
-    )
-    namespace = Namespace("kv", spec)
-    async with serving("memory:64MiB") as (_, server), client(server) as liar:
-        done = await liar.ask(moving(Get, chain(8), namespace, order=119))
-        assert "too many pieces" in done.reason
-        done = await liar.ask(moving(Get, chain(8), namespace))
-        assert set(done.table.tolist()) == {BlockResult.MISSING}
-
-
-async def test_an_id_that_nobody_published_fails_by_its_deadline() -> None:
+async def test_blocks_that_nobody_sends_fail_by_their_deadline() -> None:
     async with serving(berths=1) as (store, server), client(server) as liar:
         done = await liar.ask(moving(Put, chain(2), timeout_ms=50))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
@@ -261,60 +257,73 @@ async def test_an_id_that_nobody_published_fails_by_its_deadline() -> None:
         assert not len(store._tiers.memory.index)
 
 
-async def test_transfers_of_others_are_out_of_reach() -> None:
-    """The same id at the same time: each client has what it asked for itself."""
+async def test_each_client_has_what_it_asked_for_itself() -> None:
+    """The same number at the same time is another one's."""
     async with serving() as (store, server):
         source, hashes = Filled(seed=3), chain(2)
         await store.put(hashes, source.cache, [0, 1])
         async with client(server) as one, client(server) as other:
-            for each in (one, other):
-                assert (await each.ask(moving(Get, hashes))).table.tolist() == [0, 0]
-            got = []
-            for each in (one, other):
-                memory = np.zeros(2 * SPEC.block_bytes, np.uint8)
-                images = ImageCache(
-                    NAMESPACE, 0, images_in(memory, SPEC.block_bytes, 2)
-                )
-                # Pulling what the server pushes is no way to it.
-                thief = each.connection.pull(1, images.cache, images.ids, deadline=0.05)
-                assert not (await thief).landed
-                incoming = each.communicator.expect(1, images.cache, images.ids)
-                assert (await incoming).complete
-                got.append(memory)
-        assert np.array_equal(got[0], got[1])
-        assert got[0].any()
+            for each, name in zip((one, other), hashes, strict=True):
+                assert (await each.ask(moving(Get, [name]))).table.tolist() == [0]
+            got = [await each.connection.recv(payload_tag(1)) for each in (one, other)]
+        assert [len(images) for images in got] == [SPEC.block_bytes] * 2
+        assert got[0] != got[1]
 
 
-async def test_a_put_of_fewer_blocks_than_it_says_stores_none_of_them() -> None:
+@pytest.mark.parametrize("nbytes", [0, 1, 2 * SPEC.block_bytes - 1, 10**6])
+async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> None:
     async with serving() as (store, server), client(server) as liar:
-        memory = np.ones(SPEC.block_bytes, np.uint8)
-        images = ImageCache(NAMESPACE, 0, images_in(memory, SPEC.block_bytes, 1))
-        out = liar.communicator.publish(1, images.cache, images.ids)
-        out.ready()
-        out.finish()
-        done = await liar.ask(moving(Put, chain(2)))
+        sent = liar.connection.send(payload_tag(1), bytes(nbytes))
+        done = await liar.ask(moving(Put, chain(2), timeout_ms=300))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
-        assert "tokens" in done.reason
+        assert "bytes" in done.reason
         assert not len(store._tiers.memory.index)
+        sent.cancel()
+        assert await works(server)
 
 
-async def test_a_partly_marked_put_stores_what_was_marked() -> None:
-    async with serving() as (store, server), client(server) as one:
-        memory = np.arange(3 * SPEC.block_bytes).astype(np.uint8)
-        images = ImageCache(NAMESPACE, 0, images_in(memory, SPEC.block_bytes, 3))
-        out = one.communicator.publish(1, images.cache, images.ids)
-        out.ready(blocks=slice(0, 2))
-        out.ready(layers=0, blocks=2)
-        out.finish(partial=True)
-        done = await one.ask(moving(Put, chain(3)))
-        assert done.table.tolist() == [
-            BlockResult.LANDED,
-            BlockResult.LANDED,
-            BlockResult.FAILED,
-        ]
-        found = await one.ask(Find(2, names(chain(3))))
-        assert (found.table != ABSENT).tolist() == [True, True, False]
-        assert len(store._tiers.memory.index) == 2
+async def test_a_refused_put_leaves_nothing_behind() -> None:
+    """What came with it is received, so that its credit goes back."""
+    namespace = Namespace("kv", LARGE)
+    async with (
+        serving(read_only=True, eager_bytes=EAGER_BYTES_MAX) as (_, server),
+        client(server) as one,
+    ):
+        images = bytes(LARGE.block_bytes)
+        # More than the receiver would hold for its sender.
+        for number in range(2 * EAGER_WINDOW_BYTES // LARGE.block_bytes):
+            sent = one.connection.send(payload_tag(number), images)
+            put = moving(Put, chain(1), namespace, number=number)
+            assert (await one.ask(put)).table.tolist() == [BlockResult.REFUSED]
+            await sent
+
+
+async def test_a_client_of_the_first_version_is_told_and_dropped() -> None:
+    async with serving() as (_, server), client(server, hello=False) as old:
+        welcome = await old.ask(StoreHello(1))
+        assert isinstance(welcome, Welcome)
+        # Which is not what it speaks: it says so to its user.
+        assert welcome.version == VERSION
+        assert await old.dropped()
+        assert await works(server)
+
+
+async def test_slow_clients_pin_a_part_of_memory_and_no_more() -> None:
+    """What is beyond it is copied to them: the rest of memory stays usable."""
+    hashes, source = chain(64), Filled(64, LARGE, seed=3)
+    namespace, share = Namespace("kv", LARGE), 64 // STORE_LENT_SHARE
+    async with serving("memory:4MiB") as (store, server), client(server) as idle:
+        assert (await store.put(hashes, source.cache, range(64))).complete
+        # More than goes at once, and nobody receives it.
+        for number, count in enumerate((share - 1, 2)):
+            wanted = moving(
+                Get, hashes[:count], namespace, number=number, timeout_ms=600_000
+            )
+            assert not any((await idle.ask(wanted)).table)
+        index = store._tiers.memory.index
+        await store._tiers.memory.empty()
+        assert len(index) == share - 1
+        assert await works(server)
 
 
 async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> None:
@@ -362,7 +371,7 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         await store._tiers.memory.empty()
         assert not len(index)
         # By the deadline its berth is free again.
-        again = await idle.ask(moving(Get, hashes, number=2, transfer=2))
+        again = await idle.ask(moving(Get, hashes, number=2))
         assert again.number == 2
         assert again.table.tolist() == [BlockResult.MISSING, BlockResult.MISSING]
 
@@ -467,7 +476,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert [row.stats.blocks for row in report.tiers] == [4, 4]
         (row,) = report.clients
         assert row.name == one.communicator.name
-        welcome = server._welcome(1, 1)
+        welcome = server._welcome()
         assert welcome.durable
         assert [text.namespace() for text in welcome.namespaces] == [NAMESPACE]
 

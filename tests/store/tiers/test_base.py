@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.store.image_cache import images_in
+from kvwire.store.images import images_in
 from kvwire.store.index import as_keys
 from kvwire.store.tiers.base import Batch, BlockResult, TierStats
 

@@ -20,7 +20,7 @@ import pytest
 
 from kvwire import BlockStore, KVSpec, UsageError
 from kvwire.store.address import TierAddress
-from kvwire.store.image_cache import images_in
+from kvwire.store.images import images_in
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import ABSENT, Namespace, namespace_of
 from kvwire.store.tiers.base import Batch, BlockResult

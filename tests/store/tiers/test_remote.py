@@ -18,6 +18,7 @@ import kvwire
 from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.store.server.messages import (
     TAG,
+    VERSION,
     Find,
     Found,
     Get,
@@ -26,16 +27,17 @@ from kvwire.store.server.messages import (
     Welcome,
     decode_request,
     encode,
+    payload_tag,
 )
 from kvwire.store.tiers.remote import RemoteTier
-from tests.store.caches import Filled, chain
+from tests.store.caches import SPEC, Filled, chain
 from tests.store.client_child import LARGE
 from tests.store.server_child import serving
 from tests.support.pairs import until
 from tests.support.tree import ROOT
 
 BLOCKS = 256
-# So a batch of a store is sixteen transfers, and whoever is killed has some to go.
+# So a batch of a store is sixteen requests, and whoever is killed has some to go.
 BERTH = LARGE.block_bytes * BLOCKS // 16
 ARGUMENTS = ("--tier", "memory:64MiB", "--berth", f"{BERTH}B")
 
@@ -79,7 +81,7 @@ async def test_a_server_killed_in_the_middle_of_a_put() -> None:
     ):
         tier = tier_of(store)
         put = store.put(hashes, source.cache, range(BLOCKS))
-        await until(lambda: tier._communicator._state.registry.live)
+        await until(lambda: tier._client.active and tier._client.active._answers)
         server.signal(signal.SIGSTOP)
         assert not put.done()
         server.signal(signal.SIGKILL)
@@ -189,12 +191,11 @@ async def test_a_client_killed_in_the_middle(verb: str) -> None:
         if verb == "get":
             assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
         async with _child(where, verb) as process:
-            # It has looked up what is there, and is at one of the first transfers.
+            # It has looked up what is there, and is at one of the first requests.
             await until(lambda: any(row.asked >= 4 for row in server.clients()))
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
         await until(lambda: not server.clients())
-        assert not server._communicator._state.registry.live
         if verb == "put":
             assert len(store._tiers.memory.index) < BLOCKS
         target = Filled(BLOCKS, LARGE)
@@ -229,7 +230,7 @@ async def _child(where: str, verb: str) -> AsyncIterator[asyncio.subprocess.Proc
     [
         (lambda find: Found(find.number, b""), "0 orders of 2"),
         (lambda find: StoreDone(find.number, b"\0\0"), "something else"),
-        (lambda _: Welcome(1), "welcomes twice"),
+        (lambda _: Welcome(VERSION), "welcomes twice"),
         (lambda find: [2, find.number, b"\xfe\xfe"], "not a reply"),
         (lambda _: b"\xc1", "not a reply"),
     ],
@@ -250,7 +251,7 @@ async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
 async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
     connection = await liar.accept()
     assert isinstance(decode_request(await connection.recv(TAG)), StoreHello)
-    await connection.send(TAG, encode(Welcome(1, requests=4, berth_bytes=4096)))
+    await connection.send(TAG, encode(Welcome(VERSION, requests=4, berth_bytes=4096)))
     find = decode_request(await connection.recv(TAG))
     assert isinstance(find, Find)
     reply = answer(find)
@@ -259,40 +260,44 @@ async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_server_that_pushes_less_than_it_has_said() -> None:
-    """What did not come is missing, whatever was said of it."""
-    source, hashes, group = Filled(seed=1), chain(3), "kv"
+@pytest.mark.parametrize(
+    ("orders", "nbytes", "said"),
+    [
+        (bytes(3), 2 * SPEC.block_bytes, "1024 bytes of 3 blocks"),
+        (bytes(3), 4 * SPEC.block_bytes, "waits for a larger buffer"),
+        (bytes(2), 3 * SPEC.block_bytes, "2 orders of 3 blocks"),
+        (b"\xff\0\0", 3 * SPEC.block_bytes, "3 orders of 3 blocks"),
+    ],
+    ids=["less", "more", "too few orders", "an order of nothing"],
+)
+async def test_a_server_that_sends_other_blocks_than_it_says(
+    orders: bytes, nbytes: int, said: str
+) -> None:
+    """None of them is believed, and nothing is left of them."""
     async with kvwire.open() as liar:
         address = await liar.listen("127.0.0.1:0")
 
         async def serve() -> None:
             connection = await liar.accept()
             await connection.recv(TAG)
-            await connection.send(TAG, encode(Welcome(1, berth_bytes=BERTH)))
-            while True:
-                asked = decode_request(await connection.recv(TAG))
-                if isinstance(asked, Find):
-                    orders = bytes(len(asked.names))
-                    await connection.send(TAG, encode(Found(asked.number, orders)))
-                if not isinstance(asked, Get):
-                    continue
-                await connection.send(TAG, encode(StoreDone(asked.number, bytes(3))))
-                out = connection.push(asked.transfer, source.cache, [0, 1, 2])
-                out.ready(blocks=slice(0, 2))
-                out.ready(layers=0, blocks=2)
-                out.finish(partial=True)
+            await connection.send(TAG, encode(Welcome(VERSION, berth_bytes=BERTH)))
+            asked = decode_request(await connection.recv(TAG))
+            assert isinstance(asked, Get)
+            done = StoreDone(asked.number, bytes(3), "", orders)
+            await connection.send(TAG, encode(done))
+            await connection.send(payload_tag(asked.number), bytes(nbytes))
+            await connection.wait_closed()
 
         serving = asyncio.create_task(serve())
         target = Filled()
-        async with BlockStore.open([f"kvwire://{address.host}:{address.port}"]) as s:
-            outcome = await s.get(hashes, target.cache, [5, 6, 7])
-            assert outcome.landed.ids().tolist() == [5, 6]
-            assert "not marked" in outcome.missing[group, 7]
-            assert len(s._tiers.memory.index) == 2
-        assert np.array_equal(source.tokens([0, 1]), target.tokens([5, 6]))
-        assert not target.tokens([7]).any()
-        await asyncio.wait((serving,))
-        assert isinstance(serving.exception(), kvwire.ConnectionClosed)
+        where = f"kvwire://{address.host}:{address.port}?timeout=0.5"
+        async with BlockStore.open([where]) as s:
+            outcome = await s.get(chain(3), target.cache, [5, 6, 7])
+            assert not outcome.landed
+            assert said in outcome.missing["kv", 7]
+            assert not len(s._tiers.memory.index)
+            assert not s._tiers.memory.index.slabs.used_bytes
+        await serving
 
 
 async def test_a_server_of_another_version_is_refused() -> None:
@@ -302,11 +307,11 @@ async def test_a_server_of_another_version_is_refused() -> None:
         async def greet() -> None:
             connection = await stranger.accept()
             await connection.recv(TAG)
-            await connection.send(TAG, encode(Welcome(2)))
+            await connection.send(TAG, encode(Welcome(VERSION + 1)))
             await connection.wait_closed()
 
         greeting = asyncio.create_task(greet())
-        with pytest.raises(UsageError, match="speaks version 2 and this side 1"):
+        with pytest.raises(UsageError, match=r"speaks version 3 and this side 2"):
             await BlockStore.open([f"kvwire://{address.host}:{address.port}"])
         await greeting
 

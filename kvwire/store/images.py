@@ -1,0 +1,49 @@
+"""Images of blocks in memory, one behind the other or wherever their slots are."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import EAGER_BYTES_MAX
+from kvwire.memory.copy import copy
+
+
+def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
+    """Return room for so many images of ``nbytes``, one behind the other."""
+    begin = int(memory.ctypes.data)
+    assert count * nbytes <= memory.size
+    return Fragments(
+        np.arange(count, dtype=np.uint64) * np.uint64(nbytes) + np.uint64(begin),
+        np.full(count, nbytes, np.uint64),
+        owner=memory,
+        writable=True,
+    )
+
+
+def views_of(images: Fragments) -> list[memoryview]:
+    """Return the memory of each image, one fragment each, all of one length."""
+    view = (ctypes.c_char * int(images.lengths[0])).from_address
+    return [memoryview(view(at)).cast("B") for at in images.addresses.tolist()]
+
+
+def message_of(images: Fragments) -> memoryview | Fragments:
+    """Return images as a message to send; small ones are gathered, so they go at once.
+
+    Their memory stays as it is until the message is released.
+    """
+    payload = payload_of(images)
+    if isinstance(payload, memoryview) or payload.nbytes > EAGER_BYTES_MAX:
+        return payload
+    gathered = memoryview(bytearray(payload.nbytes))
+    copy(payload, gathered)
+    return gathered
+
+
+def payload_of(images: Fragments) -> memoryview | Fragments:
+    """Return images as the memory of one message, to receive or to send."""
+    pieces = images.merged()
+    return views_of(pieces)[0] if len(pieces) == 1 else pieces
