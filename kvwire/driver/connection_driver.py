@@ -25,7 +25,12 @@ from kvwire.driver.ports import DriverOwner
 from kvwire.driver.scratch import ScratchPool
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import CONTROL_QUEUE_BYTES_MAX, LINK_QUEUE_BYTES, WAKEUP_BYTES
+from kvwire.limits import (
+    CONTROL_QUEUE_BYTES_MAX,
+    KIB,
+    LINK_QUEUE_BYTES,
+    WAKEUP_BYTES,
+)
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
@@ -41,6 +46,8 @@ from kvwire.types import BufferId
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
+# Payload that whoever an event has woken waits for: some 50 us. More waits for them.
+_WOKEN_BYTES: Final = 256 * KIB
 # Events of one turn of the loop behind which payload queues up again. More of them, or
 # a task that makes one in each turn, do not keep it from being sent.
 _PUT_OFF_MAX: Final = 64
@@ -259,7 +266,7 @@ class ConnectionDriver(LinkHandler):
         """Queue frames, dispatch events, then send payload; until nothing is left.
 
         What an event completes wakes its waiter in the next turn of the loop. So after
-        an event payload waits for a turn of its own, behind that waiter, who would
+        an event much payload waits for a turn of its own, behind that waiter, who would
         otherwise wait until the link has taken megabytes. ``its_turn`` says that this
         is the turn of the payload: it is not put off again, whatever else happens.
         """
@@ -274,11 +281,8 @@ class ConnectionDriver(LinkHandler):
                 if outbox.events:
                     woken |= self._dispatch_all(core)
                     continue
-                due = bool(core.sending or self.staging.ready)
-                if due and woken and not its_turn:
-                    self._put_off()
-                if due or queued:
-                    self._send(core)
+                if queued or core.sending or self.staging.ready:
+                    self._send(core, put_off=woken and not its_turn)
                     queued = False
                 flushed = self._scheduler.flush()
                 if not (flushed or outbox.frames or outbox.events):
@@ -328,16 +332,21 @@ class ConnectionDriver(LinkHandler):
             header, body = frames.popleft()
             self.link.send(header, memoryview(body))
 
-    def _send(self, core: ConnectionCore) -> None:
+    def _send(self, core: ConnectionCore, *, put_off: bool) -> None:
         """Flush frames, and send chunks until the link is full or others have a turn.
 
         Stops when a flush has called back and the core has frames, which are numbered
-        before the next chunk, or events.
+        before the next chunk, or events. With ``put_off``, what is more than
+        ``_WOKEN_BYTES`` waits for a turn of its own.
         """
         link, outbox = self.link, core.outbox
         moved_bytes = 0
         while True:
-            queued_bytes = 0 if self._again is not None else self._queue_chunks(core)
+            if put_off and self._is_much(core, moved_bytes):
+                self._put_off()
+            queued_bytes = 0
+            if self._again is None:
+                queued_bytes = self._queue_chunks(core, one=put_off)
             link.flush()
             moved_bytes += queued_bytes
             if outbox.frames or outbox.events or link.queued_bytes or not queued_bytes:
@@ -365,8 +374,16 @@ class ConnectionDriver(LinkHandler):
         self._times_put_off = 0
         self.run(its_turn=True)
 
-    def _queue_chunks(self, core: ConnectionCore) -> int:
-        """Queue chunks while there is room; return the bytes of payload."""
+    def _is_much(self, core: ConnectionCore, moved_bytes: int) -> bool:
+        """Tell whether whom an event has woken should go before what is to be sent."""
+        ready = self.staging.ready
+        if self._again is not None:
+            return True
+        due_bytes = ready[0].length if ready else core.due_bytes
+        return due_bytes + moved_bytes > _WOKEN_BYTES
+
+    def _queue_chunks(self, core: ConnectionCore, *, one: bool) -> int:
+        """Queue chunks, or only one, while there is room; the bytes of payload."""
         link = self.link
         queued_bytes = 0
         lanes, scheduler, ready = self.lanes, self._scheduler, self.staging.ready
@@ -385,6 +402,8 @@ class ConnectionDriver(LinkHandler):
             if chunk is None:
                 break
             queued_bytes += self._send_chunk(core, chunk, endpoint)
+            if one:
+                break
         return queued_bytes
 
     def _send_chunk(

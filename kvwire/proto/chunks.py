@@ -148,6 +148,14 @@ class ChunkMover:
         some = self._scheduler.count or self._again
         return bool(some) and len(self._leaving) < LINK_CHUNKS_MAX
 
+    @property
+    def due_bytes(self) -> int:
+        """Return how much is unsent of what the next chunk is a part of."""
+        if self._again:
+            return self._again[0].length
+        mover = self._scheduler.head()
+        return 0 if mover is None else mover.nbytes - mover.moved
+
     def next_chunk(
         self, burst: Callable[[BufferId], int] | None = None
     ) -> Chunk | None:

@@ -273,6 +273,11 @@ class ConnectionCore:
         """Tell whether ``next_chunk`` may have something."""
         return self.error is None and self._chunks.sending
 
+    @property
+    def due_bytes(self) -> int:
+        """Return how much is unsent of what the next chunk is a part of."""
+        return 0 if self.error is not None else self._chunks.due_bytes
+
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """Return a chunk's header; frames are numbered as called."""
         request, segment = chunk.request_and_segment

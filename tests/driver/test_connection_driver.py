@@ -81,6 +81,14 @@ class CountedLink:
         self._link.send(header, payload, token)
 
 
+def _nothing_new() -> TransferAgreed:
+    """An event of which nobody knows what to do."""
+    nobody = RequestRecord(
+        kind=RequestKind.INCOMING, wire_id=None, buffer=None, nbytes=0
+    )
+    return TransferAgreed(request=nobody, description=b"")
+
+
 async def moving(pair: Pair) -> None:
     """Begin a large message, and wait until chunks of it may leave."""
     pair.left.send(1, LARGE)
@@ -129,11 +137,26 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
         pair.left.abort()
 
 
+@pytest.mark.parametrize("nbytes", [100_000, len(LARGE)])
+async def test_only_much_payload_waits_behind_those_whom_an_event_has_woken(
+    nbytes: int,
+) -> None:
+    """A turn of the loop of its own for a little would double its time."""
+    async with connected() as pair:
+        link = FakeRoom(pair, LINK_QUEUE_BYTES)
+        pair.left.send(1, LARGE[:nbytes])
+        pair.right.recv(1, bytearray(nbytes))
+        await until(lambda: pair.left._state.core.sending)
+        link.queued_bytes = link.stuck_bytes = 0
+        pair.left._state.core.outbox.report(_nothing_new())
+        pair.left._state.run()
+        assert sum(link.sent) == (nbytes if nbytes < len(LARGE) else 0)
+        await until(lambda: sum(link.sent) == nbytes)
+        pair.left.abort()
+
+
 async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> None:
-    nobody = RequestRecord(
-        kind=RequestKind.INCOMING, wire_id=None, buffer=None, nbytes=0
-    )
-    event = TransferAgreed(request=nobody, description=b"")
+    event = _nothing_new()
     async with connected() as pair:
         link = FakeRoom(pair, 0)
         await moving(pair)

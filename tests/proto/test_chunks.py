@@ -45,6 +45,17 @@ def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
     assert request.state is RequestStage.WAITING
 
 
+def test_what_is_due_is_the_rest_of_what_has_its_turn() -> None:
+    side = Side()
+    assert side.chunks.due_bytes == 0
+    side.put(25)
+    assert side.chunks.due_bytes == 25
+    chunk = side.chunk()
+    assert side.chunks.due_bytes == 25 - CHUNK
+    side.chunks.chunk_missed(chunk)
+    assert side.chunks.due_bytes == CHUNK
+
+
 def test_a_chunk_of_a_segment_names_it() -> None:
     """Its request and its number."""
     side = Side()

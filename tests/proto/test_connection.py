@@ -561,6 +561,7 @@ def test_nothing_is_sent_after_the_end() -> None:
     sending.append(core.sending)
     assert sending == [True, False]
     assert core.next_chunk() is None
+    assert core.due_bytes == 0
 
 
 def test_a_request_that_is_withdrawn_and_one_that_is_cancelled() -> None:
