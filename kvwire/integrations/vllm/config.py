@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,34 @@ GROUP_BYTES: Final = 4 * MIB
 _CHOICES: Final = {"mode": (PULL, PUSH), "stream": (LAYER, CHUNK, REQUEST)}
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+_VALUES: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
+    "listen": (_is_text, "a text"),
+    "advertise": (_is_text, "a text"),
+    "fingerprint": (_is_text, "a text"),
+    "peers": (_is_list_of_texts, "a list of addresses"),
+    "load_timeout_s": (_is_time, "seconds above 0"),
+    "fence_s": (_is_time, "seconds above 0"),
+    "group_bytes": (_is_count, "a number of bytes"),
+    "gate_layers": (_is_count, "a number of layers"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
     """Holds how one engine takes part.
@@ -41,6 +69,9 @@ class VllmSettings:
             go out together, up to four times as much; the last one goes alone.
         gate_layers: So many last layers may still be on their way when decode begins;
             its forward pass waits for each in turn. 0: it begins when all are here.
+        peers: Addresses of other engines' ranks that requests may name. Without it:
+            those that somebody with the key of ``psk_file`` has signed, and with trust
+            ``"loopback"`` any of this host.
         fingerprint: Names the weights, where model configs alone cannot tell them.
         load_timeout_s: After this what has not arrived is computed instead, or fails,
             as vLLM's ``kv_load_failure_policy`` says.
@@ -54,6 +85,7 @@ class VllmSettings:
     stream: str = LAYER
     group_bytes: int = GROUP_BYTES
     gate_layers: int = 0
+    peers: Sequence[str] = ()
     fingerprint: str = ""
     load_timeout_s: float = 300.0
     fence_s: float = 1.0
@@ -66,28 +98,13 @@ class VllmSettings:
                     f"kv_connector_extra_config: {name}={value!r} is none of "
                     f"{', '.join(choices)}"
                 )
-        for name in ("listen", "advertise", "fingerprint"):
-            if not isinstance(getattr(self, name), str):
+        for name, (fits, what) in _VALUES.items():
+            if not fits(getattr(self, name)):
                 raise UsageError(
-                    f"kv_connector_extra_config: {name}={getattr(self, name)!r}: a text"
+                    f"kv_connector_extra_config: {name}={getattr(self, name)!r}: {what}"
                 )
-        for name in ("load_timeout_s", "fence_s"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise UsageError(
-                    f"kv_connector_extra_config: {name}={value!r}: seconds above 0"
-                )
-        group = self.group_bytes
-        if type(group) is not int or group < 0:
-            raise UsageError(
-                f"kv_connector_extra_config: group_bytes={group!r}: a number of bytes"
-            )
-        gate = self.gate_layers
-        if type(gate) is not int or gate < 0:
-            raise UsageError(
-                f"kv_connector_extra_config: gate_layers={gate!r}: a number of layers"
-            )
-        Address.parse(self.listen)
+        for address in (self.listen, *self.peers):
+            Address.parse(address)
 
     @property
     def needs_layer_hooks(self) -> bool:

@@ -20,6 +20,7 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
 from kvwire.integrations.vllm.metadata import WorkerStep
+from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
@@ -77,7 +78,7 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker: WorkerSide | None = None
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                self._settings, str(transfer.engine_id), shapes
+                self._settings, shapes, References.of(config, self._settings.peers)
             )
             return
         rank = vllm_config.parallel_config.rank % shapes[0].ranks

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvwire.errors import UsageError
+from kvwire.types import Address
 
 # Of one engine; as many as kvwire allows shards of one group.
 _REMOTES_MAX: Final = 1024
+# Of an id and of an address.
+_CHARS_MAX: Final = 256
 
 Blocks = dict[str, list[int]]
 """Block ids of each cache group, in token order."""
@@ -111,12 +114,14 @@ class TransferParams:
         loads: Its KV comes from another engine (``do_remote_prefill``).
         transfer_id: What both engines call the transfer; "" if none was given.
         remote: Addresses of the other engine's ranks, in rank order.
+        signature: Of whoever has named them; "" if nobody has signed.
     """
 
     sends: bool = False
     loads: bool = False
     transfer_id: str = ""
     remote: tuple[str, ...] = ()
+    signature: str = ""
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
@@ -127,26 +132,34 @@ class TransferParams:
         """
         if not params:
             return cls()
-        transfer_id = params.get("transfer_id") or ""
+        asked = {name: params.get(name) or False for name in _FLAGS}
+        texts = {name: params.get(name) or "" for name in _TEXTS}
         remote = params.get("remote") or ()
-        if not isinstance(transfer_id, str):
-            raise UsageError(f"kv_transfer_params: transfer_id={transfer_id!r}: a text")
         if isinstance(remote, str):
             remote = remote.split(",")
-        if (
-            not isinstance(remote, list | tuple)
-            or len(remote) > _REMOTES_MAX
-            or not all(isinstance(one, str) and one for one in remote)
-        ):
+        if not isinstance(remote, list | tuple) or len(remote) > _REMOTES_MAX:
             raise UsageError(
-                f"kv_transfer_params: remote={remote!r}: the addresses of the other "
-                f"engine's ranks, at most {_REMOTES_MAX}"
+                f"kv_transfer_params: remote: the addresses of the other engine's "
+                f"ranks, at most {_REMOTES_MAX}"
             )
+        for name, flag in asked.items():
+            if not isinstance(flag, bool):
+                raise UsageError(f"kv_transfer_params: {name}: true or false")
+        for name, text in (*texts.items(), *(("remote", one) for one in remote)):
+            if (
+                not isinstance(text, str)
+                or len(text) > _CHARS_MAX
+                or not (text.isascii() and text.isprintable())
+            ):
+                raise UsageError(
+                    f"kv_transfer_params: {name}: a text of at most {_CHARS_MAX} "
+                    f"printable ASCII characters"
+                )
         return cls(
-            sends=bool(params.get("do_remote_decode")),
-            loads=bool(params.get("do_remote_prefill")),
-            transfer_id=transfer_id,
-            remote=tuple(remote),
+            sends=asked["do_remote_decode"],
+            loads=asked["do_remote_prefill"],
+            remote=tuple(str(Address.parse(one)) for one in remote),
+            **texts,
         )
 
     def check(self, *, pushed: bool) -> None:
@@ -166,6 +179,10 @@ class TransferParams:
                 "kv_transfer_params: remote is missing, the addresses of the other "
                 "engine's ranks"
             )
+
+
+_FLAGS: Final = ("do_remote_decode", "do_remote_prefill")
+_TEXTS: Final = ("transfer_id", "signature")
 
 
 def answer(transfer_id: str, remote: tuple[str, ...]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ from kvwire.integrations.vllm.metadata import (
     WorkerStep,
     answer,
 )
+from kvwire.integrations.vllm.references import References
+from kvwire.integrations.vllm.topology import check_ranks
 from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.hashing import HashScheme
 
@@ -77,20 +80,20 @@ class SchedulerSide:
 
     Args:
         settings: How this engine takes part.
-        engine_id: vLLM's name of this engine.
         shapes: What the cache groups hold.
+        references: Which addresses a request may name.
         salt: What sets the KV of this engine apart, for the block hashes.
     """
 
     def __init__(
         self,
         settings: VllmSettings,
-        engine_id: str,
         shapes: Sequence[CacheShape],
+        references: References,
         salt: bytes = b"",
     ) -> None:
         self._settings = settings
-        self._engine_id = engine_id
+        self._references = references
         self._shapes = tuple(shapes)
         self._partial = any(shape.partial for shape in shapes)
         self._salt = salt
@@ -107,17 +110,20 @@ class SchedulerSide:
 
     def begun(self, request: Any) -> None:
         """Take the last token from a prompt that is sent, where decode needs that."""
-        if not self._partial or not self._wanted(request).sends:
+        wanted = self._wanted(request)
+        if not self._partial or not wanted.sends:
             return
         known = request.prompt_token_ids or ()
         if (
-            len(known) < 2
+            wanted.loads
+            or len(known) < 2
             or request.max_tokens != 1
             or getattr(request, "skip_reading_prefix_cache", False)
         ):
             # What it generated would free blocks and change states while they are read.
             logger.warning(
-                "request %s: not sent; this model's need max_tokens=1 and 2 tokens",
+                "request %s: not sent; prompts of this model that are have 2 tokens or "
+                "more, max_tokens=1 and come from no other engine",
                 request.request_id,
             )
             request.kv_transfer_params["do_remote_decode"] = False
@@ -200,7 +206,8 @@ class SchedulerSide:
             return False, None
         if not prompt.whole:
             return True, None
-        return True, answer(prompt.send.transfer_id, self._addresses)
+        said = answer(prompt.send.transfer_id, self._addresses)
+        return True, self._references.signed(said)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -208,7 +215,14 @@ class SchedulerSide:
         """Return what a request asks for; nothing if it says too little."""
         try:
             wanted = TransferParams.read(request.kv_transfer_params)
+            if not wanted.sends and not wanted.loads:
+                return TransferParams()
             wanted.check(pushed=self._settings.mode == PUSH)
+            if wanted.remote:
+                check_ranks(self._shapes, len(wanted.remote))
+                self._references.check(
+                    wanted.transfer_id, wanted.remote, wanted.signature
+                )
         except UsageError as exc:
             # A client's mistake costs that client a prefill here, and nobody else.
             logger.warning("request %s: %s", request.request_id, exc)
@@ -222,7 +236,8 @@ class SchedulerSide:
     def _new_send(self, request: Any, wanted: TransferParams) -> SendPrompt:
         return SendPrompt(
             request_id=request.request_id,
-            transfer_id=wanted.transfer_id or f"{self._engine_id}/{request.request_id}",
+            # Clients choose parts of a request's id; this one nobody can guess.
+            transfer_id=wanted.transfer_id or secrets.token_hex(16),
             tokens=request.num_prompt_tokens,
             listed=self._listed(request.num_prompt_tokens),
             blocks={},

@@ -8,9 +8,11 @@ asks.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.kv.spec import KVSpec, shard_sources
 
 
@@ -88,6 +90,26 @@ def outgoing_route(
             for rank in targets(spec, len(addresses))
         ),
     )
+
+
+def check_ranks(shapes: Sequence[CacheShape], ranks: int) -> None:
+    """Refuse an engine whose ranks cannot hold the heads of this one's model.
+
+    Raises:
+        UsageError: Its number of ranks does not go with the model.
+    """
+    for shape in shapes:
+        heads = shape.total_kv_heads
+        fits = (
+            ranks == shape.ranks
+            if shape.state
+            else not (heads % ranks and ranks % heads)
+        )
+        if not fits:
+            raise UsageError(
+                f"kv_transfer_params: remote has {ranks} addresses, which cannot be "
+                f"the ranks of an engine with {heads} KV heads ({shape.kind})"
+            )
 
 
 def group_specs(spec: KVSpec, size: int) -> list[KVSpec]:

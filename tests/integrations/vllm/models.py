@@ -19,6 +19,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window": {"num_attention_heads": 4, "num_key_value_heads": 1},
     # As Gemma 3: two layers that see a window, and one that sees all; twice.
     "gemma": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    # As LFM2: short convolutions, whose states are none of tokens, and attention.
+    "conv": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    # As Bamba: Mamba 2 and attention.
+    "mamba": {"num_attention_heads": 4, "num_key_value_heads": 2},
     # One latent of 512 + 64 for all heads: the only size vLLM computes on CPUs.
     "mla": {
         "num_attention_heads": 4,
@@ -60,10 +64,14 @@ def make_model(kind: str, folder: Path) -> Path:
 
 def _network(kind: str) -> Any:
     from transformers import (
+        BambaConfig,
+        BambaForCausalLM,
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
+        Lfm2Config,
+        Lfm2ForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
     )
@@ -89,6 +97,30 @@ def _network(kind: str) -> Any:
                 sliding_window=256,
                 layer_types=2 * layers,
                 query_pre_attn_scalar=32,
+            )
+        )
+    if kind == "conv":
+        del common["head_dim"]
+        layers = ["conv", "full_attention"] * 2
+        return Lfm2ForCausalLM(
+            Lfm2Config(
+                **{**common, "hidden_size": 128},
+                layer_types=layers,
+                conv_dim=128,
+                conv_dim_out=128,
+            )
+        )
+    if kind == "mamba":
+        return BambaForCausalLM(
+            BambaConfig(
+                **common,
+                attn_layer_indices=[1, 3],
+                mamba_n_heads=8,
+                mamba_d_head=16,
+                mamba_d_state=16,
+                mamba_n_groups=1,
+                mamba_chunk_size=256,
+                attn_rotary_emb=32,
             )
         )
     if kind == "mla":

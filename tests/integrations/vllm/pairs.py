@@ -7,14 +7,24 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from kvwire.integrations.vllm.references import UNSIGNED, References
 from tests.integrations.vllm.serving import Engine, tokens_of
 
 
 class Pair:
-    """A prefill and a decode engine, asked at once."""
+    """A prefill and a decode engine, asked at once.
 
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
+    Args:
+        prefill: The one.
+        decode: The other.
+        references: Signs what they are told of each other.
+    """
+
+    def __init__(
+        self, prefill: Engine, decode: Engine, *, references: References = UNSIGNED
+    ) -> None:
         self.prefill, self.decode = prefill, decode
+        self._signed = references.signed
 
     def local(self, ids: list[int]) -> list[int]:
         return tokens_of(self.prefill.generate(ids, cache_salt=f"local-{ids[:4]}"))
@@ -31,16 +41,18 @@ class Pair:
         sends = {
             "do_remote_decode": True,
             "transfer_id": name,
-            "remote": back or self.decode.kv,
+            "remote": (back or self.decode.kv).split(","),
         }
         loads = {
             "do_remote_prefill": True,
             "transfer_id": name,
-            "remote": there or self.prefill.kv,
+            "remote": (there or self.prefill.kv).split(","),
         }
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self.decode.generate, ids, kv_transfer_params=loads)
-            self.prefill.generate(ids, 1, kv_transfer_params=sends)
+            answer = pool.submit(
+                self.decode.generate, ids, kv_transfer_params=self._signed(loads)
+            )
+            self.prefill.generate(ids, 1, kv_transfer_params=self._signed(sends))
             return tokens_of(answer.result())
 
 

@@ -31,6 +31,8 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"gate_layers": -1}, "gate_layers=-1"),
         ({"gate_layers": True}, "gate_layers=True"),
         ({"fence_s": 0}, "fence_s=0"),
+        ({"peers": "a:1"}, "peers='a:1': a list of addresses"),
+        ({"peers": ["a"]}, "no port"),
         ({"lease": 5}, "did you mean 'lease_s'"),
         ({"profile": "x"}, "profile='x'"),
     ],

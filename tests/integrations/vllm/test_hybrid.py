@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import importlib.util
+import random
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -19,14 +23,19 @@ if importlib.util.find_spec("vllm") is None:
         allow_module_level=True,
     )
 
+import httpx
+
+from kvwire.integrations.vllm.references import UNSIGNED, References
+from kvwire.security.keys import read_key_file, write_key_file
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
 from tests.integrations.vllm.serving import complete, engine, prompt, tokens_of
 
 pytestmark = pytest.mark.timeout(900)
 FETCHED = "vllm:external_prefix_cache_hits_total"
-WAYS = {
-    "windows": ("gemma", {}, ("--block-size", "16")),
+WAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "windows, with a key": ("gemma", {"trust": "psk"}, ("--block-size", "16")),
+    "convolutions": ("conv", {}, ()),
     "windows, no prefix cache, push, by chunk": (
         "gemma",
         {"mode": "push", "stream": "chunk"},
@@ -44,12 +53,17 @@ def pair(
     kind, more, arguments = WAYS[request.param]
     model = make_model(kind, folder)
     transfer = {"lease_s": 3.0, "require": ["tcp"], **more}
+    references = UNSIGNED
+    if more.get("trust") == "psk":
+        transfer["psk_file"] = str(folder / "key")
+        write_key_file(folder / "key")
+        references = References([read_key_file(transfer["psk_file"])])
     made = [
         engine(model, folder, name, core, transfer, *arguments)
         for core, name in enumerate(("prefill", "decode"))
     ]
     with running(*made):
-        yield Pair(*made)
+        yield Pair(*made, references=references)
 
 
 def test_vllm_has_several_groups(pair: Pair) -> None:
@@ -81,6 +95,61 @@ def test_what_decode_has_of_a_beginning(pair: Pair) -> None:
     for longer in (1010, 1100, 1600):
         more = ids + prompt(longer - 1000, seed=4)
         assert pair.both(more) == pair.local(more)
+
+
+def anything(chance: random.Random, address: str, pair: Pair) -> dict[str, Any]:
+    """What a client may write as kv_transfer_params."""
+    odd: list[Any] = [None, 7, -1.5, "", "x" * 5000, "\u20ac", [], [[]], {}, True]
+    remotes = [
+        address,
+        [address],
+        ["127.0.0.1:1", address],
+        pair.prefill.kv,
+        "unix:///",
+    ]
+    usual: dict[str, list[Any]] = {
+        "do_remote_prefill": [True, False],
+        "do_remote_decode": [True, False],
+        "transfer_id": ["t", "fuzz/0/0"],
+        "remote": [*remotes, [pair.decode.kv] * 3],
+        "signature": ["00" * 32],
+    }
+    written = {name: chance.choice(values) for name, values in usual.items()}
+    for name in chance.sample(sorted(usual), chance.choice((0, 0, 1, 2))):
+        written[name] = chance.choice(odd)
+    for name in chance.sample(sorted(usual), chance.choice((0, 0, 1))):
+        del written[name]
+    return written
+
+
+def test_whatever_clients_write_harms_nobody(pair: Pair) -> None:
+    """Made-up references are not dialled, and each answer is that of its own prompt."""
+    if "psk" not in " ".join(pair.decode.command):
+        pytest.skip("without a key or peers, addresses of this host are believed")
+    chance = random.Random(17)
+    prompts = [prompt(60, seed=100 + index) for index in range(4)]
+    want = [tokens_of(pair.prefill.generate(ids, 4)) for ids in prompts]
+
+    def ask(at: int, params: Any) -> bool:
+        one = chance.choice((pair.prefill, pair.decode))
+        try:
+            said = one.generate(prompts[at], 4, kv_transfer_params=params)
+        except httpx.HTTPStatusError as exc:
+            return exc.response.status_code == httpx.codes.BAD_REQUEST
+        return tokens_of(said) == want[at]
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        asked = [anything(chance, address, pair) for _ in range(300)]
+        with ThreadPoolExecutor(6) as pool:
+            right = list(pool.map(ask, (at % 4 for at in range(300)), asked))
+        assert all(right)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    ids = prompt(700, seed=6)
+    assert pair.both(ids) == pair.local(ids)
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
 
 
 def test_a_prompt_that_is_not_there_is_computed(pair: Pair) -> None:

@@ -12,7 +12,9 @@ from kvwire.integrations.vllm.metadata import TransferParams, answer
 
 def test_an_answer_is_what_decode_reads() -> None:
     wanted = TransferParams.read(answer("id", ("a:1", "b:2")))
-    assert wanted == TransferParams(loads=True, transfer_id="id", remote=("a:1", "b:2"))
+    assert wanted == TransferParams(
+        loads=True, transfer_id="id", remote=("tcp://a:1", "tcp://b:2")
+    )
     wanted.check(pushed=False)
 
 
@@ -22,15 +24,24 @@ def test_a_request_for_this_engine_alone(params: dict[str, Any] | None) -> None:
 
 
 def test_addresses_as_one_text() -> None:
-    assert TransferParams.read({"remote": "a:1,b:2"}).remote == ("a:1", "b:2")
+    assert TransferParams.read({"remote": "a:1,b:2"}).remote == (
+        "tcp://a:1",
+        "tcp://b:2",
+    )
 
 
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"transfer_id": 7}, "transfer_id=7"),
-        ({"remote": 7}, "remote=7"),
-        ({"remote": [7]}, "remote="),
+        ({"transfer_id": 7}, "transfer_id: a text"),
+        ({"transfer_id": "x" * 300}, "transfer_id: a text of at most 256"),
+        ({"transfer_id": "\ud800"}, "transfer_id: a text"),
+        ({"transfer_id": "a\nb"}, "printable"),
+        ({"signature": 1}, "signature: a text"),
+        ({"do_remote_prefill": "no"}, "do_remote_prefill: true or false"),
+        ({"remote": 7}, "remote: the addresses"),
+        ({"remote": [7]}, "remote: a text"),
+        ({"remote": ["a"]}, "no port"),
         ({"remote": ["a:1"] * 2000}, "at most 1024"),
     ],
 )

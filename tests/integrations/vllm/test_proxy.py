@@ -30,6 +30,7 @@ from kvwire.integrations.vllm.proxy.requests import (
     for_prefill,
     is_for_two,
 )
+from kvwire.integrations.vllm.references import UNSIGNED
 from tests.support import virtual_time
 
 P1 = VllmServer("http://p1", ("p1:1",))
@@ -525,7 +526,9 @@ def test_what_two_engines_can_share(body: dict[str, Any], shared: bool) -> None:
 
 
 def test_prefill_is_not_asked_for_what_decoding_does() -> None:
-    asked = for_prefill({**ASK, "stream": True, "stream_options": {}, "n": 1}, "t", D1)
+    asked = for_prefill(
+        {**ASK, "stream": True, "stream_options": {}, "n": 1}, D1, "t", UNSIGNED
+    )
     assert not {"stream", "stream_options", "n"} & asked.keys()
 
 

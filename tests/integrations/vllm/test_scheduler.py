@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import ComputedTokens, LoadPrompt, SendPrompt
+from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from tests.integrations.vllm.fakes import (
     SHAPE,
@@ -19,8 +22,10 @@ from tests.integrations.vllm.fakes import (
     Request,
     chunk,
 )
+from tests.support.depth import examples
 
 TOKENS = list(range(100, 110))  # ten: two blocks and a half
+PEERS = References(peers=["a:1", "b:2"])
 SENDS = {"do_remote_decode": True, "transfer_id": "t"}
 
 
@@ -33,8 +38,8 @@ def loads(**more: Any) -> dict[str, Any]:
     }
 
 
-def side(**settings: Any) -> SchedulerSide:
-    made = SchedulerSide(VllmSettings(**settings), "engine", [SHAPE])
+def side(**keys: Any) -> SchedulerSide:
+    made = SchedulerSide(VllmSettings(**keys), [SHAPE], PEERS)
     made.hear_addresses({1: "b:2", 0: "a:1"})
     return made
 
@@ -142,7 +147,7 @@ def test_a_prompt_that_is_fetched() -> None:
         {"kv": 1},
         {"kv": 10},
     )
-    assert load.remote == ("a:1",)
+    assert load.remote == ("tcp://a:1",)
     # It comes back with more blocks, or after a preemption: nothing to fetch.
     assert scheduler.matched(request, 0) == (0, False)
     scheduler.allocated(request, [[5, 6, 7, 8, 9]], 0)
@@ -240,7 +245,7 @@ FULL = replace(SHAPE, name="0 full")
 
 def hybrid() -> SchedulerSide:
     """Blocks of four tokens: everything, a window of four, and one state."""
-    made = SchedulerSide(VllmSettings(), "engine", [FULL, WINDOW, STATE])
+    made = SchedulerSide(VllmSettings(), [FULL, WINDOW, STATE], PEERS)
     made.hear_addresses({0: "a:1"})
     return made
 
@@ -260,6 +265,7 @@ def test_prefill_leaves_the_last_token_to_decode() -> None:
     [
         Request("r", TOKENS[:1], dict(SENDS)),
         Request("r", TOKENS, dict(SENDS), max_tokens=2),
+        Request("r", TOKENS, SENDS | {"do_remote_prefill": True, "remote": "a:1"}),
         Request("r", TOKENS, dict(SENDS), skip_reading_prefix_cache=True),
     ],
 )
@@ -317,3 +323,68 @@ def test_the_two_engines_name_a_state_by_all_tokens_before_it() -> None:
         (load,) = fetches.step(Output({})).loads
         assert (load.hashes == send.hashes) is same
         assert (load.hashes["2 state"] == send.hashes["2 state"]) is same
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+VALUES = {
+    "do_remote_prefill": st.just(True) | JSON,
+    "do_remote_decode": st.just(True) | JSON,
+    "transfer_id": st.just("t") | JSON,
+    "remote": st.just(["a:1"])
+    | st.lists(st.sampled_from(["a:1", "b:2", "c:3", "unix:///x", ""]), max_size=5)
+    | JSON,
+    "signature": st.just("00" * 32) | JSON,
+}
+
+
+@given(params=st.fixed_dictionaries({}, optional=VALUES), pushed=st.booleans())
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
+def test_whatever_a_client_writes_is_for_its_request_alone(
+    params: dict[str, Any], pushed: bool
+) -> None:
+    """No error, no address but those of the peers, and blocks are free at the end."""
+    for made in (side(mode="push" if pushed else "pull"), hybrid()):
+        request = Request("r", list(TOKENS), dict(params))
+        made.begun(request)
+        count, later = made.matched(request, 0)
+        tables = [[7, 8, 9], [4, 5, 6], [2]]
+        made.allocated(request, tables, count)
+        blocks = tuple(tables)
+        steps = [made.step(Output({"r": 10}, [New("r", blocks)]))]
+        held, said = made.finished(request)
+        steps.append(made.step(Output({})))
+        sends = [send for step in steps for send in step.sends]
+        loads_ = [load for step in steps for load in step.loads]
+        named = {one for send in sends for one in send.remote}
+        named |= {one for load in loads_ for one in load.remote}
+        assert named <= {"tcp://a:1", "tcp://b:2"}
+        assert held == bool(sends)
+        assert (said is not None) <= held
+        assert later is bool(count)
+        assert count in (0, 9, 10)
+        assert not made._prompts
+
+
+def test_nobody_can_guess_the_name_of_a_transfer() -> None:
+    scheduler, names = side(), set()
+    for _ in range(2):
+        request = Request("r", TOKENS, {"do_remote_decode": True})
+        scheduler.allocated(request, [[7, 8, 9]], 0)
+        (send,) = scheduler.step(first_step([7, 8, 9], 10)).sends
+        names.add(send.transfer_id)
+        scheduler.finished(request)
+    assert len(names) == 2
+    assert all(len(name) == 32 for name in names)
+
+
+def test_an_engine_whose_ranks_do_not_fit_the_model() -> None:
+    """Four heads; three ranks cannot hold them, and a state is not cut at all."""
+    three = loads(remote=["a:1", "b:2", "a:1"])
+    assert side().matched(Request("r", TOKENS, three), 0) == (0, False)
+    two = loads(remote=["a:1", "b:2"])
+    assert side().matched(Request("r", TOKENS, two), 0) == (10, True)
+    assert hybrid().matched(Request("r", TOKENS, two), 0) == (0, False)

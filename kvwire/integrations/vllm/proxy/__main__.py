@@ -10,6 +10,8 @@ from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.engines import BY_PREFIX, ROUND_ROBIN, parse_engine
 from kvwire.integrations.vllm.proxy.requests import AT_ONCE, IN_SEQUENCE
+from kvwire.integrations.vllm.references import References
+from kvwire.security.keys import read_key_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         prefill = [parse_engine(text) for text in options.prefill]
         decode = [parse_engine(text) for text in options.decode]
+        keys = [read_key_file(options.psk_file)] if options.psk_file else []
     except UsageError as exc:
         parser.error(str(exc))
     try:
@@ -30,7 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
-    app = make_app(prefill, decode, order=options.order, route=options.route)
+    app = make_app(
+        prefill,
+        decode,
+        order=options.order,
+        route=options.route,
+        references=References(keys),
+    )
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0
 
@@ -43,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     engine = "URL=KV[,KV...]: where it serves, and where each rank of it listens"
     parser.add_argument("--prefill", action="append", required=True, help=engine)
     parser.add_argument("--decode", action="append", required=True, help=engine)
+    parser.add_argument("--psk-file", help="the engines' key, if they have one")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(

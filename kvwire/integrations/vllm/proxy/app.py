@@ -20,6 +20,7 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     EngineResponse,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmServer
+from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):
@@ -46,6 +47,7 @@ def make_app(
     *,
     order: str,
     route: str,
+    references: References = UNSIGNED,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> Starlette:
     """Return the application.
@@ -55,6 +57,7 @@ def make_app(
         decode: The engines that answer.
         order: Both at once, or in sequence.
         route: Which prefill engine gets a request.
+        references: Signs what the engines are told of each other.
         transport: For tests; None for the network.
     """
     client = httpx.AsyncClient(
@@ -65,7 +68,11 @@ def make_app(
         headers={"accept-encoding": "identity"},
         transport=transport,
     )
-    front = _Front(Dispatcher(client, prefill, decode, order=order, route=route))
+    front = _Front(
+        Dispatcher(
+            client, prefill, decode, order=order, route=route, references=references
+        )
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -98,6 +105,8 @@ class _Front:
             return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {exc}")
         if not isinstance(body, dict):
             return _error(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
+        # Engines hear of each other from us alone.
+        body.pop("kv_transfer_params", None)
         asked = ClientRequest(request.url.path, body, _passed_on(request))
         async with AsyncExitStack() as stack:
             asking = asyncio.ensure_future(self._dispatcher.ask(asked, stack))

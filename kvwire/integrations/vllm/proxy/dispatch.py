@@ -34,6 +34,7 @@ from kvwire.integrations.vllm.proxy.requests import (
     is_for_two,
     new_transfer_id,
 )
+from kvwire.integrations.vllm.references import UNSIGNED, References
 
 with needed_by("the proxy", extra="vllm"):
     import httpx
@@ -103,6 +104,7 @@ class Dispatcher:
         prefill: The engines that compute prompts.
         decode: The engines that answer.
         order: Both at once, or in sequence.
+        references: Signs what the engines are told of each other.
     """
 
     def __init__(
@@ -113,11 +115,13 @@ class Dispatcher:
         *,
         order: str,
         route: str,
+        references: References = UNSIGNED,
     ) -> None:
         self._client = client
         self._prefill = VllmServerPool(prefill, time.monotonic, route)
         self._decode = VllmServerPool(decode, time.monotonic)
         self._order = order
+        self._references = references
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Have a request answered.
@@ -192,15 +196,14 @@ class Dispatcher:
         asked: ClientRequest,
         attempt: AsyncExitStack,
     ) -> EngineResponse:
-        transfer_id = new_transfer_id()
-        computed = asyncio.ensure_future(
-            self._compute(prefill, asked, for_prefill(asked.body, transfer_id, decode))
-        )
+        named = new_transfer_id(), self._references
+        body = for_prefill(asked.body, decode, *named)
+        computed = asyncio.ensure_future(self._compute(prefill, asked, body))
         # Its answer comes about when decode's does; it is not cut off for that.
         attempt.push_async_callback(_ended, computed)
         if self._order == IN_SEQUENCE:
             await computed
-        body = for_decode(asked.body, transfer_id, prefill)
+        body = for_decode(asked.body, prefill, *named)
         answer = asyncio.ensure_future(self._answer(decode, asked, body, attempt))
         try:
             return await _first_of(answer, computed)

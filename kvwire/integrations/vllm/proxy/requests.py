@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import Any, Final
 
+from kvwire.integrations.vllm.metadata import answer
 from kvwire.integrations.vllm.proxy.engines import VllmServer
+from kvwire.integrations.vllm.references import References
 
 AT_ONCE: Final = "at-once"
 IN_SEQUENCE: Final = "in-sequence"
@@ -38,32 +40,23 @@ def new_transfer_id() -> str:
 
 
 def for_prefill(
-    body: dict[str, Any], transfer_id: str, decode: VllmServer
+    body: dict[str, Any], decode: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
     """Return the prefill engine's request: the prompt, and one token."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
         asked["max_completion_tokens"] = 1
-    asked["kv_transfer_params"] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": transfer_id,
-        "remote": list(decode.remote),
-    }
-    return asked
+    params = answer(transfer_id, decode.remote)
+    params |= {"do_remote_decode": True, "do_remote_prefill": False}
+    return asked | {"kv_transfer_params": references.signed(params)}
 
 
 def for_decode(
-    body: dict[str, Any], transfer_id: str, prefill: VllmServer
+    body: dict[str, Any], prefill: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
     """Return the decode engine's request: everything, with the KV elsewhere."""
-    params = {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "transfer_id": transfer_id,
-        "remote": list(prefill.remote),
-    }
+    params = references.signed(answer(transfer_id, prefill.remote))
     return body | {"kv_transfer_params": params}
 
 

@@ -1,0 +1,104 @@
+"""Whom a request may name: ``kv_transfer_params`` are what any client may send.
+
+An engine dials an address from a request only if its operator has listed it as one of
+``peers``, or if whoever named it holds the engines' key: an engine signs the references
+in its answers, and the proxy those that it makes. Where trust is ``loopback`` nothing
+is proved to begin with, and addresses of this host are believed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from kvwire.config import Config
+from kvwire.errors import UsageError
+from kvwire.security.keys import is_loopback, load_keys
+from kvwire.types import Address
+
+SIGNATURE: Final = "signature"
+_LABEL: Final = b"kvwire vllm reference"
+
+
+class References:
+    """Signs references to transfers, and says which of a client's may be used.
+
+    Args:
+        keys: Shared keys; the first one signs, each is accepted.
+        peers: Addresses that may be named without a signature.
+        this_host: Addresses of this host may be named as well.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes] = (),
+        peers: Iterable[str] = (),
+        *,
+        this_host: bool = False,
+    ) -> None:
+        self._keys = [hmac.digest(key, _LABEL, "sha256") for key in keys]
+        self._peers = frozenset(str(Address.parse(peer)) for peer in peers)
+        self._this_host = this_host
+
+    @classmethod
+    def of(cls, config: Config, peers: Sequence[str]) -> References:
+        """Return those of an engine.
+
+        Raises:
+            UsageError: Nothing says which addresses it may dial, or a key file cannot
+                be used.
+        """
+        if config.trust == "mtls" and not peers:
+            raise UsageError(
+                'kv_connector_extra_config: trust="mtls" needs peers, the addresses of '
+                "the other engines' ranks: requests name them, and certificates sign "
+                "no request"
+            )
+        _, mine, accepted = load_keys(config)
+        keys = [mine, *accepted.values()] if mine else []
+        return cls(keys, peers, this_host=config.trust == "loopback" and not peers)
+
+    def signed(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Return a reference with its signature; as it is without a key."""
+        if not self._keys:
+            return params
+        said = _message(params["transfer_id"], params["remote"])
+        signature = hmac.digest(self._keys[0], said, "sha256").hex()
+        return {**params, SIGNATURE: signature}
+
+    def check(self, transfer_id: str, remote: Sequence[str], signature: str) -> None:
+        """Refuse a reference that may be made up.
+
+        Raises:
+            UsageError: It names an address that is not listed, and is not signed.
+        """
+        said = _message(transfer_id, remote)
+        # bytes, since a client may send any text
+        shown = signature.encode("utf-8", "replace")
+        for key in self._keys:
+            right = hmac.digest(key, said, "sha256").hex().encode()
+            if hmac.compare_digest(right, shown):
+                return
+        for address in map(Address.parse, remote):
+            if not self._may_dial(address):
+                raise UsageError(
+                    f"kv_transfer_params: {str(address)!r} is none of `peers`, and no "
+                    f"engine or proxy with this engine's key has signed it"
+                )
+
+    def _may_dial(self, address: Address) -> bool:
+        if str(address) in self._peers:
+            return True
+        host = "127.0.0.1" if address.host == "localhost" else address.host
+        return self._this_host and address.scheme == "tcp" and is_loopback(host)
+
+
+UNSIGNED: Final = References()
+"""Those of whoever has no key."""
+
+
+def _message(transfer_id: str, remote: Sequence[str]) -> bytes:
+    addresses = [str(Address.parse(one)) for one in remote]
+    return json.dumps([transfer_id, addresses]).encode()
