@@ -35,7 +35,6 @@ pytestmark = pytest.mark.timeout(900)
 FETCHED = "vllm:external_prefix_cache_hits_total"
 WAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "windows, with a key": ("gemma", {"trust": "psk"}, ("--block-size", "16")),
-    "convolutions": ("conv", {}, ()),
     "windows, no prefix cache, push, by chunk": (
         "gemma",
         {"mode": "push", "stream": "chunk"},
