@@ -21,8 +21,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": {"num_attention_heads": 4, "num_key_value_heads": 2},
     # As LFM2: short convolutions, whose states are none of tokens, and attention.
     "conv": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    # As Bamba: Mamba 2 and attention.
-    "mamba": {"num_attention_heads": 4, "num_key_value_heads": 2},
     # One latent of 512 + 64 for all heads: the only size vLLM computes on CPUs.
     "mla": {
         "num_attention_heads": 4,
@@ -64,8 +62,6 @@ def make_model(kind: str, folder: Path) -> Path:
 
 def _network(kind: str) -> Any:
     from transformers import (
-        BambaConfig,
-        BambaForCausalLM,
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
         Gemma3ForCausalLM,
@@ -106,21 +102,8 @@ def _network(kind: str) -> Any:
             Lfm2Config(
                 **{**common, "hidden_size": 128},
                 layer_types=layers,
-                conv_dim=128,
-                conv_dim_out=128,
-            )
-        )
-    if kind == "mamba":
-        return BambaForCausalLM(
-            BambaConfig(
-                **common,
-                attn_layer_indices=[1, 3],
-                mamba_n_heads=8,
-                mamba_d_head=16,
-                mamba_d_state=16,
-                mamba_n_groups=1,
-                mamba_chunk_size=256,
-                attn_rotary_emb=32,
+                # vLLM reads these, and transformers has no defaults for them.
+                **dict.fromkeys(("conv_dim", "conv_dim_out", "block_dim"), 128),
             )
         )
     if kind == "mla":
