@@ -211,8 +211,8 @@ class Connection(AsyncWith):
             lease_s: How long to wait for another link after a lost one.
 
         Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ConnectionClosed: The connection is closing or closed.
+            UsageError: The cache or the blocks cannot be used; nothing was sent. What
+                a closed or lost connection does to it is its outcome.
         """
         self._thread.check("Connection.pull")
         check_options("pull", options)
@@ -244,8 +244,8 @@ class Connection(AsyncWith):
                 prefill; ``extend`` names the rest.
 
         Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ConnectionClosed: The connection is closing or closed.
+            UsageError: The cache or the blocks cannot be used; nothing was sent. What
+                a closed or lost connection does to it is its outcome.
         """
         self._thread.check("Connection.push")
         check_options("push", options)

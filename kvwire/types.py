@@ -139,6 +139,10 @@ class Address:
         """
         if isinstance(text, Address):
             return text
+        if not isinstance(text, str):
+            raise UsageError(
+                f'address {text!r}: write "host:port", or pass a kvwire.Address'
+            )
         full = text if "://" in text else f"tcp://{text}"
         try:
             parts = urlsplit(full)

@@ -53,6 +53,11 @@ class TcpLink(Duplex, Link):
         """See :class:`~kvwire.backend.Link`."""
         return self._remote
 
+    @property
+    def beginning(self) -> bytes:
+        """See :class:`~kvwire.backend.Link`."""
+        return self._frames.beginning if self._started else b""
+
     def proven(self) -> PeerIdentity | None:
         """See :class:`~kvwire.backend.Link`.
 

@@ -38,8 +38,6 @@ from kvwire_tcp.wire import Wire
 # Measured: a burst of 64-byte frames gains nothing from more. All that a peer pins
 # before it is authenticated.
 SCRATCH_BYTES: Final = 8 * KIB
-# How a peer inside TLS answers one that is not (RFC 8446 5.1); no header begins so.
-_TLS_ALERT: Final = memoryview(b"\x15\x03")
 
 
 class FrameHandler(Protocol):
@@ -74,6 +72,7 @@ class FrameReader:
         "_headers",
         "_held",
         "_landing",
+        "_left",
         "_link",
         "_rest",
         "_scratch",
@@ -98,6 +97,8 @@ class FrameReader:
         # Bytes at the front of scratch that wait: between payloads, part of a header.
         self._held = 0
         self._landing: Landing | None = None
+        # Where the stream ended, what there was of a header.
+        self._left = b""
         # Payload bytes of the landing to come, and where they go: None drops them.
         self._rest = 0
         self._target: memoryview | Iovecs | None = None
@@ -117,12 +118,18 @@ class FrameReader:
         if self._landing is not None:
             length = self._landing.length
             return f"{length - self._rest} of {length} payload bytes"
-        if self._held and self._headers[:2] == _TLS_ALERT:
-            return "an alert of TLS: its trust is mtls, and this side's is not"
         return f"{self._held} of {HEADER_BYTES} header bytes" if self._held else ""
+
+    @property
+    def beginning(self) -> bytes:
+        """Return what there is of the next header."""
+        if self.stopped or self._landing is not None:
+            return self._left
+        return bytes(self._headers[: min(self._held, HEADER_BYTES)])
 
     def stop(self) -> None:
         """Deliver nothing more, and forget the memory of a payload under way."""
+        self._left = self.beginning
         self.stopped = True
         self._held = 0
         self._landing = self._target = None

@@ -220,6 +220,11 @@ class Link(ABC):
         """
         return None
 
+    @property
+    def beginning(self) -> bytes:
+        """Return the bytes of a header that has not come in whole, if it keeps them."""
+        return b""
+
     def pause(self) -> None:
         """Hand over no further header until ``resume``; a payload under way goes on."""
         raise NotImplementedError

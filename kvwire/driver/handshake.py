@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 from kvwire.backend import Landing, Link, LinkHandler
 from kvwire.backend.selection import negotiate
@@ -23,16 +23,22 @@ from kvwire.errors import (
     WireCode,
     printable,
 )
-from kvwire.limits import REASON_CHARS_MAX
+from kvwire.limits import HEADER_BYTES, REASON_CHARS_MAX
 from kvwire.proto.agreement import Agreement
 from kvwire.proto.handshake import Handshake, HandshakeState, ServerHandshake
 from kvwire.types import Candidate, TransportReport, TrustMode
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
+from kvwire.wire.header import FrameType
 
 T = TypeVar("T")
 
-# How a ClientHello begins (RFC 8446 5.1); no frame of ours has this type.
-_TLS_HANDSHAKE, _TLS_MAJOR = 0x16, 0x03
+# How a ClientHello begins, and how whoever expects one says no (RFC 8446 5.1). No frame
+# of ours has these types.
+_TLS: Final = (b"\x16\x03", b"\x15\x03")
+# The alert `protocol_version`, so that whoever speaks TLS learns why it ends; links send
+# headers of one length only, and nobody reads behind an alert.
+_NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46".ljust(HEADER_BYTES, b"\0")
+_TYPES: Final = frozenset(FrameType)
 
 
 class HandlerSwitch:
@@ -141,10 +147,12 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         if self.done.done():
             return Landing(0, None)
         try:
-            if self.handshake.state is HandshakeState.HELLO:
-                _check_plain(header)
+            if not self.handshake.framing.received:
+                _check_first(bytes(header))
             length = self.handshake.header_received(header)
-        except (AuthenticationFailed, ProtocolError) as exc:
+        except (HandshakeError, ProtocolError) as exc:
+            if header[:2] == _TLS[0]:
+                link.send(_NO_TLS)
             self._failed(link, exc)
             return Landing(0, None)
         return Landing(length, memoryview(bytearray(length)))
@@ -179,8 +187,11 @@ class HandshakeDriver(LinkHandler, Generic[T]):
     def link_closed(self, link: Link, error: Exception | None) -> None:
         """See LinkHandler."""
         self.ended.set_result(None)
+        stranger = self._stranger()
         if not self.done.done() and isinstance(error, HandshakeError):
             self.done.set_exception(error)
+        elif not self.done.done() and stranger is not None:
+            self.done.set_exception(stranger)
         if not self.done.done():
             mtls = self.handshake.identity.trust is TrustMode.MTLS
             hint = "; is its trust mtls as well?" if mtls else ""
@@ -191,6 +202,19 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             )
             lost.__cause__ = error
             self.done.set_exception(lost)
+
+    def timeout(self, timeout_s: float) -> HandshakeError:
+        """Make the error for a peer that took too long, or that speaks no kvwire."""
+        return self._stranger() or handshake_timeout(self.handshake, timeout_s)
+
+    def _stranger(self) -> HandshakeError | None:
+        """Return the error for a peer whose first bytes are not kvwire's, or None."""
+        if not self.handshake.framing.received:
+            try:
+                _check_first(self.link.beginning)
+            except HandshakeError as exc:
+                return exc
+        return None
 
     def _know_peer(self, link: Link) -> None:
         """In ``mtls`` mode, bind the handshake to what TLS has proved.
@@ -254,17 +278,23 @@ def handshake_timeout(handshake: Handshake, timeout_s: float) -> HandshakeTimeou
     )
 
 
-def _check_plain(header: memoryview) -> None:
-    """See whether the first bytes of a stranger are the beginning of TLS.
+def _check_first(header: bytes) -> None:
+    """See whether the first bytes of a stranger are a frame of kvwire at all.
 
     Raises:
-        AuthenticationFailed: They are.
+        AuthenticationFailed: They are those of TLS.
+        HandshakeError: They are something else.
     """
-    if header[0] == _TLS_HANDSHAKE and header[1] == _TLS_MAJOR:
+    if header[:2] in _TLS:
         raise AuthenticationFailed(
             'the peer speaks TLS, as trust "mtls" does, and this side does not: set '
             "the same `trust` on both",
             fields=("trust",),
+        )
+    if header and header[0] not in _TYPES:
+        raise HandshakeError(
+            f"the peer does not speak kvwire: it begins with {header!r}; is it "
+            f"the right host and port?"
         )
 
 

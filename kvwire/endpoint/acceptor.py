@@ -12,7 +12,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from kvwire.backend import Backend, Link
-from kvwire.driver.handshake import HandshakeDriver, handshake_timeout
+from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.accept_queue import AcceptQueue
 from kvwire.errors import KVWireError
 from kvwire.limits import PENDING_HANDSHAKES_MAX
@@ -83,9 +83,7 @@ class Acceptor:
         # Not cancelled by a timeout: what has ended at the last moment has ended.
         await asyncio.wait([opening.done], timeout=timeout_s)
         if not opening.done.done():
-            logger.info(
-                "%s: %s", remote, handshake_timeout(opening.handshake, timeout_s)
-            )
+            logger.info("%s: %s", remote, opening.timeout(timeout_s))
             opening.done.cancel()
             opening.link.abort()
             return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
 from kvwire.backend.selection import (
@@ -24,7 +25,7 @@ from kvwire.driver.buffers import BufferTable
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
-from kvwire.driver.handshake import HandshakeDriver, handshake_timeout, report_of
+from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
@@ -36,7 +37,10 @@ from kvwire.errors import (
     ConnectError,
     ConnectionClosed,
     ConnectionLost,
+    HandshakeError,
+    KVWireError,
     ListenError,
+    ProtocolError,
     UsageError,
 )
 from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
@@ -57,6 +61,7 @@ from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
+E = TypeVar("E", bound=KVWireError)
 # What runs a link: first the one, then the other.
 Driver = HandshakeDriver[ConnectionState] | ConnectionDriver
 
@@ -218,6 +223,7 @@ class CommunicatorState:
             secrets.token_bytes(NONCE_BYTES),
             _offer(self.identity, config, where.scheme, resumes),
         )
+        opening = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 where, link = await self._dial(where, backend)
@@ -227,10 +233,16 @@ class CommunicatorState:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise handshake_timeout(handshake, timeout_s) from None
-        except ConnectionLost:
+            if opening is None:
+                raise ConnectError(
+                    f"cannot connect to {where}: no answer within {timeout_s:g} s",
+                    address=str(where),
+                    errno=errno.ETIMEDOUT,
+                ) from None
+            raise _at(where, opening.timeout(timeout_s)) from None
+        except (HandshakeError, ProtocolError, ConnectionLost) as exc:
             self._check_open()
-            raise
+            raise _at(where, exc) from None
         connection.dialled = (where, transport)
         return connection
 
@@ -458,6 +470,12 @@ class CommunicatorState:
         self._connections[connection] = None
         self.counters.connections += 1
         return connection
+
+
+def _at(address: Address, error: E) -> E:
+    """Return an error of connecting with the address in its text."""
+    error.args = (f"{address}: {error}", *error.args[1:])
+    return error
 
 
 async def _lanes_up(connection: ConnectionState, count: int) -> None:

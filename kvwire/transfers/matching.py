@@ -105,15 +105,18 @@ class TransferRegistry:
     def ask(self, end: End, connection: ConnectionPort) -> None:
         """Ask the peer (``pull``, ``push``).
 
+        On a connection that is closed or lost the transfer ends, with an outcome.
+
         Raises:
             UsageError: Too much memory is in quarantine, or the peer has too many
                 transfers to answer already.
-            ConnectionClosed: The connection is closing or closed.
         """
         end.check_room()
         self.live[end] = None
         try:
             end.ask(connection)
+        except ConnectionClosed as exc:
+            end.stop(exc, WireCode.GOING_AWAY)
         except KVWireError:
             self.live.pop(end, None)
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,8 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 from kvwire.wire.header import Flag, FrameType, encode_header
+from tests.support.certificates import Authority
+from tests.support.waiting import until
 
 _TERMS = ConnectionParameters(
     chunk_bytes=limits.CHUNK_BYTES,
@@ -97,3 +101,68 @@ def test_a_report_shows_no_control_characters_of_the_peer() -> None:
     report = report_of(TransportChoice(name="s", verdicts=verdicts, profile=()))
     assert str(report).isprintable()
     assert str(report).startswith("tcp: taken, fine; ")
+
+
+# --- peers that are something else ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", False),
+        (b"-ERR unknown command\r\n", True),
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", False),
+    ],
+)
+async def test_a_peer_that_speaks_no_kvwire(said: bytes, ends: bool) -> None:
+    over = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        await writer.drain()
+        if not ends:
+            await over.wait()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with kvwire.open(handshake_timeout_s=0.2) as comm:
+        with pytest.raises(kvwire.HandshakeError) as caught:
+            await comm.connect(f"127.0.0.1:{port}")
+    text = str(caught.value)
+    assert text.startswith(f"tcp://127.0.0.1:{port}: the peer does not speak kvwire")
+    assert repr(said[:32]) in text
+    over.set()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_stranger_that_dials_is_logged_with_its_first_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvwire")
+    async with kvwire.open() as server:
+        reader, writer = await dial(await server.listen("127.0.0.1:0"))
+        writer.write(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+        assert not await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert "refused: the peer does not speak kvwire: it begins with b'GET /" in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize("mtls", ["client", "server"])
+async def test_tls_on_one_side_only_is_told_on_both(
+    mtls: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvwire")
+    keys = Authority(tmp_path).config("spiffe://kvwire.test/near")
+    mine: dict[str, Any] = keys if mtls == "client" else {}
+    theirs: dict[str, Any] = keys if mtls == "server" else {}
+    async with kvwire.open(**mine) as client, kvwire.open(**theirs) as server:
+        address = await server.listen("127.0.0.1:0")
+        with pytest.raises(kvwire.AuthenticationFailed, match="TLS"):
+            await client.connect(address)
+        await until(lambda: "refused: the peer speaks" in caplog.text)
+    assert "TLS" in caplog.text

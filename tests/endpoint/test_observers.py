@@ -98,10 +98,19 @@ async def test_what_was_never_taken_on_is_not_told() -> None:
             pair.b.publish("x", cache(), [1])
         pair.ab.abort()
         await pair.ba.wait_closed()
-        with pytest.raises(kvwire.ConnectionClosed):
-            pair.ba.pull("y", cache(), [2])
         out.abort()
     assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
+
+
+async def test_a_pull_on_a_lost_connection_begins_and_ends() -> None:
+    notes = Notes()
+    async with loopback() as pair:
+        pair.b.watchers.add(notes)
+        pair.ab.abort()
+        await pair.ba.wait_closed()
+        outcome = await pair.ba.pull("y", cache(), [2])
+        assert not outcome.complete
+    assert notes.lines == [("begun", "y"), ("ended", "y", "failed", [])]
 
 
 async def test_one_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -250,8 +250,13 @@ def test_on_what_is_closed(verb: str) -> None:
         await w.p.close()
         await w.d.close()
         for _ in range(2):
-            with pytest.raises(kvwire.ConnectionClosed):
-                call("t", w.source.cache, LIST, deadline=0.1)
+            if verb in ("publish", "expect"):
+                with pytest.raises(kvwire.ConnectionClosed):
+                    call("t", w.source.cache, LIST, deadline=0.1)
+                continue
+            end = call("t", w.source.cache, LIST, deadline=0.1)
+            assert "clos" in str((await end).missing)
+            await end.drained()
         for side in (w.p, w.d):
             assert not side._state.registry.live
 
