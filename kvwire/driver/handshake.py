@@ -35,8 +35,8 @@ T = TypeVar("T")
 # How a ClientHello begins, and how whoever expects one says no (RFC 8446 5.1). No frame
 # of ours has these types.
 _TLS: Final = (b"\x16\x03", b"\x15\x03")
-# The alert `protocol_version`, so that whoever speaks TLS learns why it ends; links send
-# headers of one length only, and nobody reads behind an alert.
+# The alert `protocol_version`: whoever speaks TLS learns why. Links send headers
+# of one length only, and nobody reads behind an alert.
 _NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46".ljust(HEADER_BYTES, b"\0")
 _TYPES: Final = frozenset(FrameType)
 
@@ -151,7 +151,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
                 _check_first(bytes(header))
             length = self.handshake.header_received(header)
         except (HandshakeError, ProtocolError) as exc:
-            if header[:2] == _TLS[0]:
+            if bytes(header[:2]) == _TLS[0]:
                 link.send(_NO_TLS)
             self._failed(link, exc)
             return Landing(0, None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,8 +21,6 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 from kvwire.wire.header import Flag, FrameType, encode_header
-from tests.support.certificates import Authority
-from tests.support.waiting import until
 
 _TERMS = ConnectionParameters(
     chunk_bytes=limits.CHUNK_BYTES,
@@ -150,19 +146,3 @@ async def test_a_stranger_that_dials_is_logged_with_its_first_bytes(
     assert "refused: the peer does not speak kvwire: it begins with b'GET /" in (
         caplog.text
     )
-
-
-@pytest.mark.parametrize("mtls", ["client", "server"])
-async def test_tls_on_one_side_only_is_told_on_both(
-    mtls: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "kvwire")
-    keys = Authority(tmp_path).config("spiffe://kvwire.test/near")
-    mine: dict[str, Any] = keys if mtls == "client" else {}
-    theirs: dict[str, Any] = keys if mtls == "server" else {}
-    async with kvwire.open(**mine) as client, kvwire.open(**theirs) as server:
-        address = await server.listen("127.0.0.1:0")
-        with pytest.raises(kvwire.AuthenticationFailed, match="TLS"):
-            await client.connect(address)
-        await until(lambda: "refused: the peer speaks" in caplog.text)
-    assert "TLS" in caplog.text

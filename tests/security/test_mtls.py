@@ -378,12 +378,12 @@ async def test_one_side_without_tls(
         plain["psk_file"] = str(tmp_path / "key")
     inside = authority.config(NEAR) | {"handshake_timeout_s": 60}
     if server_is_plain:
-        near, server = await refusals.of(inside, plain, kvwire.ConnectionLost)
-        assert "trust mtls as well?" in near
+        near, server = await refusals.of(inside, plain, kvwire.AuthenticationFailed)
+        assert "the peer speaks no TLS 1.3: is its trust mtls?" in near
         assert 'the peer speaks TLS, as trust "mtls" does' in server
     else:
-        near, server = await refusals.of(plain, inside, kvwire.ConnectionLost)
-        assert "its trust is mtls, and this side's is not" in near
+        near, server = await refusals.of(plain, inside, kvwire.AuthenticationFailed)
+        assert 'speaks TLS, as trust "mtls" does, and this side does not' in near
         assert 'the peer speaks no TLS, and trust is "mtls" here' in server
 
 
