@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 DEMO_VENV := .venv-demo
 DEMO_STAMP := $(DEMO_VENV)/.installed
 TORCH_VENV := .venv-torch
@@ -31,7 +32,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference wheel clean demo test-torch test-vllm
+.PHONY: test test-all check format cover fuzz reference docs wheel clean demo test-torch test-vllm
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -72,6 +73,10 @@ fuzz: $(STAMP)
 reference: $(STAMP)
 	$(BIN)/python -m tests.support.reference
 
+# The pages as a site in build/site; a dead link is an error.
+docs: $(DOCS_STAMP)
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+
 wheel: $(DEV_STAMP)
 	$(BIN)/python -m build --wheel
 
@@ -103,6 +108,10 @@ $(STAMP): pyproject.toml README.md $(THIRD_PARTY) | $(BIN)/python
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml README.md | $(DEMO_VENV)/bin/python

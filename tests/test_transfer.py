@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +10,9 @@ import pytest
 import kvwire
 from tests.scenarios.world import LAYERS, World, play
 from tests.support import virtual_time
-from tests.support.tree import ROOT
 
 BLOCKS = [10, 11, 12]
 BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
-
-
-@pytest.mark.parametrize("cls", [kvwire.Outgoing, kvwire.Incoming, kvwire.Joined])
-def test_a_transfer_has_the_members_that_are_documented(cls: type) -> None:
-    page = Path(ROOT, "docs/reference/api.md").read_text()
-    section = page.split(f"### `kvwire.{cls.__name__}`\n")[1].split("\n#")[0]
-    documented = set(re.findall(r"^\| `(\w+)", section, re.MULTILINE))
-    assert documented == {name for name in dir(cls) if name[0] != "_"}
 
 
 def test_a_lease_is_renewed_by_a_producer_that_knows_better() -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tests.support.reference import api, configuration, errors, metrics
+from tests.support.reference import configuration, errors, metrics
 from tests.support.tree import ROOT
 
 FOLDER: Final = ROOT / "docs" / "reference"
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
-    "api.md": api.page,
     "configuration.md": configuration.page,
     "errors.md": errors.page,
     "metrics.md": metrics.page,
