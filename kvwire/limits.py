@@ -132,6 +132,10 @@ SEGMENT_BYTES_MAX: Final = 2 * SEGMENT_BYTES
 # bytes on average. The smallest heads of real models have 64 elements of one byte.
 KV_PIECES_MAX: Final = 1024 * 1024
 KV_PIECE_BYTES: Final = 64
+# What follows from two descriptions is kept for transfers of the same sizes, and what
+# follows from a range of layers; when there are more, they are computed again.
+KV_TEMPLATES_MAX: Final = 64
+KV_TEMPLATE_STEPS_MAX: Final = 4096
 # Layers smaller than this together travel together: below it a layer costs more to
 # announce than its transfer hides.
 GROUP_BYTES: Final = 256 * KIB

@@ -79,7 +79,7 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
     lists = BlockLists(
         (name, _checked(blocks[name], name, pools[name])) for name in pools
     )
-    total = sum(ids.size for ids in lists.values())
+    total = sum([ids.size for ids in lists.values()])
     if not 0 < total <= limits.KV_BLOCKS_MAX:
         raise UsageError(
             f"blocks: {total} blocks; a transfer has 1 to {limits.KV_BLOCKS_MAX}"
@@ -185,17 +185,18 @@ def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
             f"blocks of group {group!r}: a flat sequence of block ids, not "
             f"{given.ndim}-dimensional {given.dtype.name}"
         )
-    wrong = (given < 0) | (given >= num_blocks)
-    if wrong.any():
-        position = int(wrong.argmax())
+    checked = given.astype(np.int64)
+    ordered = checked.copy()
+    ordered.sort()
+    if ordered[0] < 0 or ordered[-1] >= num_blocks:
+        position = int(((given < 0) | (given >= num_blocks)).argmax())
         raise UsageError(
             f"blocks of group {group!r}: block id {int(given[position])} at position "
             f"{position} is out of range; the pool has blocks 0 to {num_blocks - 1}"
         )
-    checked = given.astype(np.int64)
-    order = np.argsort(checked, kind="stable")
-    twice = np.flatnonzero(np.diff(checked[order]) == 0)
-    if twice.size:
+    if np.logical_or.reduce(ordered[1:] == ordered[:-1]):
+        order = np.argsort(checked, kind="stable")
+        twice = np.flatnonzero(np.diff(checked[order]) == 0)
         position = int(order[twice + 1].min())
         raise UsageError(
             f"blocks of group {group!r}: block id {int(checked[position])} is there "

@@ -70,9 +70,31 @@ class Fragments:
         self.writable: bool = writable
         self.device: Device | None = device
 
+    @classmethod
+    def uniform(
+        cls,
+        addresses: Array,
+        length: int,
+        *,
+        owner: object,
+        writable: bool,
+        device: Device | None = None,
+    ) -> Fragments:
+        """Return fragments of one length, at least 1; those that touch are joined."""
+        made, count = cls.__new__(cls), addresses.size
+        made.addresses = addresses
+        made.lengths = np.empty(count, np.uint64)
+        made.lengths.fill(length)
+        made.nbytes = count * length
+        made.starts = np.arange(0, made.nbytes + 1, length, dtype=np.uint64)
+        made.owner = owner
+        made.writable = writable
+        made.device = device
+        return made.merged()
+
     def __len__(self) -> int:
         """Return the number of fragments."""
-        return int(self.lengths.size)
+        return self.lengths.size
 
     def __repr__(self) -> str:
         return f"Fragments({len(self)} of {self.nbytes} bytes)"
@@ -123,7 +145,7 @@ class Fragments:
         if len(self) < 2:
             return self
         touches = self.addresses[1:] == self.addresses[:-1] + self.lengths[:-1]
-        if not touches.any():
+        if not np.logical_or.reduce(touches):
             return self
         heads = np.flatnonzero(np.concatenate(([True], ~touches)))
         return self._part(self.addresses[heads], np.add.reduceat(self.lengths, heads))

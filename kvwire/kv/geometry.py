@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from kvwire import limits
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.layout import AXES
-from kvwire.kv.paged import PagedCache
+from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.spec import KVSpec
 
 Tokens: TypeAlias = "int | Mapping[str, int] | None"
@@ -67,14 +68,22 @@ class GroupGeometry:
         return self.blocks * self.spec.block_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
-    """Describes one side's part of a transfer, group by group."""
+    """Describes one side's part of a transfer, group by group.
+
+    One that is described or decoded again is the same object, so that what follows from
+    it is computed once.
+    """
 
     groups: tuple[GroupGeometry, ...]
 
     def encode(self) -> tuple[object, ...]:
         """Return nested tuples of texts and numbers, for any codec."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> tuple[object, ...]:
         return tuple(
             (g.name, g.spec.to_pairs(), " ".join(g.order), g.blocks, g.tokens)
             for g in self.groups
@@ -109,21 +118,45 @@ def describe(
     Raises:
         UsageError: ``tokens`` does not fit the lists, or names an unknown group.
     """
-    if isinstance(tokens, Mapping) and tokens.keys() - cache.groups.keys():
-        unknown = ", ".join(sorted(tokens.keys() - cache.groups.keys()))
-        raise UsageError(f"tokens: no group {unknown}; there is {', '.join(lists)}")
+    key: object = tokens
+    if isinstance(tokens, Mapping):
+        if tokens.keys() - cache.groups.keys():
+            unknown = ", ".join(sorted(tokens.keys() - cache.groups.keys()))
+            raise UsageError(f"tokens: no group {unknown}; there is {', '.join(lists)}")
+        key = tuple(tokens.items())
+    sizes = tuple([lists[name].size for name in cache.groups])
+    key = "described", sizes, key
+    return computed_once(cache, key, lambda: _describe(cache, sizes, tokens))
+
+
+def _describe(cache: PagedCache, sizes: tuple[int, ...], tokens: Tokens) -> Geometry:
     return Geometry(
         tuple(
             GroupGeometry(
                 name=name,
                 spec=group.spec,
                 order=group.order,
-                blocks=lists[name].size,
+                blocks=blocks,
                 tokens=tokens.get(name) if isinstance(tokens, Mapping) else tokens,
             )
-            for name, group in cache.groups.items()
+            for (name, group), blocks in zip(cache.groups.items(), sizes, strict=True)
         )
     )
+
+
+@lru_cache(limits.KV_TEMPLATES_MAX)
+def geometry_of(fields: tuple[object, ...]) -> Geometry:
+    """Return :meth:`Geometry.decode` of what may have been decoded before.
+
+    Raises:
+        UsageError: As there.
+    """
+    return Geometry.decode(fields)
+
+
+@lru_cache(limits.KV_TEMPLATES_MAX)
+def _spec_of(pairs: tuple[object, ...]) -> KVSpec:
+    return KVSpec.from_pairs(pairs)
 
 
 def _decode_group(fields: object) -> GroupGeometry:
@@ -138,7 +171,7 @@ def _decode_group(fields: object) -> GroupGeometry:
         raise UsageError(f"geometry: the counts of group {name!r} are not numbers")
     return GroupGeometry(
         name=name,
-        spec=KVSpec.from_pairs(pairs),
+        spec=_spec_of(pairs) if type(pairs) is tuple else KVSpec.from_pairs(pairs),
         order=tuple(order.split()),
         blocks=blocks,
         tokens=tokens,

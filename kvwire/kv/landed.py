@@ -34,6 +34,13 @@ class Landed:
         self._cells: list[Bits] = []
         self._left: list[npt.NDArray[np.int64]] = []
         for index, walk in enumerate(plan.groups):
+            if plan.moves_all(index):
+                shape = len(walk.layers), walk.granules
+                self._cells.append(np.zeros(shape, np.bool_))
+                left = np.empty(shape[0], np.int64)
+                left.fill(walk.granules)
+                self._left.append(left)
+                continue
             here = ~plan.wanted(index) & held
             cells = np.repeat(here[None, :], len(walk.layers), axis=0)
             self._cells.append(cells)
@@ -46,7 +53,7 @@ class Landed:
         if segment.layers == 1:
             left[0] -= part.size - int(np.count_nonzero(part))
         else:
-            left -= part.shape[1] - part.sum(axis=1)
+            left -= part.shape[1] - np.add.reduce(part, axis=1)
         part.fill(True)
 
     def mark_granules(self, group: int, granules: Bits) -> None:
@@ -76,6 +83,8 @@ class Landed:
             UsageError: A box is not inside the transfer, they overlap, or what they
                 leave out comes in more pieces than boxes of whole rows would leave.
         """
+        if not boxes:
+            return
         told = [np.zeros_like(cells) for cells in self._cells]
         room = sum(cells.size for cells in told)
         for box in boxes:
@@ -100,7 +109,7 @@ class Landed:
         """Tell whether any byte that moves in a segment has landed."""
         part = self._part(segment)
         if self.plan.moves_all(segment.group):
-            return bool(part.any())
+            return bool(np.logical_or.reduce(part, axis=None))
         wanted = self.plan.wanted(segment.group)[segment.granule_slice]
         return bool((part & wanted).any())
 
@@ -134,12 +143,12 @@ class Landed:
     @property
     def left(self) -> int:
         """Return how many cells have not landed."""
-        return sum(int(left.sum()) for left in self._left)
+        return sum([int(np.add.reduce(left)) for left in self._left])
 
     @property
     def complete(self) -> bool:
         """Tell whether everything has landed."""
-        return not any(left.any() for left in self._left)
+        return not any(map(np.logical_or.reduce, self._left))
 
     def layer(self, layer: int, group: str | None = None) -> bool:
         """Tell whether a layer of every block has landed.

@@ -17,10 +17,89 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvwire import limits
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.paged import CacheGroup
+
+
+class Steps:
+    """Finds what of a group's addresses is the same whichever blocks a transfer names.
+
+    Attributes:
+        walk: What is carried, in which order.
+        memory: The group of the local cache.
+        granules_per_block: Granules in one block of this side.
+        distances: How far each layer lies behind the first; None where keys and values
+            lie apart by another distance in some layer.
+    """
+
+    __slots__ = ("_known", "distances", "granules_per_block", "memory", "walk")
+
+    def __init__(self, walk: Canonical, memory: CacheGroup) -> None:
+        self.walk: Canonical = walk
+        self.memory: CacheGroup = memory
+        self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
+        behind = memory.bases - memory.bases[0]
+        even = bool((behind == behind[:, :1]).all())
+        self.distances: list[int] | None = behind[:, 0].tolist() if even else None
+        self._known: dict[range, tuple[Ids, int, tuple[int, ...]]] = {}
+
+    def of(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
+        """Return addresses less those of blocks, the bytes at each, and a shape.
+
+        The axis of blocks is one long there; in an array of that shape it is as long as
+        there are granules.
+        """
+        known = self._known.get(layers)
+        if known is None:
+            known = self._compute(layers)
+            if known[0].size > limits.KV_TEMPLATE_STEPS_MAX:
+                return known
+            if len(self._known) >= limits.KV_TEMPLATES_MAX:
+                self._known.clear()
+            self._known[layers] = known  # bounded: KV_TEMPLATES_MAX
+        return known
+
+    def table(self, layers: range) -> Ids:
+        """Return where each component of some layers begins."""
+        first = layers.start - self.memory.spec.first_layer
+        return self.memory.bases[first : first + len(layers)]
+
+    def offsets(self) -> dict[str, Ids]:
+        """Return the offsets along each axis but layers, components and blocks."""
+        strides, walk = self.memory.strides, self.walk
+        first = walk.heads.start - self.memory.spec.heads.start
+        return {
+            "token": np.arange(walk.granule_tokens) * strides["token"],
+            "head": np.arange(first, first + len(walk.heads)) * strides["head"],
+            "dim": np.arange(walk.head_dim) * strides["dim"],
+        }
+
+    def merged(
+        self, extents: dict[str, int], table: Ids, offsets: dict[str, Ids]
+    ) -> tuple[int, int]:
+        """Return how many inner axes are one run, and the bytes of that run."""
+        run = self.walk.item_bytes
+        merged = 0
+        for axis in reversed(self.walk.order):
+            if axis == "block" and axis not in offsets:
+                break
+            if extents[axis] > 1 and not _steps_are(axis, run, table, offsets):
+                break
+            run *= extents[axis]
+            merged += 1
+        return merged, run
+
+    def _compute(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
+        table, offsets = self.table(layers), self.offsets()
+        extents = self.walk.extents(len(layers), 1)
+        merged, run = self.merged(extents, table, offsets)
+        outer = self.walk.order[: len(self.walk.order) - merged]
+        addresses = _broadcast(outer, extents, table, offsets)
+        shape = tuple([-1 if axis == "block" else 1 for axis in outer])
+        return addresses, run, shape
 
 
 class GroupMap:
@@ -33,10 +112,13 @@ class GroupMap:
         wanted: Shape (walk.granules,): which granules are moved.
         moves_all: Whether that is all of them.
         granules_per_block: Granules in one block of this side.
+        granule_bytes: Bytes of one granule in one layer.
     """
 
     __slots__ = (
         "_last",
+        "_steps",
+        "granule_bytes",
         "granules_per_block",
         "ids",
         "memory",
@@ -46,14 +128,21 @@ class GroupMap:
     )
 
     def __init__(
-        self, walk: Canonical, memory: CacheGroup, ids: Ids, wanted: Bits
+        self,
+        walk: Canonical,
+        memory: CacheGroup,
+        ids: Ids,
+        wanted: Bits,
+        steps: Steps | None = None,
     ) -> None:
         self.walk: Canonical = walk
         self.memory: CacheGroup = memory
         self.ids: Ids = ids
         self.wanted: Bits = wanted
-        self.moves_all: bool = bool(wanted.all())
-        self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
+        self.moves_all: bool = bool(np.logical_and.reduce(wanted))
+        self._steps = Steps(walk, memory) if steps is None else steps
+        self.granules_per_block: int = self._steps.granules_per_block
+        self.granule_bytes: int = walk.granule_bytes
         self._last: _Answer | None = None
 
     def fragments(self, layers: range, granules: slice) -> Fragments:
@@ -63,12 +152,13 @@ class GroupMap:
             layers: The model's indices, inside ``walk.layers``.
             granules: A part of the granules; those not wanted are left out.
         """
-        table = self._table(layers)
-        distance = self._distance(table, granules)
-        if self._last is not None and distance is not None:
-            return self._last.fragments.shifted(distance)
-        fragments = self._compute(table, self.moved(granules))
-        self._last = _Answer(table, granules, fragments)
+        last = self._last
+        if last is not None and last.granules == granules:
+            distance = self._distance(last.layers, layers)
+            if distance is not None:
+                return last.fragments.shifted(distance)
+        fragments = self._compute(layers, granules)
+        self._last = _Answer(layers, granules, fragments)
         return fragments
 
     def moved(self, granules: slice) -> Ids:
@@ -78,77 +168,54 @@ class GroupMap:
 
     def merged_axes(self, layers: range) -> tuple[str, ...]:
         """Return the inner axes of the walk that are one run of this side's memory."""
-        granules = np.flatnonzero(self.wanted)
-        extents = self.walk.extents(len(layers), granules.size)
-        merged, _ = self._merged(extents, self._table(layers), self._offsets(granules))
+        blocks = self._blocks(slice(0, self.walk.granules))
+        extents = self.walk.extents(len(layers), blocks.size)
+        offsets = {**self._steps.offsets(), "block": blocks}
+        merged, _ = self._steps.merged(extents, self._steps.table(layers), offsets)
         return self.walk.order[len(self.walk.order) - merged :]
 
-    def _distance(self, table: Ids, granules: slice) -> int | None:
-        """Return how far these layers lie behind the last answer's, if so."""
-        last = self._last
-        if last is None or last.granules != granules:
+    def _distance(self, before: range, layers: range) -> int | None:
+        """Return how far these layers lie behind those of the last answer, if so."""
+        if len(before) != len(layers):
             return None
-        if last.table.shape != table.shape:
-            return None
-        distances = table - last.table
+        steps = self._steps
+        if steps.distances is not None and len(layers) == 1:
+            first = self.memory.spec.first_layer
+            return (
+                steps.distances[layers.start - first]
+                - steps.distances[before.start - first]
+            )
+        distances = steps.table(layers) - steps.table(before)
         distance = distances[0, 0]
         return int(distance) if (distances == distance).all() else None
 
-    def _compute(self, table: Ids, granules: Ids) -> Fragments:
-        order = self.walk.order
-        extents = self.walk.extents(table.shape[0], granules.size)
-        addresses, run = np.empty(0, np.int64), 0
-        if granules.size:
-            offsets = self._offsets(granules)
-            merged, run = self._merged(extents, table, offsets)
-            outer = order[: len(order) - merged]
-            addresses = _broadcast(outer, extents, table, offsets).ravel()
-        return Fragments(
-            addresses.astype(np.uint64),
-            np.full(addresses.size, run, np.uint64),
+    def _compute(self, layers: range, granules: slice) -> Fragments:
+        relative, run, shape = self._steps.of(layers)
+        addresses = relative + self._blocks(granules).reshape(shape)
+        return Fragments.uniform(
+            addresses.ravel().view(np.uint64),
+            run,
             owner=self.memory.owners,
             writable=self.memory.writable,
             device=self.memory.device,
-        ).merged()
+        )
 
-    def _table(self, layers: range) -> Ids:
-        first = layers.start - self.memory.spec.first_layer
-        return self.memory.bases[first : first + len(layers)]
-
-    def _offsets(self, granules: Ids) -> dict[str, Ids]:
-        """Return the offsets along each axis that is not in the table of bases."""
-        strides = self.memory.strides
-        per_block = self.granules_per_block
-        blocks = self.ids[granules // per_block] * strides["block"]
-        token = strides["token"]
-        inside = granules % per_block * (self.walk.granule_tokens * token)
-        heads = self.walk.heads
-        first_head = heads.start - self.memory.spec.heads.start
-        return {
-            "block": blocks + inside,
-            "token": np.arange(self.walk.granule_tokens) * token,
-            "head": np.arange(first_head, first_head + len(heads)) * strides["head"],
-            "dim": np.arange(self.walk.head_dim) * strides["dim"],
-        }
-
-    def _merged(
-        self, extents: dict[str, int], table: Ids, offsets: dict[str, Ids]
-    ) -> tuple[int, int]:
-        """Return how many inner axes are one run, and the bytes of that run."""
-        run = self.walk.item_bytes
-        merged = 0
-        for axis in reversed(self.walk.order):
-            if extents[axis] > 1 and not _steps_are(axis, run, table, offsets):
-                break
-            run *= extents[axis]
-            merged += 1
-        return merged, run
+    def _blocks(self, granules: slice) -> Ids:
+        """Return how far each wanted granule lies behind block 0."""
+        strides, per_block = self.memory.strides, self.granules_per_block
+        if per_block == 1 and self.moves_all:
+            return self.ids[granules] * strides["block"]
+        numbers = self.moved(granules)
+        inside = self.walk.granule_tokens * strides["token"]
+        blocks = self.ids[numbers // per_block] * strides["block"]
+        found: Ids = blocks + numbers % per_block * inside
+        return found
 
 
 class _Answer(NamedTuple):
     """Remembers the last question and its answer."""
 
-    table: Ids
+    layers: range
     granules: slice
     fragments: Fragments
 

@@ -93,6 +93,22 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         return position
 
 
+def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
+    """Return that no block is missing, of groups with the layers that were to come."""
+    return MissingBlocks(
+        {
+            name: MissingOfGroup(
+                np.empty(0, np.int64),
+                np.empty(0, np.uint16),
+                layers,
+                np.empty((len(layers), 0), np.bool_),
+            )
+            for name, layers in groups.items()
+        },
+        [],
+    )
+
+
 def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
     """Return what any of several shares of the same blocks misses.
 

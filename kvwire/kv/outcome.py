@@ -96,6 +96,20 @@ def outcome_of(
         layers_grouped: Layers that moved together.
     """
     plan = landed.plan
+    if landed.complete:
+        usable_prefix, usable_tokens = plan.template.landed
+        return Outcome(
+            complete=True,
+            landed=BlockSet(plan.lists),
+            missing=plan.template.missing,
+            usable_prefix=usable_prefix,
+            usable_tokens=usable_tokens,
+            lists=plan.lists,
+            tokens=plan.template.tokens,
+            timings=timings or Timings(),
+            layers_grouped=layers_grouped,
+            nbytes=plan.nbytes,
+        )
     here: dict[str, Ids] = {}
     missing: dict[str, MissingOfGroup] = {}
     nbytes = 0
@@ -111,13 +125,13 @@ def outcome_of(
         moved = np.count_nonzero(landed.cells(index)[:, plan.wanted(index)])
         nbytes += int(moved) * walk.granule_bytes
     return Outcome(
-        complete=landed.complete,
+        complete=False,
         landed=BlockSet(here),
         missing=MissingBlocks(missing, [*(text for text, _ in reasons), otherwise]),
         usable_prefix=landed.usable_prefix,
         usable_tokens=landed.usable_tokens,
         lists=plan.lists,
-        tokens={walk.group: walk.tokens for walk in plan.groups},
+        tokens=plan.template.tokens,
         timings=timings or Timings(),
         layers_grouped=layers_grouped,
         nbytes=nbytes,
@@ -178,6 +192,8 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     if not outcomes:
         raise UsageError("join: there is no outcome to join")
     first = outcomes[0]
+    if len(outcomes) == 1:
+        return first
     for outcome in outcomes:
         _require_same_lists(first, outcome)
     missing = join_missing([outcome.missing for outcome in outcomes])

@@ -8,8 +8,8 @@ order agree on what lies beside what, however their tensors were cut up and name
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import TensorView, tensor_view
 from kvwire.types import Device, MemoryKind
 
+T = TypeVar("T")
 GroupSource: TypeAlias = "tuple[KVSpec, object] | tuple[KVSpec, object, str]"
 """What describes one group: spec, tensors and, where it is not the default, layout."""
 
@@ -45,7 +46,7 @@ class PagedCache:
         UsageError: A tensor does not fit spec or layout; names tensor and field.
     """
 
-    __slots__ = ("device", "groups")
+    __slots__ = ("_known", "device", "groups")
 
     groups: Mapping[str, CacheGroup]
     device: Device | None
@@ -54,6 +55,7 @@ class PagedCache:
         group = CacheGroup(DEFAULT_GROUP, spec, tensors, layout)
         self.groups = {DEFAULT_GROUP: group}
         self.device = group.device
+        self._known: dict[object, Any] = {}
 
     @classmethod
     def grouped(
@@ -84,6 +86,7 @@ class PagedCache:
         for group in cache.groups.values():
             _check_device(group.device, first.device, f"group {group.name!r}", "group")
         cache.device = first.device
+        cache._known = {}  # noqa: SLF001 - of its own class
         return cache
 
     @property
@@ -132,6 +135,18 @@ class PagedCache:
                 "cache.groups[name]"
             )
         return next(iter(self.groups.values()))
+
+
+def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T:
+    """Return what is computed of a cache, from the first call with this key on."""
+    known = cache._known  # noqa: SLF001 - of this file's class
+    found: T | None = known.get(key)
+    if found is None:
+        found = compute()
+        if len(known) >= limits.KV_TEMPLATES_MAX:
+            known.clear()
+        known[key] = found  # bounded: KV_TEMPLATES_MAX
+    return found
 
 
 class CacheGroup:

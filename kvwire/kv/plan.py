@@ -36,8 +36,9 @@ from kvwire.kv.blocks import Bits, Blocks, Ids
 from kvwire.kv.canonical import Canonical, negotiate, pieces
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.geometry import Geometry, GroupGeometry, Tokens, describe
-from kvwire.kv.mapping import GroupMap
-from kvwire.kv.paged import PagedCache
+from kvwire.kv.mapping import GroupMap, Steps
+from kvwire.kv.missing import MissingBlocks, nothing_missing
+from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -94,6 +95,75 @@ class Segment:
         return slice(self.granule, self.granule + self.granules)
 
 
+class PlanTemplate:
+    """Holds what a plan has from the two descriptions alone, for all their transfers.
+
+    Attributes:
+        ends: This side's description and the peer's.
+        groups: What is carried of each group, in the cache's order.
+        wanted: Which granules of each group move: all of them.
+        steps: Where those of each group lie here, but for their blocks.
+        nbytes: Bytes of the whole transfer.
+        digest: See :attr:`TransferPlan.digest`.
+        tokens: Tokens of each group.
+        landed: (blocks of the first group that lists the most tokens, these tokens).
+        missing: Nothing, of each group.
+    """
+
+    __slots__ = (
+        "digest",
+        "ends",
+        "groups",
+        "landed",
+        "missing",
+        "nbytes",
+        "steps",
+        "tokens",
+        "wanted",
+    )
+
+    def __init__(
+        self, cache: PagedCache, local: Geometry, peer: Geometry, side: Side
+    ) -> None:
+        self.ends: tuple[Geometry, Geometry] = local, peer
+        producer = side is Side.PRODUCER
+        self.groups: tuple[Canonical, ...] = (
+            negotiate(local, peer) if producer else negotiate(peer, local)
+        )
+        for walk, group in zip(self.groups, local.groups, strict=True):
+            _check_pieces(walk, group)
+        consumer = peer if producer else local
+        self.wanted: tuple[Bits, ...] = _wanted(self.groups, consumer, {})
+        self.steps: tuple[Steps, ...] = tuple(
+            Steps(walk, cache.groups[walk.group]) for walk in self.groups
+        )
+        self.nbytes: int = sum(
+            len(walk.layers) * walk.granules * walk.granule_bytes
+            for walk in self.groups
+        )
+        self.digest: bytes = _digest(self.groups, self.wanted)
+        self.tokens: dict[str, int] = {w.group: w.tokens for w in self.groups}
+        most = max(self.tokens.values())
+        longest = list(self.tokens.values()).index(most)
+        self.landed: tuple[int, int] = local.groups[longest].blocks, most
+        self.missing: MissingBlocks = nothing_missing(
+            {walk.group: walk.layers for walk in self.groups}
+        )
+
+
+def template_of(
+    cache: PagedCache, local: Geometry, peer: Geometry, side: Side
+) -> PlanTemplate:
+    """Return what two descriptions settle, computed when they meet first.
+
+    Raises:
+        ProfileMismatch: The two sides cannot exchange this; names the fields.
+    """
+    # The template keeps both alive, so no other description has one of these numbers.
+    key = id(local), id(peer), side is Side.PRODUCER
+    return computed_once(cache, key, lambda: PlanTemplate(cache, local, peer, side))
+
+
 class TransferPlan:
     """Says how one side takes part in one transfer. Immutable.
 
@@ -112,13 +182,23 @@ class TransferPlan:
         groups: What is carried of each group, in the cache's order.
         lists: The local block ids of each group.
         nbytes: Bytes of the whole transfer.
+        template: What it has from the two descriptions.
 
     Raises:
         UsageError: The blocks do not fit the cache, or it cannot be written to.
         ProfileMismatch: The two sides cannot exchange this; names the fields.
     """
 
-    __slots__ = ("_maps", "groups", "lists", "local", "nbytes", "side")
+    __slots__ = (
+        "_maps",
+        "_whole",
+        "groups",
+        "lists",
+        "local",
+        "nbytes",
+        "side",
+        "template",
+    )
 
     def __init__(
         self,
@@ -137,16 +217,25 @@ class TransferPlan:
         self.side = side
         self.lists: BlockLists = cache.block_lists(blocks)
         self.local: Geometry = describe(cache, self.lists, tokens)
-        ends = (self.local, peer) if side is Side.PRODUCER else (peer, self.local)
-        self.groups: tuple[Canonical, ...] = negotiate(*ends)
-        for walk, group in zip(self.groups, self.local.groups, strict=True):
-            _check_pieces(walk, group)
-        wanted = _wanted(self.groups, ends[1], have or {})
+        template = template_of(cache, self.local, peer, side)
+        self.template: PlanTemplate = template
+        self.groups: tuple[Canonical, ...] = template.groups
+        wanted = template.wanted
+        if have:
+            consumer = peer if side is Side.PRODUCER else self.local
+            wanted = _wanted(self.groups, consumer, have)
+        self._whole = not have
         self._maps = tuple(
-            GroupMap(walk, cache.groups[walk.group], self.lists[walk.group], granules)
-            for walk, granules in zip(self.groups, wanted, strict=True)
+            [
+                GroupMap(walk, steps.memory, self.lists[walk.group], granules, steps)
+                for walk, steps, granules in zip(
+                    self.groups, template.steps, wanted, strict=True
+                )
+            ]
         )
-        self.nbytes: int = sum(self.nbytes_of(segment) for segment in self.segments())
+        self.nbytes: int = template.nbytes
+        if have:
+            self.nbytes = sum(self.nbytes_of(segment) for segment in self.segments())
         if self.nbytes > limits.REQUEST_BYTES_MAX:
             raise UsageError(
                 f"this transfer has {self.nbytes} bytes, more than the "
@@ -226,7 +315,7 @@ class TransferPlan:
         group_map, granules = self._maps[segment.group], segment.granules
         if not group_map.moves_all:
             granules = int(np.count_nonzero(group_map.wanted[segment.granule_slice]))
-        return segment.layers * granules * group_map.walk.granule_bytes
+        return segment.layers * granules * group_map.granule_bytes
 
     def fragments(self, segment: Segment) -> Fragments:
         """Return where a segment lies here, in canonical order.
@@ -300,11 +389,9 @@ class TransferPlan:
     @property
     def digest(self) -> bytes:
         """Return 16 bytes, equal on both sides exactly if their walks are."""
-        walks = tuple(walk.fields() for walk in self.groups)
-        hashed = hashlib.sha256(repr(walks).encode())
-        for group_map in self._maps:
-            hashed.update(np.packbits(group_map.wanted).tobytes())
-        return hashed.digest()[:16]
+        if self._whole:
+            return self.template.digest
+        return _digest(self.groups, [group_map.wanted for group_map in self._maps])
 
     def describe(self) -> str:
         """Describe what is carried, in which order, in how many fragments."""
@@ -329,6 +416,14 @@ class TransferPlan:
         if start >= stop or first >= last:
             return None
         return Segment(index, start, stop - start, first, last - first)
+
+
+def _digest(groups: Iterable[Canonical], wanted: Iterable[Bits]) -> bytes:
+    walks = tuple(walk.fields() for walk in groups)
+    hashed = hashlib.sha256(repr(walks).encode())
+    for granules in wanted:
+        hashed.update(np.packbits(granules).tobytes())
+    return hashed.digest()[:16]
 
 
 def _describe_group(group_map: GroupMap) -> list[str]:

@@ -13,7 +13,7 @@ import enum
 import logging
 import math
 import secrets
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.backend import Payload
@@ -28,10 +28,11 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.kv.blocks import BlockLists, Blocks
+from kvwire.kv.blocks import Bits, BlockLists, Blocks
 from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import Segment, TransferPlan
 from kvwire.limits import NO_MEMORY_S, PRIORITY_MAX, TRANSFER_ID_BYTES_MAX
 from kvwire.proto.events import (
     SegmentLanded,
@@ -460,6 +461,13 @@ class KVTransfer:
                 f"the lease of {self.lease_s:g} s ended while a peer was missing"
             )
             self.stop(error, WireCode.DEADLINE)
+
+
+def damaged_of(
+    plan: TransferPlan, segments: Sequence[Segment]
+) -> list[tuple[str, Mapping[str, Bits]]]:
+    """Return the reason of blocks that arrived damaged, as outcomes take it."""
+    return [(DAMAGED, plan.covering(segments))] if segments else []
 
 
 def recoverable(error: KVWireError | None) -> bool:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Bits
-from kvwire.kv.geometry import Geometry
+from kvwire.kv.geometry import Geometry, geometry_of
 from kvwire.limits import (
     DESCRIPTION_BYTES_MAX,
     KV_BLOCKS_MAX,
@@ -111,7 +111,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             ProfileMismatch: A number in it is out of range.
         """
         try:
-            return Geometry.decode(self.geometry)
+            return geometry_of(self.geometry)
         except UsageError as exc:
             raise ProfileMismatch(f"the peer's description: {exc}") from None
 

@@ -29,6 +29,7 @@ from kvwire.transfers.base import (
     Answer,
     KVTransfer,
     UnnotifiedPeers,
+    damaged_of,
     recoverable,
 )
 from kvwire.transfers.dedup import digest, held, listed_hashes
@@ -353,7 +354,7 @@ class IncomingState(KVTransfer):
     def _outcome_now(self, reason: str) -> Outcome:
         return outcome_of(
             self.landed,
-            reasons=[(DAMAGED, self.plan.covering(self._damaged))],
+            reasons=damaged_of(self.plan, self._damaged),
             otherwise=reason,
             timings=self.phases.timings(memory=False),
             layers_grouped=self._layers_grouped,

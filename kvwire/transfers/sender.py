@@ -14,7 +14,7 @@ from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
 from kvwire.proto.events import SegmentsAcknowledged
-from kvwire.transfers.base import DAMAGED, Attempt, TransferEvent
+from kvwire.transfers.base import Attempt, TransferEvent, damaged_of
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.ready_log import ReadyRange
@@ -111,10 +111,11 @@ class SendAttempt(Attempt):
         out.require_same_tokens(plan)
         if not self.planned:
             self._plan, self.landed = plan, Landed(plan)
-        before = self.landed.left
-        self.landed.mark_boxes([Segment(*box) for box in description.landed])
-        if self.landed.left < before:
-            out.renew_lease()
+        if description.landed:
+            before = self.landed.left
+            self.landed.mark_boxes([Segment(*box) for box in description.landed])
+            if self.landed.left < before:
+                out.renew_lease()
         self._phases.mark_first("agreed")
 
     def send_ready(self) -> None:
@@ -175,7 +176,7 @@ class SendAttempt(Attempt):
         """Return what this consumer got."""
         return outcome_of(
             self.landed if self.confirmed else Landed(self.plan, held=False),
-            reasons=[(DAMAGED, self.plan.covering(self._damaged))],
+            reasons=damaged_of(self.plan, self._damaged),
             otherwise=self.reason or reason,
             timings=self._phases.timings(memory=self.asks),
             layers_grouped=self._grouped,
