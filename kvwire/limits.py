@@ -152,6 +152,10 @@ SETTLED_MAX: Final = 8192
 TRANSFERS_WAITING_MAX: Final = 1024
 TRANSFER_ID_BYTES_MAX: Final = 256
 DESCRIPTION_BYTES_MAX: Final = 48 * KIB
+# A producer's last word waits so long for a frame that it can ride on, with so many
+# others: a fraction of what a wake-up of both sides costs a busy loop.
+LAST_WORD_DELAY_S: Final = 0.02
+LAST_WORDS_MAX: Final = 64
 
 # --- stores ---------------------------------------------------------------------------
 # A tier's room is cut into slabs, each of blocks of one size: a sixteenth, so that a

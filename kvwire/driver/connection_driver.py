@@ -179,6 +179,8 @@ class ConnectionDriver(LinkHandler):
             if arrival.place is ChunkPlace.CONTROL:
                 assert isinstance(payload, memoryview)
                 core.body_received(arrival, now, body=bytes(payload))
+                if core.speak_by is not None and core.speak_by < self._timer_at:
+                    self.set_timer()
             else:
                 intact = arrived(payload, landing.place, arrival.header)
                 if payload is not landing.place:

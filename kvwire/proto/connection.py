@@ -29,6 +29,7 @@ from kvwire.errors import (
     UnexpectedFrame,
     WireCode,
 )
+from kvwire.limits import LAST_WORD_DELAY_S
 from kvwire.proto.agreement import Agreement
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, FrameHandlers, check_numbers
@@ -59,7 +60,7 @@ from kvwire.wire.control import (
     Ping,
     decode_body,
 )
-from kvwire.wire.handshake_messages import ConnectionParameters
+from kvwire.wire.handshake_messages import BRIEF_TRANSFERS, ConnectionParameters
 from kvwire.wire.header import FIRST_PAYLOAD_TYPE, FrameType, Header
 
 # The frame types that may follow the handshake and have a control body.
@@ -83,6 +84,7 @@ class ConnectionCore:
         lanes: Data paths beside the control link.
         phase: How far the connection is.
         error: Why it is closed, once it is.
+        speak_by: When the last words of transfers are said at the latest, if any wait.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class ConnectionCore:
             self._chunks,
             holds,
             agreement.parameters.chunk_bytes,
+            brief=bool(agreement.parameters.features & BRIEF_TRANSFERS),
         )
         self.lanes: LaneTable = LaneTable(
             role,
@@ -139,6 +142,7 @@ class ConnectionCore:
             interval_s=ping_interval_s, now=now, frames_sent=framing.sent
         )
         self._close_by: float | None = None
+        self.speak_by: float | None = None
         # Says which side closed first.
         self._closing: ClosedOK | None = None
         parts = FrameHandlers(
@@ -223,6 +227,8 @@ class ConnectionCore:
             plain = self.outbox.framing.open(header, arrival.raw, body)
             body_read = decode_body(header.type, plain)
             self._dispatch.control(header, body_read, now)
+            if self.speak_by is None and self.transfers.has_last_words:
+                self.speak_by = now + LAST_WORD_DELAY_S
         self._settle()
 
     def payload_landed(
@@ -297,7 +303,7 @@ class ConnectionCore:
     def next_tick(self) -> float:
         """Return when to call ``tick`` at the latest."""
         due = min(self._liveness.due, self._keepalive.due)
-        for other in (self._requests.next_deadline, self._close_by):
+        for other in (self._requests.next_deadline, self._close_by, self.speak_by):
             if other is not None and other < due:
                 due = other
         return due
@@ -311,6 +317,9 @@ class ConnectionCore:
         if self._close_by is not None and now >= self._close_by:
             self._end(ConnectionLost("the peer did not finish closing in time"))
             return
+        if self.speak_by is not None and now >= self.speak_by:
+            self.speak_by = None
+            self.transfers.say_last_words()
         verdict = self._liveness.look(now)
         if verdict is LivenessVerdict.DEAD:
             silence_s = self._liveness.silence_s(now)
@@ -497,6 +506,7 @@ class ConnectionCore:
         if len(self._requests):
             return
         self._turn(CloseInput.IDLE)
+        self.transfers.say_last_words()
         self.outbox.send(FrameType.CLOSE, Close(code=WireCode.GOING_AWAY))
         if self.closed:
             assert self._closing is not None
@@ -513,6 +523,7 @@ class ConnectionCore:
             return
         self.phase = CloseState.CLOSED
         self.error = error
+        self.transfers.say_last_words()
         self.outbox.shut = True
         self._messages.peer_closed()
         for request in self._requests:

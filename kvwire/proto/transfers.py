@@ -36,6 +36,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import (
     LANDED_MAX,
+    LAST_WORDS_MAX,
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
 )
@@ -61,7 +62,15 @@ from kvwire.proto.records import (
 from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId
-from kvwire.wire.control import Agree, Commit, CommitAck, Open, SegmentAck, SegmentBody
+from kvwire.wire.control import (
+    Agree,
+    Commit,
+    CommitAck,
+    Fin,
+    Open,
+    SegmentAck,
+    SegmentBody,
+)
 from kvwire.wire.header import FrameType, Header
 
 
@@ -75,12 +84,17 @@ class Transfers:
         chunks: ChunkMover,
         holds: Holds,
         chunk_bytes: int,
+        *,
+        brief: bool = False,
     ) -> None:
         self._outbox = outbox
         self._requests = requests
         self._chunks = chunks
         self._holds = holds
         self._chunk_bytes = chunk_bytes
+        self.brief = brief
+        # Whose FIN waits for a frame that it can ride on.
+        self._last_words: list[int] = []
         self._transfers: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
         self._asked: dict[RequestRecord, None] = {}
@@ -111,6 +125,7 @@ class Transfers:
             pull=request.kind is RequestKind.INCOMING,
             priority=transfer.priority,
             description=description,
+            done=self._take_last_words(),
         )
         assert request.wire_id is not None
         self._outbox.send(FrameType.OPEN, body, request=request.wire_id)
@@ -122,7 +137,7 @@ class Transfers:
         self._unanswered.pop(request, None)
         request.advance(RequestInput.GO)
         assert request.wire_id is not None
-        body = Agree(description=description)
+        body = Agree(description=description, done=self._take_last_words())
         self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
 
     def opened(self, header: Header, body: Open) -> None:
@@ -131,6 +146,7 @@ class Transfers:
         Raises:
             FlowControlViolation: Too many that it opened wait to be answered.
         """
+        self._confirm(body.done)
         wire_id = self._requests.admit(header.request)
         if not _room(self._unanswered):
             raise FlowControlViolation(
@@ -152,6 +168,7 @@ class Transfers:
 
     def agreed(self, header: Header, body: Agree) -> None:
         """Handle AGREE: the peer has answered our OPEN."""
+        self._confirm(body.done)
         request = self._find(header, RequestKind.OUTGOING, RequestKind.INCOMING)
         if request is None:
             return
@@ -165,9 +182,17 @@ class Transfers:
     # --- the producer -----------------------------------------------------------------
 
     def mark(
-        self, request: RequestRecord, box: Box, buffer: BufferId, nbytes: int
+        self,
+        request: RequestRecord,
+        box: Box,
+        buffer: BufferId,
+        nbytes: int,
+        commit: int = 0,
     ) -> SegmentRecord:
-        """Send a part of the cache whose bytes will not change any more."""
+        """Send a part of the cache whose bytes will not change any more.
+
+        ``commit`` says that it is the last one, as SEGMENT does.
+        """
         transfer = self._transfers[request]
         assert request.state is RequestStage.MOVING
         assert not transfer.committed
@@ -179,7 +204,8 @@ class Transfers:
             buffer=buffer,
         )
         self._add(transfer, segment)
-        body = SegmentBody(number=segment.number, box=box, nbytes=nbytes)
+        transfer.committed = commit > 0
+        body = SegmentBody(number=segment.number, box=box, nbytes=nbytes, commit=commit)
         assert request.wire_id is not None
         self._outbox.send(FrameType.SEGMENT, body, request=request.wire_id)
         transfer.sending += 1
@@ -225,21 +251,32 @@ class Transfers:
             return
         transfer = self._transfers[request]
         unsaid = [s for s in transfer.segments.values() if not s.over]
+        damaged = [s.number for s in unsaid if s.number in body.damaged]
         if (
             not transfer.committed
             or request.confirmed
-            or sorted(body.damaged) != [s.number for s in unsaid]
+            or sorted(body.damaged) != damaged
+            or (len(damaged) < len(unsaid) and not self.brief)
             or any(s.moved < s.nbytes for s in unsaid)
         ):
             raise UnexpectedFrame(
                 "KVW-TR-06", "COMMIT_ACK for a transfer of which segments are under way"
             )
         for segment in unsaid:
-            segment.damaged = True
+            segment.damaged = segment.number in body.damaged
             self._end(transfer, segment)
+        if len(damaged) < len(unsaid):
+            landed = tuple([s.number for s in unsaid if not s.damaged])
+            self._outbox.report(SegmentsAcknowledged(request=request, numbers=landed))
         transfer.damaged = body.damaged
         request.confirmed = True
-        self._requests.tell_done(request)
+        if self.brief:
+            assert request.wire_id is not None
+            self._last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
+            if len(self._last_words) == LAST_WORDS_MAX:
+                self.say_last_words()
+        else:
+            self._requests.tell_done(request)
         self.settle(request)
 
     def settle(self, request: RequestRecord) -> None:
@@ -282,6 +319,10 @@ class Transfers:
         )
         self._add(transfer, segment)
         self._outbox.report(SegmentMarked(segment=segment))
+        if body.commit:
+            transfer.committed = True
+            complete = body.commit > 1
+            self._outbox.report(TransferCommitted(request=request, complete=complete))
 
     def place(self, segment: SegmentRecord, buffer: BufferId) -> None:
         """Give a marked segment its memory."""
@@ -386,6 +427,33 @@ class Transfers:
     # --- both -------------------------------------------------------------------------
 
     @property
+    def has_last_words(self) -> bool:
+        """Tell whether some FIN waits for a frame that it can ride on."""
+        return bool(self._last_words)
+
+    def say_last_words(self) -> None:
+        """Send each FIN that waits in a frame of its own."""
+        for wire_id in self._take_last_words():
+            self._outbox.send(FrameType.FIN, Fin(nbytes=0), request=wire_id)
+
+    def _take_last_words(self) -> tuple[int, ...]:
+        taken = tuple(self._last_words)
+        self._last_words.clear()
+        return taken
+
+    def _confirm(self, done: tuple[int, ...]) -> None:
+        """Take each of these for a FIN."""
+        for wire_id in done:
+            request = self._requests.find(wire_id)
+            if request is None:
+                continue
+            if request.kind is not RequestKind.INCOMING:
+                raise UnexpectedFrame(
+                    "KVW-TR-08", f"the last word on a {request.kind.value}"
+                )
+            self.confirmed(request)
+
+    @property
     def unanswered(self) -> list[RequestRecord]:
         """Return the transfers the peer has opened and nobody answered."""
         return [request for request in self._unanswered if not request.over]
@@ -446,7 +514,10 @@ class Transfers:
         """Send COMMIT_ACK once all that was marked has landed."""
         if not transfer.committed or transfer.open_segments:
             return
-        self._send_landed(request, transfer)
+        if self.brief:
+            transfer.acknowledge = []  # COMMIT_ACK says it
+        else:
+            self._send_landed(request, transfer)
         segments = transfer.segments.values()
         transfer.damaged = tuple(s.number for s in segments if s.damaged)
         if len(transfer.damaged) > SETTLED_MAX:

@@ -50,6 +50,8 @@ class SendAttempt(Attempt):
         self._held: list[tuple[ReadyRange, tuple[Segment, ...]]] = []
         self._held_bytes = 0
         self._under_way = 0
+        # To be sent in this turn.
+        self._pieces: list[Segment] = []
         self._sent: dict[int, Segment] = {}
         self._damaged: list[Segment] = []
         self._grouped = 1
@@ -137,9 +139,17 @@ class SendAttempt(Attempt):
         except UsageError as exc:
             self.outgoing.stop(exc, WireCode.TOO_LARGE)
             return
+        transfers, complete = self.connection.transfers, all_in and marks.complete
+        # The last segment says that it is the last one, where the peer knows how.
+        rides = all_in and transfers.brief and bool(self._pieces)
+        last = len(self._pieces) - 1
+        for index, piece in enumerate(self._pieces):
+            self._send(piece, 1 + complete if rides and index == last else 0)
+        self._pieces = []
         if all_in:
             self.advance(AttemptInput.COMMIT)
-            self.connection.transfers.commit(core, complete=marks.complete)
+            if not rides:
+                transfers.commit(core, complete=complete)
         self.connection.run()
 
     def event(self, event: TransferEvent) -> None:
@@ -201,26 +211,27 @@ class SendAttempt(Attempt):
             layers = range(first.layers.start, last.layers.stop)
             named = self._named(ReadyRange(first.group, layers, first.blocks))
         self._held, self._held_bytes = [], 0
+        if self.state is AttemptState.SETTLED:
+            return
         for segment in named:
             for part in self._lacking(segment):
                 for piece in self._cut(part):
-                    self._send(piece)
-
-    def _send(self, segment: Segment) -> None:
-        nbytes = self.plan.nbytes_of(segment)
-        if not nbytes or self.state is AttemptState.SETTLED:
-            return
-        if len(self._sent) >= SEGMENTS_MAX:
+                    if self.plan.nbytes_of(piece):
+                        self._pieces.append(piece)  # bounded: SEGMENTS_MAX
+        if len(self._sent) + len(self._pieces) > SEGMENTS_MAX:
             raise UsageError(
                 f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
                 f"or blocks at once"
             )
+
+    def _send(self, segment: Segment, commit: int) -> None:
         assert self.core is not None
+        nbytes = self.plan.nbytes_of(segment)
         self._phases.mark_first("first")
         self._grouped = max(self._grouped, segment.layers)
         lent = self.outgoing.lend(self.plan.fragments(segment))
         core = self.connection.transfers
-        sent = core.mark(self.core, segment.box, lent, nbytes)
+        sent = core.mark(self.core, segment.box, lent, nbytes, commit)
         self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
         self._under_way += 1
 

@@ -24,6 +24,7 @@ from kvwire.limits import (
     LANDED_MAX,
     LANE_NUMBER_MAX,
     LANE_PAYLOADS_MAX,
+    LAST_WORDS_MAX,
     NAME_CHARS_MAX,
     PRIORITY_MAX,
     PROFILE_FIELDS_MAX,
@@ -51,6 +52,7 @@ Descriptor = Annotated[bytes, Meta(max_length=DESCRIPTOR_BYTES_MAX)]
 LaneNumber = Annotated[int, Meta(ge=1, le=LANE_NUMBER_MAX)]
 TransferId = Annotated[bytes, Meta(min_length=1, max_length=TRANSFER_ID_BYTES_MAX)]
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
+LastWords = Annotated[tuple[U32, ...], Meta(max_length=LAST_WORDS_MAX)]
 SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
 
 
@@ -202,26 +204,35 @@ class Fail(Body, array_like=True, frozen=True, gc=False):
 
 
 class Open(Body, array_like=True, frozen=True, gc=False):
-    """OPEN: a KV transfer by the name both applications know."""
+    """OPEN: a KV transfer by the name both applications know.
+
+    ``done`` names requests of other transfers, for each of which it stands for a FIN.
+    """
 
     id: TransferId
     pull: bool
     priority: Annotated[int, Meta(ge=0, le=PRIORITY_MAX)]
     description: Description
+    done: LastWords = ()
 
 
 class Agree(Body, array_like=True, frozen=True, gc=False):
-    """AGREE: the answer to OPEN."""
+    """AGREE: the answer to OPEN; ``done`` as there."""
 
     description: Description
+    done: LastWords = ()
 
 
 class SegmentBody(Body, array_like=True, frozen=True, gc=False):
-    """SEGMENT: the next one; its box is (group, layer, layers, granule, granules)."""
+    """SEGMENT: the next one; its box is (group, layer, layers, granule, granules).
+
+    It stands for a COMMIT as well if ``commit`` is 1, or 2 for a complete one.
+    """
 
     number: Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
     box: tuple[U32, U32, U32, U32, U32]
     nbytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)]
+    commit: Annotated[int, Meta(ge=0, le=2)] = 0
 
 
 class SegmentAck(Body, array_like=True, frozen=True, gc=False):

@@ -34,6 +34,10 @@ _CONFIRM: Final = struct.Struct("<8s32s")
 _REFUSE: Final = struct.Struct("<8sHHHB")
 
 
+# A bit of ``features``: short transfers in fewer frames.
+BRIEF_TRANSFERS: Final = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionParameters:
     """Holds the limits that a side allows; the smaller of two holds.

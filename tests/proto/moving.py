@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import pytest
@@ -13,6 +13,8 @@ from kvwire.proto.events import (
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.types import BufferId
+from kvwire.wire.handshake_messages import BRIEF_TRANSFERS
+from tests.support.core_pair.handshakes import SMALL, identity
 from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.peer import Peer
 
@@ -70,11 +72,11 @@ class Moved:
         self.pair.run()
         return self
 
-    def mark(self, data: bytes) -> SegmentRecord:
+    def mark(self, data: bytes, commit: int = 0) -> SegmentRecord:
         buffer = self.producer.lend(data)
         self.sources.append(buffer)
         segment = self.producer.core.transfers.mark(
-            self.outgoing, BOX, buffer, len(data)
+            self.outgoing, BOX, buffer, len(data), commit
         )
         self.producer.collect()
         return segment
@@ -102,6 +104,15 @@ def events_of(peer: Peer, kind: type[T]) -> list[T]:
     return [event for event in peer.events if isinstance(event, kind)]
 
 
-def moved(*, pull: bool = False) -> Moved:
+def moved(*, pull: bool = False, brief: bool = False) -> Moved:
     """A transfer that both sides have agreed on."""
-    return Moved(ConnectionPair(), pull).agree()
+    return Moved(brief_pair() if brief else ConnectionPair(), pull).agree()
+
+
+def brief_pair() -> ConnectionPair:
+    """A pair that says short transfers in fewer frames."""
+    parameters = replace(SMALL, features=BRIEF_TRANSFERS)
+    client, server = (
+        identity(name, parameters=parameters) for name in ("client", "server")
+    )
+    return ConnectionPair(client=client, server=server)

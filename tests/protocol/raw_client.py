@@ -223,7 +223,7 @@ async def consume(link: RawLink, side: Side, request: int) -> None:
     committed = False
     while (frame := await _next(link, request)).type != FIN:
         if frame.type == SEGMENT:
-            number, box, nbytes = frame.fields
+            number, box, nbytes = frame.fields[:3]
             segments.append(_Segment(tuple(box), bytearray(nbytes)))
             assert number == len(segments)
             assert nbytes == side.groups[box[0]].nbytes(tuple(box))

@@ -272,9 +272,9 @@ def test_what_has_landed_is_not_sent_again(transport: str, cuts: int) -> None:
         moved: deque[int] = deque()
         send = delivery_module.SendAttempt._send
 
-        def counted(self: Any, segment: Segment) -> None:
+        def counted(self: Any, segment: Segment, commit: int) -> None:
             moved.append(self.plan.nbytes_of(segment))
-            send(self, segment)
+            send(self, segment, commit)
 
         delivery_module.SendAttempt._send = counted  # type: ignore[method-assign]
         try:
