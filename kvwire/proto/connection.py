@@ -72,6 +72,7 @@ _CONTROL = frozenset(
 # Plain numbers: comparing an int with a member of an enum is several times as slow.
 _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
+_DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
 
 
 class ConnectionCore:
@@ -499,9 +500,11 @@ class ConnectionCore:
 
     def _settle(self) -> None:
         """Take the step to the end when nothing is left to deliver."""
-        self.transfers.acknowledge()
-        self.lanes.acknowledge()
-        if self.phase not in (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED):
+        if self.transfers.unacknowledged:
+            self.transfers.acknowledge()
+        if self.lanes.unreported:
+            self.lanes.acknowledge()
+        if self.phase is CloseState.OPEN or self.phase not in _DELIVERING:
             return
         if len(self._requests):
             return

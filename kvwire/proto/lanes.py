@@ -136,6 +136,7 @@ class LaneTable:
 
     Attributes:
         initial_set_done: The client has made its first choice. Lanes may still open.
+        unreported: Those of whose payloads :meth:`acknowledge` has something to say.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class LaneTable:
         self._lanes: dict[int, LaneRecord] = {}
         self._last = 0
         # Those with something to say at the next `acknowledge`; ordered.
-        self._to_report: dict[LaneRecord, None] = {}
+        self.unreported: dict[LaneRecord, None] = {}
         self._ended = False
 
     def control(self, frame_type: int, body: Body) -> None:
@@ -354,7 +355,7 @@ class LaneTable:
         lane.seen += 1
         if lane.stage is LaneStage.CLOSED:
             lane.missed.append(index)  # bounded: LANE_PAYLOADS_MAX
-            self._to_report[lane] = None  # bounded: LANES_MAX
+            self.unreported[lane] = None  # bounded: LANES_MAX
         elif lane.stage is not LaneStage.OPEN:
             raise UnexpectedFrame(
                 "KVW-LN-03", f"payload for a lane that is {lane.stage.value}"
@@ -385,20 +386,20 @@ class LaneTable:
         while lane.received in lane.beyond:
             lane.beyond.remove(lane.received)
             lane.received += 1
-        self._to_report[lane] = None  # bounded: LANES_MAX
+        self.unreported[lane] = None  # bounded: LANES_MAX
         if arrival.buffer is not None:
             self._landed(arrival, intact)
 
     def acknowledge(self) -> None:
         """Report what has become of the peer's payloads since the last time."""
-        for lane in self._to_report:
+        for lane in self.unreported:
             if lane.stage is LaneStage.CLOSED:
                 self._send_close(lane, "the lane is closed")
             elif lane.received > lane.acknowledged:
                 lane.acknowledged = lane.received
                 body = LaneAck(lane=lane.number, count=lane.received)
                 self._outbox.send(FrameType.LANE_ACK, body)
-        self._to_report.clear()
+        self.unreported.clear()
 
     # --- closing ----------------------------------------------------------------------
 

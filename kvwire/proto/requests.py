@@ -210,7 +210,7 @@ class RequestTable:
         Raises:
             UnexpectedFrame: No such number was ever given.
         """
-        if self._is_theirs(wire_id):
+        if (wire_id ^ self._next_theirs) % 2 == 0:
             request, due = self._theirs.get(wire_id), self._next_theirs
         else:
             request, due = self._ours.get(wire_id), self._next_id

@@ -49,14 +49,14 @@ import enum
 from typing import TYPE_CHECKING, Final
 
 
-class _Symbol(enum.Enum):
+class Symbol(enum.Enum):
     """Makes members singletons that hash fast; Enum's hash is Python code."""
 
     if not TYPE_CHECKING:  # which cannot tell the two types apart
         __hash__ = object.__hash__
 
 
-class RequestKind(_Symbol):
+class RequestKind(Symbol):
     """Names what a request does, seen from this side."""
 
     SEND = "send"
@@ -69,7 +69,7 @@ class RequestKind(_Symbol):
     INCOMING = "incoming transfer"
 
 
-class RequestStage(_Symbol):
+class RequestStage(Symbol):
     """Names how far a request is."""
 
     POSTED = "posted"
@@ -79,7 +79,7 @@ class RequestStage(_Symbol):
     FAILED = "failed"
 
 
-class RequestInput(_Symbol):
+class RequestInput(Symbol):
     """Names what can happen to a request."""
 
     GO = "go"
@@ -143,7 +143,7 @@ REQUEST_TRANSITIONS: Final[
 }
 
 
-class CloseState(_Symbol):
+class CloseState(Symbol):
     """Names how far a connection is."""
 
     OPEN = "open"
@@ -153,7 +153,7 @@ class CloseState(_Symbol):
     CLOSED = "closed"
 
 
-class CloseInput(_Symbol):
+class CloseInput(Symbol):
     """Names what can happen to a connection."""
 
     CLOSE_CALLED = "close called"

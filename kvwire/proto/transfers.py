@@ -75,7 +75,12 @@ from kvwire.wire.header import FrameType, Header
 
 
 class Transfers:
-    """Runs the KV transfers of one connection, asked and answered."""
+    """Runs the KV transfers of one connection, asked and answered.
+
+    Attributes:
+        brief: Both sides know how to say them in fewer frames.
+        unacknowledged: Those with segments that :meth:`acknowledge` will name.
+    """
 
     def __init__(
         self,
@@ -92,14 +97,14 @@ class Transfers:
         self._chunks = chunks
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self.brief = brief
+        self.brief: bool = brief
         # Whose FIN waits for a frame that it can ride on.
         self._last_words: list[int] = []
         self._transfers: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
         self._asked: dict[RequestRecord, None] = {}
         self._unanswered: dict[RequestRecord, None] = {}
-        self._to_acknowledge: dict[RequestRecord, None] = {}
+        self.unacknowledged: dict[RequestRecord, None] = {}
         chunks.on_segment_sent(self.sent)
 
     # --- meeting ----------------------------------------------------------------------
@@ -358,7 +363,8 @@ class Transfers:
         transfer.committed = True
         # COMMIT may overtake chunks on lanes: the end waits for every marked segment.
         self._outbox.report(TransferCommitted(request=request, complete=body.complete))
-        self._finish_incoming(request, transfer)
+        if not transfer.open_segments:
+            self._finish_incoming(request, transfer)
 
     def confirmed(self, request: RequestRecord) -> None:
         """Handle FIN: the producer has our COMMIT_ACK."""
@@ -413,16 +419,18 @@ class Transfers:
         # A damaged segment is never acknowledged; COMMIT_ACK names it.
         if not segment.damaged:
             transfer.acknowledge.append(segment.number)  # bounded: SEGMENTS_MAX
-            self._to_acknowledge[request] = None  # bounded: REQUESTS_MAX
         self._outbox.report(SegmentLanded(segment=segment))
-        self._finish_incoming(request, transfer)
+        if transfer.committed and not transfer.open_segments:
+            self._finish_incoming(request, transfer)
+        elif not segment.damaged:
+            self.unacknowledged[request] = None  # bounded: REQUESTS_MAX
 
     def acknowledge(self) -> None:
         """Send SEGMENT_ACK for what has landed since the last time."""
-        for request in self._to_acknowledge:
+        for request in self.unacknowledged:
             if not request.over:
                 self._send_landed(request, self._transfers[request])
-        self._to_acknowledge.clear()
+        self.unacknowledged.clear()
 
     # --- both -------------------------------------------------------------------------
 
@@ -469,7 +477,7 @@ class Transfers:
         self._transfers.pop(request, None)
         self._asked.pop(request, None)
         self._unanswered.pop(request, None)
-        self._to_acknowledge.pop(request, None)
+        self.unacknowledged.pop(request, None)
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
         """Name the buffers of a transfer, whose memory nobody needs more."""
@@ -511,9 +519,7 @@ class Transfers:
     def _finish_incoming(
         self, request: RequestRecord, transfer: TransferRecord
     ) -> None:
-        """Send COMMIT_ACK once all that was marked has landed."""
-        if not transfer.committed or transfer.open_segments:
-            return
+        """Send COMMIT_ACK: all that was marked has landed."""
         if self.brief:
             transfer.acknowledge = []  # COMMIT_ACK says it
         else:

@@ -12,7 +12,7 @@ import asyncio
 import enum
 import logging
 import math
-import secrets
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -256,7 +256,7 @@ class KVTransfer:
             self.communicator.config.lease_s if lease_s is None else lease_s
         )
         self.phases: PhaseTimer = PhaseTimer()
-        self.endpoint_id: bytes = secrets.token_bytes(ENDPOINT_ID_BYTES)
+        self.endpoint_id: bytes = os.urandom(ENDPOINT_ID_BYTES)
         self.state: TransferState = TransferState.NEW
         # Makes and records the outcome of a transfer that has not begun yet.
         self._ends: Callable[[], None] | None = None
@@ -308,6 +308,8 @@ class KVTransfer:
         Raises:
             UsageError: It does.
         """
+        if not self.communicator.buffers.holds.retired:
+            return
         quarantined = self.communicator.buffers.quarantined_bytes
         limit = self.communicator.config.quarantine_bytes
         if quarantined > limit:

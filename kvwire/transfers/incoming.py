@@ -79,6 +79,8 @@ class IncomingState(KVTransfer):
         self.reported: list[Segment] = []
         self._layers_grouped = 1
         self._damaged: list[Segment] = []
+        # Something has landed, which another link need not bring again.
+        self._progress = False
         self._error: KVWireError | None = None
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
 
@@ -257,6 +259,7 @@ class IncomingState(KVTransfer):
     def segment_placed(self, segment: Segment) -> None:
         """Note a segment that is on its way."""
         self.phases.mark_first("first")
+        self._progress = True
         self._layers_grouped = max(self._layers_grouped, segment.layers)
 
     def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
@@ -309,7 +312,7 @@ class IncomingState(KVTransfer):
     def description(self, plan: bytes = b"") -> TransferOffer:
         """Return this side's half; ``plan`` is the digest of its plan, in an answer."""
         # What does not fit is sent again, which is only slower.
-        self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self.peer_id else []
+        self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self._progress else []
         return TransferOffer(
             geometry=self.geometry.encode(),  # type: ignore[arg-type]
             endpoint_id=self.endpoint_id,

@@ -242,11 +242,9 @@ class OutgoingState(KVTransfer):
         Raises:
             ProfileMismatch: It is.
         """
-        mine = {walk.group: walk.tokens for walk in plan.groups}
+        mine = plan.template.tokens
         for other in self.attempts:
-            theirs = mine
-            if other.planned:
-                theirs = {walk.group: walk.tokens for walk in other.plan.groups}
+            theirs = other.plan.template.tokens if other.planned else mine
             if mine != theirs:
                 raise ProfileMismatch(
                     f"the consumers of one transfer want other tokens: {theirs} and "

@@ -101,7 +101,7 @@ class ReadyLog:
                 group.spec.layer_indices,
                 lists[name],
                 Coverage(group.spec.layers, lists[name].size),
-                int(np.count_nonzero(lists[name] != UNNAMED)),
+                lists[name].size - int(np.add.reduce(lists[name] == UNNAMED)),
             )
             for name, group in cache.groups.items()
         }

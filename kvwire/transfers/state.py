@@ -49,11 +49,12 @@ Inputs of an attempt:
 
 from __future__ import annotations
 
-import enum
 from typing import Final
 
+from kvwire.proto.state import Symbol
 
-class TransferState(enum.Enum):
+
+class TransferState(Symbol):
     """How far one end of a transfer is."""
 
     NEW = "new"
@@ -64,7 +65,7 @@ class TransferState(enum.Enum):
     DRAINED = "drained"
 
 
-class TransferInput(enum.Enum):
+class TransferInput(Symbol):
     """What can happen to one end of a transfer."""
 
     BEGIN = "begin"
@@ -85,7 +86,7 @@ TRANSFER_TRANSITIONS: Final[
 }
 
 
-class AttemptState(enum.Enum):
+class AttemptState(Symbol):
     """How far an attempt is."""
 
     ASKED = "asked"
@@ -98,7 +99,7 @@ class AttemptState(enum.Enum):
     OVER = "over"
 
 
-class AttemptInput(enum.Enum):
+class AttemptInput(Symbol):
     """What can happen to an attempt."""
 
     AGREE = "agree"
