@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Final, Literal, NewType, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NewType, TypeAlias
 from urllib.parse import urlsplit
 
 from kvwire.errors import UsageError, nearest
@@ -31,6 +31,13 @@ Tag = NewType("Tag", int)
 """Matches a message with its receiver: 0 to 2**64 - 1."""
 LayerIndex = NewType("LayerIndex", int)
 ChunkIndex = NewType("ChunkIndex", int)
+
+
+class Symbol(enum.Enum):
+    """Makes members singletons that hash fast; Enum's hash is Python code."""
+
+    if not TYPE_CHECKING:  # which cannot tell the two types apart
+        __hash__ = object.__hash__
 
 
 class Role(enum.IntEnum):

@@ -45,15 +45,9 @@ A connection, once its handshake is over:
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-
-class Symbol(enum.Enum):
-    """Makes members singletons that hash fast; Enum's hash is Python code."""
-
-    if not TYPE_CHECKING:  # which cannot tell the two types apart
-        __hash__ = object.__hash__
+from kvwire.types import Symbol
 
 
 class RequestKind(Symbol):

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvwire.proto.state import Symbol
+from kvwire.types import Symbol
 
 
 class TransferState(Symbol):

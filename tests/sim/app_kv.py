@@ -73,14 +73,18 @@ class KVApp:
         ask = _moving(endpoint, dice)
         if ask is None:
             return
-        for _ in range(1 + dice.below(4)):
+        transfers = endpoint.core.transfers
+        last = transfers.brief and dice.one_in(4)
+        for left in reversed(range(1 + dice.below(4))):
             nbytes = max(1, endpoint.size(dice))
             part = Part(self._world.next_serial(), nbytes)
             part.buffer, part.lease = self._node.lend(nbytes, readable=True)
             self._node.memory.store(part.lease, 0, content(part.serial, nbytes))
             number = len(ask.parts) + 1
             box = (0, number, 1, 0, 1)
-            segment = endpoint.core.transfers.mark(ask.core, box, part.buffer, nbytes)
+            commit = 1 + dice.below(2) if last and not left else 0
+            segment = transfers.mark(ask.core, box, part.buffer, nbytes, commit)
+            ask.committed = commit > 0
             demand(segment.number == number, "kv", "segments are numbered as marked")
             ask.parts[number] = part
         self._world.note(endpoint.name, "marks", len(ask.parts))

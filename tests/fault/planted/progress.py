@@ -101,8 +101,8 @@ BUGS: Final = (
     Planted(
         name="a commit may close a gap",
         module="kvwire.proto.transfers",
-        before="        if not transfer.committed or transfer.open_segments:\n",
-        after="        if not transfer.committed:\n",
+        before="        if transfer.committed and not transfer.open_segments:\n",
+        after="        if transfer.committed:\n",
         rules=frozenset({"completion", "kv", "accused"}),
     ),
     Planted(
