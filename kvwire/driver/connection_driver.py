@@ -41,9 +41,6 @@ from kvwire.proto.events import (
     LaneClosed,
     LaneDataReceived,
     LaneOpened,
-    SegmentMarked,
-    TransferAgreed,
-    TransferOpened,
 )
 from kvwire.types import BufferId
 
@@ -314,10 +311,6 @@ class ConnectionDriver(LinkHandler):
         match event:
             case LaneDataReceived():
                 self._receive_on_lane(event)
-                return False
-            case TransferOpened() | TransferAgreed() | SegmentMarked():
-                # What a transfer sends now is its own answer.
-                self._on_event(event)
                 return False
             case LaneAsked():
                 self.lane_setup.asked(event)
