@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from kvwire.kv.pool import BlockPool
     from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
     from kvwire.kv.spec import KVSpec
+    from kvwire.peer import Peer
     from kvwire.region import Region
     from kvwire.request import Request
     from kvwire.store.request import StoreRequest
@@ -99,6 +100,7 @@ __all__ = [
     "Outcome",
     "Outgoing",
     "PagedCache",
+    "Peer",
     "PeerCancelled",
     "PeerError",
     "PeerInfo",
@@ -144,6 +146,7 @@ _HOMES: Final = {
     "plan_prefill": "kvwire.kv.prefill_plan",
     "KVSpec": "kvwire.kv.spec",
     "Outgoing": "kvwire.transfer",
+    "Peer": "kvwire.peer",
     "Region": "kvwire.region",
     "Request": "kvwire.request",
     "StoreRequest": "kvwire.store.request",

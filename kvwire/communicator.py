@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Generator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvwire.clock import yields_before_raising
@@ -12,11 +12,14 @@ from kvwire.connection import Connection
 from kvwire.driver.counters import Counters
 from kvwire.driver.loop_thread import AsyncWith
 from kvwire.endpoint.communicator import CommunicatorState
+from kvwire.endpoint.membership import spec_digests
 from kvwire.endpoint.observers import Observers
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
+from kvwire.limits import MEMBER_LEASE_S
 from kvwire.memory.buffers import Memory
+from kvwire.peer import Peer
 from kvwire.region import Region
 from kvwire.transfer import Incoming, Outgoing
 from kvwire.transfers.incoming import IncomingState
@@ -208,6 +211,83 @@ class Communicator(AsyncWith):
         self._state.thread.check("Communicator.accept")
         connection: Connection = await self._state.accept()
         return connection
+
+    # --- fleets -----------------------------------------------------------------------
+
+    def peer(self, where: str) -> Peer:
+        """Name a peer by its address, or by what it says of itself in the directory.
+
+        Nothing is dialled before it is used. The same text names the same peer.
+
+        Args:
+            where: ``"host:port"``, or a selector such as ``"role=decode,model=demo"``.
+
+        Raises:
+            UsageError: The text is neither, the directory of the configuration cannot
+                be used, or there are too many peers.
+            BackendUnavailable: The library of the directory is missing.
+            ClosedOK: The communicator is closed.
+        """
+        self._state.thread.check("Communicator.peer")
+        return Peer(self._state.peer(where))
+
+    def announce(
+        self,
+        *,
+        role: str = "",
+        model: str = "",
+        cache: PagedCache | None = None,
+        labels: Mapping[str, str] | None = None,
+        load: float = 0.0,
+        address: str | Address | None = None,
+        lease_s: float = MEMBER_LEASE_S,
+    ) -> None:
+        """Announce this communicator in the directory of its configuration.
+
+        Returns at once: the record is written as soon as the directory can be reached,
+        renewed, and withdrawn by :meth:`close`. Another call replaces it, for instance
+        with another load. What a record says is believed by nobody: see
+        docs/topics/directories.md.
+
+        Args:
+            role: What it does, such as ``"decode"``.
+            model: A fingerprint of its model; by default the cache's.
+            cache: Its cache, of whose specs the record has digests.
+            labels: Whatever else selectors may ask for.
+            load: How busy it is, from 0 to 1; the least busy is taken first.
+            address: Where it can be reached; by default where it has listened first.
+            lease_s: How long it is believed to be there after its last sign of life.
+
+        Raises:
+            UsageError: It listens nowhere, or on all addresses, and ``address`` is not
+                given; or a value is not allowed.
+            BackendUnavailable: The library of the directory is missing.
+            ClosedOK: The communicator is closed.
+        """
+        self._state.thread.check("Communicator.announce")
+        specs = {} if cache is None else spec_digests(cache)
+        if cache is not None and not model:
+            model = next(iter(cache.groups.values())).spec.fingerprint
+        self._state.announce(
+            address,
+            role=role,
+            model=model,
+            specs=specs,
+            labels=dict(labels or {}),
+            load=load,
+            lease_s=lease_s,
+        )
+
+    async def withdraw(self) -> None:
+        """Take the announcement back: nobody who asks the directory is sent here now.
+
+        Connections stay as they are. Never raises; if the directory cannot be reached
+        the lease ends the record.
+
+        Cancel safety: safe, it is not renewed any more.
+        """
+        self._state.thread.check("Communicator.withdraw")
+        await self._state.membership.withdraw()
 
     # --- memory -----------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class ConfigOptions(TypedDict, total=False):
     resume: bool
     quarantine_bytes: int | str
     connections_max: int
+    directory: str
     io_cpus: Sequence[int]
 
 
@@ -112,6 +113,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         quarantine_bytes: New transfers are refused while more memory than this waits
             for a transport to let go of it.
         connections_max: Inbound connections at once.
+        directory: Where members of a fleet find each other, such as
+            ``"redis://host:6379"``; empty for a folder of this user, on this machine.
         io_cpus: CPUs that the thread of a :class:`kvwire.Engine` may run on; if empty,
             those of the thread that makes the engine.
     """
@@ -161,6 +164,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     resume: bool = True
     quarantine_bytes: Annotated[int, Meta(ge=0)] = limits.QUARANTINE_BYTES
     connections_max: Annotated[int, Meta(ge=1, le=65_536)] = limits.CONNECTIONS_MAX
+    directory: Annotated[str, Meta(max_length=1024)] = ""
     io_cpus: tuple[Annotated[int, Meta(ge=0, le=limits.CPU_MAX)], ...] = ()
 
     @classmethod

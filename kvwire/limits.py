@@ -245,6 +245,13 @@ WITHDRAW_TIMEOUT_S: Final = 1.0
 FILE_INTERVAL_S: Final = 0.5
 DNS_INTERVAL_S: Final = 5.0
 
+# Peers that one communicator knows by name; each may hold a connection.
+PEERS_MAX: Final = 4096
+# Members that are tried in one round, and the longest pause between two rounds. So a
+# directory full of forged records costs 16 attempts a second and no more.
+PEER_ATTEMPTS_MAX: Final = 16
+PEER_REDIAL_S_MAX: Final = 1.0
+
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16

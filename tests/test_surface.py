@@ -40,7 +40,9 @@ async def test_objects_show_what_is_documented() -> None:
         outgoing.ready()
         outgoing.finish()
         put = store.put([b"hash"], cache(), [0])
-        things = (pair.a, pair.ab, region, request, outgoing, incoming, store, put)
+        peer = pair.a.peer("127.0.0.1:1")
+        things: tuple[object, ...] = (pair.a, pair.ab, peer, region, request)
+        things += (outgoing, incoming, store, put)
         for thing in things:
             names = documented(type(thing))
             assert names, thing

@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
 from kvwire.backend.selection import (
@@ -21,6 +21,7 @@ from kvwire.backend.selection import (
 )
 from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
+from kvwire.directory import Record
 from kvwire.driver.buffers import BufferTable
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
@@ -29,7 +30,9 @@ from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.observers import Observers
+from kvwire.endpoint.peer import PeerState
 from kvwire.endpoint.reconnect import Reconnector
 from kvwire.errors import (
     BackendUnavailable,
@@ -43,7 +46,7 @@ from kvwire.errors import (
     ProtocolError,
     UsageError,
 )
-from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
+from kvwire.limits import CLOSE_SLACK_S, PEERS_MAX, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.connection import ConnectionCore
@@ -65,6 +68,9 @@ from kvwire.wire.handshake_messages import (
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
+# As addresses of listeners they mean all of a host's.
+_EVERYWHERE: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+
 E = TypeVar("E", bound=KVWireError)
 # What runs a link: first the one, then the other.
 Driver = HandshakeDriver[ConnectionState] | ConnectionDriver
@@ -82,6 +88,8 @@ class CommunicatorState:
         buffers: The memory its users have lent it.
         counters: What has happened so far.
         devices: The devices that some of that memory belongs to.
+        membership: What it knows of its directory.
+        peers: Those that are known by name.
         thread: Who may call it.
         watchers: Who is told when KV transfers begin and end.
     """
@@ -106,6 +114,8 @@ class CommunicatorState:
         )
         self.registry: TransferRegistry = TransferRegistry()
         self.recovery: Reconnector = Reconnector(self)
+        self.membership: Membership = Membership(config.directory)
+        self.peers: dict[str, PeerState] = {}
         self._reception = Acceptor(self)
         self.identity: Identity = Identity(
             name=config.name,
@@ -163,7 +173,7 @@ class CommunicatorState:
     @yields_before_raising
     async def listen(self, address: str | Address) -> Address:
         """See :meth:`kvwire.Communicator.listen`."""
-        self._check_open()
+        self.check_open()
         where = Address.parse(address)
         backend = self._backend(where.scheme, self.config)
 
@@ -193,7 +203,7 @@ class CommunicatorState:
         timeout_s: float | None,
     ) -> ConnectionState:
         """See :meth:`kvwire.Communicator.connect`."""
-        self._check_open()
+        self.check_open()
         connection = await self._connect(address, transport, timeout_s)
         self.registry.reattach(connection)
         return connection
@@ -246,7 +256,7 @@ class CommunicatorState:
                 ) from None
             raise _at(where, opening.timeout(timeout_s)) from None
         except (HandshakeError, ProtocolError, ConnectionLost) as exc:
-            self._check_open()
+            self.check_open()
             raise _at(where, exc) from None
         connection.dialled = (where, transport)
         return connection
@@ -288,11 +298,48 @@ class CommunicatorState:
         """See :meth:`kvwire.Communicator.accept`."""
         return await self._reception.inbound.take()
 
+    def peer(self, where: str) -> PeerState:
+        """See :meth:`kvwire.Communicator.peer`."""
+        self.check_open()
+        if where not in self.peers:
+            if len(self.peers) >= PEERS_MAX:
+                raise UsageError(
+                    f"{len(self.peers)} peers: close() those that are not needed"
+                )
+            self.peers[where] = PeerState(self, where)  # bounded: PEERS_MAX
+        return self.peers[where]
+
+    def announce(self, address: str | Address | None, **fields: Any) -> None:
+        """See :meth:`kvwire.Communicator.announce`."""
+        self.check_open()
+        if address is None:
+            if not self._listeners:
+                raise UsageError("announce: listen first, or pass address=")
+            address = self._listeners[0].address
+            if address.host in _EVERYWHERE:
+                raise UsageError(
+                    f"announce: this side listens on {address}, which is everywhere; "
+                    f"pass address=, by which others reach it"
+                )
+        transports = (
+            name
+            for name in registry.names()
+            if not local_rejection(self.config, name, Address.parse(address).scheme)
+        )
+        record = Record(
+            name=self.config.name,
+            address=str(address),
+            incarnation=self.incarnation.hex(),
+            transports=tuple(transports),
+            **fields,
+        )
+        self.membership.announce(record)
+
     # --- memory -----------------------------------------------------------------------
 
     def register(self, buffer: Any, access: AccessName | Access) -> RegionRecord:
         """Lend memory that peers may reach, each with a grant."""
-        self._check_open()
+        self.check_open()
         allowed = Access.parse(access)
         payload = as_payload(buffer, writable=bool(allowed & Access.WRITE))
         lent = self.buffers.lend(payload)
@@ -323,13 +370,13 @@ class CommunicatorState:
 
     def start(self, end: IncomingState | OutgoingState) -> None:
         """Let a transfer wait for its peer, or meet one that waits."""
-        self._check_open()
+        self.check_open()
         self.registry.offer(end)
 
     @yields_before_raising
     async def fired(self, event: Any) -> None:
         """See :meth:`kvwire.Communicator.fired`."""
-        self._check_open()
+        self.check_open()
         await wait_event(event, self.devices)
 
     @property
@@ -342,6 +389,7 @@ class CommunicatorState:
     async def close(self) -> None:
         """See :meth:`kvwire.Communicator.close`."""
         self._stop()
+        await self.membership.close()
         if self.links_ended:
             await self._end_links()
         self.registry.closing()
@@ -392,6 +440,8 @@ class CommunicatorState:
         if not self._closed:
             self._closed = True
             self._reception.inbound.close()
+            for peer in list(self.peers.values()):
+                peer.stop()
 
     async def _end_links(self) -> None:
         """Make and take no links any more."""
@@ -400,7 +450,12 @@ class CommunicatorState:
         for listener in self._listeners:
             await listener.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse what begins something new on a communicator that is closed.
+
+        Raises:
+            ClosedOK: It is.
+        """
         if self._closed:
             raise ClosedOK("the communicator is closed")
 

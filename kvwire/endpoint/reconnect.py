@@ -44,6 +44,10 @@ class Reconnector:
         if not self._communicator.links_ended:
             self._run(self._take_over(connection, resumes))
 
+    def retire(self, connection: ConnectionState) -> None:
+        """Close a connection that nothing new is begun on, once it is idle."""
+        self._run(self._close_when_idle(connection))
+
     async def close(self) -> None:
         """Stop redialling, and waiting for what was lost.
 
@@ -94,7 +98,7 @@ class Reconnector:
             else:
                 if new.peer.origin == origin:
                     self._note_redial(origin)
-                    self._run(self._close_when_idle(new))
+                    self.retire(new)
                 else:
                     registry.peer_restarted(origin)
                     await new.close()
@@ -108,7 +112,7 @@ class Reconnector:
         )
 
     async def _close_when_idle(self, connection: ConnectionState) -> None:
-        """Close a link that was made for transfers once it is idle.
+        """Close a connection once it is idle.
 
         Within a lease everything that waited for it has come, or has given up.
         """

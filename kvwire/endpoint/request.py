@@ -101,8 +101,15 @@ class RequestState(Generic[T]):
             return
         self._owner.thread.check("Request.released")
         free = asyncio.Event()
-        self._owner.when_released(self, free.set)
+        self.when_released(free.set)
         await free.wait()
+
+    def when_released(self, call: Callable[[], None]) -> None:
+        """Call once nothing of kvwire can touch the request's memory any more."""
+        if self._owner is None:
+            call()
+        else:
+            self._owner.when_released(self, call)
 
     def complete(self, result: T | None, error: KVWireError | None) -> None:
         """Record the completion; called once, by the connection."""

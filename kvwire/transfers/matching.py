@@ -122,6 +122,17 @@ class TransferRegistry:
             raise
         end.begin()
 
+    def defer(self, end: End) -> None:
+        """Begin a transfer whose peer is asked as soon as it is connected.
+
+        Raises:
+            UsageError: Too much memory is in quarantine.
+        """
+        end.check_room()
+        self.live[end] = None
+        end.begin()
+        end.start_lease()
+
     def over(self, end: End, reason: str) -> None:
         """Remove a transfer that has ended; keep the reason for late peers."""
         self.live.pop(end, None)

@@ -1,0 +1,125 @@
+"""What one communicator has to do with a directory: who is there, and that it is.
+
+The directory is opened when it is first needed, and watched from the first peer on that
+is named by a selector. Whatever becomes of it, connections stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from hashlib import sha256
+from typing import Final
+
+from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
+from kvwire.kv.paged import PagedCache
+
+logger: logging.Logger = logging.getLogger("kvwire")
+
+# A folder of this user's own: what there is without any server.
+_DEFAULT: Final = "file:"
+
+
+class Membership:
+    """Watches a directory for the peers of one communicator, and announces it there.
+
+    Args:
+        url: Names the directory; empty for the folder of this user.
+
+    Attributes:
+        members: Who is there, by key, as far as this side knows.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url or _DEFAULT
+        self._directory: Directory | None = None
+        self._listeners: list[Callable[[Change], None]] = []
+        self._announced = ""
+        self._watching: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
+        self.members: dict[str, Record] = {}
+
+    def listen(self, listener: Callable[[Change], None]) -> None:
+        """Tell a peer of every change from now on.
+
+        Raises:
+            UsageError, BackendUnavailable: The directory cannot be opened.
+        """
+        directory = self._opened()
+        self._listeners.append(listener)  # bounded: PEERS_MAX
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(directory))
+            self._watching.add_done_callback(_say_why)
+
+    def forget(self, listener: Callable[[Change], None]) -> None:
+        """Tell a peer of nothing any more."""
+        self._listeners.remove(listener)
+
+    def announce(self, record: Record) -> None:
+        """Announce a record, in place of the last one; returns at once.
+
+        Raises:
+            UsageError: The record is not allowed, or the directory cannot be opened.
+            BackendUnavailable: The library of the directory is missing.
+        """
+        record.encode()
+        directory, self._announced = self._opened(), record.key
+        if self._announcing is not None:
+            self._announcing.cancel()
+        self._announcing = asyncio.create_task(directory.announce(record))
+        self._announcing.add_done_callback(_say_why)
+
+    async def withdraw(self) -> None:
+        """Take back what was announced.
+
+        Cancel safety: safe, the announcement has ended, and its lease ends it for all.
+        """
+        if self._announcing is not None:
+            self._announcing.cancel()
+            self._announcing = None
+        if self._directory is not None:
+            await self._directory.withdraw(self._announced)
+
+    async def close(self) -> None:
+        """Withdraw, and let go of the directory.
+
+        Cancel safety: safe, call it again.
+        """
+        for task in (self._watching, self._announcing):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        if self._directory is not None:
+            await self._directory.close()
+
+    def _opened(self) -> Directory:
+        if self._directory is None:
+            self._directory = open_directory(self._url)
+        return self._directory
+
+    async def _watch(self, directory: Directory) -> None:
+        async with aclosing(directory.watch()) as changes:
+            async for change in changes:
+                if change.kind is ChangeKind.LEFT:
+                    self.members.pop(change.record.key, None)
+                else:
+                    # bounded: MEMBERS_MAX, by what is watched
+                    self.members[change.record.key] = change.record
+                for listener in tuple(self._listeners):
+                    listener(change)
+
+
+def spec_digests(cache: PagedCache) -> dict[str, str]:
+    """Return, for each cache group, 32 digits that are equal where the specs are."""
+    return {
+        name: sha256(repr(group.spec.to_pairs()).encode()).hexdigest()[:32]
+        for name, group in cache.groups.items()
+    }
+
+
+def _say_why(task: asyncio.Task[None]) -> None:
+    """Log the end of a task that only an error of a plug-in ends."""
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the directory has failed", exc_info=task.exception())
