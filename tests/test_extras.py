@@ -139,6 +139,7 @@ INTEGRATIONS = (
     "httpx kvwire.integrations.vllm.proxy.dispatch",
     "prometheus_client kvwire.observe.prometheus",
     "redis kvwire.directory.redis",
+    "nats kvwire.directory.nats",
     "opentelemetry kvwire.observe.opentelemetry",
 )
 

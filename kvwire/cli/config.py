@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvwire.backend.selection import check_transports
 from kvwire.config import load_with_origins
+from kvwire.directory.registry import without_password
 
 app = App(name="config")
 
@@ -31,6 +32,7 @@ def show(*, config: Path | None = None, json: bool = False) -> None:
         key: (value, origins.get(key, "default"))
         for key, value in msgspec.structs.asdict(found).items()
     }
+    rows["directory"] = (without_password(found.directory), rows["directory"][1])
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if json:
         document = {k: {"value": v, "from": origin} for k, (v, origin) in rows.items()}

@@ -50,6 +50,11 @@ app.command(
     help="Say what can run here, what cannot, and what to do about it.",
 )
 app.command(
+    "kvwire.cli.directory:app",
+    name="directory",
+    help="Show who has announced itself in a directory, and what becomes of them.",
+)
+app.command(
     "kvwire.cli.store:app",
     name="store",
     help="Serve a KV store to other processes, and look at one.",

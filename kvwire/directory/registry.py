@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from importlib import metadata
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvwire.directory.base import Directory
 from kvwire.errors import BackendUnavailable, UsageError
 
 GROUP: Final = "kvwire.directories"
+
+
+def without_password(url: str) -> str:
+    """Return a URL as it may be shown."""
+    parts = urlsplit(url)
+    secret, at, host = parts.netloc.rpartition("@")
+    return url.replace(f"{secret}@{host}", f"...@{host}", 1) if at else url
 
 
 def open_directory(url: str) -> Directory:

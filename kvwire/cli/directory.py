@@ -1,0 +1,123 @@
+"""``kvwire directory``: who is there, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from kvwire import Config
+from kvwire.directory import Directory, Record, open_directory
+
+app = App(name="directory")
+
+_COLUMNS: Final = ("name", "role", "address", "load", "incarnation", "model", "labels")
+
+
+@app.command
+def ls(
+    selector: str = "",
+    /,
+    *,
+    url: Annotated[str, Parameter(name="--directory")] = "",
+    config: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Who is there now.
+
+    Args:
+        selector: Whom to show, such as role=decode,model=demo; everybody without it.
+        url: The directory, such as redis://host:6379; that of the configuration
+            without it.
+        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        json: Print a JSON list instead.
+    """
+    directory = _opened(url, config)
+    members = asyncio.run(_members(directory, selector))
+    if json:
+        _print_json(members)
+        return
+    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    for record in members:
+        table.add_row(*_cells(record))
+    if members:
+        # Not cut where a screen ends: scripts read it, and an address has to be whole.
+        Console(width=max(80, _width(members)), highlight=False, markup=False).print(
+            table
+        )
+    if directory.ignored:
+        print(f"{directory.ignored} entries are no records", file=sys.stderr)
+
+
+@app.command
+def watch(
+    selector: str = "",
+    /,
+    *,
+    url: Annotated[str, Parameter(name="--directory")] = "",
+    config: Path | None = None,
+    json: bool = False,
+) -> None:
+    """What becomes of members, a line for each change, until Ctrl-C.
+
+    Args:
+        selector: Whom to show, such as role=decode,model=demo; everybody without it.
+        url: The directory, such as redis://host:6379; that of the configuration
+            without it.
+        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        json: Print each change as a line of JSON instead.
+    """
+    asyncio.run(_watch(_opened(url, config), selector, json))
+
+
+def _opened(url: str, config: Path | None) -> Directory:
+    return open_directory(url or Config.load(config).directory or "file:")
+
+
+async def _members(directory: Directory, selector: str) -> list[Record]:
+    try:
+        found = await directory.members(selector)
+    finally:
+        await directory.close()
+    return sorted(found, key=lambda record: (record.role, record.name, record.key))
+
+
+async def _watch(directory: Directory, selector: str, json: bool) -> None:
+    try:
+        async with aclosing(directory.watch(selector)) as changes:
+            async for change in changes:
+                if json:
+                    _print_json({"change": change.kind, "record": change.record}, 0)
+                else:
+                    cells = (cell for cell in _cells(change.record) if cell)
+                    print(f"{change.kind:<8}", *cells, flush=True)
+    finally:
+        await directory.close()
+
+
+def _cells(record: Record) -> tuple[str, ...]:
+    labels = ",".join(f"{key}={value}" for key, value in sorted(record.labels.items()))
+    load = f"{record.load:.2f}"
+    return (
+        *(record.name, record.role, record.address, load),
+        *(record.incarnation[:8], record.model, labels),
+    )
+
+
+def _width(members: list[Record]) -> int:
+    rows = [_COLUMNS, *map(_cells, members)]
+    return sum(max(map(len, column)) + 1 for column in zip(*rows, strict=True))
+
+
+def _print_json(document: Any, indent: int = 2) -> None:
+    encoded = msgspec.json.encode(document)
+    sys.stdout.buffer.write(msgspec.json.format(encoded) if indent else encoded)
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.flush()
