@@ -32,6 +32,7 @@ async def test_objects_show_what_is_documented() -> None:
     async with (
         loopback() as pair,
         kvwire.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire.StoreServer(store, "127.0.0.1:0") as server,
     ):
         region = pair.b.register(bytearray(8))
         request = pair.ab.recv(1)
@@ -42,7 +43,7 @@ async def test_objects_show_what_is_documented() -> None:
         put = store.put([b"hash"], cache(), [0])
         peer = pair.a.peer("127.0.0.1:1")
         things: tuple[object, ...] = (pair.a, pair.ab, peer, region, request)
-        things += (outgoing, incoming, store, put)
+        things += (outgoing, incoming, store, put, server)
         for thing in things:
             names = documented(type(thing))
             assert names, thing

@@ -32,20 +32,15 @@ from kvwire.limits import (
     STORE_BERTHS,
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,
-    STORE_LENT_SHARE,
-    STORE_NAMESPACES_TOLD,
     STORE_REQUEST_BYTES_MAX,
-    STORE_REQUESTS_MAX,
     STORE_TIER_BYTES_MAX,
 )
 from kvwire.store.server.messages import (
-    VERSION,
     ClientRow,
-    NamespaceText,
     StatsReport,
     TierRow,
-    Welcome,
 )
+from kvwire.store.server.served import ServedStore
 from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore
 from kvwire.types import Address
@@ -68,7 +63,6 @@ class StoreServer:
 
     Attributes:
         address: Where it listens, with the real port; once it is entered.
-        dropped: Clients that broke a rule and were let go of.
 
     Raises:
         UsageError: An argument cannot be used.
@@ -94,15 +88,10 @@ class StoreServer:
                 f"berth_bytes={berth_bytes}: 1 to {STORE_TIER_BYTES_MAX}; a block of "
                 f"every client has to fit"
             )
-        self.store = store
-        self.read_only = read_only
-        self.berths = berths
-        self.berth_bytes = berth_bytes
-        self.dropped = 0
+        self._served = ServedStore(store, read_only, berths, berth_bytes, self._report)
         self._where = Address.parse(address)
         self._config = _config(config, arguments)
         self._clients: dict[ClientSession, asyncio.Task[None]] = {}
-        self._lent_bytes = 0
         self._entered = False
         self._accepting: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -110,6 +99,11 @@ class StoreServer:
     def __repr__(self) -> str:
         state = "closed" if self._stopped.is_set() else f"{len(self._clients)} clients"
         return f"<StoreServer {getattr(self, 'address', self._where)}, {state}>"
+
+    @property
+    def dropped(self) -> int:
+        """Return how many clients broke a rule and were let go of."""
+        return self._served.dropped
 
     async def __aenter__(self) -> Self:
         """Start to listen; enter it once.
@@ -161,40 +155,18 @@ class StoreServer:
 
     # --- what clients are told --------------------------------------------------------
 
-    def _welcome(self) -> Welcome:
-        """Return what a new client has to know."""
-        tiers = self.store._tiers  # noqa: SLF001 - the library's own
-        namespaces = list(tiers.namespaces.values())[:STORE_NAMESPACES_TOLD]
-        return Welcome(
-            version=VERSION,
-            durable=any(tier.durable for tier in tiers.below),
-            read_only=self.read_only,
-            requests=STORE_REQUESTS_MAX,
-            berths=self.berths,
-            berth_bytes=self.berth_bytes,
-            namespaces=tuple(map(NamespaceText.of, namespaces)),
-        )
-
-    def lend(self, nbytes: int) -> bool:
-        """Count slots that are pinned to be sent; False if there were too many."""
-        size_bytes = self.store._tiers.memory.counts.size_bytes  # noqa: SLF001
-        if nbytes > 0 and self._lent_bytes + nbytes > size_bytes // STORE_LENT_SHARE:
-            return False
-        self._lent_bytes += nbytes
-        return True
-
     def _report(self, number: int) -> StatsReport:
         """Return what is there and what has happened."""
-        errors = self.store.report
+        store, errors = self._served.store, self._served.store.report
         rows = [
             TierRow(name[:NAME_CHARS_MAX], errors[name][:REASON_CHARS_MAX], stats)
-            for name, stats in self.store.stats().items()
+            for name, stats in store.stats().items()
         ]
         clients = list(self._clients)[:STORE_CLIENTS_MAX]
         return StatsReport(
             number=number,
             name=self._communicator.name,
-            read_only=self.read_only,
+            read_only=self._served.read_only,
             tiers=tuple(rows),
             clients=tuple(client.row() for client in clients),
             dropped=self.dropped,
@@ -211,7 +183,7 @@ class StoreServer:
             while True:
                 connection = await self._communicator.accept()
                 # bounded: connections_max of the communicator
-                session = ClientSession(self, connection)
+                session = ClientSession(self._served, connection)
                 task = asyncio.create_task(session.run())
                 self._clients[session] = task
                 task.add_done_callback(partial(self._gone, session))

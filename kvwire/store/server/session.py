@@ -61,7 +61,7 @@ from kvwire.store.tiers.slabs import rounded
 
 if TYPE_CHECKING:
     from kvwire import Connection
-    from kvwire.store.server.server import StoreServer
+    from kvwire.store.server.served import ServedStore
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
@@ -74,16 +74,16 @@ class ClientSession:
     """Serves one client of a store server.
 
     Args:
-        server: Whose client it is.
+        served: What it is served, together with others.
         connection: The connection to it.
     """
 
-    def __init__(self, server: StoreServer, connection: Connection) -> None:
-        self._server = server
-        self._store = server.store
-        self._tiers = server.store._tiers  # noqa: SLF001 - the library's own
+    def __init__(self, served: ServedStore, connection: Connection) -> None:
+        self._served = served
+        self._store = served.store
+        self._tiers = served.store._tiers  # noqa: SLF001 - the library's own
         self._connection = connection
-        self._berths = TransferBuffers(server.berths, server.berth_bytes)
+        self._berths = TransferBuffers(served.berths, served.berth_bytes)
         self._open: set[asyncio.Task[None]] = set()
         self._asked = 0
         self._read_bytes = self._written_bytes = 0
@@ -109,7 +109,7 @@ class ClientSession:
             hello = await self._received(_PATIENCE)
             if not isinstance(hello, StoreHello):
                 raise UsageError(f"it began with {type(hello).__name__}")
-            await self._send(self._server._welcome())  # noqa: SLF001
+            await self._send(self._served.welcome())
             if hello.version < VERSION:
                 raise UsageError(
                     f"it speaks version {hello.version} and this side {VERSION}"
@@ -160,11 +160,7 @@ class ClientSession:
                 case Flush():
                     await self._send(await self._flush(request))
                 case Stats():
-                    await self._send(
-                        self._server._report(  # noqa: SLF001
-                            request.number
-                        )
-                    )
+                    await self._send(self._served.report(request.number))
         except ConnectionClosed as exc:
             self._connection.abort(error_text(exc))
         except KVWireError as exc:
@@ -181,7 +177,7 @@ class ClientSession:
 
     def _drop(self, reason: str) -> None:
         logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
-        self._server.dropped += 1
+        self._served.dropped += 1
         self._connection.abort(reason)
 
     # --- blocks -----------------------------------------------------------------------
@@ -236,7 +232,7 @@ class ClientSession:
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
             slots = memory.index.find(keys)
-            if (slots >= 0).all() and self._server.lend(nbytes):
+            if (slots >= 0).all() and self._served.lend(nbytes):
                 memory.index.pin(keys, slots)
                 try:
                     orders = memory.index.orders(slots)
@@ -246,7 +242,7 @@ class ClientSession:
                     await self._send_images(request, images)
                 finally:
                     memory.unpin(keys, slots)
-                    self._server.lend(-nbytes)
+                    self._served.lend(-nbytes)
                 self._tiers.got(keys, namespace.image_bytes)
                 return
             images = images_in(berth, namespace.image_bytes, keys.size)
@@ -276,7 +272,7 @@ class ClientSession:
 
     async def _flush(self, request: Flush) -> StoreDone:
         text = ""
-        if not self._server.read_only:
+        if not self._served.read_only:
             try:
                 await self._store.flush()
             except OSError as exc:
@@ -296,7 +292,7 @@ class ClientSession:
         return ""
 
     def _write_refusal(self, namespace: Namespace) -> str:
-        if self._server.read_only:
+        if self._served.read_only:
             return "this server is read-only"
         known = self._tiers.namespaces
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:

@@ -476,7 +476,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert [row.stats.blocks for row in report.tiers] == [4, 4]
         (row,) = report.clients
         assert row.name == one.communicator.name
-        welcome = server._welcome()
+        welcome = server._served.welcome()
         assert welcome.durable
         assert [text.namespace() for text in welcome.namespaces] == [NAMESPACE]
 
