@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from typing import Final
 
@@ -45,20 +46,18 @@ class Namespace:
         group: The group's name.
         spec: What it holds; its ``block_tokens`` are those that a hash stands for.
         digest: 16 bytes that are equal exactly if group and spec are.
+        image_bytes: Bytes of one block.
     """
 
     group: str = field(compare=False)
     spec: KVSpec = field(compare=False)
     digest: bytes = field(init=False)
+    image_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         named = sha256(repr((self.group, self.spec.to_pairs())).encode())
         object.__setattr__(self, "digest", named.digest()[:DIGEST_BYTES])
-
-    @property
-    def image_bytes(self) -> int:
-        """Return the bytes of one block."""
-        return self.spec.block_bytes
+        object.__setattr__(self, "image_bytes", self.spec.block_bytes)
 
     def differing(self, other: Namespace) -> tuple[str, ...]:
         """Return the fields in which two namespaces differ, ``group`` first."""
@@ -77,14 +76,27 @@ def namespace_of(group: CacheGroup, hash_tokens: int | None) -> Namespace:
     Raises:
         UsageError: ``hash_tokens`` is out of range.
     """
-    if hash_tokens in (None, group.spec.block_tokens):
-        return Namespace(group.name, group.spec)
+    if hash_tokens is None:
+        return _namespace(group.name, group.spec, group.spec.block_tokens)
     try:
-        return Namespace(group.name, replace(group.spec, block_tokens=hash_tokens))
-    except UsageError:
+        return _namespace(group.name, group.spec, hash_tokens)
+    except (UsageError, TypeError):
         raise UsageError(f"hash_tokens={hash_tokens!r}: tokens of one hash") from None
 
 
 def order_of(group: CacheGroup) -> int:
     """Return the order that makes the longest pieces in a group's memory."""
-    return ORDERS.index(tuple(axis for axis in group.order if axis != "block"))
+    return _order(group.order)
+
+
+# Each call of a store names those of its caches, which are few.
+@lru_cache(256)
+def _namespace(name: str, spec: KVSpec, block_tokens: int) -> Namespace:
+    if block_tokens != spec.block_tokens:
+        spec = replace(spec, block_tokens=block_tokens)
+    return Namespace(name, spec)
+
+
+@lru_cache(len(ORDERS) * 6)
+def _order(axes: tuple[str, ...]) -> int:
+    return ORDERS.index(tuple(axis for axis in axes if axis != "block"))

@@ -181,6 +181,8 @@ class GetOperation(Operation):
         self, request: BlockRequest, positions: Ids, results: BlockResults, tier: Tier
     ) -> None:
         """Keep why a tier did not give some blocks, in case no other one does."""
+        if not results.any():
+            return  # all have landed
         reasons = {
             BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
             BlockResult.DAMAGED: f"its bytes in {tier.name} are damaged",

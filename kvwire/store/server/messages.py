@@ -25,6 +25,7 @@ goes without being asked for. A larger one waits until its receiver has memory f
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
@@ -67,6 +68,8 @@ _Milliseconds = Annotated[int, Meta(ge=1, le=int(STORE_TIMEOUT_S_MAX * 1000))]
 # KVSpec has a dozen fields; more may come.
 _FIELDS_MAX: Final = 64
 _TIERS_MAX: Final = 64
+_RESULT_MAX: Final = int(max(BlockResult))
+Pairs = tuple[tuple[str, str], ...]
 _NO_ORDERS: Final = np.empty(0, np.uint8)
 
 
@@ -116,7 +119,7 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
     @classmethod
     def of(cls, namespace: Namespace) -> Self:
         """Spell out a namespace."""
-        return cls(namespace.group, namespace.spec.to_pairs())
+        return cls(*_text(namespace))
 
     def namespace(self) -> Namespace:
         """Return the namespace.
@@ -124,7 +127,18 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
         Raises:
             UsageError: A field is missing or out of range.
         """
-        return Namespace(self.group, KVSpec.from_pairs(self.fields))
+        return _namespace(self.group, self.fields)
+
+
+# Each request names one: bounded, as what a peer may have described.
+@lru_cache(STORE_NAMESPACES_TOLD)
+def _text(namespace: Namespace) -> tuple[str, Pairs]:
+    return namespace.group, namespace.spec.to_pairs()
+
+
+@lru_cache(STORE_NAMESPACES_TOLD)
+def _namespace(group: str, fields: Pairs) -> Namespace:
+    return Namespace(group, KVSpec.from_pairs(fields))
 
 
 # --- from the client ------------------------------------------------------------------
@@ -254,7 +268,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
 
     def __post_init__(self) -> None:
-        if (self.table > max(BlockResult)).any():
+        if self.results and max(self.results) > _RESULT_MAX:
             raise ValueError("an unknown block result")
         _require_orders(np.frombuffer(self.orders, np.uint8))
 
