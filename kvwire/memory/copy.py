@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import distinct
 from kvwire.kv.fragments import Array, Fragments
-from kvwire.limits import KIB
+from kvwire.limits import KIB, MIB
 from kvwire.memory.buffers import Payload
 
 Items = npt.NDArray[np.void]
@@ -47,14 +47,24 @@ _VIEW_PIECE_BYTES: Final = 16 * KIB
 _RELEASE_GIL_BYTES: Final = 256 * KIB
 # NumPy is called once for each length of piece; beyond this that is work per fragment.
 _LENGTHS_MAX: Final = 64
+# A tenth of a millisecond, within which nobody misses the GIL.
+_TURN_BYTES: Final = 1 * MIB
 # Below this a loop is shorter than what NumPy does before it begins.
 _FEW_PIECES: Final = 8
 # Gathered at once; small enough to be still in the second-level cache when scattered.
 _BATCH_BYTES: Final = 256 * KIB
 
 
-def copy(source: Payload, destination: Payload) -> None:
+def copy(
+    source: Payload, destination: Payload, turn: Callable[[], object] | None = None
+) -> None:
     """Copy ``source`` into ``destination``, which must not overlap it.
+
+    Args:
+        source: What is copied.
+        destination: Where it goes; of the same length.
+        turn: Called after each MiB or so, to let other threads have the GIL; pieces
+            that are longer let go of it themselves.
 
     Raises:
         UsageError: They differ in length, or the destination is read-only.
@@ -74,7 +84,7 @@ def copy(source: Payload, destination: Payload) -> None:
     if isinstance(source, memoryview) and isinstance(destination, memoryview):
         destination[:] = source
         return
-    _copy_pieces(source, destination)
+    _copy_pieces(source, destination, turn)
 
 
 def gathered(addresses: Array, length: int) -> Iterator[Items]:
@@ -104,15 +114,31 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
-def _copy_pieces(source: Payload, destination: Payload) -> None:
+def _copy_pieces(
+    source: Payload, destination: Payload, turn: Callable[[], object] | None
+) -> None:
     borders = _borders(source, destination)
     starts, lengths = borders[:-1], borders[1:] - borders[:-1]
     origin, target = _places(source, starts), _places(destination, starts)
     lists = _is_list(source) and _is_list(destination)
-    if _numpy_is_faster(lengths, _PIECE_BYTES if lists else _VIEW_PIECE_BYTES):
-        _copy_by_numpy(origin, target, lengths)
-    else:
-        _copy_one_by_one(origin, target, lengths)
+    knee_bytes = _PIECE_BYTES if lists else _VIEW_PIECE_BYTES
+    move = _copy_one_by_one
+    if _numpy_is_faster(lengths, knee_bytes):
+        move = _copy_by_numpy
+    if turn is None:
+        move(origin, target, lengths)
+        return
+    # Planned once for all of it: for each turn that would take as long as the copy.
+    ends = starts.searchsorted(
+        np.arange(_TURN_BYTES, source.nbytes, _TURN_BYTES, dtype=np.uint64)
+    )
+    first = 0
+    for end in (*distinct(ends).tolist(), starts.size):
+        part = slice(first, end)
+        if end > first:
+            move(origin[part], target[part], lengths[part])
+            turn()
+        first = end
 
 
 def _borders(source: Payload, destination: Payload) -> Array:

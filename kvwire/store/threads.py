@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 
 from kvwire.kv.fragments import Fragments
@@ -17,8 +18,7 @@ T = TypeVar("T")
 
 # One copies while another waits for a disk, for a put and a get at once.
 _THREADS: Final = 4
-# Small pieces are copied within C and with the GIL; after so many bytes, a tenth of a
-# millisecond, whoever waits for it has it. Waking a thread takes as long.
+# To copy less takes no longer than to wake a thread, which a loop does itself.
 TURN_BYTES: Final = 1 * MIB
 
 
@@ -44,7 +44,4 @@ class Threads:
 
 def copy_in_turns(source: Fragments, destination: Fragments) -> None:
     """Copy between two lists of one length, letting other threads have turns."""
-    for offset in range(0, source.nbytes, TURN_BYTES):
-        length = min(TURN_BYTES, source.nbytes - offset)
-        copy(source.slice(offset, length), destination.slice(offset, length))
-        time.sleep(0)
+    copy(source, destination, partial(time.sleep, 0))
