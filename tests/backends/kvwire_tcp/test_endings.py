@@ -36,41 +36,6 @@ from tests.backends.kvwire_tcp.recorder import (
 MORE_THAN_FITS = 24 * MIB
 
 
-async def test_close_sends_what_is_queued_and_both_ends_are_clean() -> None:
-    async with linked() as pair:
-        body = memoryview(os.urandom(8 * MIB))
-        pair.near.send(header(len(body), 1), body, "bulk")
-        pair.near.send(header(3, 2), memoryview(b"end"))
-        with pair.at_near.calling("close"):
-            pair.near.close()
-            pair.near.close()
-        assert await pair.at_far.end() is None
-        assert await pair.at_near.end() is None
-        assert pair.at_far.frames == [(1, bytes(body)), (2, b"end")]
-        assert pair.at_near.sent == ["bulk"]
-
-
-async def test_close_of_an_idle_link() -> None:
-    async with linked() as pair:
-        pair.far.close()
-        assert await pair.at_near.end() is None
-        assert await pair.at_far.end() is None
-
-
-async def test_both_ends_close_with_full_queues_and_nothing_is_lost() -> None:
-    async with linked() as pair:
-        body = memoryview(os.urandom(MORE_THAN_FITS))
-        for link in (pair.near, pair.far):
-            link.send(header(len(body), 1), body, "bulk")
-            link.flush()
-            assert link.queued_bytes > 0
-            link.close()
-        for recorder in (pair.at_near, pair.at_far):
-            assert await recorder.end() is None
-            assert recorder.frames == [(1, bytes(body))]
-            assert recorder.sent == ["bulk"]
-
-
 async def test_what_is_queued_when_the_peer_closes_still_arrives() -> None:
     async with linked() as pair:
         body = memoryview(os.urandom(MORE_THAN_FITS))
@@ -80,32 +45,6 @@ async def test_what_is_queued_when_the_peer_closes_still_arrives() -> None:
         assert await pair.at_near.end() is None
         assert await pair.at_far.end() is None
         assert pair.at_far.frames == [(1, bytes(body))]
-
-
-async def test_nothing_is_queued_after_close_or_the_end() -> None:
-    async with linked() as pair:
-        pair.near.close()
-        pair.near.send(header(0))
-        assert pair.near.queued_bytes == 0
-        await pair.at_near.end()
-        pair.near.send(header(5), memoryview(b"12345"), "token")
-        pair.near.flush()
-        pair.near.close()
-        pair.near.abort()
-        assert pair.near.queued_bytes == 0
-        assert await pair.at_far.end() is None
-        assert pair.at_far.frames == []
-        assert pair.at_near.sent == []
-
-
-async def test_memory_lent_to_close_without_flush_is_copied() -> None:
-    async with linked() as pair:
-        source = bytearray(b"a" * 10_000)
-        pair.near.send(header(len(source), 1), memoryview(source))
-        pair.near.close()
-        source[:] = b"b" * len(source)
-        assert await pair.at_far.end() is None
-        assert pair.at_far.frames == [(1, b"a" * len(source))]
 
 
 async def test_abort_drops_the_queue_and_resets_the_peer() -> None:
@@ -154,16 +93,6 @@ async def test_the_end_of_the_stream_within_a_frame_is_an_error(sent: int) -> No
         assert isinstance(error, ConnectionLost)
         assert "in the middle" in str(error)
         assert recorder.frames == []
-
-
-async def test_links_that_were_never_started_close_without_a_word() -> None:
-    async with linked(start=False) as pair:
-        pair.near.close()
-        pair.near.close()
-        pair.far.abort()
-        pair.far.close()
-        assert pair.near._sock.fileno() == pair.far._sock.fileno() == -1
-        assert pair.near.queued_bytes == pair.near.received_bytes == 0
 
 
 async def test_frames_sent_before_the_peer_broke_are_delivered_first() -> None:
@@ -279,28 +208,6 @@ async def test_a_handler_that_raises_in_link_closed_is_logged(
         assert await broken.end() is None
         assert await far.end() is None
         assert "its handler raised at the end" in caplog.text
-
-
-@pytest.mark.parametrize("callback", ["header_received", "body_received", "frame_sent"])
-async def test_a_handler_may_abort_from_a_callback(callback: str) -> None:
-    async with linked() as pair:
-        told = getattr(pair.at_far, callback)
-
-        def aborting(link: Link, argument: object) -> object:
-            link.abort()
-            return told(link, argument)
-
-        setattr(pair.at_far, callback, aborting)
-        for number in range(3):
-            pair.near.send(header(5, number), memoryview(b"12345"))
-            pair.far.send(header(5, number), memoryview(b"12345"), number)
-        pair.near.flush()
-        pair.far.flush()
-        assert isinstance(await pair.at_far.end(), ConnectionLost)
-        assert isinstance(await pair.at_near.end(), ConnectionLost)
-        assert pair.at_far.headers == (callback != "frame_sent")
-        assert len(pair.at_far.frames) == (callback == "body_received")
-        assert len(pair.at_far.sent) == (1 if callback == "frame_sent" else 3)
 
 
 async def test_abort_after_the_loop_has_closed_only_closes_the_socket() -> None:

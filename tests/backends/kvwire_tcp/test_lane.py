@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ import pytest
 from kvwire.backend import Link
 from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
-from kvwire.limits import KIB, MIB
+from kvwire.limits import MIB
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
 from kvwire_tcp import pending_lanes as door_module
@@ -24,13 +23,10 @@ from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_pream
 from tests.backends.kvwire_tcp.lanes import Ends, House, LaneRecorder, house, raised
 from tests.backends.kvwire_tcp.recorder import (
     ANYWHERE,
-    DROP,
-    PIECES,
     VIEW,
     Body,
     Recorder,
     header,
-    pieces_of,
 )
 
 SECRET = bytes(range(32))
@@ -76,41 +72,6 @@ def send(ends: Ends, data: bytes, kind: int = VIEW) -> None:
     assert ends.client.send(memoryview(data), data) == b""
     ends.client.flush()
     ends.server.receive(b"", Body(len(data), 0, kind))
-
-
-@pytest.mark.parametrize("kind", [VIEW, PIECES, DROP])
-async def test_payloads_arrive_in_both_directions(home: House, kind: int) -> None:
-    async with raised(home) as ends:
-        sent = [os.urandom(n) for n in (1, 4 * KIB, 256 * KIB + 1)]
-        if kind == VIEW:
-            sent.append(os.urandom(9 * MIB))
-        for data in sent:
-            for lane, other in (
-                (ends.client, ends.server),
-                (ends.server, ends.client),
-            ):
-                lane.send(memoryview(data), data)
-                other.receive(b"", Body(len(data), 0, kind))
-                lane.flush()
-        for handler in (ends.at_client, ends.at_server):
-            await handler.have(len(sent))
-            assert handler.sent == sent
-            assert handler.contents == ([None] * 3 if kind == DROP else sent)
-        assert ends.client.queued_bytes == ends.server.queued_bytes == 0
-        assert ends.server.received_bytes == sum(map(len, sent))
-
-
-async def test_fragments_go_to_fragments(home: House) -> None:
-    async with raised(home) as ends:
-        length = 300 * KIB
-        arena = bytearray(os.urandom(2 * length))
-        body = Body(length, 0, PIECES)
-        ends.client.send(pieces_of(arena, length), "token")
-        ends.client.flush()
-        ends.server.receive(b"", body)
-        await ends.at_server.until(lambda: ends.at_server.landed)
-        expected = b"".join(arena[i : i + 7] for i in range(0, 2 * length, 8))[:length]
-        assert body.content == expected
 
 
 async def test_what_is_early_waits_in_the_kernel(home: House) -> None:
@@ -188,18 +149,6 @@ async def test_a_lane_that_ends_within_a_payload_is_lost(home: House) -> None:
         assert ends.at_server.contents == [b"abc"]
 
 
-async def test_close_sends_what_is_queued_first(home: House) -> None:
-    async with raised(home) as ends:
-        data = os.urandom(MORE_THAN_FITS)
-        send(ends, data)
-        ends.client.close()
-        ends.client.send(memoryview(b"late"), "late")
-        await ends.at_server.until(lambda: ends.at_server.landed)
-        assert ends.at_server.contents == [data]
-        assert await ends.at_client.end() is None
-        assert ends.at_client.sent == [data]
-
-
 async def test_abort_lets_go_of_all_memory_at_once(home: House) -> None:
     async with raised(home) as ends:
         memory, arena = bytearray(MORE_THAN_FITS), bytearray(MIB)
@@ -220,21 +169,6 @@ async def test_a_descriptor_is_empty(home: House) -> None:
     async with raised(home) as ends:
         with pytest.raises(ProtocolError, match="empty"):
             ends.server.receive(b"x", Body(1, 0, VIEW))
-
-
-@pytest.mark.parametrize("raising", ["payload_sent", "payload_received"])
-async def test_a_handler_that_raises_loses_its_lane(
-    home: House, raising: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with raised(home) as ends:
-        handler = ends.at_client if raising == "payload_sent" else ends.at_server
-
-        def broken(*_: object) -> None:
-            raise RuntimeError("a bug of the handler")
-
-        monkeypatch.setattr(handler, raising, broken)
-        send(ends, b"abc")
-        assert isinstance(await handler.end(), RuntimeError)
 
 
 # --- strangers ------------------------------------------------------------------------

@@ -9,14 +9,13 @@ import pytest
 
 from kvwire.backend import Landing, Link
 from kvwire.errors import ConnectionLost, UsageError
-from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, KIB, MIB, WAKEUP_BYTES
+from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB, WAKEUP_BYTES
 from kvwire_tcp.duplex import CALLS_PER_WAKEUP
 from kvwire_tcp.reader import SCRATCH_BYTES
-from kvwire_tcp.writer import JOINED_BYTES_MAX, VIEWS_MAX
+from kvwire_tcp.writer import JOINED_BYTES_MAX
 from tests.backends.kvwire_tcp.recorder import (
     DROP,
     PIECES,
-    VIEW,
     Body,
     Pair,
     Recorder,
@@ -45,62 +44,6 @@ LENGTHS = sorted(
 )
 
 
-async def test_frames_of_every_kind_arrive_whole_once_and_in_order() -> None:
-    async with linked() as pair:
-        expected: list[tuple[int, bytes | None]] = []
-        for length in LENGTHS:
-            for kind in (VIEW, PIECES, DROP):
-                body, number = os.urandom(length), len(expected)
-                expected.append((number, None if kind == DROP else body))
-                pair.near.send(header(length, number, kind), memoryview(body), number)
-        pair.near.flush()
-        await pair.at_far.received(len(expected))
-        await pair.at_near.until(lambda: len(pair.at_near.sent) == len(expected))
-        assert pair.at_far.frames == expected
-        assert pair.at_near.sent == list(range(len(expected)))
-        assert pair.near.queued_bytes == 0
-        sizes = len(expected) * HEADER_BYTES + 3 * sum(LENGTHS)
-        assert pair.far.received_bytes == sizes
-
-
-@pytest.mark.parametrize("length", [0, 1, 6, 7, 4 * KIB, 300 * KIB])
-@pytest.mark.parametrize("kind", [VIEW, PIECES, DROP])
-async def test_fragments_are_gathered_in_their_order(length: int, kind: int) -> None:
-    async with linked() as pair:
-        arena = bytearray(os.urandom(2 * length + 1))
-        fragments = pieces_of(arena, length)
-        body = gathered(arena, length)
-        for token in range(3):
-            pair.near.send(header(length, token, kind), fragments, token)
-        pair.near.flush()
-        await pair.at_far.received(3)
-        received = None if kind == DROP else body
-        assert pair.at_far.frames == [(token, received) for token in range(3)]
-
-
-async def test_more_frames_than_one_system_call_takes() -> None:
-    async with linked() as pair:
-        count = 3 * VIEWS_MAX
-        for number in range(count):
-            pair.near.send(header(0, number))
-        pair.near.flush()
-        await pair.at_far.received(count)
-        assert [number for number, _ in pair.at_far.frames] == list(range(count))
-
-
-async def test_both_directions_at_once() -> None:
-    async with linked() as pair:
-        body = memoryview(os.urandom(MIB))
-        for number in range(8):
-            pair.near.send(header(MIB, number), body, number)
-            pair.far.send(header(MIB, number), body, number)
-            pair.near.flush()
-            pair.far.flush()
-        for recorder in (pair.at_near, pair.at_far):
-            await recorder.received(8)
-            assert recorder.frames == [(n, bytes(body)) for n in range(8)]
-
-
 async def test_nothing_moves_before_flush() -> None:
     async with linked() as pair:
         with pair.at_near.calling("send"):
@@ -110,19 +53,6 @@ async def test_nothing_moves_before_flush() -> None:
         pair.near.flush()
         assert pair.near.queued_bytes == 0
         assert pair.at_near.sent == ["token"]
-
-
-async def test_what_does_not_fit_waits_and_is_told_when_it_is_gone() -> None:
-    async with linked() as pair:
-        body = memoryview(bytearray(MORE_THAN_FITS))
-        pair.near.send(header(len(body), 1, DROP), body, "bulk")
-        pair.near.flush()
-        assert 0 < pair.near.queued_bytes < HEADER_BYTES + len(body)
-        assert pair.at_near.sent == []
-        await pair.at_near.until(lambda: pair.at_near.writable)
-        assert pair.at_near.sent == ["bulk"]
-        assert pair.at_near.writable == 1
-        await pair.at_far.until(lambda: pair.at_far.frames)
 
 
 async def test_a_flush_that_leaves_nothing_is_not_followed_by_link_writable() -> None:
@@ -176,27 +106,6 @@ async def test_memory_without_token_is_free_after_flush(
             arena.clear()  # refused while there is a view of it
             await pair.at_far.received(number + 1)
             assert dict(pair.at_far.frames)[number] == expected
-
-
-async def test_a_callback_may_send_and_flush() -> None:
-    class Chatty(Recorder):
-        def frame_sent(self, link: Link, token: object) -> None:
-            super().frame_sent(link, token)
-            if isinstance(token, int) and token < 1000:
-                link.send(header(3, token + 1), memoryview(b"abc"), token + 1)
-                link.flush()
-
-    async with linked(start=False) as pair:
-        chatty, far = Chatty(), Recorder()
-        pair.near.start(chatty)
-        pair.far.start(far)
-        pair.near.send(header(3, 0), memoryview(b"abc"), 0)
-        pair.near.flush()
-        await far.received(1001)
-        assert chatty.sent == list(range(1001))
-        pair.near.abort()
-        await chatty.end()
-        await far.end()
 
 
 async def test_memory_is_let_go_as_soon_as_it_is_given_back() -> None:

@@ -77,14 +77,6 @@ async def test_links_over_ipv6() -> None:
     await listener.close()
 
 
-async def test_an_address_in_use_is_refused() -> None:
-    listener = await TcpBackend().listen(ANYWHERE, Link.abort)
-    with pytest.raises(OSError, match="in use") as raised:
-        await TcpBackend().listen(listener.address, Link.abort)
-    assert raised.value.errno == errno.EADDRINUSE
-    await listener.close()
-
-
 @pytest.mark.parametrize("host", ["", "no such host", "203.0.113.1"])
 async def test_an_address_that_is_not_ours_is_refused(host: str) -> None:
     with pytest.raises(OSError):  # noqa: PT011 - each has its own number and text
@@ -106,26 +98,6 @@ async def test_a_port_can_be_listened_on_again_at_once() -> None:
         await listener.close()
         listener = await backend.listen(address, links.put_nowait)
     await listener.close()
-
-
-async def test_close_stops_accepting_and_leaves_links_alone() -> None:
-    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-    backend = TcpBackend()
-    listener = await backend.listen(ANYWHERE, accepted.set_result)
-    near, far = await backend.connect(listener.address), await accepted
-    await listener.close()
-    await listener.close()
-    with pytest.raises(ConnectionRefusedError):
-        await backend.connect(listener.address)
-    at_near, at_far = Recorder(), Recorder()
-    near.start(at_near)
-    far.start(at_far)
-    near.send(header(0, 1))
-    near.flush()
-    await at_far.received(1)
-    near.close()
-    assert await at_near.end() is None
-    assert await at_far.end() is None
 
 
 async def test_a_wakeup_accepts_a_share_of_a_flood() -> None:
