@@ -32,7 +32,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs wheel clean demo test-torch test-vllm
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -72,6 +72,14 @@ fuzz: $(STAMP)
 # The pages of docs/reference that are written from the code; a test compares them.
 reference: $(STAMP)
 	$(BIN)/python -m tests.support.reference
+
+# How many types of the public names a checker knows; below 98 % is an error.
+typed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[typed]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/basedpyright --verifytypes kvwire --ignoreexternal \
+	  --outputjson | $(BIN)/python -c 'import json, sys; \
+	  score = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
+	  sys.exit(print(f"{score:.1%} of the types are known") or score < 0.98)'
 
 # The pages as a site in build/site; a dead link is an error.
 docs: $(DOCS_STAMP)
