@@ -1,4 +1,4 @@
-"""What to prefill where a transfer did not bring everything: behind the first hole.
+"""What to prefill where a transfer did not bring everything.
 
 A decode engine that waited for KV asks for each request: go on decoding, or compute
 some of the prompt here? The answer is per block, not per request, because requests
@@ -16,6 +16,12 @@ The *usable prefix* of a request is its tokens up to the first that is not valid
 a token depends on every token before it, so an engine prefills from the end of the
 prefix. A group that lists fewer tokens than the request has is a window on the last of
 them; with a gap in it there is no earlier end to go back to, and the prefix is empty.
+
+*Holes.* KV behind a hole is right all the same: its producer computed it with all that
+came before. A hole's own tokens need what lies before them and nothing else. So an
+engine that can compute tokens in the middle of a prompt fills the holes, in order, and
+keeps what lies behind them. Not so where a group is a window: what a hole in it needs
+is not in its list.
 
 Blocks are shared as prefixes: whoever shares a block shares every block before it. So
 two requests that share a lost block have the same usable prefix, and neither decodes
@@ -95,6 +101,8 @@ class PrefillPlan(Generic[Id]):
 def plan_prefill(
     requests: Iterable[PrefillRequest[Id]],
     outcomes: Mapping[Id, Outcome] | Iterable[Outcome],
+    *,
+    holes: bool = False,
 ) -> PrefillPlan[Id]:
     """Decide for each request what to prefill, and in which order.
 
@@ -104,6 +112,8 @@ def plan_prefill(
         outcomes: How their transfers ended, by request id or just all of them; blocks
             are looked up by (group, block id). A request of which no block was in any
             transfer has only its cached tokens.
+        holes: Compute only what is lost, and keep what lies behind it. For engines
+            that can; without it each range ends at the request's last token.
 
     Raises:
         UsageError: A request's blocks do not hold its tokens, an id is there twice, or
@@ -126,11 +136,10 @@ def plan_prefill(
     for request, tokens, ready in zip(known, usable, done, strict=True):
         if ready:
             continue
-        start, owner = blocks.claim(request, tokens)
+        lost = blocks.lost(request, tokens, only_holes=holes)
+        prefill[request.id], owner = blocks.claim(request, lost)
         if owner is not None:
             waits[request.id] = owner.id
-        rest = (TokenRange(start, request.num_tokens),)
-        prefill[request.id] = rest if start < request.num_tokens else ()
     return PrefillPlan(
         ready=tuple(name for name, ready in zip(ids, done, strict=True) if ready),
         prefill=prefill,
@@ -242,41 +251,56 @@ class _Blocks(Generic[Id]):
         at, _ = self._find(request.main, request.lists[request.main])
         self._owner[request.main][at] = _READ
 
+    def lost(self, request: _Request[Id], usable: int, *, only_holes: bool) -> Bits:
+        """Return which tokens of a request have to be computed: (num_tokens,)."""
+        lost: Bits = np.arange(request.num_tokens) >= usable
+        if not only_holes or any(request.is_window(name) for name in request.lists):
+            return lost
+        lost = np.zeros(request.num_tokens, np.bool_)
+        for name, ids in request.lists.items():
+            at, _ = self._find(name, ids)
+            inside = np.arange(request.block_tokens[name])
+            invalid = inside >= self._valid[name][at][:, None]
+            lost |= invalid.ravel()[: request.num_tokens]
+        return lost
+
     def claim(
-        self, request: _Request[Id], usable: int
-    ) -> tuple[int, _Request[Id] | None]:
+        self, request: _Request[Id], lost: Bits
+    ) -> tuple[tuple[TokenRange, ...], _Request[Id] | None]:
         """Give a request what it lacks and nobody before it computes.
 
         Returns:
-            Its first token to compute, and the owner of what lies before, if any.
+            The tokens that it computes, and the owner of the last of the others that it
+            lacks, if there are any: that one waits for those before.
         """
         group = request.main
-        size = request.block_tokens[group]
-        first = usable // size
         at, _ = self._find(group, request.lists[group])
         owners = self._owner[group][at]
-        position = np.arange(at.size)
-        shared = (owners >= 0) & (self._position[group][at] == position)
-        alone = ~shared[first:]
-        end = first + int(alone.argmax()) if alone.any() else at.size
-        taken = np.flatnonzero(owners[end:] != _NOBODY)
+        shared = (owners >= 0) & (self._position[group][at] == np.arange(at.size))
+        ends = np.array([0, *(owner.num_tokens for owner in self._claimants)])
+        until = np.where(shared, ends[np.maximum(owners, _NOBODY) + 1], 0)
+        tokens = np.arange(request.num_tokens)
+        block = tokens // request.block_tokens[group]
+        theirs = lost & (tokens < until[block])
+        mine = lost & ~theirs
+        alone = distinct(block[lost])
+        alone = alone[np.logical_or.accumulate(~shared[alone])]
+        taken = alone[owners[alone] != _NOBODY]
         if taken.size:
-            block = int(request.lists[group][end + int(taken[0])])
+            name = int(request.lists[group][taken[0]])
             raise UsageError(
-                f"plan_prefill: request {request.id!r} lacks block {block} of group "
+                f"plan_prefill: request {request.id!r} lacks block {name} of group "
                 f"{group!r}, which another request has after different blocks; blocks "
                 "can be shared only as a prefix"
             )
-        start, owner = usable, None
-        if end > first:
-            owner = self._claimants[int(owners[end - 1])]
-            start = max(usable, min(end * size, owner.num_tokens))
-        if start < request.num_tokens:
-            mine = at[start // size :]
-            self._owner[group][mine] = len(self._claimants)
-            self._position[group][mine] = position[start // size :]
+        last = np.flatnonzero(theirs)[-1:]
+        owner = self._claimants[int(owners[block[last[0]]])] if last.size else None
+        if mine.any():
+            claimed = distinct(block[mine])
+            self._owner[group][at[claimed]] = len(self._claimants)
+            self._position[group][at[claimed]] = claimed
             self._claimants.append(request)
-        return start, owner
+        return _runs(mine), owner
 
     def _table(self, value: int) -> dict[str, Ids]:
         return {name: np.full(ids.size, value) for name, ids in self._ids.items()}
@@ -304,6 +328,12 @@ class _Blocks(Generic[Id]):
         table = self._ids[name]
         known: Bits = among(ids, table)
         return np.searchsorted(table, ids[known]), known
+
+
+def _runs(tokens: Bits) -> tuple[TokenRange, ...]:
+    """Return the ranges of those that are set, ascending."""
+    edges = np.flatnonzero(np.diff(np.pad(tokens, 1).astype(np.int8))).tolist()
+    return tuple(map(TokenRange, edges[::2], edges[1::2]))
 
 
 def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:

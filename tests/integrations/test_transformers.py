@@ -5,6 +5,7 @@ Needs torch and transformers, which `make test` does not bring; `make test-torch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,19 @@ _WHY = "not installed here; `make test-torch` installs torch and transformers"
 torch = pytest.importorskip("torch", reason=f"torch: {_WHY}")
 transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
 
-from kvwire.errors import UsageError  # noqa: E402 - after the skip
+from kvwire import (  # noqa: E402 - after the skip
+    Outcome,
+    PrefillRequest,
+    plan_prefill,
+)
+from kvwire.errors import UsageError  # noqa: E402
 from kvwire.integrations.transformers import (  # noqa: E402
     PagedSequence,
     TensorPool,
     kv_spec,
 )
+from kvwire.kv.missing import MissingBlocks  # noqa: E402
+from kvwire.kv.outcome import nothing_landed  # noqa: E402
 
 BLOCK_TOKENS = 16
 
@@ -111,6 +119,45 @@ def test_generate_prefills_what_is_not_usable(
     sequence = PagedSequence(pool, blocks, length=usable)
     paged = model.generate(ids, past_key_values=sequence, **options)
     assert torch.equal(paged, expected)
+
+
+@pytest.mark.parametrize("lost", [[1], [0], [3], [0, 2], [1, 2], [0, 1, 2, 3], []])
+def test_only_the_holes_are_computed(
+    model: Any, pool: TensorPool, lost: list[int]
+) -> None:
+    """KV behind a hole was computed with all before it, and stays as it came."""
+    ids, blocks = prompt(60), [3, 1, 4, 15]
+    spoilt = [blocks[position] for position in lost]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    logits(model, ids, PagedSequence(pool, blocks))
+    for tensor in pool.tensors:
+        tensor[spoilt] = 1e3
+    asked = PrefillRequest(
+        id="r", num_tokens=60, blocks=blocks, block_tokens=BLOCK_TOKENS
+    )
+    landed = [block for block in blocks if block not in spoilt]
+    plan = plan_prefill([asked], [_outcome(pool, blocks, landed)], holes=True)
+    ranges = plan.prefill.get("r", ())
+    for start, stop in ranges:
+        logits(model, ids[:, start:stop], PagedSequence(pool, blocks, length=start))
+    computed = {token for part in ranges for token in range(*part)}
+    assert computed == {token for token in range(60) if token // 16 in lost}
+    # The last token once more, since what follows it is asked for.
+    sequence = PagedSequence(pool, blocks, length=59)
+    found = model.generate(ids, past_key_values=sequence, **options)
+    assert torch.equal(found, expected)
+
+
+def _outcome(pool: TensorPool, blocks: list[int], landed: list[int]) -> Outcome:
+    """What a transfer of 60 tokens says that brought these blocks only."""
+    whole = nothing_landed(pool.cache, blocks, "lost", tokens=60)
+    (group,) = whole.missing.groups.values()
+    lost = ~np.isin(group.ids, landed)
+    part = replace(
+        group, ids=group.ids[lost], codes=group.codes[lost], lost=group.lost[:, lost]
+    )
+    return replace(whole, missing=MissingBlocks({"kv": part}, ["lost"]))
 
 
 def test_attention_reads_the_blocks_and_nothing_else(

