@@ -63,6 +63,7 @@ class ConfigOptions(TypedDict, total=False):
     ping_interval_s: float
     ping_misses: int
     lease_s: float
+    restart_grace_s: float
     resume: bool
     quarantine_bytes: int | str
     connections_max: int
@@ -107,7 +108,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         close_timeout_s: How long ``close`` waits for what was begun.
         ping_interval_s: Silence after which the peer is asked whether it is there.
         ping_misses: Intervals of silence after which it is dead.
-        lease_s: How long a KV transfer that nobody works on holds its blocks.
+        lease_s: How long a KV transfer that nobody works on holds its blocks, and how
+            long it waits for a peer that has fallen silent.
+        restart_grace_s: How long it waits for a peer whose connection was reset, or
+            whose port is refused: its process has ended, as far as the kernel knows.
         resume: Whether a KV transfer whose connection is lost waits, within its lease,
             for another link to the same peer.
         quarantine_bytes: New transfers are refused while more memory than this waits
@@ -161,6 +165,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, Meta(ge=limits.PING_MISSES_MIN, le=limits.PING_MISSES_MAX)
     ] = limits.PING_MISSES
     lease_s: Seconds = limits.LEASE_S
+    restart_grace_s: Seconds = limits.RESTART_GRACE_S
     resume: bool = True
     quarantine_bytes: Annotated[int, Meta(ge=0)] = limits.QUARANTINE_BYTES
     connections_max: Annotated[int, Meta(ge=1, le=65_536)] = limits.CONNECTIONS_MAX

@@ -314,10 +314,13 @@ def nearest(name: object, known: Iterable[str]) -> str:
         The end of an error text: the nearest name, and all of them if they are few or
         none is near.
     """
-    import difflib  # noqa: PLC0415 - only for an error, and `import kvwire` is quick
-
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    try:
+        import difflib  # noqa: PLC0415 - only for errors, and `import kvwire` is quick
+
+        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    except OSError:  # there is no descriptor left to import with
+        near = []
     known_are = f"known are {', '.join(names)}"
     if not near:
         return known_are

@@ -287,6 +287,9 @@ CLOSE_SLACK_S: Final = 1.0
 # How long an unmatched or interrupted transfer holds its blocks; vLLM's is 30 s as
 # well.
 LEASE_S: Final = 30.0
+# A peer whose link was reset, or whose port is refused, has ended: it has so long to be
+# back with another link. One that lives dials again within a tenth of it.
+RESTART_GRACE_S: Final = 1.0
 # Memory that may wait to be let go of before new transfers are refused.
 QUARANTINE_BYTES: Final = 4 * GIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.

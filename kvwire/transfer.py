@@ -78,8 +78,9 @@ class _Transfer:
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""
-        self._state.thread.check(f"{type(self).__name__}.abort")
-        self._state.abort(reason)
+        if not self._state.done():
+            self._state.thread.check(f"{type(self).__name__}.abort")
+            self._state.abort(reason)
 
 
 class Outgoing(_Transfer, AsyncWith):

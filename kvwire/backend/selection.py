@@ -44,14 +44,14 @@ def check_transports(config: Config) -> None:
     Raises:
         UsageError: There is one; names the key, and the nearest.
     """
-    known = registry.names()
-    for key in ("prefer", "require", "forbid", "backends"):
-        for name in getattr(config, key):
-            if name not in known:
-                raise UsageError(
-                    f"{key}: no installed package offers a transport {name!r}; "
-                    f"{nearest(name, known)}"
-                )
+    keys = ("prefer", "require", "forbid", "backends")
+    for key, name in ((key, name) for key in keys for name in getattr(config, key)):
+        known = registry.names()
+        if name not in known:
+            raise UsageError(
+                f"{key}: no installed package offers a transport {name!r}; "
+                f"{nearest(name, known)}"
+            )
     for name, settings in config.backends.items():
         registry.load(name).check_settings(settings)
 

@@ -432,7 +432,7 @@ class CommunicatorState:
             logger.info("connection to %s ended: %s", connection.peer, error)
             self.counters.connections_lost += 1
             if not self.links_ended:
-                self.recovery.lost(connection)
+                self.recovery.lost(connection, error)
 
     # --- inside -----------------------------------------------------------------------
 

@@ -8,13 +8,14 @@ the last time, and only the same start of the peer (its origin) can go on with i
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.clock import Backoff
-from kvwire.errors import KVWireError
-from kvwire.limits import REDIAL_S, REDIAL_S_MAX
+from kvwire.errors import ConnectionClosed, ConnectionLost, KVWireError
+from kvwire.limits import REDIAL_S, REDIAL_S_MAX, STALL_TOLERANCE_S
 from kvwire.proto.state import CloseState
 
 if TYPE_CHECKING:
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from kvwire.endpoint.connection import ConnectionState
 
 logger: logging.Logger = logging.getLogger("kvwire")
+
+# The kernel's, or this process's, word that nobody listens there.
+_REFUSALS: Final = (ConnectionRefusedError, FileNotFoundError)
+# What the kernel says of a peer that is silent; all else it knows from the peer's host.
+_SILENCE: Final = (
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+)
 
 
 class Reconnector:
@@ -34,10 +45,12 @@ class Reconnector:
         self._redialling: set[bytes] = set()
         # Peers that were redialled a moment ago.
         self._redialled: set[bytes] = set()
+        # Peers that may dial again, by the connection that they have lost last.
+        self._awaited: dict[bytes, ConnectionState] = {}
 
-    def lost(self, connection: ConnectionState) -> None:
+    def lost(self, connection: ConnectionState, error: ConnectionClosed) -> None:
         """Recover a connection that has ended without having been closed."""
-        self._run(self._recover(connection))
+        self._run(self._recover(connection, error))
 
     def taken_over(self, connection: ConnectionState, resumes: bytes) -> None:
         """Replace the connection that a peer that has come back says it has lost."""
@@ -66,7 +79,9 @@ class Reconnector:
                 self._communicator.registry.connection_lost(old)
         self._communicator.registry.reattach(connection)
 
-    async def _recover(self, connection: ConnectionState) -> None:
+    async def _recover(
+        self, connection: ConnectionState, error: ConnectionClosed
+    ) -> None:
         communicator, registry = self._communicator, self._communicator.registry
         origin = connection.peer.origin
         await connection.wait_closed()
@@ -76,16 +91,46 @@ class Reconnector:
             if same_peer and other.core.phase is CloseState.OPEN:
                 registry.reattach(other)
                 return
-        if connection.dialled and origin not in self._redialling:
+        if not connection.dialled and _was_reset(error):
+            await self._await_return(connection)
+        elif connection.dialled and origin not in self._redialling:
             self._redialling.add(origin)
             try:
                 await self._redial(connection)
             finally:
                 self._redialling.discard(origin)
 
+    async def _await_return(self, lost: ConnectionState) -> None:
+        """Give a peer that dials us, and whose link was reset, a moment to be back."""
+        registry, loop = self._communicator.registry, self._communicator.loop
+        origin, grace_s = lost.peer.origin, self._communicator.config.restart_grace_s
+        self._awaited[origin] = lost  # bounded: CONNECTIONS_MAX, each for a moment
+        until = loop.time() + grace_s
+        await asyncio.sleep(grace_s)
+        if loop.time() > until + STALL_TOLERANCE_S:
+            await asyncio.sleep(grace_s)  # we were late, and not the peer
+        if self._awaited.get(origin) is not lost:
+            return  # it was back, and lost again
+        del self._awaited[origin]
+        if registry.interrupted(origin):
+            registry.peer_gone(
+                origin,
+                f"the connection to {lost.peer} was reset, and it was not back within "
+                f"{grace_s:g} s",
+            )
+
     async def _redial(self, lost: ConnectionState) -> None:
-        """Try again until it works or nothing waits for it; leases end the waiting."""
+        """Try again until it works or nothing waits for it.
+
+        Leases end the waiting for a peer that is silent. One whose port the kernel
+        refuses has ended, or restarts: it has a moment.
+        """
         registry, origin = self._communicator.registry, lost.peer.origin
+        loop, grace_s = (
+            self._communicator.loop,
+            self._communicator.config.restart_grace_s,
+        )
+        gone_at: float | None = None
         backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
             # What breaks as soon as it is up is not to be dialled without a pause.
@@ -95,15 +140,28 @@ class Reconnector:
                 new = await self._communicator.redial(lost)
             except KVWireError as exc:
                 logger.info("redialling %s: %s", lost.peer, exc)
+                if not isinstance(exc.__cause__, _REFUSALS):
+                    gone_at = None
+                elif gone_at is None:
+                    gone_at = loop.time() + grace_s
+                elif loop.time() >= gone_at:
+                    registry.peer_gone(
+                        origin, f"the peer has ended: {exc}, for {grace_s:g} s"
+                    )
+                    return
             else:
                 if new.peer.origin == origin:
                     self._note_redial(origin)
                     self.retire(new)
                 else:
-                    registry.peer_restarted(origin)
+                    why = "the peer has restarted; its side of it is gone"
+                    registry.peer_gone(origin, why)
                     await new.close()
                 return
-            await asyncio.sleep(backoff.pause_s())
+            pause_s = backoff.pause_s()
+            if gone_at is not None:
+                pause_s = min(pause_s, max(0.0, gone_at - loop.time()))
+            await asyncio.sleep(pause_s)
 
     def _note_redial(self, origin: bytes) -> None:
         self._redialled.add(origin)
@@ -126,3 +184,10 @@ class Reconnector:
         task = self._communicator.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _was_reset(error: ConnectionClosed) -> bool:
+    """Tell whether a connection was ended, and not merely silent."""
+    cause = error.__cause__
+    silent = isinstance(cause, OSError) and cause.errno in _SILENCE
+    return isinstance(error, ConnectionLost) and not silent

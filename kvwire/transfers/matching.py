@@ -273,9 +273,9 @@ class TransferRegistry:
             retry.origin == origin for retry in self._settle_retries.values()
         )
 
-    def peer_restarted(self, origin: bytes) -> None:
-        """End the transfers with a peer that has restarted and forgotten them."""
-        error = ConnectionLost("the peer has restarted; its side of it is gone")
+    def peer_gone(self, origin: bytes, why: str) -> None:
+        """End the transfers with a peer that has ended, or has forgotten them."""
+        error = ConnectionLost(why)
         for end in list(self.live):
             if end.interrupted(origin):
                 end.stop(error, WireCode.GOING_AWAY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections import Counter
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 import kvwire
+from kvwire import ConnectionLost
 from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.reconnect import _was_reset
 from kvwire.limits import REDIAL_S_MAX
 from kvwire_inproc import FaultPlan, injected
 from tests.scenarios.world import Scenario, World, play, same
@@ -223,3 +226,62 @@ def test_a_closed_connection_is_not_redialled() -> None:
         assert not w.d.live_connections
 
     virtually(scenario)
+
+
+# --- a peer whose process has ended ---------------------------------------------------
+
+
+@pytest.mark.parametrize("grace_s", [1.0, 3.0])
+def test_a_peer_whose_port_is_refused_has_a_moment_and_not_a_lease(
+    grace_s: float,
+) -> None:
+    async def scenario(w: World) -> None:
+        _, inc = await half_way(w)
+        began = w.d._state.loop.time()
+        w.p.abort()
+        await w.p.close()
+        outcome = await inc
+        assert w.d._state.loop.time() - began == pytest.approx(grace_s, abs=0.1)
+        assert "the peer has ended: cannot connect to" in str(outcome.missing)
+        assert outcome.missing
+
+    virtually(scenario, restart_grace_s=grace_s)
+
+
+@pytest.mark.parametrize("grace_s", [1.0, 3.0])
+def test_a_peer_that_dials_has_the_same_moment(grace_s: float) -> None:
+    async def scenario(w: World) -> None:
+        out, _ = await half_way(w)
+        began = w.p._state.loop.time()
+        w.d.abort()
+        outcome = await out
+        assert w.p._state.loop.time() - began == pytest.approx(grace_s, abs=0.1)
+        assert "was reset, and it was not back within" in str(outcome.missing)
+
+    virtually(scenario, restart_grace_s=grace_s)
+
+
+def test_a_peer_that_is_back_in_time_goes_on() -> None:
+    """Nothing that began for the first loss ends what the second link carries."""
+
+    async def scenario(w: World) -> None:
+        out, inc = await half_way(w)
+        for _ in range(2):
+            await cut_and_resumed(w, inc)
+        await virtual_time.pass_time(5.0)
+        out.ready(layers=slice(2, 4))
+        out.finish()
+        assert (await inc).complete
+        assert (await out).complete
+
+    virtually(scenario)
+
+
+def test_only_silence_waits_for_the_lease() -> None:
+    said = ConnectionLost("somewhere")
+    assert _was_reset(said)
+    said.__cause__ = OSError(errno.ETIMEDOUT, "timed out")
+    assert not _was_reset(said)
+    said.__cause__ = ConnectionResetError(errno.ECONNRESET, "reset")
+    assert _was_reset(said)
+    assert not _was_reset(kvwire.PeerUnresponsive("silent"))
