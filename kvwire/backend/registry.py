@@ -45,7 +45,7 @@ def load(name: str) -> type[Backend]:
     # A plug-in may raise anything: OSError for a shared library that is not there, say.
     except Exception as exc:
         raise BackendUnavailable(
-            f"backend {name!r} of {_owner(found[0])} cannot be imported: "
+            f"backend {name!r}, {found[0].value}, cannot be imported: "
             f"{type(exc).__name__}: {exc}"
         ) from exc
     return _checked(name, cls)

@@ -45,8 +45,9 @@ def check_transports(config: Config) -> None:
         UsageError: There is one; names the key, and the nearest.
     """
     keys = ("prefer", "require", "forbid", "backends")
-    for key, name in ((key, name) for key in keys for name in getattr(config, key)):
-        known = registry.names()
+    named = [(key, name) for key in keys for name in getattr(config, key)]
+    known = registry.names() if named else ()
+    for key, name in named:
         if name not in known:
             raise UsageError(
                 f"{key}: no installed package offers a transport {name!r}; "

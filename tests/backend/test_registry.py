@@ -172,7 +172,7 @@ def test_two_owners_of_a_name_are_refused(
         ("old", f"speaks contract 0, this kvwire {API_VERSION}"),
         ("alias", "FakeBackend.scheme must be that name too"),
         ("function", "is no kvwire.backend.Backend"),
-        ("gone", "backend 'gone' of gone 1.0 cannot be imported: ModuleNotFoundError"),
+        ("gone", "cannot be imported: ModuleNotFoundError"),
         ("typo", "cannot be imported: AttributeError"),
         ("nolib", "cannot be imported: OSError: no .so"),
         ("nobody", "no backend called 'nobody' is installed; did you mean 'good'"),
