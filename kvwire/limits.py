@@ -64,11 +64,12 @@ BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
 DESCRIPTOR_BYTES_MAX: Final = 32 * KIB
 # Payloads that one lane has and the receiver has not taken yet.
 LANE_PAYLOADS_MAX: Final = 256
-# One payload on a lane where a chunk is smaller: 4 MiB pay for what a payload costs
-# beside its bytes, and are through in less than a millisecond where it matters.
-SPAN_BYTES_MAX: Final = 4 * MIB
-# Only what lies in pieces of this size on average: a descriptor names each piece.
-SPAN_PIECE_BYTES: Final = 32 * KIB
+# One payload on a lane where a chunk is smaller: 8 MiB pay for what a payload costs
+# beside its bytes. A receiver for a device has STAGING_SLOTS of them in pinned memory.
+SPAN_BYTES_MAX: Final = 8 * MIB
+# Pieces of such a payload: a descriptor names each in 4 to 8 bytes, and one system call
+# takes as many.
+SPAN_PIECES_MAX: Final = 1024
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
 # A lane that broke is raised again after a pause, doubling with jitter. What broke has
@@ -309,6 +310,7 @@ assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - 
 assert LANDED_BOX_BYTES * LANDED_BOXES_MAX < DESCRIPTION_BYTES_MAX - 16 * KIB
 assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
+assert SPAN_PIECES_MAX * 8 < DESCRIPTOR_BYTES_MAX - KIB
 assert DESCRIPTOR_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert BOOTSTRAP_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert LANE_TIMEOUT_S < HANDSHAKE_TIMEOUT_S

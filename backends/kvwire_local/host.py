@@ -16,7 +16,7 @@ from kvwire.errors import BackendUnavailable
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
-_MAGIC: Final = b"kvwlocal"
+_MAGIC: Final = b"kvwlocl2"
 _BOOTSTRAP: Final = struct.Struct("<8s16sQ")
 
 

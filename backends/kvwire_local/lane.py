@@ -73,8 +73,9 @@ class LocalLane(Lane):
     bytes_min = 32 * KIB
     intact = True
     span_bytes = SPAN_BYTES_MAX
-    # Four spans: the reader never waits for the round trip of an acknowledgement.
-    window_bytes = 4 * SPAN_BYTES_MAX
+    # Two spans: the reader never waits for the round trip of an acknowledgement, and
+    # what is urgent waits for no more than these.
+    window_bytes = 2 * SPAN_BYTES_MAX
 
     def __init__(self, context: LaneContext) -> None:
         allowed = READ_METHODS[context.settings.get("way", "auto")]

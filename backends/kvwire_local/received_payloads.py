@@ -14,7 +14,7 @@ from typing import Final
 
 from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
-from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, WAKEUP_BYTES
 from kvwire.memory.copy import as_fragments
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
 from kvwire_local.peer import PeerMemory, PeerRead
@@ -22,10 +22,10 @@ from kvwire_local.peer import PeerMemory, PeerRead
 # Reading blocks the loop. A budget of bytes alone would not bound that: fragments of
 # 256 bytes are read at a twentieth of the rate of 1 MiB.
 _BATCH_S: Final = 0.001
-# What is read between two looks at the clock: a quarter of a span, or all of it where
-# fragments are so long that this takes less than a batch. A step costs about 20 us.
+# What is read between two looks at the clock: more where fragments are so long that
+# this takes less than a batch. A step costs about 20 us.
 _STEP_BYTES: Final = 1 * MIB
-_LONG_STEP_BYTES: Final = SPAN_BYTES_MAX
+_LONG_STEP_BYTES: Final = WAKEUP_BYTES
 _LONG_FRAGMENT_BYTES: Final = 64 * KIB
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvwire.backend import Payload
-from kvwire.limits import MIB
+from kvwire.limits import SPAN_BYTES_MAX
 from kvwire.memory.arena import Arena
 from kvwire.memory.copy import copy
 
-# Twice what a lane has under way by default, so that gathering need not wait for the
-# reader; half of a third-level cache of today.
-STAGING_BYTES: Final = 8 * MIB
+# What a lane has under way, so that gathering need not wait for the reader; half of a
+# third-level cache of today.
+STAGING_BYTES: Final = 2 * SPAN_BYTES_MAX
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ from typing import Final, final
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ConnectionLost, MalformedFrame
-from kvwire.limits import KIB, SPAN_BYTES_MAX
+from kvwire.limits import KIB, MIB
 from kvwire.types import Role
 from kvwire_ucx.binding import ERR_MESSAGE_TRUNCATED, OK
 from kvwire_ucx.bootstrap import (
@@ -67,7 +67,8 @@ from kvwire_ucx.worker import Worker
 # faster, where the payload travels with its header.
 BYTES_MIN: Final = 32 * KIB
 # Four spans, so that none waits for the round trip of an acknowledgement.
-WINDOW_BYTES: Final = 4 * SPAN_BYTES_MAX
+SPAN_BYTES: Final = 4 * MIB
+WINDOW_BYTES: Final = 4 * SPAN_BYTES
 # How long the end of a lane waits for the peer to hear its last word. One that has
 # stopped never does.
 LINGER_S: Final = 1.0
@@ -116,7 +117,7 @@ class UcxLane(Lane):
 
     bytes_min = BYTES_MIN
     window_bytes = WINDOW_BYTES
-    span_bytes = SPAN_BYTES_MAX
+    span_bytes = SPAN_BYTES
 
     _handler: LaneHandler
     _peer: UcxBootstrap

@@ -19,7 +19,7 @@ from kvwire.driver.checksums import ChecksumPolicy, matches
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import DESCRIPTOR_BYTES_MAX, LINK_QUEUE_BYTES, SPAN_PIECE_BYTES
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, LINK_QUEUE_BYTES, SPAN_PIECES_MAX
 from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.events import LaneClosed, LaneDataReceived
 from kvwire.types import BufferId, MemoryKind
@@ -109,12 +109,15 @@ class LaneScheduler(LaneHandler):
     def span(self, endpoint: LaneEndpoint, buffer: BufferId) -> int:
         """Return how many bytes of a buffer a lane takes at once; 0 for a chunk."""
         payload = self._staging.whole(buffer)
-        if isinstance(payload, Fragments) and (
-            payload.device is not None
-            or payload.nbytes < SPAN_PIECE_BYTES * payload.lengths.size
-        ):
+        if not self.carries(endpoint, payload):
             return 0
-        return endpoint.lane.span_bytes if self.carries(endpoint, payload) else 0
+        span_bytes = endpoint.lane.span_bytes
+        if isinstance(payload, Fragments):
+            if payload.device is not None:
+                return 0
+            piece_bytes = payload.nbytes // len(payload)
+            span_bytes = min(span_bytes, SPAN_PIECES_MAX * piece_bytes)
+        return span_bytes
 
     def takes(self, number: int, kind: MemoryKind) -> bool:
         """Whether a lane moves this kind of memory itself."""

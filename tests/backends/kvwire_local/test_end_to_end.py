@@ -11,8 +11,10 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, Connection
-from kvwire.limits import MIB
+from kvwire.backend import Payload
+from kvwire.limits import MIB, SPAN_PIECES_MAX
 from kvwire.memory.arena import Arena
+from kvwire_local.lane import LocalLane
 
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 
@@ -95,3 +97,36 @@ async def _pull(left: Communicator, there: Connection, arena: Arena) -> None:
     for source, target in zip(tensors, landed, strict=True):
         assert np.array_equal(source[blocks], target[places])
     assert not np.array_equal(landed[0][places[0]], landed[1][places[0]])
+
+
+@one_loop
+async def test_small_fragments_travel_many_at_once(
+    ends: tuple[Communicator, Connection, Communicator, Connection],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A descriptor names each, so they are counted as well as their bytes."""
+    left, _, _, there = ends
+    sent: list[int] = []
+    send = LocalLane.send
+
+    def counted(lane: LocalLane, payload: Payload, token: object) -> bytes:
+        sent.append(payload.nbytes)
+        return send(lane, payload, token)
+
+    monkeypatch.setattr(LocalLane, "send", counted)
+    spec = kvwire.KVSpec(
+        layers=1, kv_heads=4, head_dim=16, block_tokens=16, dtype="float16"
+    )
+    tensor = np.random.default_rng(1).standard_normal((4096, 2, 16, 4, 16))
+    have = [tensor.astype(np.float16)]
+    want = [np.zeros_like(have[0])]
+    blocks, places = list(range(0, 4096, 2)), list(range(4095, 0, -2))
+    out = left.publish("p", kvwire.PagedCache(spec, have), blocks)
+    inc = there.pull("p", kvwire.PagedCache(spec, want), places)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    await inc.drained()
+    await out.drained()
+    assert np.array_equal(have[0][blocks], want[0][places])
+    assert sent == [SPAN_PIECES_MAX * 4096] * 2

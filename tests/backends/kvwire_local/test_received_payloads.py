@@ -76,9 +76,10 @@ def test_a_batch_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fragment_bytes", "steps"), [(16 * KIB, [MIB] * 4), (64 * KIB, [SPAN_BYTES_MAX])]
+    ("fragment_bytes", "steps"),
+    [(16 * KIB, [MIB] * 8), (64 * KIB, [WAKEUP_BYTES] * 2)],
 )
-def test_long_fragments_are_read_in_one_step(
+def test_long_fragments_are_read_in_long_steps(
     monkeypatch: pytest.MonkeyPatch, fragment_bytes: int, steps: list[int]
 ) -> None:
     memory = np.random.default_rng(1).integers(0, 256, SPAN_BYTES_MAX, np.uint8)

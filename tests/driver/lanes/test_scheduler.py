@@ -55,7 +55,7 @@ async def test_a_lane_that_breaks_is_replaced_by_the_control_link(
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 async def test_spans_are_sent_again_as_chunks(after: int) -> None:
-    """The lane takes 4 MiB at once, the control link chunk by chunk."""
+    """The lane takes 8 MiB at once, the control link chunk by chunk."""
     backends = {
         "inproc": {"break_after": str(after), "span_bytes": str(SPAN_BYTES_MAX)}
     }
