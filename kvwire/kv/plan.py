@@ -105,6 +105,7 @@ class PlanTemplate:
         steps: Where those of each group lie here, but for their blocks.
         nbytes: Bytes of the whole transfer.
         digest: See :attr:`TransferPlan.digest`.
+        indices: Where each group stands in that order.
         tokens: Tokens of each group.
         landed: (blocks of the first group that lists the most tokens, these tokens).
         missing: Nothing, of each group.
@@ -114,6 +115,7 @@ class PlanTemplate:
         "digest",
         "ends",
         "groups",
+        "indices",
         "landed",
         "missing",
         "nbytes",
@@ -142,6 +144,9 @@ class PlanTemplate:
             for walk in self.groups
         )
         self.digest: bytes = _digest(self.groups, self.wanted)
+        self.indices: dict[str, int] = {
+            walk.group: index for index, walk in enumerate(self.groups)
+        }
         self.tokens: dict[str, int] = {w.group: w.tokens for w in self.groups}
         most = max(self.tokens.values())
         longest = list(self.tokens.values()).index(most)
@@ -180,6 +185,7 @@ class TransferPlan:
         side: Which end this is.
         local: This side's description, for the peer.
         groups: What is carried of each group, in the cache's order.
+        indices: Where each group stands in that order.
         lists: The local block ids of each group.
         nbytes: Bytes of the whole transfer.
         template: What it has from the two descriptions.
@@ -193,6 +199,7 @@ class TransferPlan:
         "_maps",
         "_whole",
         "groups",
+        "indices",
         "lists",
         "local",
         "nbytes",
@@ -220,6 +227,7 @@ class TransferPlan:
         template = template_of(cache, self.local, peer, side)
         self.template: PlanTemplate = template
         self.groups: tuple[Canonical, ...] = template.groups
+        self.indices: dict[str, int] = template.indices
         wanted = template.wanted
         if have:
             consumer = peer if side is Side.PRODUCER else self.local
@@ -274,16 +282,34 @@ class TransferPlan:
         )
         return tuple(segment for segment in found if segment is not None)
 
+    def marked(self, index: int, layers: range, blocks: range) -> Segment | None:
+        """Return the segment of a mark that was checked, or None if it has no part.
+
+        Args:
+            index: Of the group.
+            layers: Counted from this side's first.
+            blocks: Positions in the local block list.
+        """
+        walk, group_map = self.groups[index], self._maps[index]
+        first = group_map.memory.spec.first_layer
+        start = max(first + layers.start, walk.layers.start)
+        stop = min(first + layers.stop, walk.layers.stop)
+        granule = blocks.start * group_map.granules_per_block
+        last = min(blocks.stop * group_map.granules_per_block, walk.granules)
+        if start >= stop or granule >= last:
+            return None
+        return Segment(index, start, stop - start, granule, last - granule)
+
     def group_index(self, group: str) -> int:
         """Return where a group stands in the cache's order.
 
         Raises:
             UsageError: There is no such group.
         """
-        for index, walk in enumerate(self.groups):
-            if walk.group == group:
-                return index
-        names = ", ".join(walk.group for walk in self.groups)
+        found = self.indices.get(group)
+        if found is not None:
+            return found
+        names = ", ".join(self.indices)
         raise UsageError(f"no group {group!r}; there is {names}")
 
     def check(self, segment: Segment) -> None:
@@ -403,19 +429,12 @@ class TransferPlan:
     def _segment(
         self, index: int, layers: int | slice | None, blocks: int | slice | None
     ) -> Segment | None:
-        walk = self.groups[index]
+        group = self.groups[index].group
         spec = self._maps[index].memory.spec
-        size = self.lists[walk.group].size
-        named = _layer_range(layers, spec, walk.group)
-        start = max(named.start, walk.layers.start)
-        stop = min(named.stop, walk.layers.stop)
-        at = _index_range(blocks, size, f"blocks of group {walk.group!r}")
-        per_block = self._maps[index].granules_per_block
-        first = at.start * per_block
-        last = min(at.stop * per_block, walk.granules)
-        if start >= stop or first >= last:
-            return None
-        return Segment(index, start, stop - start, first, last - first)
+        named = _layer_range(layers, spec, group)
+        first = spec.first_layer
+        at = _index_range(blocks, self.lists[group].size, f"blocks of group {group!r}")
+        return self.marked(index, range(named.start - first, named.stop - first), at)
 
 
 def _digest(groups: Iterable[Canonical], wanted: Iterable[Bits]) -> bytes:

@@ -328,9 +328,11 @@ class IncomingState(KVTransfer):
         groups = self.cache.groups
         if group is not None and group not in groups:
             raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
-        named = [groups[group]] if group is not None else list(groups.values())
-        if not any(layer in g.spec.layer_indices for g in named):
-            raise UsageError(f"layer {layer} is not in this cache")
+        named = [groups[group]] if group is not None else groups.values()
+        for part in named:
+            if layer in part.spec.layer_indices:
+                return
+        raise UsageError(f"layer {layer} is not in this cache")
 
     def _has(self, layer: int, group: str | None) -> bool:
         return self.planned and self.landed.layer(layer, group)

@@ -105,6 +105,7 @@ class ReadyLog:
             )
             for name, group in cache.groups.items()
         }
+        self._only = next(iter(self._groups))
 
     def name(self, lists: Mapping[str, Ids]) -> None:
         """Name the next blocks of each group's list.
@@ -129,8 +130,11 @@ class ReadyLog:
                 before, a finished transfer, too many marks, or an ``after`` that cannot
                 be waited for.
         """
-        names = [group] if group is not None else self._unnamed(layers, blocks)
-        made = [self._mark(name, layers, blocks) for name in names]
+        if group is None and len(self._groups) > 1:
+            names = self._unnamed(layers, blocks)
+            made = [self._mark(name, layers, blocks) for name in names]
+        else:
+            made = [self._mark(self._only if group is None else group, layers, blocks)]
         wait = None if after is None else self._waiter.prepare(after)
         with self._lock:
             self._cover(made)
@@ -231,7 +235,11 @@ class ReadyLog:
         mark = ReadyRange(
             group,
             _range(layers, found.layers, "layers", group),
-            _range(blocks, found.blocks, "blocks", group),
+            (
+                range(found.ids.size)
+                if blocks is None
+                else _range(blocks, found.blocks, "blocks", group)
+            ),
         )
         if mark.blocks.stop > found.named:
             raise UsageError(
@@ -243,7 +251,7 @@ class ReadyLog:
 
     def _unnamed(self, layers: Which, blocks: Which) -> list[str]:
         names = list(self._groups)
-        if len(names) > 1 and not (layers is None and blocks is None):
+        if not (layers is None and blocks is None):
             raise UsageError(
                 f"ready: layers and blocks are counted in each group; pass group= one "
                 f"of {', '.join(names)}"
@@ -276,7 +284,7 @@ def _range(which: Which, held: range, what: str, group: str) -> range:
                 f"{held.start} to {held.stop}"
             )
         return range(start - held.start, stop - held.start)
-    index = _index(which, where)
+    index = which if type(which) is int else _index(which, where)
     if index not in held:
         raise UsageError(
             f"{where}: {index} is not one of {held.start} to {held.stop - 1}"

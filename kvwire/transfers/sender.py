@@ -46,8 +46,8 @@ class SendAttempt(Attempt):
         self._phases = PhaseTimer(outgoing.phases.created)
         self._links = 1
         self._cursor = 0
-        # Marks that wait for their neighbours, each also in the words of the plan.
-        self._held: list[tuple[ReadyRange, tuple[Segment, ...]]] = []
+        # Marks that wait for their neighbours.
+        self._held: list[ReadyRange] = []
         self._held_bytes = 0
         self._under_way = 0
         # To be sent in this turn.
@@ -194,11 +194,12 @@ class SendAttempt(Attempt):
 
     def _take(self, mark: ReadyRange) -> None:
         """Hold a mark back until it makes a segment, together with its neighbours."""
-        if self._held and not _joins(self._held[-1][0], mark):
+        if self._held and not _joins(self._held[-1], mark):
             self._flush()
         named = self._named(mark)
-        self._held.append((mark, named))  # bounded: SEGMENTS_MAX
-        self._held_bytes += sum(map(self.plan.nbytes_of, named))
+        self._held.append(mark)  # bounded: SEGMENTS_MAX
+        if named is not None:
+            self._held_bytes += self.plan.nbytes_of(named)
         if self._held_bytes >= self.outgoing.group_bytes:
             self._flush()
 
@@ -206,18 +207,16 @@ class SendAttempt(Attempt):
         """Send what is held back as one mark."""
         if not self._held:
             return
-        (first, named), (last, _) = self._held[0], self._held[-1]
-        if last is not first:
-            layers = range(first.layers.start, last.layers.stop)
-            named = self._named(ReadyRange(first.group, layers, first.blocks))
+        first, last = self._held[0], self._held[-1]
+        layers = range(first.layers.start, last.layers.stop)
+        named = self._named(ReadyRange(first.group, layers, first.blocks))
         self._held, self._held_bytes = [], 0
-        if self.state is AttemptState.SETTLED:
+        if named is None or self.state is AttemptState.SETTLED:
             return
-        for segment in named:
-            for part in self._lacking(segment):
-                for piece in self._cut(part):
-                    if self.plan.nbytes_of(piece):
-                        self._pieces.append(piece)  # bounded: SEGMENTS_MAX
+        for part in self._lacking(named):
+            for piece in self._cut(part):
+                if self.plan.nbytes_of(piece):
+                    self._pieces.append(piece)  # bounded: SEGMENTS_MAX
         if len(self._sent) + len(self._pieces) > SEGMENTS_MAX:
             raise UsageError(
                 f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
@@ -235,12 +234,10 @@ class SendAttempt(Attempt):
         self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
         self._under_way += 1
 
-    def _named(self, mark: ReadyRange) -> tuple[Segment, ...]:
-        """Return a mark as segments of the plan."""
-        first = self.outgoing.cache.groups[mark.group].spec.first_layer
-        layers = slice(first + mark.layers.start, first + mark.layers.stop)
-        blocks = slice(mark.blocks.start, mark.blocks.stop)
-        return self.plan.segments(layers, blocks, mark.group)
+    def _named(self, mark: ReadyRange) -> Segment | None:
+        """Return a mark as a segment of the plan."""
+        plan = self.plan
+        return plan.marked(plan.indices[mark.group], mark.layers, mark.blocks)
 
     def _lacking(self, segment: Segment) -> list[Segment]:
         """Return what of a segment to send: after a lost link, what has not landed."""
