@@ -385,11 +385,14 @@ class ConnectionDriver(LinkHandler):
         return due_bytes + moved_bytes > _WOKEN_BYTES
 
     def _queue_chunks(self, core: ConnectionCore, *, one: bool) -> int:
-        """Queue chunks, or only one, while there is room; the bytes of payload."""
+        """Queue chunks, or only one, while there is room; the bytes of payload.
+
+        No more than a wake-up may move: a lane may copy what it is given.
+        """
         link = self.link
         queued_bytes = 0
         lanes, scheduler, ready = self.lanes, self._scheduler, self.staging.ready
-        while link.queued_bytes < LINK_QUEUE_BYTES:
+        while link.queued_bytes < LINK_QUEUE_BYTES and queued_bytes < WAKEUP_BYTES:
             if (lanes.open or not lanes.fallback) and scheduler.full:
                 break
             if not ready and self.staging.full:

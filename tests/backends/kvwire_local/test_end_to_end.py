@@ -12,8 +12,10 @@ import pytest
 import kvwire
 from kvwire import Communicator, Connection
 from kvwire.backend import Payload
-from kvwire.limits import MIB, SPAN_PIECES_MAX
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.limits import MIB, SPAN_PIECES_MAX, WAKEUP_BYTES
 from kvwire.memory.arena import Arena
+from kvwire.proto.connection import ConnectionCore
 from kvwire_local.lane import LocalLane
 
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -104,9 +106,20 @@ async def test_small_fragments_travel_many_at_once(
     ends: tuple[Communicator, Connection, Communicator, Connection],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A descriptor names each, so they are counted as well as their bytes."""
+    """A descriptor names each, so they are counted as well as their bytes.
+
+    They are gathered first, and the loop has its turns between.
+    """
     left, _, _, there = ends
     sent: list[int] = []
+    in_turn: list[int] = []
+    queue_chunks = ConnectionDriver._queue_chunks
+
+    def queued(driver: ConnectionDriver, core: ConnectionCore, *, one: bool) -> int:
+        in_turn.append(queue_chunks(driver, core, one=one))
+        return in_turn[-1]
+
+    monkeypatch.setattr(ConnectionDriver, "_queue_chunks", queued)
     send = LocalLane.send
 
     def counted(lane: LocalLane, payload: Payload, token: object) -> bytes:
@@ -130,3 +143,4 @@ async def test_small_fragments_travel_many_at_once(
     await out.drained()
     assert np.array_equal(have[0][blocks], want[0][places])
     assert sent == [SPAN_PIECES_MAX * 4096] * 2
+    assert max(in_turn) <= WAKEUP_BYTES
