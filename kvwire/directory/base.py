@@ -55,10 +55,12 @@ class Directory(ABC):
 
     Attributes:
         options: The options that a URL may have, with their defaults.
+        read_only: Who announces its members, if that is not for them to do.
         ignored: How many entries watchers found to be no record.
     """
 
     options: ClassVar[Mapping[str, str]] = {}
+    read_only: ClassVar[str] = ""
 
     def __init__(self, url: str) -> None:
         self.url: SplitResult = urlsplit(url)
@@ -85,7 +87,7 @@ class Directory(ABC):
 
         Raises:
             OSError: The directory cannot be reached, or does not take it.
-            UsageError: Members of this directory are announced by somebody else.
+            UsageError: It can never be taken.
 
         Cancel safety: it may have been written.
         """
@@ -133,6 +135,16 @@ class Directory(ABC):
 
     # --- members ----------------------------------------------------------------------
 
+    def check(self, record: Record) -> None:
+        """Refuse what cannot be announced here.
+
+        Raises:
+            UsageError: The record is not allowed, or somebody else announces here.
+        """
+        record.encode()
+        if self.read_only:
+            raise UsageError(f"directory {self}: {self.read_only} announces members")
+
     async def announce(self, record: Record) -> None:
         """Write a record, and go on renewing it until it is withdrawn.
 
@@ -145,6 +157,7 @@ class Directory(ABC):
 
         Cancel safety: it goes on being announced, or trying; :meth:`withdraw` ends it.
         """
+        self.check(record)
         value = record.encode()
         if self._closed:
             raise ClosedOK(f"directory {self} is closed")

@@ -14,6 +14,7 @@ from typing import Final
 from urllib.parse import urlunsplit
 
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.record import Record
 from kvwire.errors import ConnectError, UsageError
 from kvwire.extras import needed_by
 from kvwire.limits import RECORD_BYTES_MAX
@@ -52,16 +53,20 @@ class NatsDirectory(Directory):
         self._bucket: KeyValue | None = None
         self._opening = asyncio.Lock()
 
+    def check(self, record: Record) -> None:
+        """See :meth:`Directory.check`."""
+        super().check(record)
+        if record.lease_s > self._lease_s:
+            raise UsageError(
+                f"a lease of {record.lease_s:g} s, and the bucket keeps entries for "
+                f"{self._lease_s:g} s: add ?lease_s= to the directory's URL"
+            )
+
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
         """See :meth:`Directory.write`.
 
         Cancel safety: it may have been written.
         """
-        if lease_s > self._lease_s:
-            raise UsageError(
-                f"a lease of {lease_s:g} s, and the bucket keeps entries for "
-                f"{self._lease_s:g} s: add ?lease_s= to the directory's URL"
-            )
         async with self._reported():
             await (await self._opened()).put(_name(key), value)
 

@@ -64,8 +64,8 @@ class Membership:
             UsageError: The record is not allowed, or the directory cannot be opened.
             BackendUnavailable: The library of the directory is missing.
         """
-        record.encode()
         directory, self._announced = self._opened(), record.key
+        directory.check(record)
         if self._announcing is not None:
             self._announcing.cancel()
         self._announcing = asyncio.create_task(directory.announce(record))

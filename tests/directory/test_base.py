@@ -36,24 +36,24 @@ class Fake(Directory):
         for follower in self._followers:
             follower.put_nowait(batch)
 
-    def check(self) -> None:
+    def reach(self) -> None:
         if self.away:
             raise ConnectError("nobody is there")
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        self.check()
+        self.reach()
         self.writes += 1
         self.written.set()
         self.there[key] = value
         self.tell({key: value})
 
     async def erase(self, key: str) -> None:
-        self.check()
+        self.reach()
         self.there.pop(key, None)
         self.tell({key: None})
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        self.check()
+        self.reach()
         queue: asyncio.Queue[Batch | None] = asyncio.Queue()
         self._followers.add(queue)
         try:

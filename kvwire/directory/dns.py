@@ -1,0 +1,90 @@
+"""DNS as a directory: each address of a name is a member, as of a headless service.
+
+Who keeps the zone (Kubernetes, for a headless service) says who is there; what they do
+is said in the URL. A resolver tells of no change, so it is asked every ``interval_s``.
+An address that is missing from three answers has left: answers may be cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator
+from typing import Final
+
+from kvwire.directory.base import Batch, Directory
+from kvwire.directory.record import Record
+from kvwire.errors import UsageError
+from kvwire.limits import DNS_INTERVAL_S
+from kvwire.types import Address
+
+# There is no such name, or no address of it: nobody is there.
+_NOBODY: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+
+
+class DnsDirectory(Directory):
+    """Finds members by a name: ``dns://decode.default.svc:7400?role=decode``.
+
+    Raises:
+        UsageError: The URL has no host or no port, or a value is not allowed.
+    """
+
+    options = {  # noqa: RUF012 - a mapping
+        "interval_s": str(DNS_INTERVAL_S),
+        "role": "",
+        "model": "",
+        "scheme": "tcp",
+    }
+    read_only = "who keeps the zone"
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        where = Address.parse(f"dns://{self.url.netloc}")
+        if not where.host or not where.port:
+            raise UsageError(f'directory {self}: write "dns://name:port"')
+        self._host, self._port = where.host, where.port
+        self._interval_s = self.seconds("interval_s")
+        self._record("::1")  # whatever the URL says is checked here
+
+    async def write(self, key: str, value: bytes, lease_s: float) -> None:
+        """Do nothing: nothing is announced here.
+
+        Cancel safety: safe.
+        """
+
+    async def erase(self, key: str) -> None:
+        """Do nothing: nothing was written.
+
+        Cancel safety: safe.
+        """
+
+    async def follow(self) -> AsyncGenerator[Batch, None]:
+        """See :meth:`Directory.follow`.
+
+        Cancel safety: safe, it only looks.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                found = await loop.getaddrinfo(
+                    self._host, self._port, type=socket.SOCK_STREAM
+                )
+            except socket.gaierror as exc:
+                if exc.errno not in _NOBODY:
+                    raise
+                found = []
+            hosts = dict.fromkeys(str(address[0]) for *_, address in found)
+            records = [self._record(host) for host in hosts]
+            yield {record.key: record.encode() for record in records}
+            await asyncio.sleep(self._interval_s)
+
+    def _record(self, host: str) -> Record:
+        record = Record(
+            name=host,
+            address=str(Address(self.given["scheme"], host, self._port)),
+            role=self.given["role"],
+            model=self.given["model"],
+            lease_s=3 * self._interval_s,
+        )
+        record.encode()
+        return record

@@ -1,0 +1,95 @@
+"""A name and its addresses, as a resolver says them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire import UsageError
+from kvwire.directory import ChangeKind, open_directory
+
+
+class Zone:
+    """What the resolver says, in place of the loop's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hosts: list[str] = []
+        self.error = 0
+        self.asked = 0
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(type(loop), "getaddrinfo", self._answer)
+
+    async def _answer(self, host: str, port: int, **__: Any) -> list[Any]:
+        self.asked += 1
+        if self.error:
+            raise socket.gaierror(self.error, "said so")
+        return [
+            (socket.AF_INET6 if ":" in h else socket.AF_INET, 0, 0, "", (h, port))
+            for h in self.hosts
+        ]
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])  # uvloop's methods cannot be replaced
+async def test_addresses_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    zone = Zone(monkeypatch)
+    zone.hosts = ["10.0.0.1", "fd00::1", "10.0.0.1"]
+    directory = open_directory(
+        "dns://decode.svc:7400?role=decode&model=m&interval_s=0.2"
+    )
+    found = await directory.members("role=decode,model=m")
+    addresses = {record.address for record in found}
+    assert addresses == {"tcp://10.0.0.1:7400", "tcp://[fd00::1]:7400"}
+    async with aclosing(directory.watch()) as changes:
+        joined = {(await anext(changes)).record.name for _ in range(2)}
+        assert joined == {"10.0.0.1", "fd00::1"}
+        zone.hosts = ["10.0.0.1", "10.0.0.2"]
+        change = await anext(changes)
+        assert (change.kind, change.record.name) == (ChangeKind.JOINED, "10.0.0.2")
+        # After three answers without it.
+        asked = zone.asked
+        change = await anext(changes)
+        assert (change.kind, change.record.name) == (ChangeKind.LEFT, "fd00::1")
+        assert zone.asked - asked <= 3
+    await directory.close()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_nobody_and_no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    zone, directory = Zone(monkeypatch), open_directory("dns://decode.svc:7400")
+    zone.error = socket.EAI_NONAME
+    assert await directory.members() == ()
+    zone.error = socket.EAI_AGAIN
+    with pytest.raises(OSError, match="said so"):
+        await directory.members()
+    await directory.close()
+
+
+async def test_a_peer_by_a_name() -> None:
+    async with kvwire.open(name="far") as far:
+        port = (await far.listen("127.0.0.1:0")).port
+        where = f"dns://localhost:{port}?role=decode"
+        async with kvwire.open(directory=where) as near:
+            assert (await near.peer("role=decode").connect()).peer.name == "far"
+            with pytest.raises(UsageError, match="who keeps the zone"):
+                near.announce(address="127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "dns:",
+        "dns://name",
+        "dns://:7400",
+        "dns://name:7400?interval_s=0.01",
+        "dns://name:7400?interval_s=5000",
+        "dns://name:7400?role=%0A",
+    ],
+)
+def test_what_is_no_name(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_directory(url)
