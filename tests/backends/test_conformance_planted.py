@@ -148,7 +148,7 @@ def writes_one_byte_too_many(patch: pytest.MonkeyPatch) -> None:
 # --- memory ---------------------------------------------------------------------------
 
 
-@caught_by("memory.source[view]", "memory.source-full", "threads.bulk")
+@caught_by("memory.source[view]", "memory.source-late", "threads.bulk")
 def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
     put = InprocPipe.put
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 # What a check works with: a rig of links, or one of lanes.
@@ -95,6 +95,10 @@ class GroupOf(Generic[R]):
                 self._add(f"{name}[{case}]", promise.format(case), bound(value))
 
         return register
+
+    def include(self, shared: GroupOf[Any]) -> None:
+        """Add the checks that links and lanes share; they have the same ids in both."""
+        self.checks.extend(shared.checks)
 
     def _add(
         self, name: str, promise: str, run: Callable[[R], Awaitable[None]]

@@ -41,6 +41,18 @@ class JoinedRig(Bench, Generic[S]):
         self.far: Backend = make()
         self.sides: list[S] = []
 
+    @abstractmethod
+    async def pair(self) -> tuple[S, S]:
+        """Two sides that are joined."""
+
+    @abstractmethod
+    async def held_pair(self) -> tuple[S, S]:
+        """Two sides of which the right one receives nothing before its ``release``."""
+
+    @abstractmethod
+    async def ends(self, side: S) -> None:
+        """Wait until nothing of a side is left under way, or it has closed."""
+
     # --- waiting ----------------------------------------------------------------------
 
     async def arrives(self, side: S, count: int) -> None:

@@ -98,6 +98,14 @@ class Rig(JoinedRig[LinkSide]):
             right.start()
         return left, right
 
+    async def held_pair(self) -> tuple[LinkSide, LinkSide]:
+        """See JoinedRig: the right side is not started."""
+        return await self.pair(start_right=False)
+
+    async def ends(self, side: LinkSide) -> None:
+        """See JoinedRig."""
+        await self.closes(side)
+
     @property
     def unaccepted(self) -> int:
         """Links that came in and were not asked for."""

@@ -40,7 +40,7 @@ class LinkSide(Witness, LinkHandler):
         queued: How many frames were sent.
         land: Chooses the memory for a payload; None drops it.
         on_header: Called within ``header_received``, before the landing is returned.
-        on_body: Called within ``body_received``.
+        on_arrival: Called within ``body_received``.
     """
 
     kind = "link"
@@ -53,7 +53,7 @@ class LinkSide(Witness, LinkHandler):
         self.queued: int = 0
         self.land: Callable[[Head], Memory | None] = _new_view
         self.on_header: Callable[[Head], None] = nothing
-        self.on_body: Callable[[KitLanding], None] = nothing
+        self.on_arrival: Callable[[KitLanding], None] = nothing
         self._landing: KitLanding | None = None
 
     # --- what a check does ------------------------------------------------------------
@@ -113,6 +113,13 @@ class LinkSide(Witness, LinkHandler):
         with self._calling("close"):
             self.link.close()
 
+    def take(self) -> None:
+        """Do nothing: what comes over a link is received by itself."""
+
+    def release(self) -> None:
+        """Receive what has waited; see :meth:`Rig.held_pair`."""
+        self.start()
+
     def abort(self) -> None:
         """Abort the link."""
         self._aborted = True
@@ -153,7 +160,7 @@ class LinkSide(Witness, LinkHandler):
                 self.wrong("body_received after abort")
             self._judge_body(expected)
             self.arrived.append(expected.head.number)
-            self.on_body(expected)
+            self.on_arrival(expected)
 
     def frame_sent(self, link: Link, token: object) -> None:
         """See :class:`~kvwire.backend.LinkHandler`."""

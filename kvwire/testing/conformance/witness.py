@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvwire.testing.conformance.content import Memory, pattern
 
@@ -80,7 +80,7 @@ class Witness:
     within_flush: ClassVar[frozenset[str]]
     """The callbacks that may come from inside a flush of the same side."""
 
-    def __init__(self, name: str, subject: object, verdicts: Verdicts) -> None:
+    def __init__(self, name: str, subject: Any, verdicts: Verdicts) -> None:
         self.name = name
         self.begun = False
         self.arrived: list[int] = []
@@ -101,6 +101,12 @@ class Witness:
     def lent(self) -> int:
         """Tokens that have not been given back."""
         return len(self._lent)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that have come in, as the link or the lane says."""
+        count: int = self._subject.received_bytes
+        return count
 
     def forget(self) -> None:
         """Let go of what was lent and will not be given back."""

@@ -82,7 +82,7 @@ async def _nested(rig: Rig) -> None:
         if len(right.sent) < 30:
             right.send(50_000)
 
-    right.on_header = right.on_body = right.on_sent = answer
+    right.on_header = right.on_arrival = right.on_sent = answer
     for _ in range(10):
         left.send(100_000)
     await rig.arrives(right, 10)
@@ -150,7 +150,7 @@ async def _abort_in_header(rig: Rig) -> None:
 @group.check("abort-in-body", "abort in body_received: nothing more is received")
 async def _abort_in_body(rig: Rig) -> None:
     left, right = await rig.pair()
-    right.on_body = lambda landing: right.abort()
+    right.on_arrival = lambda landing: right.abort()
     for _ in range(10):
         left.queue(5)
     left.flush()
@@ -192,7 +192,7 @@ async def _close_in_body(rig: Rig) -> None:
         right.send(landing.head.length)
         right.close()
 
-    right.on_body = answer_and_close
+    right.on_arrival = answer_and_close
     left.send(100_000)
     await rig.closes(left, right)
     require(left.arrived == [0], "the answer was lost")

@@ -73,7 +73,7 @@ def _flush_always(side: LinkSide) -> None:
     def flush(*_: object) -> None:
         side.flush()
 
-    side.on_header = side.on_body = side.on_sent = side.on_writable = flush
+    side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
 
 
 @group.check("closed", "flush on a closed link is harmless")

@@ -65,13 +65,18 @@ async def _all_own(
             )
 
 
-_HOOKS = ("on_header", "on_body", "on_sent", "on_writable")
+_HOOKS = {
+    "header": "on_header",
+    "body": "on_arrival",
+    "sent": "on_sent",
+    "writable": "on_writable",
+}
 
 
 @group.each(
     "raises",
     "A handler that raises in {} loses its link, with the error",
-    {hook.removeprefix("on_"): hook for hook in _HOOKS},
+    _HOOKS,
 )
 async def _raises(rig: Rig, hook: str) -> None:
     victim, peer = await rig.pair()

@@ -105,7 +105,7 @@ async def _echo(rig: Rig) -> None:
         right.queue(landing.head.length, number=landing.head.number)
         right.flush()
 
-    right.on_body = echo
+    right.on_arrival = echo
     for size in (0, 10, 5000, 300_000) * 5:
         left.send(size)
     await _all_arrive(rig, right, left, 20)
@@ -118,7 +118,7 @@ async def _ping_pong(rig: Rig) -> None:
     def echo(landing: KitLanding) -> None:
         right.send(landing.head.length)
 
-    right.on_body = echo
+    right.on_arrival = echo
     for i in range(200):
         left.send(i * 50)
         await rig.arrives(left, i + 1)

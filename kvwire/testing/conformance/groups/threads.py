@@ -81,7 +81,7 @@ async def _echo_until_closed(rig: Rig, right: LinkSide) -> None:
         right.flush()
 
     right.land = lambda head: Memory(head.length, CUTS["uneven"])
-    right.on_body = echo
+    right.on_arrival = echo
     right.start()
     await rig.closes(right)
 
@@ -92,7 +92,7 @@ async def _start_and_wait(rig: Rig, right: LinkSide) -> None:
 
 
 async def _abort_in_body(rig: Rig, right: LinkSide) -> None:
-    right.on_body = lambda landing: right.abort()
+    right.on_arrival = lambda landing: right.abort()
     right.start()
     await rig.closes(right)
 

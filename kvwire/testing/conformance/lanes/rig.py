@@ -56,6 +56,12 @@ class LaneRig(JoinedRig[LaneSide]):
         await self.join(left, right)
         return left, right
 
+    async def held_pair(self) -> tuple[LaneSide, LaneSide]:
+        """See JoinedRig: the right side leaves what comes in its inbox."""
+        left, right = await self.pair()
+        right.holding = True
+        return left, right
+
     def prepare(self) -> tuple[LaneSide, LaneSide]:
         """Both sides of a lane, not joined."""
         self._opened += 1

@@ -56,7 +56,7 @@ class LaneSide(Witness, LaneHandler):
         holding: Whether parcels wait in the inbox until :meth:`take`.
         trusting: Whether what arrives must be what an honest peer would have sent.
         land: Chooses the memory for a payload; None drops it.
-        on_received: Called within ``payload_received``.
+        on_arrival: Called within ``payload_received``.
         across: The other side; set by the rig.
     """
 
@@ -75,7 +75,7 @@ class LaneSide(Witness, LaneHandler):
         self.holding = False
         self.trusting = True
         self.land: Callable[[Parcel], Memory | None] = _new_view
-        self.on_received: Callable[[LaneLanding], None] = nothing
+        self.on_arrival: Callable[[LaneLanding], None] = nothing
         self._landings: list[LaneLanding] = []
 
     # --- what a check does ------------------------------------------------------------
@@ -131,6 +131,11 @@ class LaneSide(Witness, LaneHandler):
         for _ in range(len(self.inbox) if count is None else count):
             self.receive(self.inbox.popleft())
         self.flush()
+
+    def release(self) -> None:
+        """Receive what has waited; see :meth:`LaneRig.held_pair`."""
+        self.holding = False
+        self.take()
 
     def receive(self, parcel: Parcel) -> None:
         """Queue one arrival, as the control link said it.
@@ -202,7 +207,7 @@ class LaneSide(Witness, LaneHandler):
                     bytes_too=self.trusting,
                 )
             self.arrived.append(landing.number)
-            self.on_received(landing)
+            self.on_arrival(landing)
 
     def lane_writable(self, lane: Lane) -> None:
         """See :class:`~kvwire.backend.lane.LaneHandler`."""

@@ -64,7 +64,7 @@ async def _nested(rig: LaneRig) -> None:
             right.flush()
             rig.loop.call_soon(left.take)
 
-    right.on_received = right.on_sent = answer
+    right.on_arrival = right.on_sent = answer
     for _ in range(10):
         left.send(100_000)
     await rig.arrives(right, 10)
@@ -88,7 +88,7 @@ async def _idle(rig: LaneRig) -> None:
 async def _raises_received(rig: LaneRig) -> None:
     left, right = await rig.pair()
     others = await rig.pair()
-    right.on_received = raise_planted
+    right.on_arrival = raise_planted
     with rig.expecting_errors():
         for _ in range(4):
             left.send(100_000)
@@ -130,7 +130,7 @@ async def _raises_closed(rig: LaneRig) -> None:
 @group.check("abort-in-received", "abort in payload_received: nothing more arrives")
 async def _abort_in_received(rig: LaneRig) -> None:
     left, right = await rig.pair()
-    right.on_received = lambda landing: right.abort()
+    right.on_arrival = lambda landing: right.abort()
     for _ in range(10):
         left.queue(100_000)
     left.flush()
@@ -161,7 +161,7 @@ async def _close_in_received(rig: LaneRig) -> None:
         right.flush()
         right.close()
 
-    right.on_received = answer_and_close
+    right.on_arrival = answer_and_close
     left.send(100_000)
     await rig.until(lambda: left.inbox, "the answer is sent")
     left.take()

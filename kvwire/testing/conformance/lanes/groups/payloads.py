@@ -169,6 +169,6 @@ async def _ping_pong(rig: LaneRig) -> None:
         if len(left.arrived) < 20:
             rig.loop.call_soon(left.send, 50_000)
 
-    right.on_received, left.on_received = answer, ask_again
+    right.on_arrival, left.on_arrival = answer, ask_again
     left.send(50_000)
     await rig.arrives(left, 20)

@@ -1,0 +1,1 @@
+"""Checks that are the same for links and for lanes."""

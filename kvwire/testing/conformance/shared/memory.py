@@ -1,0 +1,194 @@
+"""Whose memory it is, and when: lent in the span, untouched outside of it.
+
+Whoever owns memory overwrites it at the first moment it may, as an engine that reuses a
+KV block does. What then arrives wrong, or is overwritten again, was touched too late.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, TypeAlias
+
+from kvwire.limits import KIB, MIB
+from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.testing.conformance.content import CUTS, Bytes, Cut, Memory, pattern
+from kvwire.testing.conformance.growth import require_collected
+from kvwire.testing.conformance.joined import JoinedRig
+from kvwire.testing.conformance.poison import POISON, poison
+
+AnyRig: TypeAlias = JoinedRig[Any]
+
+group: GroupOf[AnyRig] = GroupOf("memory")
+
+
+@group.each("source", "Memory of {} is not read after it was given back", CUTS)
+async def _source(rig: AnyRig, cut: Cut | None) -> None:
+    left, right = await rig.pair()
+    left.on_sent = poison
+    for _ in range(10):
+        left.queue(400_000, cut)
+    left.flush()
+    right.take()
+    await rig.arrives(right, 10)
+    await rig.given_back(left)
+
+
+@group.check("source-late", "The same when the receiver takes its time")
+async def _source_late(rig: AnyRig) -> None:
+    left, right = await rig.held_pair()
+    left.on_sent = poison
+    for number in range(32):
+        left.send(MIB, CUTS["pages"] if number % 2 else None)
+    await rig.settle()
+    right.release()
+    await rig.arrives(right, 32)
+    await rig.given_back(left)
+
+
+@group.check("source-reused", "Memory is sent again and again, refilled when it may be")
+async def _source_reused(rig: AnyRig) -> None:
+    left, right = await rig.pair()
+    memory = Memory(300_000, CUTS["pages"])
+    for number in range(20):
+        memory.fill(pattern(number, 300_000))
+        left.queue(300_000, number=number, memory=memory)
+        left.flush()
+        right.take()
+        await rig.given_back(left)
+    await rig.arrives(right, 20)
+
+
+@group.each("destination", "Memory of {} is not written after it was filled", CUTS)
+async def _destination(rig: AnyRig, cut: Cut | None) -> None:
+    left, right = await rig.pair()
+    landed = landing_in(right, cut)
+    right.on_arrival = poison
+    for _ in range(10):
+        left.queue(100_000)
+    left.flush()
+    right.take()
+    await rig.arrives(right, 10)
+    await rig.settle()
+    require_untouched(landed, "it was filled")
+
+
+@group.check("abort-midway", "After abort and the end the receiver writes nothing")
+async def _abort_midway(rig: AnyRig) -> None:
+    left, right = await rig.pair()
+    landed = landing_in(right, None)
+    for _ in range(6):
+        left.send(4 * MIB)
+    await rig.until(lambda: right.received_bytes > 0, "payload arrives")
+    right.abort()
+    await rig.closes(right)
+    for memory in landed:
+        memory.poison(POISON)
+    await rig.settle()
+    require_untouched(landed, "the end")
+
+
+@group.check("abort-sender", "An aborted sender's memory is free at the end")
+async def _abort_sender(rig: AnyRig) -> None:
+    left, right = await rig.held_pair()
+    tokens = [left.send(MIB, CUTS["pages"]) for _ in range(32)]
+    await rig.settle()
+    left.abort()
+    await rig.closes(left)
+    for token in tokens:
+        poison(token)
+    # What had left before may arrive, but then as it was: each arrival is compared.
+    right.release()
+    await rig.ends(right)
+
+
+@group.check("kept-source", "Lent memory stays alive although its sender drops it")
+async def _kept_source(rig: AnyRig) -> None:
+    left, right = await rig.held_pair()
+    for number in range(8):
+        memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
+        memory.fill(pattern(number, 4 * MIB))
+        left.queue(4 * MIB, memory=memory).memory = None
+        left.flush()
+        del memory
+    gc.collect()
+    right.release()
+    await rig.arrives(right, 8)
+
+
+async def _idle_after_traffic(rig: AnyRig) -> tuple[Any, Any, list[weakref.ref[Bytes]]]:
+    """A pair over which payloads of all kinds went, and references to their memory."""
+    left, right = await rig.pair()
+    seen: list[weakref.ref[Bytes]] = []
+
+    def land(item: Any) -> Memory:
+        memory = Memory(item.length, CUTS["pages"] if item.number % 2 else None)
+        seen.append(memory.alive)
+        return memory
+
+    right.land = land
+    for number in range(8):
+        memory = Memory(200 * KIB, CUTS["uneven"] if number % 3 else None)
+        memory.fill(pattern(number, 200 * KIB))
+        seen.append(memory.alive)
+        left.queue(200 * KIB, memory=memory)
+        del memory
+    left.flush()
+    right.take()
+    await rig.arrives(right, 8)
+    await rig.given_back(left)
+    await rig.settle()
+    return left, right, seen
+
+
+@group.check("released-idle", "What is idle keeps no payload memory alive")
+async def _released_idle(rig: AnyRig) -> None:
+    left, right, seen = await _idle_after_traffic(rig)
+    require_collected(seen, "payloads")
+    require(not left.closed and not right.closed, "it closed")
+
+
+@group.check("released-closed", "What has closed keeps no payload memory alive")
+async def _released_closed(rig: AnyRig) -> None:
+    left, right, seen = await _idle_after_traffic(rig)
+    left.close()
+    right.close()
+    await rig.closes(left, right)
+    require_collected(seen, "payloads")
+
+
+@group.check("released-aborted", "What was aborted keeps no queued memory alive")
+async def _released_aborted(rig: AnyRig) -> None:
+    left, right = await rig.held_pair()
+    seen = []
+    for number in range(16):
+        memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
+        seen.append(memory.alive)
+        left.queue(4 * MIB, memory=memory)
+        left.flush()
+        del memory
+    left.abort()
+    await rig.closes(left)
+    left.forget()
+    right.abort()
+    await rig.closes(*(side for side in (right,) if side.begun))
+    await rig.settle()
+    require_collected(seen, "payloads")
+
+
+def landing_in(side: Any, cut: Cut | None) -> list[Memory]:
+    """Have a side land payloads in memory of its own; the list gets all of it."""
+    landed: list[Memory] = []
+
+    def land(item: Any) -> Memory:
+        landed.append(Memory(item.length, cut))
+        return landed[-1]
+
+    side.land = land
+    return landed
+
+
+def require_untouched(landed: list[Memory], since: str) -> None:
+    """Fail the check unless all of it is still poison."""
+    whole = all(memory.is_all(POISON) for memory in landed)
+    require(whole, f"a destination was written after {since}")
