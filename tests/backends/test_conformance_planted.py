@@ -207,7 +207,7 @@ def holds_the_last_payload(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "done", hold)
 
 
-@caught_by("memory.released-closed", "memory.released-aborted", "leak.link")
+@caught_by("memory.released-closed", "memory.released-aborted", "leak.collected")
 def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
     send = InprocLink.send
@@ -271,7 +271,7 @@ def reenters_a_handler(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "send", eager)
 
 
-@caught_by("order.ping-pong", "callback.sent-eventually")
+@caught_by("order.ping-pong", "callback.unasked")
 def calls_back_on_another_thread(patch: pytest.MonkeyPatch) -> None:
     turn = InprocLink._turn
 

@@ -388,7 +388,7 @@ def leaks_a_task_for_each_join(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "join", leaky)
 
 
-@caught_by("leak.lane", "memory.released-closed")
+@caught_by("leak.collected", "memory.released-closed")
 def keeps_lanes_that_ended(patch: pytest.MonkeyPatch) -> None:
     kept: list[object] = []
     send = InprocLane.send

@@ -8,9 +8,11 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import Memory
 from kvwire.testing.conformance.rig import Group, Rig
+from kvwire.testing.conformance.shared import aborting as shared
 from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("abort")
+group.include(shared.group)
 
 Stage = Callable[[Rig, LinkSide, LinkSide], Awaitable[None]]
 
@@ -114,27 +116,6 @@ async def _unstarted_both(rig: Rig) -> None:
     await rig.settle()
 
 
-@group.check("twice", "abort a second time does no harm, nor does close")
-async def _twice(rig: Rig) -> None:
-    left, right = await rig.pair()
-    left.abort()
-    left.abort()
-    left.close()
-    await rig.closes(left, right)
-    left.abort()
-    await rig.settle()
-
-
-@group.check("both", "Both sides abort at once")
-async def _both_check(rig: Rig) -> None:
-    left, right = await rig.pair()
-    left.send(MIB)
-    right.send(MIB)
-    left.abort()
-    right.abort()
-    await rig.closes(left, right)
-
-
 @group.check("send-after", "send and flush after abort do nothing")
 async def _send_after(rig: Rig) -> None:
     left, right = await rig.pair()
@@ -187,17 +168,3 @@ async def _bulk_told(rig: Rig) -> None:
     right.abort()
     await rig.closes(left)
     require(left.closed[0] is not None, "the end was clean, and frames were lost")
-
-
-@group.check("others-live", "Aborting one link leaves the others alone")
-async def _others_live(rig: Rig) -> None:
-    victim, peer = await rig.pair()
-    left, right = await rig.pair()
-    victim.send(16 * MIB)
-    left.queue(3 * MIB)
-    victim.abort()
-    left.flush()
-    await rig.closes(victim, peer)
-    await rig.arrives(right, 1)
-    require(not left.closed, "left was closed")
-    require(not right.closed, "right was closed")

@@ -9,10 +9,11 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.rig import Group, Rig
+from kvwire.testing.conformance.shared import callbacks as shared
 from kvwire.testing.conformance.side import KitLanding
-from kvwire.testing.conformance.witness import Token
 
 group: Group = Group("callback")
+group.include(shared.group)
 
 
 @group.check("start", "start calls nothing, although frames wait")
@@ -113,29 +114,6 @@ async def _sent_untokened(rig: Rig) -> None:
     require(not left.sent, "frame_sent was called")
 
 
-@group.check("sent-eventually", "frame_sent needs no further call from the sender")
-async def _sent_eventually(rig: Rig) -> None:
-    left, right = await rig.pair(start_right=False)
-    for _ in range(16):
-        left.send(2 * MIB)
-    await rig.settle()
-    right.start()
-    await rig.given_back(left)
-    await rig.arrives(right, 16)
-
-
-@group.check("idle", "A link on which nothing happens calls nothing")
-async def _idle(rig: Rig) -> None:
-    left, right = await rig.pair()
-    left.send(10)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
-    before = (right.arrived[:], len(left.sent), left.writable, right.writable)
-    await rig.settle()
-    after = (right.arrived[:], len(left.sent), left.writable, right.writable)
-    require(before == after, f"{before} became {after}")
-
-
 @group.check("abort-in-header", "abort in header_received: the landing is ignored")
 async def _abort_in_header(rig: Rig) -> None:
     left, right = await rig.pair()
@@ -145,31 +123,6 @@ async def _abort_in_header(rig: Rig) -> None:
     left.send(100_000)
     await rig.closes(right, left)
     require(not right.arrived, "body_received came after abort")
-
-
-@group.check("abort-in-body", "abort in body_received: nothing more is received")
-async def _abort_in_body(rig: Rig) -> None:
-    left, right = await rig.pair()
-    right.on_arrival = lambda landing: right.abort()
-    for _ in range(10):
-        left.queue(5)
-    left.flush()
-    await rig.closes(right, left)
-    require(len(right.arrived) == 1, f"{len(right.arrived)} frames came")
-
-
-@group.check("abort-in-sent", "abort in frame_sent ends both sides")
-async def _abort_in_sent(rig: Rig) -> None:
-    left, right = await rig.pair()
-
-    def abort(_: Token) -> None:
-        left.abort()
-
-    left.on_sent = abort
-    for _ in range(10):
-        left.queue(1000)
-    left.flush()
-    await rig.closes(left, right)
 
 
 @group.check("abort-in-writable", "abort in link_writable ends the link")

@@ -94,19 +94,6 @@ async def _raises(rig: Rig, hook: str) -> None:
     await rig.arrives(right, 1)
 
 
-@group.check("raises-closed", "A handler that raises in link_closed harms nobody")
-async def _raises_closed(rig: Rig) -> None:
-    victim, peer = await rig.pair()
-    left, right = await rig.pair()
-    victim.on_closed = raise_planted
-    with rig.expecting_errors():
-        victim.abort()
-        await rig.closes(victim, peer)
-        await rig.settle()
-    left.send(MIB)
-    await rig.arrives(right, 1)
-
-
 _MISFITS = {"shorter": -1, "longer": 1}
 
 

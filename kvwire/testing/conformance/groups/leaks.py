@@ -7,28 +7,21 @@ might leave a little each time, and look for what only shows in numbers.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
-from kvwire.testing.conformance.growth import require_collected, require_no_growth
+from kvwire.testing.conformance.growth import require_no_growth
 from kvwire.testing.conformance.rig import Group, Rig
+from kvwire.testing.conformance.shared import leaks as shared
 
 group: Group = Group("leak")
+group.include(shared.group)
 
 _CYCLES = 30
 # Caches may fill once. What is looked for grows with every cycle, or with every fifth.
 _TOLERANCE = 4
 
 Cycle = Callable[[Rig], Awaitable[None]]
-
-
-async def _exchange_and_close(rig: Rig) -> None:
-    left, right = await rig.pair()
-    left.send(100_000)
-    await rig.arrives(right, 1)
-    left.close()
-    await rig.closes(left, right)
 
 
 async def _abort_midway(rig: Rig) -> None:
@@ -70,7 +63,7 @@ async def _unaccepted(rig: Rig) -> None:
 
 
 _WAYS: dict[str, Cycle] = {
-    "closed": _exchange_and_close,
+    "closed": shared.exchange_and_close,
     "aborted": _abort_midway,
     "unstarted": _never_start,
     "listened": _listen_and_close,
@@ -89,19 +82,3 @@ async def _cycles(rig: Rig, cycle: Cycle) -> None:
 async def _run(rig: Rig, cycle: Cycle) -> None:
     await cycle(rig)
     await rig.settle()
-
-
-@group.check("link", "A link that ended is collected, and so is its handler")
-async def _link(rig: Rig) -> None:
-    await rig.pair()
-    left, right = await rig.pair()
-    left.send(100_000)
-    await rig.arrives(right, 1)
-    left.close()
-    await rig.closes(left, right)
-    await rig.settle()
-    alive = [weakref.ref(side) for side in (left, right)]
-    rig.forget(left, right)
-    del left, right
-    await rig.settle()
-    require_collected(alive, "handlers")

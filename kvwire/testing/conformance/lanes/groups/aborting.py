@@ -9,8 +9,10 @@ from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
 from kvwire.testing.conformance.lanes.side import LaneSide
+from kvwire.testing.conformance.shared import aborting as shared
 
 group: LaneGroup = LaneGroup("abort")
+group.include(shared.group)
 
 Stage = Callable[[LaneRig, LaneSide, LaneSide], Awaitable[None]]
 
@@ -110,28 +112,6 @@ async def _peer(rig: LaneRig, stage: Stage) -> None:
     await rig.closes(left)
 
 
-@group.check("twice", "abort a second time does no harm, nor does close")
-async def _twice(rig: LaneRig) -> None:
-    left, _right = await rig.pair()
-    left.abort()
-    left.abort()
-    left.close()
-    await rig.closes(left)
-    left.abort()
-    await rig.settle()
-    require(len(left.closed) == 1, f"lane_closed came {len(left.closed)} times")
-
-
-@group.check("both", "Both sides abort at once")
-async def _both(rig: LaneRig) -> None:
-    left, right = await rig.pair()
-    left.send(MIB)
-    right.send(MIB)
-    left.abort()
-    right.abort()
-    await rig.closes(left, right)
-
-
 @group.check("calls-after", "send, receive and flush after abort do nothing")
 async def _calls_after(rig: LaneRig) -> None:
     left, right = await rig.pair()
@@ -144,16 +124,3 @@ async def _calls_after(rig: LaneRig) -> None:
     await rig.closes(left)
     require(not left.arrived, "a payload arrived after abort")
     right.inbox.clear()
-
-
-@group.check("others-live", "Aborting one lane leaves the others alone")
-async def _others_live(rig: LaneRig) -> None:
-    victim, _peer = await rig.pair()
-    left, right = await rig.pair()
-    victim.send(16 * MIB)
-    for _ in range(4):
-        left.send(MIB)
-    victim.abort()
-    await rig.closes(victim)
-    await rig.arrives(right, 4)
-    require(not left.closed and not right.closed, "the other lane closed too")

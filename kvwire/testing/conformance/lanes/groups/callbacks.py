@@ -8,8 +8,10 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import Planted, raise_planted, require
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
+from kvwire.testing.conformance.shared import callbacks as shared
 
 group: LaneGroup = LaneGroup("callback")
+group.include(shared.group)
 
 
 @group.check("unflushed", "send and receive call nothing, however much is there")
@@ -42,18 +44,6 @@ async def _once(rig: LaneRig) -> None:
     require(len(right.arrived) == 16, f"{len(right.arrived)} of payload_received")
 
 
-@group.check("unasked", "A sender needs no further call to be told what was sent")
-async def _unasked(rig: LaneRig) -> None:
-    left, right = await rig.pair()
-    right.holding = True
-    for _ in range(16):
-        left.send(2 * MIB)
-    await rig.settle()
-    right.take()
-    await rig.given_back(left)
-    await rig.arrives(right, 16)
-
-
 @group.check("nested", "A handler may send from each callback")
 async def _nested(rig: LaneRig) -> None:
     left, right = await rig.pair()
@@ -70,18 +60,6 @@ async def _nested(rig: LaneRig) -> None:
     await rig.arrives(right, 10)
     await rig.arrives(left, 30)
     await rig.given_back(right)
-
-
-@group.check("idle", "A lane on which nothing happens calls nothing")
-async def _idle(rig: LaneRig) -> None:
-    left, right = await rig.pair()
-    left.send(100_000)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
-    before = (right.arrived[:], len(left.sent), left.writable, right.writable)
-    await rig.settle()
-    after = (right.arrived[:], len(left.sent), left.writable, right.writable)
-    require(before == after, f"{before} became {after}")
 
 
 @group.check("raises-received", "A handler that raises in payload_received loses it")
@@ -112,44 +90,6 @@ async def _raises_sent(rig: LaneRig) -> None:
     require(isinstance(left.closed[0], Planted), f"told {left.closed[0]!r}")
     require(len(left.sent) == 1, f"{len(left.sent)} calls came after it")
     require(len(right.arrived) <= 4, f"{len(right.arrived)} payloads of 4 arrived")
-
-
-@group.check("raises-closed", "A handler that raises in lane_closed harms nobody")
-async def _raises_closed(rig: LaneRig) -> None:
-    victim, _peer = await rig.pair()
-    left, right = await rig.pair()
-    victim.on_closed = raise_planted
-    with rig.expecting_errors():
-        victim.abort()
-        await rig.closes(victim)
-        await rig.settle()
-    left.send(MIB)
-    await rig.arrives(right, 1)
-
-
-@group.check("abort-in-received", "abort in payload_received: nothing more arrives")
-async def _abort_in_received(rig: LaneRig) -> None:
-    left, right = await rig.pair()
-    right.on_arrival = lambda landing: right.abort()
-    for _ in range(10):
-        left.queue(100_000)
-    left.flush()
-    right.take()
-    await rig.closes(right)
-    require(len(right.arrived) == 1, f"{len(right.arrived)} payloads came")
-
-
-@group.check("abort-in-sent", "abort in payload_sent ends the lane")
-async def _abort_in_sent(rig: LaneRig) -> None:
-    left, right = await rig.pair()
-    left.on_sent = lambda token: left.abort()
-    for _ in range(10):
-        left.queue(100_000)
-    left.flush()
-    right.take()
-    await rig.closes(left)
-    require(left.closed == [None], f"lane_closed was told {left.closed[0]!r}")
-    await rig.ends(right)
 
 
 @group.check("close-in-received", "close in payload_received lets the answer through")

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Awaitable, Callable
 
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import MIB
-from kvwire.testing.conformance.growth import require_collected, require_no_growth
+from kvwire.testing.conformance.growth import require_no_growth
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
+from kvwire.testing.conformance.shared import leaks as shared
 
 group: LaneGroup = LaneGroup("leak")
+group.include(shared.group)
 
 _CYCLES = 20
 # Caches may fill once. What is looked for grows with every cycle, or with every fifth.
 _TOLERANCE = 3
 
 Cycle = Callable[[LaneRig], Awaitable[None]]
-
-
-async def _exchange_and_close(rig: LaneRig) -> None:
-    left, right = await rig.pair()
-    left.send(100_000)
-    await rig.arrives(right, 1)
-    left.close()
-    right.close()
-    await rig.closes(left, right)
 
 
 async def _abort_midway(rig: LaneRig) -> None:
@@ -54,7 +46,7 @@ async def _refused(rig: LaneRig) -> None:
 
 
 _WAYS: dict[str, Cycle] = {
-    "closed": _exchange_and_close,
+    "closed": shared.exchange_and_close,
     "aborted": _abort_midway,
     "unjoined": _never_join,
     "refused": _refused,
@@ -75,20 +67,3 @@ async def _run(rig: LaneRig, cycle: Cycle) -> None:
     await rig.closes(*(side for side in rig.sides if side.begun))
     rig.forget(*rig.sides)
     await rig.settle()
-
-
-@group.check("lane", "A lane that ended is collected, and so is its handler")
-async def _lane(rig: LaneRig) -> None:
-    await rig.pair()
-    left, right = await rig.pair()
-    left.send(100_000)
-    await rig.arrives(right, 1)
-    left.close()
-    right.close()
-    await rig.closes(left, right)
-    await rig.settle()
-    alive = [weakref.ref(side) for side in (left, right)]
-    rig.forget(left, right)
-    del left, right
-    await rig.settle()
-    require_collected(alive, "handlers")
