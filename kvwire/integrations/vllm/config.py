@@ -22,7 +22,13 @@ REQUEST: Final = "request"
 # 4 MiB (docs/topics/vllm.md).
 GROUP_BYTES: Final = 4 * MIB
 
-_CHOICES: Final = {"mode": (PULL, PUSH), "stream": (LAYER, CHUNK, REQUEST)}
+# vLLM's names of how layers, blocks, heads and tokens follow each other in memory.
+LAYOUTS: Final = ("", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+_CHOICES: Final = {
+    "mode": (PULL, PUSH),
+    "stream": (LAYER, CHUNK, REQUEST),
+    "layout": LAYOUTS,
+}
 
 
 def _is_text(value: object) -> bool:
@@ -69,6 +75,8 @@ class VllmSettings:
             go out together, up to four times as much; the last one goes alone.
         gate_layers: So many last layers may still be on their way when decode begins;
             its forward pass waits for each in turn. 0: it begins when all are here.
+        layout: Which of its memory layouts vLLM is asked for, such as ``"BLHNC"``,
+            where all layers of a block lie together; "" for its own choice.
         peers: Addresses of other engines' ranks that requests may name. Without it:
             those that somebody with the key of ``psk_file`` has signed, and with trust
             ``"loopback"`` any of this host.
@@ -85,6 +93,7 @@ class VllmSettings:
     stream: str = LAYER
     group_bytes: int = GROUP_BYTES
     gate_layers: int = 0
+    layout: str = ""
     peers: Sequence[str] = ()
     fingerprint: str = ""
     load_timeout_s: float = 300.0
@@ -96,7 +105,7 @@ class VllmSettings:
             if value not in choices:
                 raise UsageError(
                     f"kv_connector_extra_config: {name}={value!r} is none of "
-                    f"{', '.join(choices)}"
+                    f"{', '.join(filter(None, choices))}"
                 )
         for name, (fits, what) in _VALUES.items():
             if not fits(getattr(self, name)):
@@ -110,6 +119,10 @@ class VllmSettings:
     def needs_layer_hooks(self) -> bool:
         """Tell whether layers need hooks, so no full CUDA graphs."""
         return self.stream == LAYER or self.gate_layers > 0
+
+    def beside(self, ranks: int) -> VllmSettings:
+        """Return the settings of an engine that listens behind so many ranks."""
+        return dataclasses.replace(self, listen=str(self.address(ranks)))
 
     def address(self, rank: int) -> Address:
         """Return where a rank listens."""

@@ -64,7 +64,8 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         shapes = cache_shapes(vllm_config, kv_cache_config)
-        groups = "; ".join(shape.kind for shape in shapes)
+        # With blocks of another size hashes have other names, and none would be found.
+        groups = "; ".join(f"{one.kind}, by {one.block_tokens}" for one in shapes)
         self._settings, config = read_settings(
             transfer.kv_connector_extra_config,
             {"vllm_model": model_digest(vllm_config), "vllm_groups": groups},
@@ -81,15 +82,17 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 self._settings, shapes, References.of(config, self._settings.peers)
             )
             return
-        rank = vllm_config.parallel_config.rank % shapes[0].ranks
+        parallel = vllm_config.parallel_config
+        rank = parallel.rank % shapes[0].ranks
+        # Engines of a data-parallel group have one configuration.
+        before = (getattr(parallel, "data_parallel_index", 0) or 0) * shapes[0].ranks
+        self._settings = self._settings.beside(before)
         said = {"rank": rank, "fingerprint": self._settings.fingerprint}
         shapes = tuple(dataclasses.replace(shape, **said) for shape in shapes)
         config = _with_own_gpu(config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
-        self._worker = WorkerSide(
-            self._worker_settings(vllm_config.parallel_config), config, shapes
-        )
+        self._worker = WorkerSide(self._worker_settings(parallel), config, shapes)
 
     # --- scheduler --------------------------------------------------------------------
 
@@ -216,6 +219,13 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         """See vLLM."""
         settings, _ = read_settings(extra_config, {})
         return settings.needs_layer_hooks
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """See vLLM."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        settings, _ = read_settings(extra, {})
+        return settings.layout or None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

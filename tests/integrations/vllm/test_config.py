@@ -31,6 +31,7 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"gate_layers": -1}, "gate_layers=-1"),
         ({"gate_layers": True}, "gate_layers=True"),
         ({"fence_s": 0}, "fence_s=0"),
+        ({"layout": "NHD"}, "layout='NHD' is none of LBHNC, LBNHC"),
         ({"peers": "a:1"}, "peers='a:1': a list of addresses"),
         ({"peers": ["a"]}, "no port"),
         ({"lease": 5}, "did you mean 'lease_s'"),
@@ -46,6 +47,7 @@ def test_ranks_listen_beside_each_other() -> None:
     settings = VllmSettings(listen="127.0.0.1:7400")
     assert str(settings.address(3)) == "tcp://127.0.0.1:7403"
     assert str(VllmSettings().address(3)) == "tcp://127.0.0.1:0"
+    assert str(settings.beside(4).address(3)) == "tcp://127.0.0.1:7407"
 
 
 def test_what_peers_are_told() -> None:

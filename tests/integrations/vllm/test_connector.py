@@ -34,8 +34,10 @@ with warnings.catch_warnings():
 
     from kvwire.config import Config
     from kvwire.integrations.vllm.caches import cache_shapes, find_layout
+    from kvwire.integrations.vllm.config import LAYOUTS
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from tests.integrations.vllm.fakes import ORDERS
+    from tests.integrations.vllm.serving import free_port
 
 SIZES = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
 
@@ -76,6 +78,24 @@ def worker(**parallel: Any) -> Iterator[KvwireConnector]:
     made = KvwireConnector(said, KVConnectorRole.WORKER, caches)
     yield made
     made.shutdown()
+
+
+def test_the_second_engine_of_a_group_listens_behind_the_first() -> None:
+    port = free_port()
+    said, caches = configs(attention(), data_parallel_index=3)
+    extra = {"listen": f"127.0.0.1:{port}"}
+    said.kv_transfer_config.kv_connector_extra_config = extra
+    made = KvwireConnector(said, KVConnectorRole.WORKER, caches)
+    assert made.get_handshake_metadata().address == f"tcp://127.0.0.1:{port + 3}"
+    made.shutdown()
+
+
+def test_the_layout_that_is_asked_for() -> None:
+    assert {"", *ORDERS} == set(LAYOUTS)
+    said, _ = configs(attention())
+    assert KvwireConnector.get_required_kvcache_layout(said) is None
+    said.kv_transfer_config.kv_connector_extra_config = {"layout": "BLHNC"}
+    assert KvwireConnector.get_required_kvcache_layout(said) == "BLHNC"
 
 
 def test_the_orders_of_the_tests_are_those_of_vllm() -> None:

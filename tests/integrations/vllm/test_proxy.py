@@ -206,6 +206,25 @@ async def test_in_sequence_decode_waits_for_prefill() -> None:
     assert engines.hosts() == ["p1", "d1"]
 
 
+async def test_in_sequence_prefill_says_where_the_kv_is() -> None:
+    """Such as in which of the engines that one server has."""
+    where = {"transfer_id": "x", "remote": ["p1:9"], "signature": "00"}
+
+    async def prefill(_: dict[str, Any]) -> httpx.Response:
+        return answer(200, {"kv_transfer_params": where})
+
+    engines = Engines(p1=prefill)
+    assert (await post(app(engines, IN_SEQUENCE))).status_code == 200
+    assert engines.params("d1") == [where]
+
+
+async def test_engines_hear_nothing_of_each_other_from_clients() -> None:
+    body = {**ASK, "n": 2, "kv_transfer_params": {"do_remote_prefill": True}}
+    engines = Engines()
+    assert (await post(app(engines), body)).status_code == 200
+    assert engines.params("d1") == [None]
+
+
 async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
     decode_asked = asyncio.Event()
 

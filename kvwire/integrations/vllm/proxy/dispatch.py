@@ -201,9 +201,10 @@ class Dispatcher:
         computed = asyncio.ensure_future(self._compute(prefill, asked, body))
         # Its answer comes about when decode's does; it is not cut off for that.
         attempt.push_async_callback(_ended, computed)
-        if self._order == IN_SEQUENCE:
-            await computed
         body = for_decode(asked.body, prefill, *named)
+        if self._order == IN_SEQUENCE:
+            # It knows best which of its engines has computed the prompt, and where.
+            body |= {"kv_transfer_params": await computed or body["kv_transfer_params"]}
         answer = asyncio.ensure_future(self._answer(decode, asked, body, attempt))
         try:
             return await _first_of(answer, computed)
@@ -213,7 +214,8 @@ class Dispatcher:
 
     async def _compute(
         self, engine: VllmServer, asked: ClientRequest, body: dict[str, Any]
-    ) -> None:
+    ) -> Any:
+        """Have a prompt computed; return where its KV is, if the engine says so."""
         try:
             said = await self._client.post(
                 engine.url + asked.path, json=body, headers=asked.headers
@@ -222,6 +224,9 @@ class Dispatcher:
             raise EngineFailed(engine, _said(exc)) from None
         if said.is_error:
             raise EngineFailed(engine, _quoted(said.content), said.status_code)
+        with contextlib.suppress(ValueError, AttributeError):
+            return said.json().get("kv_transfer_params")
+        return None
 
     async def _answer(
         self,
@@ -254,7 +259,7 @@ async def _chained(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[b
 
 
 async def _first_of(
-    answer: asyncio.Future[EngineResponse], computed: asyncio.Future[None]
+    answer: asyncio.Future[EngineResponse], computed: asyncio.Future[Any]
 ) -> EngineResponse:
     """Return the answer, unless prefill fails before it begins."""
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)

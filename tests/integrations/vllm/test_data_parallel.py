@@ -1,0 +1,72 @@
+"""A real server of two data-parallel engines, and one that decodes.
+
+`make test-vllm` runs this; without vLLM every test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.waiting import eventually
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.serving import engine, prompt, tokens_of
+
+pytestmark = pytest.mark.timeout(900)
+FETCHED = "vllm:external_prefix_cache_hits_total"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two engines behind one address, and one."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = make_model("gqa", folder)
+    transfer = {"lease_s": 60.0, "require": ["tcp"]}
+    twice = ("--data-parallel-size", "2")
+    together = {**transfer, "layout": "BLHNC"}
+    made = [
+        engine(model, folder, "prefill", 0, together, *twice),
+        engine(model, folder, "decode", 1, transfer),
+    ]
+    made[0].environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    with running(*made):
+        yield Pair(*made)
+
+
+def test_vllm_hears_which_layout_is_wanted(pair: Pair) -> None:
+    """On CPUs it has no other than its own, and says so."""
+    asked = "KV connector cache layout BLHNC"
+    assert asked in pair.prefill.log.read_text(errors="replace")
+    assert asked not in pair.decode.log.read_text(errors="replace")
+
+
+def test_tokens_are_those_of_local_generation(pair: Pair) -> None:
+    """Decode finds each prompt with the engine that has computed it."""
+    prompts = [prompt(100 * size, seed=1) for size in range(1, 9)]
+    sends = {"do_remote_decode": True}
+    hits = pair.decode.metric(FETCHED)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(
+            pool.map(
+                lambda ids: pair.prefill.generate(ids, 1, kv_transfer_params=sends),
+                prompts,
+            )
+        )
+    found = [answer["kv_transfer_params"] for answer in answers]
+    assert len({one["remote"][0] for one in found}) == 2
+    for ids, where in zip(prompts, found, strict=True):
+        answer = pair.decode.generate(ids, kv_transfer_params=where)
+        assert tokens_of(answer) == pair.local(ids)
+    assert pair.decode.metric(FETCHED) - hits == sum(map(len, prompts))
+    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
