@@ -207,7 +207,8 @@ class Duplex(ABC):
             self._wait_for_room()
         elif self._wire.unsent and not self._waiting:
             self._transmit()  # what TLS has answered by itself
-        self._receive_more()
+        if self._wire.more:
+            self._receive_more()
 
     def _receive_more(self) -> None:
         """See to it that what the wire holds is received, in a turn of its own."""

@@ -18,7 +18,8 @@ from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.pending_lanes import PendingLanes
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble
 from kvwire_tcp.reader import FrameHandler, FrameReader
-from kvwire_tcp.wire import Wire
+from kvwire_tcp.wire import PlainWire, Wire
+from kvwire_tcp.writer import JOINED_BYTES_MAX
 
 
 class TcpLink(Duplex, Link):
@@ -91,6 +92,37 @@ class TcpLink(Duplex, Link):
         if not self._closing:
             self._queue.push(header, payload, token)
 
+    def send_now(self, header: bytes, payload: Payload | None = None) -> None:
+        """See :class:`~kvwire.backend.Link`; what the kernel takes meets no queue."""
+        queue, wire = self._queue, self._wire
+        if (
+            queue.nbytes
+            or self._closing
+            or self._transmitting
+            or not isinstance(wire, PlainWire)
+            or (payload is not None and payload.nbytes > JOINED_BYTES_MAX)
+        ):
+            self.send(header, payload)
+            self.flush()
+            return
+        frame = header
+        if payload is not None:
+            assert isinstance(payload, memoryview)
+            frame = b"".join((header, payload))
+        try:
+            taken = wire.send(frame)
+        except (BlockingIOError, InterruptedError):
+            taken = 0
+        except OSError as exc:
+            self._socket_failed(exc)
+            return
+        if taken == len(frame):
+            queue.sent_bytes += taken
+        else:
+            queue.push(header, payload, None)
+            queue.taken(taken)
+            self._wait_for_room()
+
     def pause(self) -> None:
         """See :class:`~kvwire.backend.Link`."""
         self._frames.paused = True
@@ -114,14 +146,16 @@ class TcpLink(Duplex, Link):
         self._pending_lanes.claim_socket(wire, self._remote, preamble)
 
     def _on_readable(self) -> None:
-        if self._frames.waits:
+        if self._frames.paused and self._frames.waits:
             self._watching = False
             self._loop.remove_reader(self._sock)
         else:
             super()._on_readable()
 
     def _receive(self) -> bool:
-        return not self._frames.waits and super()._receive()
+        if self._frames.paused and self._frames.waits:
+            return False
+        return super()._receive()
 
     def _go_on(self) -> None:
         """Hand over what came while it was paused, and look at the socket again."""

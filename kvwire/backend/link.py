@@ -202,6 +202,11 @@ class Link(ABC):
     def flush(self) -> None:
         """Move as much of the queue as the transport takes now; never blocks."""
 
+    def send_now(self, header: bytes, payload: Payload | None = None) -> None:
+        """Send one small frame, as ``send`` without a token and ``flush`` do."""
+        self.send(header, payload)
+        self.flush()
+
     @abstractmethod
     def close(self) -> None:
         """Send what is queued, then end the link. More than one call does no harm."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
-from kvwire.driver.checksums import ChecksumPolicy, arrived, landing_for
+from kvwire.driver.checksums import ChecksumPolicy, arrived, landing_for, matches
 from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.scheduler import LaneScheduler
@@ -182,8 +182,11 @@ class ConnectionDriver(LinkHandler):
                 if core.speak_by is not None and core.speak_by < self._timer_at:
                     self.set_timer()
             else:
-                intact = arrived(payload, landing.place, arrival.header)
-                if payload is not landing.place:
+                header = arrival.header
+                if payload is landing.place:
+                    intact = matches(payload, header)
+                else:
+                    intact = arrived(payload, landing.place, header)
                     self._copies.give_back(arrival)
                 if arrival.place is ChunkPlace.HOLD and intact:
                     assert arrival.buffer is not None
@@ -241,18 +244,11 @@ class ConnectionDriver(LinkHandler):
     def has_room(self) -> bool:
         """Tell whether a message can be handed to the link now.
 
-        Not while it is full. Nor from within an event: a frame that another event has
-        caused may wait, and has the number before that of the message.
+        Not while it is full: then no message makes the queue too long. Nor from within
+        an event: a frame that another event has caused may wait, and has the number
+        before that of the message.
         """
         return not self._running and self.link.queued_bytes < LINK_QUEUE_BYTES
-
-    def send_eager(self, header: bytes, payload: memoryview | None) -> None:
-        """Send a message whose header the core has just given; its memory is free.
-
-        Only while there is room: then no message makes the queue too long.
-        """
-        self.link.send(header, payload)
-        self.link.flush()
 
     def set_timer(self) -> None:
         """Set the timer to when the core wants to look at the clock."""

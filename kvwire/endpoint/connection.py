@@ -165,7 +165,8 @@ class ConnectionState:
             except ConnectionClosed as exc:
                 return RequestState.failed(exc)
             if header is not None:
-                self.driver.send_eager(header, payload if nbytes else None)
+                # Its memory is free when this returns.
+                self.driver.link.send_now(header, payload if nbytes else None)
                 return RequestState.completed(nbytes)
         _check_size(nbytes)
         post = partial(self._message, self.core.send, tag, payload, at)

@@ -145,8 +145,9 @@ class ChunkMover:
     @property
     def sending(self) -> bool:
         """Tell whether there may be a chunk to send."""
-        some = self._scheduler.count or self._again
-        return bool(some) and len(self._leaving) < LINK_CHUNKS_MAX
+        if not self._scheduler.count and not self._again:
+            return False
+        return len(self._leaving) < LINK_CHUNKS_MAX
 
     @property
     def due_bytes(self) -> int:

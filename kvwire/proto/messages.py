@@ -133,7 +133,8 @@ class Messages:
         self._posted.setdefault(request.tag, deque()).append(  # bounded: REQUESTS_MAX
             request
         )
-        self._meet(request.tag)
+        if request.tag in self._waiting:
+            self._meet(request.tag)
 
     def withdraw(self, request: RequestRecord) -> bool:
         """Take back a receive that has not met its message; False if it has."""

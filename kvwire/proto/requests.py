@@ -159,17 +159,20 @@ class RequestTable:
         request.wire_id = RequestId(self._next_id)
         self._ours[self._next_id] = request  # bounded: REQUESTS_MAX
         self._next_id += 2
-        self._note_deadline(request)
+        if request.deadline is not None:
+            self._note_deadline(request)
 
     def post(self, request: RequestRecord) -> None:
         """Keep a RECV that has no match yet."""
         self._unmatched[id(request)] = request  # bounded: REQUESTS_MAX
-        self._note_deadline(request)
+        if request.deadline is not None:
+            self._note_deadline(request)
 
     def set_deadline(self, request: RequestRecord, deadline: float | None) -> None:
         """Let a request that is open expire."""
         request.deadline = deadline
-        self._note_deadline(request)
+        if deadline is not None:
+            self._note_deadline(request)
 
     def match(self, request: RequestRecord, wire_id: RequestId) -> None:
         """Give a RECV the number of the message it has met."""
@@ -283,8 +286,7 @@ class RequestTable:
         )
 
     def _note_deadline(self, request: RequestRecord) -> None:
-        if request.deadline is None:
-            return
+        assert request.deadline is not None
         if len(self._deadlines) >= self._deadlines_max:
             # Most requests end long before their deadlines.
             self._deadlines = [entry for entry in self._deadlines if _stands(entry)]

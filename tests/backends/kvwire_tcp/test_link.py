@@ -12,6 +12,7 @@ from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB, WAKEUP_BYTES
 from kvwire_tcp.duplex import CALLS_PER_WAKEUP
 from kvwire_tcp.reader import SCRATCH_BYTES
+from kvwire_tcp.wire import PlainWire
 from kvwire_tcp.writer import JOINED_BYTES_MAX
 from tests.backends.kvwire_tcp.recorder import (
     DROP,
@@ -53,6 +54,64 @@ async def test_nothing_moves_before_flush() -> None:
         pair.near.flush()
         assert pair.near.queued_bytes == 0
         assert pair.at_near.sent == ["token"]
+
+
+async def test_a_small_frame_sent_now_leaves_nothing_in_the_queue() -> None:
+    async with linked() as pair:
+        pair.near.send_now(header(5, 0), memoryview(b"12345"))
+        assert pair.near.queued_bytes == 0
+        pair.near.send_now(header(0, 1))
+        large = os.urandom(JOINED_BYTES_MAX + 1)
+        pair.near.send_now(header(len(large), 2), memoryview(large))
+        pair.near.send(header(1, 3), memoryview(b"3"), "token")
+        assert pair.at_near.sent == []
+        pair.near.send_now(header(1, 4), memoryview(b"4"))
+        assert pair.at_near.sent == ["token"], "behind what was queued before it"
+        await pair.at_far.received(5)
+        assert [body for _, body in pair.at_far.frames] == [
+            *(b"12345", b"", large, b"3", b"4"),
+        ]
+
+
+@pytest.mark.parametrize("room", [0, 1, HEADER_BYTES, HEADER_BYTES + 4])
+async def test_what_is_left_of_a_frame_sent_now_goes_when_there_is_room(
+    room: int,
+) -> None:
+    async with linked() as pair:
+        wire, body = pair.near._wire, bytearray(b"12345")
+        assert isinstance(wire, PlainWire)
+        send = wire.send
+
+        def full(data: bytes) -> int:
+            wire.send = send
+            if not room:
+                raise BlockingIOError
+            return send(data[:room])
+
+        wire.send = full
+        with pair.at_near.calling("send"):
+            pair.near.send_now(header(5, 0), memoryview(body))
+        assert pair.near.queued_bytes == HEADER_BYTES + 5 - room
+        body[:] = bytes(5)  # it is free
+        pair.near.send_now(header(0, 1))
+        await pair.at_far.received(2)
+        assert pair.at_far.frames == [(0, b"12345"), (1, b"")]
+        await pair.at_near.until(lambda: pair.at_near.writable)
+        assert pair.near.queued_bytes == 0
+
+
+async def test_a_socket_that_fails_while_a_frame_is_sent_now_ends_the_link() -> None:
+    async with linked() as pair:
+        wire = pair.near._wire
+        assert isinstance(wire, PlainWire)
+
+        def broken(data: bytes) -> int:
+            raise BrokenPipeError
+
+        wire.send = broken
+        pair.near.send_now(header(0, 1))
+        await pair.at_near.until(lambda: pair.at_near.closed)
+        assert isinstance(pair.at_near.closed[0], ConnectionLost)
 
 
 async def test_a_flush_that_leaves_nothing_is_not_followed_by_link_writable() -> None:
