@@ -428,8 +428,7 @@ class Transfers:
     def acknowledge(self) -> None:
         """Send SEGMENT_ACK for what has landed since the last time."""
         for request in self.unacknowledged:
-            if not request.over:
-                self._send_landed(request, self._transfers[request])
+            self._send_landed(request, self._transfers[request])
         self.unacknowledged.clear()
 
     # --- both -------------------------------------------------------------------------

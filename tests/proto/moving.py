@@ -14,6 +14,8 @@ from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.types import BufferId
 from kvwire.wire.handshake_messages import BRIEF_TRANSFERS
+from kvwire.wire.header import FrameType
+from tests.proto.expect import on_the_wire
 from tests.support.core_pair.handshakes import SMALL, identity
 from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.peer import Peer
@@ -65,6 +67,16 @@ class Moved:
     @property
     def incoming(self) -> RequestRecord:
         return self.asker if self.pull else self.answerer
+
+    @property
+    def names(self) -> list[str]:
+        """What is on its way from the producer and then from the consumer."""
+        frames = [*on_the_wire(self.producer), *on_the_wire(self.consumer)]
+        return [FrameType(frame.header.type).name for frame in frames]
+
+    def over(self) -> bool:
+        """Whether the consumer knows that the producer knows."""
+        return self.incoming in self.consumer.done
 
     def agree(self) -> Moved:
         self.pair.server.core.transfers.agree(self.answerer, b"what I want")

@@ -23,7 +23,7 @@ from kvwire.errors import (
     StaleRegion,
     WireCode,
 )
-from kvwire.limits import REASON_CHARS_MAX
+from kvwire.limits import LAST_WORD_DELAY_S, REASON_CHARS_MAX
 from kvwire.proto.chunks import ChunkPlace
 from kvwire.proto.state import CloseState
 from kvwire.types import Role, TrustMode
@@ -328,22 +328,6 @@ def test_close_when_idle(who: str) -> None:
         assert end.core.phase is CloseState.CLOSED
 
 
-def test_idle_while_nothing_is_open() -> None:
-    """On either side, whoever has begun it."""
-    pair = ConnectionPair()
-    ends = (pair.client, pair.server)
-    idle = [[end.core.idle for end in ends]]
-    pair.server.stalled = True
-    pair.client.get(pair.server.grant(pair.server.expose(100)))
-    pair.deliver(pair.client)
-    idle.append([end.core.idle for end in ends])
-    pair.server.stalled = False
-    pair.server.collect()
-    expect_fine(pair)
-    idle.append([end.core.idle for end in ends])
-    assert idle == [[True, True], [False, False], [True, True]]
-
-
 def test_close_ends_what_the_peer_waits_for() -> None:
     """It cannot be met any more, and nobody has to wait for the deadline."""
     pair = ConnectionPair()
@@ -383,16 +367,6 @@ def test_close_has_a_deadline() -> None:
     pair.advance(0.2)
     expect_error(pair.client, got, ConnectionLost)
     assert "in time" in str(pair.client.error(got))
-
-
-def test_close_has_a_deadline_also_when_the_peer_was_first() -> None:
-    """The first call sets it, later ones do not move it."""
-    pair = in_phase(CloseState.CLOSE_RECEIVED)
-    pair.server.close(timeout_s=3.0)
-    pair.advance(2.0)
-    pair.server.close(timeout_s=3.0)
-    pair.advance(1.5)
-    assert type(pair.server.core.error) is ConnectionLost
 
 
 @pytest.mark.rule("KVW-CL-01", "breaks")
@@ -479,16 +453,6 @@ def test_a_frame_whose_body_comes_after_the_end() -> None:
     assert not pair.client.core.outbox.frames
 
 
-def test_a_message_announced_while_the_peer_closes() -> None:
-    """ANNOUNCE and CLOSE cross: it fails here, and is turned away there."""
-    pair = ConnectionPair()
-    pair.client.close()
-    message, transfer = pair.server.send(TAG, LARGE), ask(pair.server)
-    expect_fine(pair)
-    for request in (message, transfer):
-        expect_error(pair.server, request, ClosedOK)
-
-
 # --- the application, when it is too late
 
 
@@ -541,15 +505,6 @@ def test_what_is_here_can_still_be_received(ended: str) -> None:
         assert not pair.server.core.outbox.frames
 
 
-def test_the_first_reason_is_the_reason() -> None:
-    """Whatever else goes wrong afterwards."""
-    pair = ConnectionPair()
-    first = ConnectionLost("first")
-    pair.client.core.fail(first)
-    pair.client.core.fail(ConnectionLost("second"))
-    assert pair.client.core.error is first
-
-
 def test_nothing_is_sent_after_the_end() -> None:
     """Chunks that wait for their turn stay where they are."""
     pair = ConnectionPair()
@@ -594,3 +549,50 @@ def test_regions_are_revoked_in_any_phase(phases: tuple[bool, bool]) -> None:
     pair.run()
     if not gone:
         expect_error(pair.client, got, StaleRegion)
+
+
+def test_the_last_word_waits_no_longer_than_said() -> None:
+    """Then it has a frame of its own."""
+    m = moved(brief=True)
+    m.mark(b"x", commit=2)
+    expect_fine(m.pair)
+    m.pair.advance(LAST_WORD_DELAY_S / 2)
+    assert not m.over()
+    m.pair.advance(LAST_WORD_DELAY_S)
+    assert m.over()
+    assert m.consumer.error(m.incoming) is None
+
+
+def test_a_message_announced_while_the_peer_closes() -> None:
+    """ANNOUNCE and CLOSE cross: it fails here, and is turned away there."""
+    pair = ConnectionPair()
+    pair.client.close()
+    message, transfer = pair.server.send(TAG, LARGE), ask(pair.server)
+    expect_fine(pair)
+    for request in (message, transfer):
+        expect_error(pair.server, request, ClosedOK)
+
+
+def test_the_first_reason_is_the_reason() -> None:
+    """Whatever else goes wrong afterwards."""
+    pair = ConnectionPair()
+    first = ConnectionLost("first")
+    pair.client.core.fail(first)
+    pair.client.core.fail(ConnectionLost("second"))
+    assert pair.client.core.error is first
+
+
+def test_idle_while_nothing_is_open() -> None:
+    """On either side, whoever has begun it."""
+    pair = ConnectionPair()
+    ends = (pair.client, pair.server)
+    idle = [[end.core.idle for end in ends]]
+    pair.server.stalled = True
+    pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.deliver(pair.client)
+    idle.append([end.core.idle for end in ends])
+    pair.server.stalled = False
+    pair.server.collect()
+    expect_fine(pair)
+    idle.append([end.core.idle for end in ends])
+    assert idle == [[True, True], [False, False], [True, True]]

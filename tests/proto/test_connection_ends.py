@@ -197,3 +197,13 @@ def test_a_failure_for_what_is_over_is_late() -> None:
     for end in (pair.client, pair.server):
         end.forge(FrameType.FAIL, Fail(36, ""), request=request.wire_id or 0)
     expect_fine(pair)
+
+
+def test_close_has_a_deadline_also_when_the_peer_was_first() -> None:
+    """The first call sets it, later ones do not move it."""
+    pair = in_phase(CloseState.CLOSE_RECEIVED)
+    pair.server.close(timeout_s=3.0)
+    pair.advance(2.0)
+    pair.server.close(timeout_s=3.0)
+    pair.advance(1.5)
+    assert type(pair.server.core.error) is ConnectionLost

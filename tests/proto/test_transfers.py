@@ -13,7 +13,12 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import LANDED_MAX, TRANSFERS_WAITING_MAX
+from kvwire.limits import (
+    LANDED_MAX,
+    LAST_WORD_DELAY_S,
+    LAST_WORDS_MAX,
+    TRANSFERS_WAITING_MAX,
+)
 from kvwire.proto import transfers as module
 from kvwire.proto.events import (
     SegmentLanded,
@@ -85,40 +90,6 @@ def test_a_transfer_of_nothing(pull: bool) -> None:
     assert m.consumer.error(m.incoming) is None
 
 
-def test_what_lands_last_is_acknowledged_before_the_last_word() -> None:
-    """Where the commit has overtaken the payload; then nothing of it is kept."""
-    m = moved()
-    m.producer.stalled = True
-    for data in (b"x", b"y"):
-        m.mark(data)
-    m.commit()
-    m.pair.run()
-    m.producer.stalled = False
-    m.producer.collect()
-    expect_fine(m.pair)
-    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
-    assert sorted(itertools.chain(*said)) == [1, 2]
-    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
-        assert peer.error(request) is None
-        with pytest.raises(KeyError):
-            peer.core.transfers.transfer(request)
-
-
-def test_settled_before_the_link_is_through() -> None:
-    """The consumer has everything; the producer's memory is free when its link is."""
-    m = moved()
-    m.producer.slow = True
-    m.mark(b"x" * 100)
-    m.commit()
-    expect_fine(m.pair)
-    assert m.outgoing not in m.producer.done
-    assert m.sources[0] in m.producer.memory
-    m.producer.complete()
-    expect_fine(m.pair)
-    assert m.producer.error(m.outgoing) is None
-    assert m.sources[0] in m.producer.freed
-
-
 def test_many_segments_are_acknowledged_together() -> None:
     """In frames of at most LANDED_MAX."""
     m = moved()
@@ -187,55 +158,6 @@ def test_more_damage_than_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- ended by either side, at every point
 
 
-@both_ways
-def test_refused_before_it_was_answered(pull: bool) -> None:
-    """The asker learns why."""
-    m = Moved(ConnectionPair(), pull)
-    m.pair.server.core.refuse(
-        m.answerer, RequestCancelled("not here"), WireCode.CANCELLED
-    )
-    m.pair.server.collect()
-    expect_fine(m.pair)
-    expect_error(m.pair.client, m.asker, PeerCancelled)
-    assert "not here" in str(m.pair.client.error(m.asker))
-    m.pair.server.core.transfers.agree(m.answerer, b"")
-    m.pair.server.collect()
-    assert not m.pair.server.wire
-    assert m.pair.server.core.transfers.unanswered == []
-
-
-def test_memory_for_a_segment_of_a_transfer_that_is_over() -> None:
-    """It drains at once."""
-    m = moved()
-    marked: list[SegmentRecord] = []
-    m.consumer.place = marked.append
-    m.mark(b"x" * 100)
-    m.pair.deliver(m.producer)
-    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
-    late = m.consumer.lend(100)
-    m.consumer.core.transfers.place(marked[0], late)
-    m.consumer.collect()
-    assert late in m.consumer.freed
-    expect_fine(m.pair)
-
-
-def test_a_chunk_that_lands_after_the_end() -> None:
-    """The link has written it; then the memory is free."""
-    m = moved()
-    m.mark(b"x" * 100)
-    m.pair.deliver(m.producer)
-    header, body = m.producer.wire.popleft()
-    arrival = m.consumer.header(header)
-    assert arrival is not None
-    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
-    m.consumer.collect()
-    assert m.targets[1] in m.consumer.memory
-    m.consumer.body(arrival, body)
-    assert m.targets[1] in m.consumer.freed
-    assert events_of(m.consumer, SegmentLanded) == []
-    expect_fine(m.pair)
-
-
 def test_late_frames_of_a_transfer_are_dropped() -> None:
     """Every kind that names one that is over."""
     m = moved()
@@ -274,25 +196,6 @@ def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     expect_broken(pair, pair.server, "KVW-TR-01")
 
 
-def test_who_was_answered_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither side counts transfers that move, or that are over."""
-    monkeypatch.setattr(module, "TRANSFERS_WAITING_MAX", 1)
-    pair = ConnectionPair()
-    for _ in range(3):
-        request = ask(pair.client)
-        expect_fine(pair)
-        answerer = events_of(pair.server, TransferOpened)[-1].request
-        pair.server.core.transfers.agree(answerer, b"")
-        pair.server.collect()
-        expect_fine(pair)
-    for _ in range(3):
-        request = ask(pair.client)
-        expect_fine(pair)
-        pair.client.core.cancel(request)
-        pair.client.collect()
-        expect_fine(pair)
-
-
 @pytest.mark.rule("KVW-TR-02", "breaks")
 def test_agreeing_with_oneself() -> None:
     """The asker does not answer."""
@@ -320,74 +223,6 @@ def test_marks_out_of_turn(number: int) -> None:
         FrameType.SEGMENT, SegmentBody(number, BOX, 5), request=m.asker.wire_id or 0
     )
     expect_broken(m.pair, m.consumer, "KVW-TR-03")
-
-
-@pytest.mark.rule("KVW-TR-03", "breaks")
-def test_a_mark_before_the_answer() -> None:
-    """The consumer has not said that it wants anything."""
-    early = Moved(ConnectionPair())
-    early.producer.forge(
-        FrameType.SEGMENT, SegmentBody(1, BOX, 5), request=early.asker.wire_id or 0
-    )
-    expect_broken(early.pair, early.consumer, "KVW-TR-03")
-
-
-@pytest.mark.rule("KVW-TR-03", "breaks")
-def test_a_mark_after_the_commit() -> None:
-    """While a segment is still on its way."""
-    m = moved()
-    m.producer.stalled = True
-    m.mark(b"x" * 100)
-    m.commit()
-    m.producer.forge(
-        FrameType.SEGMENT, SegmentBody(2, BOX, 5), request=m.asker.wire_id or 0
-    )
-    expect_broken(m.pair, m.consumer, "KVW-TR-03")
-
-
-@pytest.mark.rule("KVW-TR-04", "breaks")
-@pytest.mark.parametrize("number", [0, 1, 3, 65_536])
-def test_a_commit_never_closes_a_gap(number: int) -> None:
-    """It has the number of the marks, which here is two."""
-    m = moved()
-    m.mark(b"x")
-    m.mark(b"y")
-    m.producer.forge(
-        FrameType.COMMIT, Commit(number, True), request=m.asker.wire_id or 0
-    )
-    expect_broken(m.pair, m.consumer, "KVW-TR-04")
-
-
-@pytest.mark.rule("KVW-TR-04", "breaks")
-def test_a_commit_out_of_turn() -> None:
-    """Before the answer, and a second time."""
-    early = Moved(ConnectionPair())
-    early.producer.forge(
-        FrameType.COMMIT, Commit(0, True), request=early.asker.wire_id or 0
-    )
-    expect_broken(early.pair, early.consumer, "KVW-TR-04")
-    twice = moved()
-    twice.producer.stalled = True
-    twice.mark(b"x")
-    for _ in range(2):
-        twice.producer.forge(
-            FrameType.COMMIT, Commit(1, True), request=twice.asker.wire_id or 0
-        )
-    expect_broken(twice.pair, twice.consumer, "KVW-TR-04")
-
-
-@pytest.mark.rule("KVW-TR-05", "breaks")
-@pytest.mark.parametrize("numbers", [(2,), (1, 1), (3,), (65_536,)])
-def test_landed_what_cannot_have(numbers: tuple[int, ...]) -> None:
-    """Not marked, not sent yet, or said before."""
-    m = moved()
-    m.mark(b"x")
-    m.producer.stalled = True
-    m.mark(b"y")
-    m.consumer.forge(
-        FrameType.SEGMENT_ACK, SegmentAck(numbers), request=m.asker.wire_id or 0
-    )
-    expect_broken(m.pair, m.producer, "KVW-TR-05")
 
 
 @pytest.mark.rule("KVW-TR-06", "breaks")
@@ -551,3 +386,213 @@ def test_a_transfer_has_the_next_number() -> None:
     pair = ConnectionPair()
     pair.client.forge(FrameType.OPEN, Open(b"x", False, 0, b""), request=3)
     expect_broken(pair, pair.server, "KVW-RQ-02")
+
+
+# --- in fewer frames
+
+
+@pytest.mark.rule("KVW-TR-06", "keeps")
+@both_ways
+def test_three_frames_after_the_answer(pull: bool) -> None:
+    """The only segment says that it is the last one; one answer says all of it."""
+    m = moved(pull=pull, brief=True)
+    m.mark(b"x" * 100, commit=2)
+    assert m.names == ["SEGMENT", "DATA"]
+    m.pair.deliver(m.producer)
+    m.pair.deliver(m.producer)
+    assert m.names == ["COMMIT_ACK"]
+    expect_fine(m.pair)
+    assert m.content(1) == b"x" * 100
+    (committed,) = events_of(m.consumer, TransferCommitted)
+    assert committed.complete
+    (said,) = events_of(m.producer, SegmentsAcknowledged)
+    assert said.numbers == (1,)
+    assert m.producer.error(m.outgoing) is None
+    m.pair.advance(LAST_WORD_DELAY_S)
+    for peer in (m.producer, m.consumer):
+        assert len(peer.core.holds) == 0
+
+
+@pytest.mark.rule("KVW-TR-08", "keeps")
+@both_ways
+def test_the_last_word_rides_on_the_next_transfer(pull: bool) -> None:
+    """On its OPEN if the producer asks, and on AGREE if it answers."""
+    m = moved(pull=pull, brief=True)
+    m.mark(b"x", commit=2)
+    expect_fine(m.pair)
+    assert not m.over()
+    asked = ask(m.pair.client, pull=pull)
+    expect_fine(m.pair)
+    if pull:
+        assert not m.over()
+        answerer = events_of(m.pair.server, TransferOpened)[-1].request
+        m.pair.server.core.transfers.agree(answerer, b"")
+        m.pair.server.collect()
+        expect_fine(m.pair)
+    assert m.over()
+    assert m.consumer.error(m.incoming) is None
+    assert asked not in m.pair.client.done
+    m.pair.advance(2 * LAST_WORD_DELAY_S)
+    assert m.producer.broken is m.consumer.broken is None
+
+
+def test_as_many_last_words_as_can_ride(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they are all said at once."""
+    assert LAST_WORDS_MAX > 2
+    monkeypatch.setattr(module, "LAST_WORDS_MAX", 2)
+    m = moved(brief=True)
+    other = ask(m.pair.client)
+    expect_fine(m.pair)
+    answerer = events_of(m.pair.server, TransferOpened)[-1].request
+    m.pair.server.core.transfers.agree(answerer, b"")
+    m.pair.server.collect()
+    expect_fine(m.pair)
+    m.mark(b"x", commit=2)
+    expect_fine(m.pair)
+    assert not m.over()
+    m.producer.core.transfers.commit(other, complete=True)
+    m.producer.collect()
+    expect_fine(m.pair)
+    assert m.over()
+    assert answerer in m.consumer.done
+
+
+def test_a_damaged_segment_of_a_brief_transfer() -> None:
+    """The answer names it, and so says that the others are here."""
+    m = moved(brief=True)
+    m.producer.stalled = True
+    m.mark(b"good")
+    m.mark(b"bad!")
+    m.mark(b"fine", commit=2)
+    m.producer.stalled = False
+    m.producer.collect()
+    frames = list(m.producer.wire)
+    m.producer.wire.clear()
+    for header, body in frames:
+        m.consumer.receive((header, b"BAD!" if body == b"bad!" else body))
+    expect_fine(m.pair)
+    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    assert sorted(itertools.chain(*said)) == [1, 3]
+    assert m.producer.transfers[m.outgoing].damaged == (2,)
+    m.pair.advance(LAST_WORD_DELAY_S)
+    assert m.consumer.done[m.incoming].nbytes == 8
+
+
+@pytest.mark.rule("KVW-TR-08", "breaks")
+@pytest.mark.parametrize("frame_type", [FrameType.OPEN, FrameType.AGREE])
+def test_a_last_word_on_what_the_peer_sends(frame_type: FrameType) -> None:
+    """Only the producer has it."""
+    m = moved(brief=True)
+    wire_id = m.asker.wire_id or 0
+    if frame_type is FrameType.OPEN:
+        m.consumer.forge(frame_type, Open(b"b", False, 0, b"", (wire_id,)), request=2)
+    else:
+        m.consumer.forge(frame_type, Agree(b"", (wire_id,)), request=wire_id)
+    expect_broken(m.pair, m.producer, "KVW-TR-08")
+
+
+def test_a_last_word_on_what_is_over() -> None:
+    """It is late, and dropped."""
+    m = moved(brief=True)
+    m.mark(b"x", commit=2)
+    expect_fine(m.pair)
+    m.pair.advance(LAST_WORD_DELAY_S)
+    wire_id = m.asker.wire_id or 0
+    body = Open(b"b", False, 0, b"", (wire_id,))
+    m.producer.forge(FrameType.OPEN, body, request=wire_id + 2)
+    expect_fine(m.pair)
+
+
+@pytest.mark.rule("KVW-TR-05", "breaks")
+@pytest.mark.parametrize("numbers", [(2,), (1, 1), (3,), (65_536,)])
+def test_landed_what_cannot_have(numbers: tuple[int, ...]) -> None:
+    """Not marked, not sent yet, or said before."""
+    m = moved()
+    m.mark(b"x")
+    m.producer.stalled = True
+    m.mark(b"y")
+    m.consumer.forge(
+        FrameType.SEGMENT_ACK, SegmentAck(numbers), request=m.asker.wire_id or 0
+    )
+    expect_broken(m.pair, m.producer, "KVW-TR-05")
+
+
+def test_memory_for_a_segment_of_a_transfer_that_is_over() -> None:
+    """It drains at once."""
+    m = moved()
+    marked: list[SegmentRecord] = []
+    m.consumer.place = marked.append
+    m.mark(b"x" * 100)
+    m.pair.deliver(m.producer)
+    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
+    late = m.consumer.lend(100)
+    m.consumer.core.transfers.place(marked[0], late)
+    m.consumer.collect()
+    assert late in m.consumer.freed
+    expect_fine(m.pair)
+
+
+def test_a_chunk_that_lands_after_the_end() -> None:
+    """The link has written it; then the memory is free."""
+    m = moved()
+    m.mark(b"x" * 100)
+    m.pair.deliver(m.producer)
+    header, body = m.producer.wire.popleft()
+    arrival = m.consumer.header(header)
+    assert arrival is not None
+    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
+    m.consumer.collect()
+    assert m.targets[1] in m.consumer.memory
+    m.consumer.body(arrival, body)
+    assert m.targets[1] in m.consumer.freed
+    assert events_of(m.consumer, SegmentLanded) == []
+    expect_fine(m.pair)
+
+
+def test_who_was_answered_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither side counts transfers that move, or that are over."""
+    monkeypatch.setattr(module, "TRANSFERS_WAITING_MAX", 1)
+    pair = ConnectionPair()
+    for _ in range(3):
+        request = ask(pair.client)
+        expect_fine(pair)
+        answerer = events_of(pair.server, TransferOpened)[-1].request
+        pair.server.core.transfers.agree(answerer, b"")
+        pair.server.collect()
+        expect_fine(pair)
+    for _ in range(3):
+        request = ask(pair.client)
+        expect_fine(pair)
+        pair.client.core.cancel(request)
+        pair.client.collect()
+        expect_fine(pair)
+
+
+@both_ways
+def test_refused_before_it_was_answered(pull: bool) -> None:
+    """The asker learns why."""
+    m = Moved(ConnectionPair(), pull)
+    m.pair.server.core.refuse(
+        m.answerer, RequestCancelled("not here"), WireCode.CANCELLED
+    )
+    m.pair.server.collect()
+    expect_fine(m.pair)
+    expect_error(m.pair.client, m.asker, PeerCancelled)
+    assert "not here" in str(m.pair.client.error(m.asker))
+    m.pair.server.core.transfers.agree(m.answerer, b"")
+    m.pair.server.collect()
+    assert not m.pair.server.wire
+    assert m.pair.server.core.transfers.unanswered == []
+
+
+@pytest.mark.rule("KVW-TR-04", "breaks")
+@pytest.mark.parametrize("number", [0, 1, 3, 65_536])
+def test_a_commit_never_closes_a_gap(number: int) -> None:
+    """It has the number of the marks, which here is two."""
+    m = moved()
+    m.mark(b"x")
+    m.mark(b"y")
+    m.producer.forge(
+        FrameType.COMMIT, Commit(number, True), request=m.asker.wire_id or 0
+    )
+    expect_broken(m.pair, m.consumer, "KVW-TR-04")

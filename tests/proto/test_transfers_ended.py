@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -13,11 +14,13 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.proto.events import (
+    SegmentsAcknowledged,
     TransferOpened,
 )
 from kvwire.proto.state import RequestStage
+from kvwire.wire.control import Commit, SegmentBody
 from kvwire.wire.header import FrameType
-from tests.proto.expect import expect_error, expect_fine, on_the_wire
+from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
 from tests.support.core_pair.pair import ConnectionPair
 
@@ -147,3 +150,78 @@ def test_a_transfer_of_a_higher_priority_goes_first() -> None:
         requests[0].wire_id,
     ]
     assert requests[0].state is RequestStage.MOVING
+
+
+def test_what_lands_last_is_acknowledged_before_the_last_word() -> None:
+    """Where the commit has overtaken the payload; then nothing of it is kept."""
+    m = moved()
+    m.producer.stalled = True
+    for data in (b"x", b"y"):
+        m.mark(data)
+    m.commit()
+    m.pair.run()
+    m.producer.stalled = False
+    m.producer.collect()
+    expect_fine(m.pair)
+    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    assert sorted(itertools.chain(*said)) == [1, 2]
+    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
+        assert peer.error(request) is None
+        with pytest.raises(KeyError):
+            peer.core.transfers.transfer(request)
+
+
+def test_settled_before_the_link_is_through() -> None:
+    """The consumer has everything; the producer's memory is free when its link is."""
+    m = moved()
+    m.producer.slow = True
+    m.mark(b"x" * 100)
+    m.commit()
+    expect_fine(m.pair)
+    assert m.outgoing not in m.producer.done
+    assert m.sources[0] in m.producer.memory
+    m.producer.complete()
+    expect_fine(m.pair)
+    assert m.producer.error(m.outgoing) is None
+    assert m.sources[0] in m.producer.freed
+
+
+@pytest.mark.rule("KVW-TR-04", "breaks")
+def test_a_commit_out_of_turn() -> None:
+    """Before the answer, and a second time."""
+    early = Moved(ConnectionPair())
+    early.producer.forge(
+        FrameType.COMMIT, Commit(0, True), request=early.asker.wire_id or 0
+    )
+    expect_broken(early.pair, early.consumer, "KVW-TR-04")
+    twice = moved()
+    twice.producer.stalled = True
+    twice.mark(b"x")
+    for _ in range(2):
+        twice.producer.forge(
+            FrameType.COMMIT, Commit(1, True), request=twice.asker.wire_id or 0
+        )
+    expect_broken(twice.pair, twice.consumer, "KVW-TR-04")
+
+
+@pytest.mark.rule("KVW-TR-03", "breaks")
+def test_a_mark_before_the_answer() -> None:
+    """The consumer has not said that it wants anything."""
+    early = Moved(ConnectionPair())
+    early.producer.forge(
+        FrameType.SEGMENT, SegmentBody(1, BOX, 5), request=early.asker.wire_id or 0
+    )
+    expect_broken(early.pair, early.consumer, "KVW-TR-03")
+
+
+@pytest.mark.rule("KVW-TR-03", "breaks")
+def test_a_mark_after_the_commit() -> None:
+    """While a segment is still on its way."""
+    m = moved()
+    m.producer.stalled = True
+    m.mark(b"x" * 100)
+    m.commit()
+    m.producer.forge(
+        FrameType.SEGMENT, SegmentBody(2, BOX, 5), request=m.asker.wire_id or 0
+    )
+    expect_broken(m.pair, m.consumer, "KVW-TR-03")
