@@ -126,7 +126,15 @@ def test_the_table_of_a_group() -> None:
 def test_the_table_of_a_spec() -> None:
     """Every name that travels, and how far its value goes."""
     described = {name: text for name, text, _ in table("spec", "value")}
-    spec = KVSpec(layers=1, kv_heads=1, head_dim=1, block_tokens=1)
+    spec = KVSpec(
+        layers=1,
+        kv_heads=1,
+        head_dim=1,
+        block_tokens=1,
+        components=1,
+        dtype="uint8",
+        kind="state",
+    )
     assert sorted(described) == sorted(name for name, _ in spec.to_pairs())
     most = {
         "layers": limits.KV_LAYERS_MAX,
