@@ -176,8 +176,8 @@ STORE_HASH_BYTES_MAX: Final = 64
 STORE_BATCH_BYTES: Final = 16 * MIB
 # Kept free of blocks that no other tier has, so that a put rarely waits for a disk.
 STORE_HEADROOM_BYTES: Final = 64 * MIB
-# Up to here a get reads from a store server without asking first what is there: room
-# for so much is made in vain where nothing is.
+# Up to here a get reads from a store server, and a put writes to it, without asking
+# first what is there. In vain, room for so much is made, or so much is sent.
 STORE_UNASKED_BYTES: Final = 2 * MIB
 # Of models, shards and groups that a disk has descriptions of.
 STORE_NAMESPACES_MAX: Final = 4096

@@ -118,8 +118,12 @@ class TierStack:
                 return number, orders
         return len(self.below), np.full(keys.size, ABSENT, np.uint8)
 
-    async def kept(self, keys: Keys) -> Bits:
+    async def kept(self, keys: Keys, *, ask: bool = True) -> Bits:
         """Touch and return which blocks are where a put has to bring them.
+
+        Args:
+            keys: The blocks.
+            ask: Whether a tier is asked if that takes as long as to write them.
 
         Cancel safety: safe, it may be called again.
         """
@@ -127,6 +131,8 @@ class TierStack:
         if not self.through:
             return kept
         for tier in self.keepers:
+            if tier.asks and not ask:
+                continue
             found = await tier.holds(keys)
             tier.touch(keys[found])
             kept |= found
@@ -165,7 +171,8 @@ class TierStack:
         """Bring images to one tier, but those that it has."""
         results = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
         lacking = np.ones(batch.keys.size, np.bool_)
-        if not tier.asks:  # one that asks was asked at the beginning of the put
+        # One that asks was asked at the beginning of the put, or is not worth it.
+        if not tier.asks:
             lacking = ~await tier.holds(batch.keys)
             tier.touch(batch.keys[~lacking])
         if not lacking.any():

@@ -14,7 +14,7 @@ import pytest
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
 from kvwire.store.index import Keys, as_keys
-from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
@@ -94,6 +94,44 @@ async def test_what_memory_has_is_asked_of_nobody() -> None:
         await fill(tiers, keys)
         assert (await tiers.find(keys)).all()
         assert (await tiers.orders(keys) == 0).all()
+
+
+class FarTier(FakeTier):
+    """A tier to which every question is a round trip, and has no time for one."""
+
+    asks = True
+
+    async def find(self, keys: Keys) -> BlockResults:
+        """See Tier."""
+        raise AssertionError(keys)
+
+
+async def test_a_far_tier_is_not_asked_for_little() -> None:
+    """Neither before it is read or written, nor when memory evicts what came there."""
+    far, keys = FarTier("far"), keys_of(4)
+    async with hierarchy(far) as tiers:
+        number, orders = await tiers.source(keys, 0, ask=False)
+        assert (number, orders.tolist()) == (0, [UNKNOWN] * 4)
+        assert not (await tiers.kept(keys, ask=False)).any()
+        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        assert (results == BlockResult.LANDED).all()
+        assert not error
+        slots = await fill(tiers, keys)
+        tiers.memory.below[slots] = True
+        await tiers.memory.empty()
+        assert not len(tiers.memory.index)
+        assert len(far.written) == 1
+
+
+async def test_a_slot_that_is_used_again_is_of_no_tier() -> None:
+    """Its next block has to go down before it goes."""
+    async with hierarchy(FarTier()) as tiers:
+        slots = await fill(tiers, keys_of(16))
+        tiers.memory.below[slots] = True
+        await tiers.memory.empty()
+        again = await tiers.memory.take(NAMESPACE.image_bytes, 16)
+        assert not tiers.memory.below[again].any()
+        tiers.memory.give_back(again)
 
 
 @pytest.mark.parametrize(

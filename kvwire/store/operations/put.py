@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
+from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.index import once
 from kvwire.store.operations.base import Operation
 from kvwire.store.tiers.base import Batch, BlockResult
@@ -34,7 +35,8 @@ class PutOperation(Operation):
         """
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
         keys = request.keys[positions]
-        done = await self.tiers.kept(keys)
+        ask = positions.size * nbytes > STORE_UNASKED_BYTES
+        done = await self.tiers.kept(keys, ask=ask)
         slots = memory.index.find(keys)
         if not self.tiers.through:
             done = slots >= 0
