@@ -202,7 +202,8 @@ class TierStack:
         if all(tier.asks for tier in self.below):
             lacking = ~self.memory.below[named.slots]
         for tier in self.below:
-            lacking[lacking] = ~await tier.holds(named.keys[lacking])
+            if lacking.any():
+                lacking[lacking] = ~await tier.holds(named.keys[lacking])
         taker = next((tier for tier in self.below if tier.taking), None)
         if not lacking.any():
             return ""
