@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -15,31 +15,17 @@ from kvwire.cli.bench.case import (
     MICROSECONDS,
     Benchmark,
     Case,
-    Contender,
     Sample,
     Samples,
     Work,
 )
 from kvwire.cli.bench.fragments import require_known
 from kvwire.cli.bench.ops_counts import Counts
-from kvwire.cli.bench.ops_work import OpsWork, operations
+from kvwire.cli.bench.ops_work import ROUND_TRIP, OpsWork, operations
 from kvwire.cli.bench.pair import PairContender
 from kvwire.cli.bench.summary import compare
 from kvwire.cli.bench.table import lines_below, new_table, short
 from kvwire.cli.bench.turns import CaseResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """Who stands beside kvwire.
-
-    Attributes:
-        contenders: Of an operation, by its name.
-        missing: Who could not take part, and what would change that.
-    """
-
-    contenders: Mapping[str, Sequence[Contender]]
-    missing: Sequence[Any] = ()
 
 
 class OpsPair(PairContender):
@@ -59,7 +45,23 @@ class OpsPair(PairContender):
         return Sample(left["values"], work.moved_bytes, sum(sides), apart)
 
 
-def ops(*, transport: str, loop: str, beside: Beside | None = None) -> Benchmark:
+class BarePair(PairContender):
+    """Two processes that send bytes, and have no operation but that."""
+
+    def check(self, work: Work) -> None:
+        """See Contender."""
+        super().check(_bare(work))
+
+    def round(self, work: Work) -> Sample:
+        """See Contender."""
+        return super().round(_bare(work))
+
+
+def _bare(work: Work) -> Work:
+    return Work(verb=work.verb, nbytes=work.nbytes, count=work.count)
+
+
+def ops(*, transport: str, loop: str) -> Benchmark:
     """The benchmark.
 
     Raises:
@@ -68,7 +70,7 @@ def ops(*, transport: str, loop: str, beside: Beside | None = None) -> Benchmark
     require_known([transport], processes=True)
     options = [f"transport={transport}", f"loop={loop}"]
     pair = OpsPair(f"kvwire {transport}", "ops", options)
-    others = beside.contenders if beside else {}
+    streams = BarePair(f"{loop} streams", "streams", [f"loop={loop}"])
     return Benchmark(
         name="ops",
         cases=[
@@ -77,12 +79,11 @@ def ops(*, transport: str, loop: str, beside: Beside | None = None) -> Benchmark
                 work=work,
                 unit=MICROSECONDS,
                 ours=pair,
-                beside=others.get(work.name, ()),
+                beside=[streams] if work.verb == ROUND_TRIP else (),
                 target=None,
             )
             for work in operations()
         ],
-        missing=beside.missing if beside else (),
         notes=[
             "CPU: of the side that asks, and of the other. Calls: of Python.",
             "System: calls of sockets, readv and writev, without the loop's own.",
@@ -96,8 +97,7 @@ def render(
     """A row for each operation, and the names of its frames below."""
     table = new_table("kvwire bench ops: one operation, medians")
     columns = ["wall us", "CPU us", "CPU us", "calls", "system", "frames"]
-    beside = any(len(finding.samples) > 1 for finding in findings)
-    for name in columns + ["beside it, us; ratio"] * beside:
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     alike: dict[str, list[str]] = {}
     for finding, counts in zip(findings, counted, strict=True):
@@ -111,10 +111,10 @@ def render(
             f"{counts.calls:.0f}",
             f"{counts.system_calls:.0f}",
             f"{sum(counts.frames.values()):.0f}",
-            *[_beside(finding)] * beside,
         )
         alike.setdefault(frames(counts), []).append(case.name)
     lines = [f"{', '.join(names)}: {said}" for said, names in alike.items()]
+    lines += _beside(findings)
     lines += lines_below(benchmark, findings)
     return Group(table, Text(), *map(Text, lines))
 
@@ -149,9 +149,12 @@ def document(
     return found
 
 
-def _beside(finding: CaseResult) -> str:
-    comparison = compare(finding)
-    if comparison.ratio is None:
-        return ""
-    wall_us = 1e6 * median(finding.samples[comparison.best].values)
-    return f"{wall_us:.0f} {comparison.best}, {short(comparison.ratio)}"
+def _beside(findings: Sequence[CaseResult]) -> Iterator[str]:
+    for finding in findings:
+        comparison = compare(finding)
+        if comparison.ratio is not None:
+            wall_us = 1e6 * median(finding.samples[comparison.best].values)
+            yield (
+                f"{finding.case.name}: {short(comparison.ratio)} times that of "
+                f"{comparison.best}, {wall_us:.0f} us"
+            )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
-
-from kvwire.cli.bench.ops import Beside, document, ops, render
+from kvwire.cli.bench.ops import document, ops, render
 from kvwire.cli.bench.ops_counts import count
 from kvwire.cli.bench.ops_work import operations
 from kvwire.cli.bench.output import Output, Rounds, measure, show
@@ -19,7 +16,6 @@ def command(
     loop: Literal["uvloop", "asyncio"] = "uvloop",
     rounds: Rounds = 5,
     json: Output = None,
-    others: Annotated[Callable[[], Beside] | None, Parameter(parse=False)] = None,
 ) -> None:
     """One operation: its time, the CPU of each side, its calls and its frames.
 
@@ -31,9 +27,8 @@ def command(
         loop: The event loop of both processes.
         rounds: How often everything is measured.
         json: Write every sample, and what ran where, to this file; - is the output.
-        others: Returns who stands beside kvwire as well; no option of the command.
     """
-    benchmark = ops(transport=transport, loop=loop, beside=others() if others else None)
+    benchmark = ops(transport=transport, loop=loop)
     settings = {"transport": transport, "loop": loop, "rounds": rounds}
     findings = measure(benchmark, rounds)
     counted = count(operations(), transport)
