@@ -186,7 +186,7 @@ def test_layers_of_several_kinds_in_one_group() -> None:
 
 @pytest.mark.parametrize("tokens", range(1, 300))
 def test_decode_reads_no_other_blocks(tokens: int) -> None:
-    """Blocks of 16 tokens; what vLLM keeps of them is compared in test_groups.py."""
+    """Blocks of 16 tokens; test_connector.py has what vLLM keeps of them."""
     window = replace(SHAPE, window=100)
     chunk = replace(SHAPE, chunk=64)
     state = replace(SHAPE, state=True)

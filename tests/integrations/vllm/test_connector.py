@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, while it is imported
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.core import single_type_kv_cache_manager as managers
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         MLAAttentionSpec,
@@ -33,7 +35,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from kvwire.config import Config
-    from kvwire.integrations.vllm.caches import cache_shapes, find_layout
+    from kvwire.integrations.vllm.caches import CacheShape, cache_shapes, find_layout
     from kvwire.integrations.vllm.config import LAYOUTS
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from tests.integrations.vllm.fakes import ORDERS
@@ -96,6 +98,25 @@ def test_the_layout_that_is_asked_for() -> None:
     assert KvwireConnector.get_required_kvcache_layout(said) is None
     said.kv_transfer_config.kv_connector_extra_config = {"layout": "BLHNC"}
     assert KvwireConnector.get_required_kvcache_layout(said) == "BLHNC"
+
+
+def test_decode_reads_what_vllm_keeps() -> None:
+    """By the managers of its own, for each kind that keeps a part."""
+    window = SimpleNamespace(sliding_window=100, extra_retained_tokens=0)
+    chunk = SimpleNamespace(attention_chunk_size=64)
+    ours = CacheShape(block_tokens=16, kv_heads=1, total_kv_heads=1, head_dim=8)
+    kinds: list[tuple[CacheShape, Any, Any]] = [
+        (replace(ours, window=100), managers.SlidingWindowManager, window),
+        (replace(ours, chunk=64), managers.ChunkedLocalAttentionManager, chunk),
+        (replace(ours, state=True), managers.MambaManager, None),
+        (ours, managers.FullAttentionManager, None),
+    ]
+    for shape, manager, of in kinds:
+        for tokens in range(1, 500):
+            skipped = manager.get_num_skipped_tokens(of, tokens)
+            needed = shape.needed(tokens)
+            assert needed.start == skipped // 16
+            assert needed.stop == -(-tokens // 16)
 
 
 def test_the_orders_of_the_tests_are_those_of_vllm() -> None:

@@ -99,7 +99,9 @@ def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
     hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
     assert pair.both(ids) == pair.local(ids)
     fetched = pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits
-    assert fetched == length
+    # With windows the last token is computed at decode, and nowhere else.
+    hybrid = "/window" in " ".join(pair.decode.command)
+    assert fetched == length - hybrid
 
 
 def test_several_at_once(pair: Pair) -> None:
