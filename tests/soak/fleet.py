@@ -136,6 +136,8 @@ class Fleet:
         self.counts: Counter[str] = Counter()
         self.longest_s: float = 0.0
         self.half_done = asyncio.Event()
+        self._over = asyncio.Event()
+        self._started: list[Process] = []
 
     async def run(self, requests: int, each: int, fault_s: float) -> None:
         """Serve so many requests with so many members of each role.
@@ -154,13 +156,12 @@ class Fleet:
             try:
                 await working
             finally:
-                harm.cancel()
-                await asyncio.wait({harm})
-            if not harm.cancelled():
-                harm.result()
+                # Not cancelled, which would lose a process that is being started.
+                self._over.set()
+                await harm
         finally:
             self.half_done.set()
-            for process in self._members.values():
+            for process in self._started:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.communicate()
@@ -173,6 +174,7 @@ class Fleet:
             cwd=ROOT,
         )
         self._members[role, number] = process
+        self._started.append(process)
         return process
 
     async def _worker(self, number: int, pending: asyncio.Queue[int]) -> None:
@@ -204,7 +206,11 @@ class Fleet:
     async def _harm(self, fault_s: float, each: int) -> None:
         rolling = 0
         while True:
-            await asyncio.sleep(fault_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(fault_s):
+                    await self._over.wait()
+            if self._over.is_set():
+                return
             if self._random.random() < 0.5:
                 # A rolling restart: the next one is started, then this one may end.
                 old = self._members["prefill", rolling]
