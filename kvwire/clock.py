@@ -44,7 +44,11 @@ def absolute(deadline: float | timedelta | None) -> float | None:
     if isinstance(deadline, timedelta):
         seconds, from_now = deadline.total_seconds(), True
     else:
-        seconds, from_now = float(deadline), deadline < _STARTED
+        try:
+            seconds = float(deadline)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        from_now = seconds < _STARTED
     if not math.isfinite(seconds) or seconds < 0:
         raise UsageError(
             f"deadline={deadline!r}: pass a time of the loop's clock "

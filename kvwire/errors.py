@@ -303,6 +303,13 @@ def error_from_code(code: int, text: str) -> KVWireError:
     return cls(text)
 
 
+def wrong_type(name: str, value: object, wanted: str) -> UsageError:
+    """Make the error for an argument of another type, such as a coroutine."""
+    kind = type(value).__name__
+    hint = "; is an `await` missing?" if hasattr(value, "__await__") else ""
+    return UsageError(f"{name}: {wanted} is needed, and this is a {kind}{hint}")
+
+
 # As many as are read at a glance.
 _FEW_NAMES: Final = 8
 

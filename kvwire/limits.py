@@ -291,6 +291,8 @@ LEASE_S: Final = 30.0
 # A peer whose link was reset, or whose port is refused, has ended: it has so long to be
 # back with another link. One that lives dials again within a tenth of it.
 RESTART_GRACE_S: Final = 1.0
+# A transfer that is open for so long is named in the log, once, with what it waits for.
+WAITING_LOG_S: Final = 10.0
 # Memory that may wait to be let go of before new transfers are refused.
 QUARANTINE_BYTES: Final = 4 * GIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.

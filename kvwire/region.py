@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, wrong_type
 from kvwire.proto.regions import RegionRecord
 from kvwire.types import Access, AccessName, Grant
 
@@ -65,6 +65,8 @@ class Region:
         if nbytes is None:
             nbytes = self._core.nbytes - offset
         wanted = self._core.access if access is None else Access.parse(access)
+        if not hasattr(connection, "_state"):
+            raise wrong_type("grant", connection, "a kvwire.Connection")
         state = connection._state  # noqa: SLF001 - of the same endpoint
         if state.communicator is not self._communicator:
             raise UsageError("grant: the connection is of another communicator")

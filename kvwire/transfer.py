@@ -31,7 +31,7 @@ class _Transfer:
     _state: OutgoingState | IncomingState
 
     def __repr__(self) -> str:
-        state = "over" if self._state.done() else "under way"
+        state = "over" if self._state.done() else self._state.waits_for
         return f"<{type(self).__name__} {self._state.id!r}, {state}>"
 
     def __eq__(self, other: object) -> bool:

@@ -29,6 +29,10 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
         BackendUnavailable: A required transport is not installed here, or cannot run.
     """
     if transport is not None:
+        if not isinstance(transport, Iterable):
+            raise UsageError(
+                f'transport={transport!r}: a name such as "tcp", or a list of them'
+            )
         names = (transport,) if isinstance(transport, str) else tuple(transport)
         config = config.replace(require=names, prefer=names)
     usable = [name for name in config.require if registry.availability(name).available]

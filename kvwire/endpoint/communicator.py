@@ -233,6 +233,8 @@ class CommunicatorState:
         where = Address.parse(address)
         backend = self._backend(where.scheme, config)
         timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
+        if not isinstance(timeout_s, int | float):
+            raise UsageError(f"timeout_s={timeout_s!r}: a number of seconds")
         handshake = ClientHandshake(
             self.identity,
             secrets.token_bytes(NONCE_BYTES),

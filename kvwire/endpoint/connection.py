@@ -24,6 +24,7 @@ from kvwire.errors import (
     RequestCancelled,
     UsageError,
     WireCode,
+    wrong_type,
 )
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
@@ -380,6 +381,8 @@ class ConnectionState:
         deadline: Deadline,
     ) -> RequestState[int]:
         nbytes = payload.nbytes
+        if not isinstance(grant, Grant):
+            raise wrong_type("grant", grant, "a kvwire.Grant of the peer")
         if grant.connection != self.digest:
             raise UsageError(
                 f"this grant was made for connection {grant.connection.hex()[:8]}, not "

@@ -27,6 +27,7 @@ from kvwire.errors import (
     RequestCancelled,
     UsageError,
     WireCode,
+    wrong_type,
 )
 from kvwire.kv.blocks import Bits, BlockLists, Blocks
 from kvwire.kv.geometry import Geometry, Tokens, describe
@@ -215,6 +216,9 @@ class KVTransfer:
     waits_for_memory = False
     # Which end it is.
     receives = False
+    # It was open at the last look, and the log has named it.
+    seen_open = False
+    named_in_log = False
 
     def __init__(
         self,
@@ -226,14 +230,13 @@ class KVTransfer:
     ) -> None:
         priority, lease_s = options.get("priority", 0), options.get("lease_s")
         if not isinstance(cache, PagedCache):
-            raise UsageError(
-                f"cache: {type(cache).__name__} is not a kvwire.PagedCache"
-            )
+            raise wrong_type("cache", cache, "a kvwire.PagedCache")
         if type(priority) is not int or not 0 <= priority <= PRIORITY_MAX:
             raise UsageError(
                 f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
             )
-        if lease_s is not None and not 0 < lease_s < math.inf:
+        number = isinstance(lease_s, int | float)
+        if lease_s is not None and not (number and 0 < lease_s < math.inf):
             raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")
         self.id = id
         self.key: bytes = transfer_key(id)
@@ -340,6 +343,11 @@ class KVTransfer:
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
         """End every attempt with an error, and so the transfer."""
+        raise NotImplementedError
+
+    @property
+    def waits_for(self) -> str:
+        """Say what a transfer that is not over waits for, for logs and outcomes."""
         raise NotImplementedError
 
     @property
@@ -453,14 +461,17 @@ class KVTransfer:
 
     def _expired(self) -> None:
         if self._outcome is None:
-            error = DeadlineExceeded("the transfer's deadline passed")
+            error = DeadlineExceeded(
+                f"the transfer's deadline passed: {self.waits_for}"
+            )
             self.stop(error, WireCode.DEADLINE)
 
     def _lease_over(self) -> None:
         self._lease = None
         if self._outcome is None:
             error = DeadlineExceeded(
-                f"the lease of {self.lease_s:g} s ended while a peer was missing"
+                f"the lease of {self.lease_s:g} s ended while a peer was missing: "
+                f"{self.waits_for}"
             )
             self.stop(error, WireCode.DEADLINE)
 

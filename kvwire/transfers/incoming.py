@@ -15,6 +15,7 @@ from kvwire.errors import (
     RequestError,
     UsageError,
     WireCode,
+    shown,
 )
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.landed import Landed
@@ -158,6 +159,18 @@ class IncomingState(KVTransfer):
             return UnnotifiedPeers(1, frozenset())
         known = [attempt.peer_id] if attempt.state in UNNOTIFIED else []
         return UnnotifiedPeers(0, frozenset(known))
+
+    @property
+    def waits_for(self) -> str:
+        """See KVTransfer."""
+        if self.attempt is None:
+            return "no peer has pushed it"
+        peer = shown(self.attempt.connection.peer.name)
+        if self._in(AttemptState.ASKED):
+            return f"the peer {peer} has not published it"
+        if self._in(*OFF_LINK):
+            return f"the connection to {peer} is lost"
+        return f"the peer {peer} has not finished it"
 
     def interrupted(self, origin: bytes) -> bool:
         """Tell whether the transfer waits for another link to a peer."""

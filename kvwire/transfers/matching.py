@@ -9,6 +9,7 @@ reason behind, so that a peer who asks too late gets an answer and not a wait.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +23,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import TOMBSTONES_MAX
+from kvwire.limits import TOMBSTONES_MAX, WAITING_LOG_S
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.state import RequestKind
 from kvwire.transfers.base import Answer, UnnotifiedPeers, transfer_key
@@ -34,6 +35,8 @@ from kvwire.transfers.settle import SettleAttempt
 
 if TYPE_CHECKING:
     from kvwire.proto.requests import RequestRecord
+
+logger: logging.Logger = logging.getLogger("kvwire")
 
 End = OutgoingState | IncomingState
 # A producer and a consumer of one name may live in one communicator, in tests above
@@ -76,6 +79,8 @@ class TransferRegistry:
         self._all_settled = asyncio.Event()
         self._all_settled.set()
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
+        # The next look at what is open for long; there is none while nothing is.
+        self._look: asyncio.TimerHandle | None = None
 
     # --- our side ---------------------------------------------------------------------
 
@@ -97,7 +102,7 @@ class TransferRegistry:
         end.description().encode()
         self._begin_anew(key)
         self._waiting[key] = end
-        self.live[end] = None
+        self._take_on(end)
         end.begin()
         end.start_lease()
         self._ask_again(key)
@@ -112,7 +117,7 @@ class TransferRegistry:
                 transfers to answer already.
         """
         end.check_room()
-        self.live[end] = None
+        self._take_on(end)
         try:
             end.ask(connection)
         except ConnectionClosed as exc:
@@ -132,6 +137,27 @@ class TransferRegistry:
         self.live[end] = None
         end.begin()
         end.start_lease()
+
+    def _take_on(self, end: End) -> None:
+        self.live[end] = None
+        if self._look is None:
+            self._look = end.loop.call_later(WAITING_LOG_S, self._name_open, end.loop)
+
+    def _name_open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name in the log, once, each transfer that was open at the last look too."""
+        self._look = None
+        for end in self.live:
+            if end.seen_open and not end.named_in_log:
+                end.named_in_log = True
+                logger.warning(
+                    "transfer %r is open for more than %g s: %s",
+                    end.id,
+                    WAITING_LOG_S,
+                    end.waits_for,
+                )
+            end.seen_open = True
+        if self.live:
+            self._look = loop.call_later(WAITING_LOG_S, self._name_open, loop)
 
     def over(self, end: End, reason: str) -> None:
         """Remove a transfer that has ended; keep the reason for late peers."""
@@ -347,6 +373,8 @@ class TransferRegistry:
 
     def stop(self, error: KVWireError) -> None:
         """End every transfer: the communicator is closed."""
+        if self._look is not None:
+            self._look.cancel()
         for end in list(self.live):
             end.stop(error, WireCode.GOING_AWAY)
 

@@ -15,6 +15,7 @@ from kvwire.errors import (
     RequestCancelled,
     UsageError,
     WireCode,
+    shown,
 )
 from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.outcome import join_outcomes
@@ -58,8 +59,8 @@ class OutgoingState(KVTransfer):
     ) -> None:
         self.growing: bool = options.get("growing", False)
         super().__init__(communicator, id, cache, blocks, options)
-        if consumers < 1:
-            raise UsageError(f"consumers={consumers}: at least 1")
+        if type(consumers) is not int or consumers < 1:
+            raise UsageError(f"consumers={consumers!r}: a number, at least 1")
         self.consumers = consumers
         group_bytes = options.get("group_bytes")
         if group_bytes is not None and group_bytes < 1:
@@ -126,6 +127,21 @@ class OutgoingState(KVTransfer):
             self.consumers - len(self.attempts),
             frozenset(d.peer_id for d in self._in(*UNNOTIFIED)),
         )
+
+    @property
+    def waits_for(self) -> str:
+        """See KVTransfer."""
+        peers = [shown(d.connection.peer.name) for d in self._in(*OFF_LINK)]
+        if peers:
+            return f"the connection to {', '.join(peers)} is lost"
+        peers = [shown(d.connection.peer.name) for d in self._in(AttemptState.ASKED)]
+        if peers:
+            return f"the peer {', '.join(peers)} has not expected it"
+        if len(self.attempts) < self.consumers:
+            return f"{len(self.attempts)} of {self.consumers} consumers have pulled it"
+        if not self.ready_log.finished:
+            return "finish() has not been called"
+        return "the consumer has not taken all of it"
 
     def interrupted(self, origin: bytes) -> bool:
         """Tell whether the transfer waits for another link to a peer."""

@@ -60,7 +60,7 @@ def test_the_outcome_is_a_record() -> None:
         waiters = [asyncio.create_task(wait()) for _ in range(3)]
         await asyncio.sleep(0)
         waiters[0].cancel()
-        assert "under way" in repr(inc)
+        assert "has not published it" in repr(inc)
         out.ready()
         out.finish()
         outcome = await inc
@@ -88,7 +88,8 @@ def test_a_lease_runs_while_the_peer_is_missing() -> None:
             assert w.p._state.loop.time() - began == pytest.approx(seconds, abs=0.01)
             (reason,) = set(outcome.missing.values())
             assert (
-                reason == f"the lease of {seconds:g} s ended while a peer was missing"
+                reason == f"the lease of {seconds:g} s ended while a peer was missing: "
+                "0 of 1 consumers have pulled it"
             )
             await end.drained()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -231,5 +232,53 @@ def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
         assert said == []
         assert len(w.p._state.registry._stashed) == 5
         assert await w.moves("named", [6, 7], [20, 21])
+
+    play(scenario, "inproc")
+
+
+# --- what an open transfer waits for --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        ("pull", "the peer 'prefill' has not published it"),
+        ("push", "the peer 'decode' has not expected it"),
+        ("publish", "0 of 1 consumers have pulled it"),
+        ("expect", "no peer has pushed it"),
+    ],
+)
+def test_the_reason_says_what_was_waited_for(
+    verb: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(w: World) -> None:
+        calls: dict[str, Any] = {
+            "pull": w.pull_side.pull,
+            "push": w.push_side.push,
+            "publish": w.p.publish,
+            "expect": w.d.expect,
+        }
+        end = calls[verb]("t", w.source.cache, LIST, deadline=timedelta(seconds=25))
+        assert said in repr(end)
+        await virtual_time.pass_time(21.0)
+        named = [r for r in caplog.records if "transfer 't' is open" in r.message]
+        assert [said in record.message for record in named] == [True]
+        assert said in str((await end).missing.reasons)
+        await end.drained()
+
+    play(scenario, "inproc")
+
+
+def test_a_producer_that_never_finishes_is_named() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=timedelta(seconds=5))
+        out.ready()
+        await inc.layer(0)
+        assert "finish() has not been called" in repr(out)
+        # All of it is here: only the producer's last word is missing.
+        assert "the peer 'prefill' has not finished it" in repr(inc)
+        await inc
+        await out
 
     play(scenario, "inproc")

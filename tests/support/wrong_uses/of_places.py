@@ -1,0 +1,141 @@
+"""Wrong threads and loops, forgotten words, what is closed already."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from kvwire import ClosedOK, ConnectionClosed
+from tests.support.wrong_uses import steps
+from tests.support.wrong_uses.of_calls import call, untyped
+
+PLACES: Final = [
+    call(
+        "conn.send, from another thread",
+        lambda t: t.from_thread(lambda: t.conn.send(1, b"x")),
+        "Connection.send: called from thread 'worker', and what it is",
+    ),
+    call(
+        "conn.recv, from another thread",
+        lambda t: t.from_thread(lambda: t.conn.recv(1)),
+        "Connection.recv: called from thread 'worker', and what it is",
+    ),
+    call(
+        "conn.pull, from another thread",
+        lambda t: t.from_thread(lambda: t.conn.pull("x", t.kv, [0])),
+        "Connection.pull: called from thread 'worker', and what it is",
+    ),
+    call(
+        "comm.publish, from another thread",
+        lambda t: t.from_thread(lambda: t.a.publish("x", t.kv, [0])),
+        "Communicator.publish: called from thread 'worker', and what",
+    ),
+    call(
+        "conn.abort, from another thread",
+        lambda t: t.from_thread(t.conn.abort),
+        "Connection.abort: called from thread 'worker', and what it is",
+    ),
+    call(
+        "out.abort, from another thread",
+        lambda t: t.from_thread(t.a.publish("x", t.kv, [0]).abort),
+        "Outgoing.abort: called from thread 'worker', and what it is",
+    ),
+    call(
+        "comm.connect, on another loop",
+        lambda t: t.from_loop(lambda: t.a.connect("127.0.0.1:1")),
+        "Communicator.connect: called from thread 'worker', and what",
+    ),
+    call(
+        "conn.close, on another loop",
+        lambda t: t.from_loop(t.conn.close),
+        "Connection.close: called from thread 'worker', and what it is",
+    ),
+    call(
+        "await request, on another loop",
+        steps.request_elsewhere,
+        "await Request: called from thread 'worker', and what it is",
+    ),
+    call(
+        "await out, on another loop",
+        steps.out_elsewhere,
+        "await Outgoing: called from thread 'worker', and what it is",
+    ),
+    call(
+        "with kvwire.open()",
+        lambda t: untyped.open().__enter__(),
+        "with open: write `async with`, in a coroutine; synchronous",
+    ),
+    call(
+        "with comm",
+        lambda t: t.a.__enter__(),
+        "with Communicator: write `async with`, in a coroutine",
+    ),
+    call(
+        "with conn",
+        lambda t: t.conn.__enter__(),
+        "with Connection: write `async with`, in a coroutine",
+    ),
+    call(
+        "with out",
+        lambda t: t.a.publish("x", t.kv, [0]).__enter__(),
+        "with Outgoing: write `async with`, in a coroutine",
+    ),
+    call(
+        "kvwire.open().listen(...), without await",
+        lambda t: untyped.open().listen,
+        "listen: this communicator is not open yet: `comm = await",
+    ),
+    call(
+        "comm.connect, after close",
+        steps.after_close,
+        "the communicator is closed",
+        ClosedOK,
+    ),
+    call(
+        "conn.send, after close",
+        steps.send_after_close,
+        "this side closed the connection",
+        ConnectionClosed,
+    ),
+    call(
+        "kvwire.Engine(lane=4)",
+        lambda t: untyped.Engine(lane=4),
+        "arguments: there is no key 'lane'; did you mean 'lanes'?",
+    ),
+    call(
+        "engine.connect, from its own thread",
+        lambda _: asyncio.to_thread(steps.engine_inside),
+        "an Engine cannot be waited for from its own thread, which",
+    ),
+    call(
+        "engine.connect, after close",
+        lambda _: asyncio.to_thread(steps.engine_closed),
+        "the Engine is closed",
+        ClosedOK,
+    ),
+    call(
+        "BlockStore.open('memory:1GiB')",
+        lambda t: untyped.BlockStore.open("memory:1GiB"),
+        'tiers: a list, such as ["memory:8GiB"]',
+    ),
+    call(
+        "BlockStore.open(['memory'])",
+        lambda t: steps.store("memory"),
+        "tier 'memory': write memory:8GiB, or disk:path?size=100GiB",
+    ),
+    call(
+        "BlockStore.open(['memory:lots'])",
+        lambda t: steps.store("memory:lots"),
+        "tier 'memory:lots': size 'lots': write a number and B, KiB",
+    ),
+    call(
+        "BlockStore.open(['memroy:1MiB'])",
+        lambda t: steps.store("memroy:1MiB"),
+        "tiers: 'memroy:1MiB' is first; every block passes through",
+    ),
+    call(
+        "BlockStore.open(['disk:/x?sise=1MiB'])",
+        lambda t: steps.store("disk:/x?sise=1MiB"),
+        "tiers: 'disk:/x?sise=1MiB' is first; every block passes",
+    ),
+]

@@ -1,0 +1,156 @@
+"""What wrong uses are done to: two connected communicators, caches, keys, strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kvwire
+from kvwire.security.keys import write_key_file
+from kvwire.testing import loopback
+from tests.support.certificates import Authority
+
+SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
+ME = "spiffe://kvwire.test/near"
+
+
+def cache(writable: bool = True) -> kvwire.PagedCache:
+    """A cache of four blocks."""
+    tensors = [np.zeros((4, 2, 2, 1, 4), np.float32) for _ in range(2)]
+    for tensor in tensors:
+        tensor.flags.writeable = writable
+    return kvwire.PagedCache(SPEC, tensors)
+
+
+class WrongUse(NamedTuple):
+    """One row.
+
+    Attributes:
+        name: What is done, in words.
+        do: Does it; what can be awaited is awaited.
+        error: What that raises; ``Outcome`` where a transfer ends with one.
+        words: What the error says, among others.
+    """
+
+    name: str
+    do: Callable[[Things], Any]
+    error: type
+    words: str
+
+
+class Things:
+    """What a wrong use needs.
+
+    Attributes:
+        a: The communicator that has connected.
+        b: The one that listens.
+        conn: The connection, as a has it.
+        back: The same, as b has it.
+        kv: A cache.
+        folder: A folder for files.
+    """
+
+    def __init__(self, pair: Any, folder: Path) -> None:
+        self.a, self.b = pair.a, pair.b
+        self.conn, self.back = pair.ab, pair.ba
+        self.kv = cache()
+        self.folder = folder
+
+    def file(self, text: str | bytes, mode: int = 0o600, name: str = "file") -> str:
+        """Write a file."""
+        path = self.folder / name
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        path.chmod(mode)
+        return str(path)
+
+    def key(self, name: str = "key") -> str:
+        """Make a key."""
+        path = self.folder / name
+        write_key_file(path)
+        return str(path)
+
+    def ca(self, name: str = "ca") -> Authority:
+        """Make a CA."""
+        folder = self.folder / name
+        folder.mkdir()
+        return Authority(folder, name)
+
+    def loaded(self, **environment: str) -> kvwire.Config:
+        """Read a configuration from variables."""
+        variables = {f"KVWIRE_{k.upper()}": v for k, v in environment.items()}
+        return kvwire.Config.load(environment=variables)
+
+    def toml(self, text: str) -> kvwire.Config:
+        """Read a configuration from a file."""
+        return kvwire.Config.load(self.file(text), environment={})
+
+    async def opened(self, **arguments: Any) -> None:
+        """Open a communicator."""
+        async with kvwire.open(**arguments):
+            pass
+
+    async def meet(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+        """Connect with one configuration to a listener with another."""
+        async with kvwire.open(**mine) as near, kvwire.open(**theirs) as far:
+            await near.connect(await far.listen("127.0.0.1:0"))
+
+    async def stranger(self, said: bytes, *, ends: bool = False) -> None:
+        """Connect to somebody who is not kvwire."""
+        over = asyncio.Event()
+
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(said)
+            await writer.drain()
+            if not ends:
+                await over.wait()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            async with kvwire.open(handshake_timeout_s=0.2) as comm:
+                await comm.connect(f"127.0.0.1:{port}")
+        finally:
+            over.set()
+            server.close()
+            await server.wait_closed()
+
+    async def from_thread(self, call: Callable[[], object]) -> object:
+        """Do it on another thread, which has no loop."""
+        found: list[object] = []
+
+        def run() -> None:
+            try:
+                found.append(call())
+            except BaseException as exc:  # noqa: BLE001 - raised below
+                found.append(exc)
+
+        thread = threading.Thread(target=run, name="worker")
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    async def from_loop(self, call: Callable[[], Any]) -> object:
+        """Do it on another loop, of another thread."""
+
+        async def run() -> object:
+            return await call()
+
+        return await self.from_thread(lambda: asyncio.run(run()))
+
+
+@asynccontextmanager
+async def things(folder: Path) -> AsyncIterator[Things]:
+    """What one row needs, and nothing of it afterwards."""
+    async with loopback(handshake_timeout_s=2) as pair:
+        yield Things(pair, folder)
+        pair.a.abort()
+        pair.b.abort()
