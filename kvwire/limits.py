@@ -241,6 +241,8 @@ DIRECTORY_RETRY_S: Final = 0.1
 DIRECTORY_RETRY_S_MAX: Final = 5.0
 # How long a close waits for a directory to take its members' records out.
 WITHDRAW_TIMEOUT_S: Final = 1.0
+# A task of a library that has swallowed its cancellation is cancelled again.
+CANCEL_AGAIN_S: Final = 0.2
 # How often a directory that cannot push is looked at: a folder costs one system call a
 # member, and a resolver a round trip.
 FILE_INTERVAL_S: Final = 0.5

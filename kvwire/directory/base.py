@@ -33,6 +33,7 @@ from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
 from kvwire.errors import ClosedOK, UsageError, nearest, shown
 from kvwire.limits import (
+    CANCEL_AGAIN_S,
     DIRECTORY_RETRY_S,
     DIRECTORY_RETRY_S_MAX,
     WITHDRAW_TIMEOUT_S,
@@ -179,7 +180,7 @@ class Directory(ABC):
         keeper = self._announcements.pop(key, None)
         if keeper is None:
             return
-        await _ended(keeper)
+        await ended(keeper)
         try:
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 await self.erase(key)
@@ -249,13 +250,17 @@ class Directory(ABC):
         old: asyncio.Task[None] | None,
         written: asyncio.Future[None],
     ) -> None:
-        """Write a record three times in each lease, for ever."""
+        """Write a record three times in each lease, until it is withdrawn.
+
+        It looks whether it was: a library may swallow the cancellation of a write.
+        """
         if old is not None:
-            await _ended(old)
+            await ended(old)
         pause_s = record.lease_s / 3
         backoff = Backoff(DIRECTORY_RETRY_S, pause_s)
         away = False
-        while True:
+        me = asyncio.current_task()
+        while self._announcements.get(record.key) is me:
             try:
                 async with asyncio.timeout(record.lease_s):
                     await self.write(record.key, value, record.lease_s)
@@ -296,7 +301,7 @@ class Directory(ABC):
                     for change in changes:
                         yield change
             finally:
-                await _ended(pending)
+                await ended(pending)
 
     def _take(self, members: Members, batch: Batch) -> list[Change]:
         """Apply a batch to a table; count what was no record."""
@@ -315,9 +320,16 @@ class Directory(ABC):
         return changes
 
 
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and wait until it has ended; whatever it says is forgotten."""
-    task.cancel()
-    await asyncio.wait({task})
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task until it has ended; whatever it says is forgotten.
+
+    Libraries swallow a cancellation now and then, as ``asyncio.wait_for`` of Python
+    3.11 does where what it waits for is done in the same turn.
+
+    Cancel safety: the task may go on for a while.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
     if not task.cancelled():
         task.exception()

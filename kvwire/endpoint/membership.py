@@ -14,6 +14,7 @@ from hashlib import sha256
 from typing import Final
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
+from kvwire.directory.base import ended
 from kvwire.kv.paged import PagedCache
 
 logger: logging.Logger = logging.getLogger("kvwire")
@@ -89,8 +90,7 @@ class Membership:
         """
         for task in (self._watching, self._announcing):
             if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
+                await ended(task)
         if self._directory is not None:
             await self._directory.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -171,3 +172,22 @@ async def test_members_of_a_directory_that_is_away() -> None:
     with pytest.raises(ConnectError):
         await fake.members("role=decode")
     await fake.close()
+
+
+async def test_a_library_that_swallows_a_cancellation_does_not_keep_a_close() -> None:
+    """One prefill process of a fleet never ended: its renewal had gone on."""
+
+    class Swallows(Fake):
+        async def write(self, key: str, value: bytes, lease_s: float) -> None:
+            await super().write(key, value, lease_s)
+            if self.writes > 1:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+
+    directory = Swallows()
+    await directory.announce(record(1, lease_s=0.5))
+    while directory.writes < 2:
+        directory.written.clear()
+        await directory.written.wait()
+    await directory.close()
+    assert not directory.there
