@@ -91,6 +91,8 @@ class Reconnector:
             if same_peer and other.core.phase is CloseState.OPEN:
                 registry.reattach(other)
                 return
+        if not registry.interrupted(origin):
+            return  # nothing waits for this peer, so that nothing is kept of it
         if not connection.dialled and _was_reset(error):
             await self._await_return(connection)
         elif connection.dialled and origin not in self._redialling:

@@ -27,6 +27,7 @@ from typing import Any, Final, Self
 import uvloop
 
 import kvwire
+from kvwire.backend import Link
 from kvwire_tcp.link import TcpLink
 from tests.scenarios.world import Memory
 
@@ -176,6 +177,7 @@ def _child(order: Order) -> None:
         executioner.send(link, *frame)
 
     TcpLink.send = send  # type: ignore[method-assign,assignment]
+    TcpLink.send_now = Link.send_now  # type: ignore[method-assign]
     try:
         uvloop.run(_live(order))
         _say(order.number, frames=executioner.written)
