@@ -134,6 +134,32 @@ class Connection(AsyncWith):
         state: RequestState[Any] = self._state.recv(tag, into, deadline)
         return Request(state)
 
+    @property
+    def unreceived(self) -> dict[int, int]:
+        """Return how many messages of each tag are here, or announced, and unreceived.
+
+        Bounded by the receive window (``window_messages``, ``window_bytes``) and by
+        the number of requests: beyond it senders wait.
+        """
+        return self._state.unreceived
+
+    def discard(self, tag: int) -> int:
+        """Drop the messages of a tag, now and until the next ``recv`` of that tag.
+
+        Use it for answers that nobody waits for any more. Their sender has its credit
+        back; the send of a message that was only announced fails with
+        :exc:`~kvwire.PeerCancelled`. The latest 4,096 tags are remembered.
+
+        Returns:
+            How many messages were here or on their way.
+
+        Raises:
+            UsageError: The tag cannot be used, or a receive waits for it.
+        """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.discard")
+        return self._state.discard(tag)
+
     # --- one-sided --------------------------------------------------------------------
 
     def put(

@@ -39,6 +39,9 @@ EAGER_BYTES_MAX: Final = 64 * KIB
 EAGER_WINDOW_BYTES: Final = 1 * MIB
 EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB
 EAGER_WINDOW_MESSAGES: Final = 1024
+# Tags of one connection whose messages are dropped; the oldest is forgotten first. Each
+# is for the late answer of a cancelled request, which comes soon or never.
+DISCARDED_TAGS_MAX: Final = 4096
 # One request: the KV cache of one long prompt of a 70B-class model fits.
 REQUEST_BYTES_MAX: Final = 64 * GIB
 # `recv(tag)` without a buffer allocates at most this, whatever the sender announces.

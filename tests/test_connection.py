@@ -18,6 +18,7 @@ from kvwire import (
     ConnectionLost,
     KVWireError,
     MessageTooLarge,
+    PeerCancelled,
     Request,
     UsageError,
 )
@@ -50,6 +51,45 @@ async def test_the_send_comes_first(pair: Pair, nbytes: int) -> None:
     await pair.right.recv(2)
     assert await pair.right.recv(1) == sent
     assert await request == nbytes
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+async def test_what_nobody_wants_is_counted_and_discarded(
+    pair: Pair, nbytes: int
+) -> None:
+    """Before it comes and after; the next receive of the tag is as any other."""
+    late = pair.left.send(1, content(nbytes))
+    await pair.left.send(2, b"behind it")
+    await pair.right.recv(2)
+    assert pair.right.unreceived == {1: 1}
+    assert pair.right.discard(1) == 1
+    later = pair.left.send(1, content(nbytes))
+    await pair.left.send(2, b"behind that")
+    await pair.right.recv(2)
+    assert pair.right.unreceived == {}
+    assert pair.right.discard(1) == 0
+    for request in (late, later):
+        if nbytes <= EAGER_BYTES:
+            assert await request == nbytes
+        else:
+            with pytest.raises(PeerCancelled, match="discards messages of tag 1"):
+                await request
+    assert not pair.right._state.driver.held
+    received = pair.right.recv(1)
+    request = pair.left.send(1, content(nbytes))
+    assert await received == content(nbytes)
+    assert await request == nbytes
+
+
+async def test_what_cannot_be_discarded(pair: Pair) -> None:
+    with pytest.raises(UsageError, match="tag=-1"):
+        pair.right.discard(-1)
+    received = asyncio.ensure_future(pair.right.recv(1))
+    await asyncio.sleep(0)
+    with pytest.raises(UsageError, match="cancel the receive first"):
+        pair.right.discard(1)
+    await pair.left.send(1, b"taken")
+    assert await received == b"taken"
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

@@ -36,6 +36,7 @@ from kvwire.proto.events import (
     Ended,
     Event,
     MemoryWanted,
+    MessageDropped,
     RequestDone,
     SegmentLanded,
     SegmentMarked,
@@ -156,7 +157,7 @@ class ConnectionState:
         payload = as_payload(buffer, writable=False)
         nbytes = payload.nbytes
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
+            raise _wrong_tag(tag)
         at = None if deadline is None else absolute(deadline)
         small = nbytes <= EAGER_BYTES_MAX and self.driver.has_room
         if small and isinstance(payload, memoryview):
@@ -178,7 +179,7 @@ class ConnectionState:
     ) -> RequestState[int] | RequestState[bytearray]:
         """See :meth:`kvwire.Connection.recv`."""
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
+            raise _wrong_tag(tag)
         at = None if deadline is None else absolute(deadline)
         if into is None:
             post = partial(self.core.recv, tag, None, self._message_bytes, at)
@@ -186,6 +187,19 @@ class ConnectionState:
         payload = as_payload(into, writable=True, what="into")
         post = partial(self._message, self.core.recv, tag, payload, at)
         return self._begin(RequestState.begun(self, post, payload))
+
+    @property
+    def unreceived(self) -> dict[int, int]:
+        """See :meth:`kvwire.Connection.unreceived`."""
+        return self.core.messages.unreceived
+
+    def discard(self, tag: int) -> int:
+        """See :meth:`kvwire.Connection.discard`."""
+        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
+            raise _wrong_tag(tag)
+        dropped = self.core.messages.discard(tag)
+        self.driver.run()
+        return dropped
 
     # --- one-sided --------------------------------------------------------------------
 
@@ -416,6 +430,8 @@ class ConnectionState:
                     self._transfer_done(event)
                 else:
                     self._request_done(event)
+            case MessageDropped():
+                del self.driver.held[event.buffer]
             case MemoryWanted():
                 self._provide(event)
             case Ended():
@@ -474,7 +490,9 @@ class ConnectionState:
         core, request = event.request, event.request.context
         # Each names the other; without this only the garbage collector would end both.
         core.context = None
-        held = None if event.held is None else self.driver.held.pop(event.held)
+        held = None
+        if event.held is not None:
+            held = self.driver.held.pop(event.held, None)  # None if it came damaged
         if not isinstance(request, RequestState):
             return
         if event.error is not None:
@@ -502,6 +520,10 @@ class ConnectionState:
         assert isinstance(held, memoryview)
         assert isinstance(held.obj, bytearray)
         return held.obj
+
+
+def _wrong_tag(tag: Any) -> UsageError:
+    return UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
 
 
 def _check_size(nbytes: int) -> None:

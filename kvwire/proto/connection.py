@@ -109,7 +109,7 @@ class ConnectionCore:
         self._chunks = ChunkMover(
             self._requests, holds, agreement.parameters.chunk_bytes
         )
-        self._messages = Messages(
+        self.messages = Messages(
             self.outbox,
             self._requests,
             self._chunks,
@@ -147,7 +147,7 @@ class ConnectionCore:
         # Says which side closed first.
         self._closing: ClosedOK | None = None
         parts = FrameHandlers(
-            self._messages,
+            self.messages,
             self._onesided,
             self.transfers,
             self.lanes,
@@ -185,7 +185,7 @@ class ConnectionCore:
         if header.type == _MESSAGE:
             if self.phase is not CloseState.OPEN:
                 self._check_may_start(header)
-            return self._messages.message_header(header)
+            return self.messages.message_header(header)
         if header.type == _DATA:
             return self._data_header(header)
         if header.type not in _CONTROL:
@@ -219,7 +219,7 @@ class ConnectionCore:
         if arrival.place is ChunkPlace.NOWHERE:
             return
         if header.type == _MESSAGE:
-            self._messages.message_landed(arrival, intact=intact)
+            self.messages.message_landed(arrival, intact=intact)
             if self.phase is CloseState.OPEN:
                 return  # there is nothing to acknowledge, and nothing to end
         elif header.type == _DATA:
@@ -261,7 +261,7 @@ class ConnectionCore:
         """End the link, which touches no memory any more."""
         self._chunks.link_gone()
         self.lanes.link_gone()
-        self._messages.link_gone()
+        self.messages.link_gone()
         if not self.closed:
             gone = "the peer's side ended without closing the connection"
             self._end(error or ConnectionLost(gone))
@@ -342,14 +342,14 @@ class ConnectionCore:
         """
         if self.phase is not CloseState.OPEN:
             self._check_open()
-        return self._messages.eager_header(tag, nbytes, check)
+        return self.messages.eager_header(tag, nbytes, check)
 
     def send(
         self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
     ) -> RequestRecord:
         """Announce a message; its bytes move when the peer has memory for them."""
         request = self._new(RequestKind.SEND, buffer, nbytes, deadline, tag=tag)
-        self._messages.announce(request)
+        self.messages.announce(request)
         return request
 
     def recv(
@@ -371,12 +371,12 @@ class ConnectionCore:
             tag=tag,
             deadline=deadline,
         )
-        self._messages.post(request)
+        self.messages.post(request)
         return request
 
     def provide(self, request: RequestRecord, buffer: BufferId) -> None:
         """Answer MemoryWanted."""
-        self._messages.provide(request, buffer)
+        self.messages.provide(request, buffer)
 
     def put(
         self, buffer: BufferId, nbytes: int, target: AccessBody, deadline: float | None
@@ -402,7 +402,7 @@ class ConnectionCore:
 
     def withdraw(self, request: RequestRecord) -> bool:
         """End a receive that has met no message yet; False if it has."""
-        if not self._messages.withdraw(request):
+        if not self.messages.withdraw(request):
             return False
         error = RequestCancelled("the receive was withdrawn")
         self._requests.fail(request, error, tell=None)
@@ -456,9 +456,9 @@ class ConnectionCore:
             self._close_by = now + timeout_s
         self._turn(CloseInput.CLOSE_CALLED)
         closed = self._close_error("this side closed the connection")
-        for request in self._messages.posted + self.transfers.unanswered:
+        for request in self.messages.posted + self.transfers.unanswered:
             self._abandon(request, closed, WireCode.GOING_AWAY)
-        self._messages.refuse_announced()
+        self.messages.refuse_announced()
         self._settle()
 
     def fail(self, error: KVWireError) -> None:
@@ -487,10 +487,10 @@ class ConnectionCore:
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):
             raise UnexpectedFrame("KVW-CL-01", "a second CLOSE")
         self._turn(CloseInput.PEER_CLOSED)
-        self._messages.peer_closed()
+        self.messages.peer_closed()
         code = "" if body.code == WireCode.GOING_AWAY else f" (code {body.code})"
         closed = self._close_error(f"the peer closed the connection{code}")
-        for request in self._messages.posted:
+        for request in self.messages.posted:
             self._abandon(request, closed, None)
         for request in self._requests:
             if request.kind in MET_BY_PEER and request.state is RequestStage.POSTED:
@@ -528,7 +528,7 @@ class ConnectionCore:
         self.error = error
         self.transfers.say_last_words()
         self.outbox.shut = True
-        self._messages.peer_closed()
+        self.messages.peer_closed()
         for request in self._requests:
             self._abandon(request, error, None)
         self.outbox.report(Ended(error=error, graceful=graceful))
@@ -536,7 +536,7 @@ class ConnectionCore:
     def _abandon(
         self, request: RequestRecord, error: KVWireError, tell: WireCode | None
     ) -> None:
-        self._messages.withdraw(request)
+        self.messages.withdraw(request)
         self._requests.fail(request, error, tell=tell)
 
     def _turn(self, turn: CloseInput) -> None:
@@ -569,7 +569,7 @@ class ConnectionCore:
             raise ClosedOK("the connection is closing")
 
     def _check_waiting(self, tag: int) -> None:
-        if not self._messages.waits(tag, whole=self.closed):
+        if not self.messages.waits(tag, whole=self.closed):
             self._check_open()
 
     def _check_may_start(self, header: Header) -> None:

@@ -42,6 +42,12 @@ class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
+class MessageDropped(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports a held message that nobody will take; its memory is the front's again."""
+
+    buffer: BufferId
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Reports the end of the connection, exactly once; close its link.
 
@@ -139,6 +145,7 @@ class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
 Event = (
     RequestDone
     | MemoryWanted
+    | MessageDropped
     | Ended
     | TransferOpened
     | TransferAgreed

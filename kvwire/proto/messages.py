@@ -26,12 +26,13 @@ from kvwire.errors import (
     MessageTooLarge,
     RequestError,
     UnexpectedFrame,
+    UsageError,
     WireCode,
 )
-from kvwire.limits import REQUESTS_MAX
+from kvwire.limits import DISCARDED_TAGS_MAX, REQUESTS_MAX
 from kvwire.proto.chunks import ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.credits import ReceiveCredit, SendCredit
-from kvwire.proto.events import MemoryWanted
+from kvwire.proto.events import MemoryWanted, MessageDropped
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestRecord, RequestTable
@@ -84,6 +85,8 @@ class Messages:
         self._posted: dict[int, deque[RequestRecord]] = {}
         self._announced: dict[int, tuple[int, UnreceivedMessage]] = {}
         self._arriving: dict[ChunkArrival, UnreceivedMessage] = {}
+        # Tags whose messages nobody wants; a receive takes its tag out.
+        self._unwanted: OrderedDict[int, None] = OrderedDict()
         self._refusing = False
 
     # --- sending ----------------------------------------------------------------------
@@ -130,6 +133,8 @@ class Messages:
     def post(self, request: RequestRecord) -> None:
         """Wait for the next message of a tag, or take one that waits already."""
         self._requests.post(request)
+        if self._unwanted:
+            self._unwanted.pop(request.tag, None)
         self._posted.setdefault(request.tag, deque()).append(  # bounded: REQUESTS_MAX
             request
         )
@@ -149,6 +154,34 @@ class Messages:
         if not queue:
             del self._posted[request.tag]
         return True
+
+    def discard(self, tag: int) -> int:
+        """Drop the messages of a tag, now and until it is received again.
+
+        Returns how many were here or on their way.
+
+        Raises:
+            UsageError: A receive waits for them.
+        """
+        if tag in self._posted:
+            raise UsageError(
+                f"discard of tag {tag}, and a receive waits for its messages: cancel "
+                f"the receive first"
+            )
+        self._unwanted[tag] = None  # bounded: DISCARDED_TAGS_MAX
+        self._unwanted.move_to_end(tag)
+        if len(self._unwanted) > DISCARDED_TAGS_MAX:
+            self._unwanted.popitem(last=False)
+        waiting = list(self._waiting.get(tag, ()))
+        for message in waiting:
+            if message.whole:
+                self._drop(tag, message)
+        return len(waiting)
+
+    @property
+    def unreceived(self) -> dict[int, int]:
+        """Return how many messages of each tag wait for a receive."""
+        return {tag: len(queue) for tag, queue in self._waiting.items()}
 
     def provide(self, request: RequestRecord, buffer: BufferId) -> None:
         """Give a receive the memory it wanted for the message it has met."""
@@ -198,7 +231,11 @@ class Messages:
             waiting = self._arriving.pop(arrival)
             waiting.whole, waiting.error = True, error
             self._let_go(waiting)
-            self._meet(arrival.header.offset)
+            tag = arrival.header.offset
+            if tag in self._unwanted:
+                self._drop(tag, waiting)
+            else:
+                self._meet(tag)
             return
         request = arrival.request
         assert request is not None
@@ -229,6 +266,9 @@ class Messages:
             self._tell_refused(wire_id)
             return
         tag = int.from_bytes(body.tag, "little")
+        if tag in self._unwanted:
+            self._tell_unwanted(wire_id, tag)
+            return
         waiting = UnreceivedMessage(nbytes=body.nbytes, wire_id=wire_id)
         self._announced[wire_id] = (tag, waiting)  # bounded: REQUESTS_MAX
         self._queue(tag, waiting)
@@ -311,6 +351,19 @@ class Messages:
             )
         self._requests.fail(request, error, held=waiting.buffer)
 
+    def _drop(self, tag: int, waiting: UnreceivedMessage) -> None:
+        """Drop a message that nobody wants; its sender has its credit back."""
+        del self._waiting[tag][waiting]
+        self._trim(tag)
+        if waiting.wire_id is not None:
+            del self._announced[waiting.wire_id]
+            self._tell_unwanted(waiting.wire_id, tag)
+            return
+        self._taken(waiting.nbytes)
+        assert waiting.buffer is not None
+        if not waiting.error:
+            self._outbox.report(MessageDropped(buffer=waiting.buffer))
+
     def _hand_over(self, waiting: UnreceivedMessage, request: RequestRecord) -> None:
         request.nbytes = waiting.nbytes
         if waiting.wire_id is not None:
@@ -356,6 +409,10 @@ class Messages:
     def _tell_refused(self, wire_id: int) -> None:
         reason = "the receiver has closed the connection"
         self._requests.tell_failed(wire_id, WireCode.GOING_AWAY, reason)
+
+    def _tell_unwanted(self, wire_id: int, tag: int) -> None:
+        reason = f"the receiver discards messages of tag {tag}"
+        self._requests.tell_failed(wire_id, WireCode.CANCELLED, reason)
 
     def _taken(self, nbytes: int) -> None:
         if self._credit.taken(nbytes):

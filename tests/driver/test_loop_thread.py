@@ -62,6 +62,7 @@ class Things:
             (kvwire.Communicator, "abort"): comm.abort,
             (kvwire.Connection, "send"): lambda: conn.send(1, b"x"),
             (kvwire.Connection, "recv"): lambda: conn.recv(1),
+            (kvwire.Connection, "discard"): lambda: conn.discard(1),
             (kvwire.Connection, "put"): lambda: conn.put(b"12345678", self.grant),
             (kvwire.Connection, "get"): lambda: conn.get(self.grant, bytearray(8)),
             (kvwire.Connection, "pull"): lambda: conn.pull("z", kv, [0]),

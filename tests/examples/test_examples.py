@@ -67,6 +67,15 @@ def test_chunks_that_were_never_computed_are_what_decode_computes(
     assert sum("as one process alone does" in line for line in lines) == 2
 
 
+def test_a_client_gives_up_and_goes_on(tmp_path: Path) -> None:
+    assert run_example("request_reply.py", tmp_path).splitlines() == [
+        "['HELLO', 'AGAIN']",
+        "the client gave up",
+        "the server stopped working on 1002",
+        "AND GOES ON",
+    ]
+
+
 def test_training_finds_the_files_of_the_demo(tmp_path: Path) -> None:
     pytest.importorskip(
         "transformers", reason="transformers: `make test-torch` installs it"

@@ -443,7 +443,7 @@ def test_messages_that_are_taken_back_are_not_looked_for(
         assert request is not None
         pair.client.cancel(request)
     pair.run()
-    assert not pair.server.core._messages._announced
+    assert not pair.server.core.messages._announced
     assert Compared.times == 0
     for _ in range(8):
         assert pair.server.received(pair.server.recv(99)) == b""
@@ -522,7 +522,7 @@ def test_a_link_that_ends_within_a_message(behind: bool) -> None:
     if behind:
         receive = pair.server.recv(TAG, 100)
         assert pair.server.received(receive) == b"whole"
-    assert not pair.server.core._messages.waits(TAG, whole=False)
+    assert not pair.server.core.messages.waits(TAG, whole=False)
     assert len(pair.server.core.holds) == 0
 
 
@@ -533,7 +533,7 @@ def test_announcements_end_with_the_link_and_messages_do_not() -> None:
     pair.client.send(TAG, bytes(100))
     pair.client.send(8, bytes(100))
     pair.run()
-    messages = pair.server.core._messages
+    messages = pair.server.core.messages
     assert messages.waits(8, whole=False)
     assert not messages.waits(9, whole=True)
     pair.server.lose()
@@ -568,7 +568,7 @@ def test_receives_that_have_met_nothing_are_known() -> None:
     waiting = [pair.server.recv(tag, 100) for tag in (1, 2, 2)]
     pair.client.send(2, b"x")
     pair.run()
-    assert pair.server.core._messages.posted == [waiting[0], waiting[2]]
+    assert pair.server.core.messages.posted == [waiting[0], waiting[2]]
 
 
 def test_many_messages_of_many_tags() -> None:

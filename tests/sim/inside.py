@@ -28,7 +28,7 @@ def check(endpoint: Endpoint) -> None:
         demand(core.error is not None, "closed", "closed without a reason")
         demand(not len(table), "closed", "requests are open on a closed connection")
         return
-    _check_credit(core._messages)
+    _check_credit(core.messages)
     most, grants_most = scale.requests_max(), scale.grants_max()
     ours = len(table._ours) + len(table._unmatched)
     theirs, kept = len(table._theirs), len(table._deadlines)
@@ -36,7 +36,7 @@ def check(endpoint: Endpoint) -> None:
     # Also those that only wait for a completion, and receives that met a message.
     demand(theirs <= 4 * most, "table", "too many requests of the peer are open")
     demand(kept <= 9 * most, "table", "too many deadlines are kept")
-    demand(len(core._messages._announced) <= most, "table", "too many announcements")
+    demand(len(core.messages._announced) <= most, "table", "too many announcements")
     demand(len(core._grants) <= grants_most, "table", "too many grants")
     if phase is not CloseState.OPEN and phase is not CloseState.CLOSE_SENT:
         demand(len(table), "close", "nothing is left to deliver, and no CLOSE was sent")
@@ -75,5 +75,5 @@ def _landing(box: messages.Messages) -> int:
 
 def landed_messages(endpoint: Endpoint) -> int:
     """Whole and intact messages that wait to be asked for."""
-    waiting = [w for q in endpoint.core._messages._waiting.values() for w in q]
+    waiting = [w for q in endpoint.core.messages._waiting.values() for w in q]
     return sum(w.wire_id is None and w.whole and not w.error for w in waiting)

@@ -131,7 +131,7 @@ BUGS: Final = (
     Planted(
         name="closing does not wake who waits for a message",
         module="kvwire.proto.connection",
-        before="        for request in self._messages.posted + "
+        before="        for request in self.messages.posted + "
         "self.transfers.unanswered:\n",
         after="        for request in self.transfers.unanswered:\n",
         rules=frozenset({"close", "completion", "untrue"}),

@@ -24,6 +24,7 @@ from kvwire.proto.events import (
     LaneDataReceived,
     LaneOpened,
     MemoryWanted,
+    MessageDropped,
     RequestDone,
     SegmentMarked,
 )
@@ -371,6 +372,8 @@ class Peer:
         self.events.append(event)
         if isinstance(event, MemoryWanted):
             self.core.provide(event.request, self.lend(event.nbytes))
+        elif isinstance(event, MessageDropped):
+            self.memory.pop(event.buffer, None)  # or it is among the freed
         elif isinstance(event, SegmentMarked) and self.place is not None:
             self.place(event.segment)
         elif isinstance(event, RequestDone):
