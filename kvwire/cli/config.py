@@ -13,7 +13,7 @@ from kvwire.backend.selection import check_transports
 from kvwire.config import load_with_origins
 from kvwire.directory.registry import without_password
 
-app = App(name="config")
+app: App = App(name="config")
 
 
 @app.command

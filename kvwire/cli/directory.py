@@ -16,7 +16,7 @@ from rich.table import Table
 from kvwire import Config
 from kvwire.directory import Directory, Record, open_directory
 
-app = App(name="directory")
+app: App = App(name="directory")
 
 _COLUMNS: Final = ("name", "role", "address", "load", "incarnation", "model", "labels")
 

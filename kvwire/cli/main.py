@@ -21,7 +21,7 @@ CALLED_WRONG: Final = 2
 # What shells report for a command that Ctrl-C has ended: 128 + SIGINT.
 INTERRUPTED: Final = 130
 
-app = App(
+app: App = App(
     name="kvwire",
     help="Awaitable transport for LLM KV cache.",
     version=kvwire.__version__,

@@ -21,7 +21,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.server.messages import StatsReport, TierRow
 from kvwire.store.server.stats_client import ask_report
 
-app = App(name="store")
+app: App = App(name="store")
 
 _TIER_COLUMNS: Final = ("blocks", "used", "of", "read", "written", "evicted", "failed")
 _CLIENT_COLUMNS: Final = ("open", "requests", "read", "written")

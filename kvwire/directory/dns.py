@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
-from typing import Final
+from collections.abc import AsyncGenerator, Mapping
+from typing import ClassVar, Final
 
 from kvwire.directory.base import Batch, Directory
 from kvwire.directory.record import Record
@@ -29,7 +29,7 @@ class DnsDirectory(Directory):
         UsageError: The URL has no host or no port, or a value is not allowed.
     """
 
-    options = {  # noqa: RUF012 - a mapping
+    options: ClassVar[Mapping[str, str]] = {
         "interval_s": str(DNS_INTERVAL_S),
         "role": "",
         "model": "",

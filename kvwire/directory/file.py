@@ -13,10 +13,10 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 from urllib.parse import quote, unquote
 
 from kvwire.directory.base import Batch, Directory
@@ -35,7 +35,7 @@ class FileDirectory(Directory):
         folder: Where they are.
     """
 
-    options = {"interval_s": str(FILE_INTERVAL_S)}  # noqa: RUF012 - a mapping
+    options: ClassVar[Mapping[str, str]] = {"interval_s": str(FILE_INTERVAL_S)}
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

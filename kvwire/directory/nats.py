@@ -8,9 +8,9 @@ restarted has it again with the next renewal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Final
+from typing import ClassVar, Final
 from urllib.parse import urlunsplit
 
 from kvwire.directory.base import Batch, Directory
@@ -43,7 +43,10 @@ class NatsDirectory(Directory):
 
     # Fleets that share a server have different buckets. Nobody's lease may be longer
     # than the bucket's.
-    options = {"bucket": "kvwire", "lease_s": str(_LEASE_S)}  # noqa: RUF012 - a mapping
+    options: ClassVar[Mapping[str, str]] = {
+        "bucket": "kvwire",
+        "lease_s": str(_LEASE_S),
+    }
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

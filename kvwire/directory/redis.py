@@ -10,9 +10,9 @@ third of a lease.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import urlencode
 
 from kvwire.directory.base import Batch, Directory
@@ -43,7 +43,7 @@ class RedisDirectory(Directory):
     """
 
     # Fleets that share a server have different prefixes.
-    options = {"prefix": "kvwire"}  # noqa: RUF012 - a mapping
+    options: ClassVar[Mapping[str, str]] = {"prefix": "kvwire"}
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

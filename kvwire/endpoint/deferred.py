@@ -97,6 +97,10 @@ class DeferredRequest:
             result = await self._result()
         except KVWireError as exc:
             self._complete(None, exc)
+        except Exception as exc:  # noqa: BLE001 - the caller waits, and is told
+            error = KVWireError(f"the request to a peer failed: {exc!r}")
+            error.__cause__ = exc
+            self._complete(None, error)
         else:
             self._complete(result, None)
 

@@ -109,7 +109,7 @@ class ConnectionCore:
         self._chunks = ChunkMover(
             self._requests, holds, agreement.parameters.chunk_bytes
         )
-        self.messages = Messages(
+        self.messages: Messages = Messages(
             self.outbox,
             self._requests,
             self._chunks,

@@ -24,7 +24,7 @@ from kvwire.limits import MIB
 
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))]
 
-app = App(
+app: App = App(
     name="bench",
     help=(
         "Measure kvwire beside what you would otherwise use.\n\n"

@@ -24,7 +24,7 @@ from kvwire.cli.doctor.trial import PeerReport
 # What the configuration requires is missing, or a measurement has failed.
 UNWELL: Final = 1
 
-app = App(name="doctor")
+app: App = App(name="doctor")
 
 
 @app.default

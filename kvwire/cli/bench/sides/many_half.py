@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class ManyHalf(Half):
         endpoints: How many there are on each side.
     """
 
-    work_type = ManyWork
+    work_type: ClassVar[type[Work]] = ManyWork
 
     def __init__(self, transport: str, endpoints: int) -> None:
         self._transport = transport

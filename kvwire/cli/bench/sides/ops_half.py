@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class OpsHalf(Half):
         meter: Of the last round.
     """
 
-    work_type = OpsWork
+    work_type: ClassVar[type[Work]] = OpsWork
     _communicator: kvwire.Communicator
     _connection: kvwire.Connection
     _pool: Pool

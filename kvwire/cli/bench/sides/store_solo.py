@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class StoreSolo(Solo):
         place: The directory of a disk or object tier; empty for others.
     """
 
-    work_type = StoreWork
+    work_type: ClassVar[type[Work]] = StoreWork
 
     def __init__(self, tier: str, place: str) -> None:
         self._tier = tier

@@ -33,6 +33,7 @@ class Elsewhere:
         self._far = far
         self._thread = threading.Thread(target=self._main, name="conformance")
         self._address: Address | None = None
+        self._connected = False
         self._error: BaseException | None = None
 
     async def __aenter__(self) -> LinkSide:
@@ -44,6 +45,7 @@ class Elsewhere:
         if self._address is None:
             raise self._error or CheckFailed("the thread ended")
         left = self._rig.side("left", await self._rig.connect(self._address))
+        self._connected = True
         left.start()
         return left
 
@@ -70,6 +72,8 @@ class Elsewhere:
         try:
             self._address = (await rig.listen()).address
             right = rig.side("right", await rig.accept())
+            # A link that is reset before its connect returns is a failed connect.
+            await rig.until(lambda: self._connected, "the near side has connected")
             await self._far(rig, right)
         finally:
             await rig.aclose()

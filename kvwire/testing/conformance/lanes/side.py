@@ -72,7 +72,7 @@ class LaneSide(Witness, LaneHandler):
         super().__init__(name, lane, verdicts)
         self.lane = lane
         self.inbox: deque[Parcel] = deque()
-        self.holding = False
+        self.holding: bool = False
         self.trusting = True
         self.land: Callable[[Parcel], Memory | None] = _new_view
         self.on_arrival: Callable[[LaneLanding], None] = nothing
