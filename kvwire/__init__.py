@@ -49,14 +49,13 @@ from kvwire.types import Access, Address, Candidate, Grant, PeerInfo, TransportR
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
     from kvwire.config import Config
-    from kvwire.connection import Connection
+    from kvwire.connection import Connection, Peer
     from kvwire.engine import Engine
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
     from kvwire.kv.pool import BlockPool
     from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
     from kvwire.kv.spec import KVSpec
-    from kvwire.peer import Peer
     from kvwire.region import Region
     from kvwire.request import Request
     from kvwire.store.request import StoreRequest
@@ -146,7 +145,7 @@ _HOMES: Final = {
     "plan_prefill": "kvwire.kv.prefill_plan",
     "KVSpec": "kvwire.kv.spec",
     "Outgoing": "kvwire.transfer",
-    "Peer": "kvwire.peer",
+    "Peer": "kvwire.connection",
     "Region": "kvwire.region",
     "Request": "kvwire.request",
     "StoreRequest": "kvwire.store.request",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvwire.clock import yields_before_raising
 from kvwire.config import Config, ConfigOptions
-from kvwire.connection import Connection
+from kvwire.connection import Connection, Peer
 from kvwire.driver.counters import Counters
 from kvwire.driver.loop_thread import AsyncWith
 from kvwire.endpoint.communicator import CommunicatorState
@@ -19,7 +19,6 @@ from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import MEMBER_LEASE_S
 from kvwire.memory.buffers import Memory
-from kvwire.peer import Peer
 from kvwire.region import Region
 from kvwire.transfer import Incoming, Outgoing
 from kvwire.transfers.incoming import IncomingState

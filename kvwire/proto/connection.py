@@ -147,11 +147,7 @@ class ConnectionCore:
         # Says which side closed first.
         self._closing: ClosedOK | None = None
         parts = FrameHandlers(
-            self.messages,
-            self._onesided,
-            self.transfers,
-            self.lanes,
-            self._liveness,
+            self.messages, self._onesided, self.transfers, self.lanes, self._liveness
         )
         self._dispatch = Dispatch(
             self.outbox,

@@ -17,7 +17,7 @@ _IMAGES: Final = "images"
 _FORMER: Final = "blocks"
 
 
-class Directory:
+class TierDirectory:
     """Owns one directory, which no other process uses meanwhile.
 
     Args:

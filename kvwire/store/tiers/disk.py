@@ -35,7 +35,7 @@ from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.sums import Sums, image_sums, named_sums
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
-from kvwire.store.tiers.directory import Directory
+from kvwire.store.tiers.directory import TierDirectory
 from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.file import File
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
@@ -49,7 +49,7 @@ class DiskTier(Tier):
 
     durable = True
 
-    def __init__(self, name: str, directory: Directory, threads: Threads) -> None:
+    def __init__(self, name: str, directory: TierDirectory, threads: Threads) -> None:
         self.name = name
         self.error = ""
         self._directory = directory
@@ -97,11 +97,11 @@ class DiskTier(Tier):
         if sync not in _SYNCS:
             raise UsageError(f"tier {address.text!r}: sync={sync!r}: flush or put")
         place, threads = Path(address.place), Threads()
-        opened: list[Directory] = []
+        opened: list[TierDirectory] = []
 
         def open_it() -> DiskTier:
             opened.append(
-                Directory(place, nbytes, slab_bytes, sync == "put", file_type)
+                TierDirectory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
             return cls(address.text, opened[0], threads)
 

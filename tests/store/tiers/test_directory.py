@@ -15,7 +15,7 @@ from kvwire import UsageError
 from kvwire.limits import KIB
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace
-from kvwire.store.tiers.directory import Directory
+from kvwire.store.tiers.directory import TierDirectory
 from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.file import File
 from tests.store.caches import SPEC
@@ -32,8 +32,8 @@ def opened(
     nbytes: int = SIZE,
     slab_bytes: int = SLAB,
     file_type: type[File] = File,
-) -> Iterator[Directory]:
-    directory = Directory(path, nbytes, slab_bytes, False, file_type)
+) -> Iterator[TierDirectory]:
+    directory = TierDirectory(path, nbytes, slab_bytes, False, file_type)
     try:
         yield directory
     finally:
@@ -53,7 +53,7 @@ def rows(*slots: int) -> DiskRows:
     )
 
 
-def slots_in(directory: Directory) -> list[int]:
+def slots_in(directory: TierDirectory) -> list[int]:
     return [slot for some in directory.index.rows() for slot in some.slots.tolist()]
 
 
@@ -83,7 +83,7 @@ def test_a_directory_is_one_users(tmp_path: Path) -> None:
         opened(tmp_path),
         pytest.raises(UsageError, match="another process has this store open"),
     ):
-        Directory(tmp_path, SIZE, SLAB, False, File)
+        TierDirectory(tmp_path, SIZE, SLAB, False, File)
     with opened(tmp_path) as directory:
         assert directory.slabs == 4
 

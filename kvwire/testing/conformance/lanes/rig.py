@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -65,7 +65,7 @@ class LaneRig(JoinedRig[LaneSide]):
     def prepare(self) -> tuple[LaneSide, LaneSide]:
         """Both sides of a lane, not joined."""
         self._opened += 1
-        secret = hashlib.sha256(b"lane %d" % self._opened).digest()
+        secret = secrets.token_bytes(32)
         left = self._open("left", self.near, Role.CLIENT, secret)
         right = self._open("right", self.far, Role.SERVER, secret)
         left.across, right.across = right, left
