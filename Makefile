@@ -32,7 +32,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -102,6 +102,11 @@ test-torch: $(TORCH_STAMP)
 VLLM_TESTS ?= tests/integrations/vllm
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
+
+# kvwire and NixlConnector on the same engines, while things go wrong. As root, on Linux.
+fault-matrix: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check nixl
+	$(VLLM_VENV)/bin/python -m tests.integrations.vllm.faults $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -202,6 +202,11 @@ class Incoming(_Transfer):
     def __init__(self, state: IncomingState) -> None:
         self._state = state
 
+    @property
+    def met(self) -> bool:
+        """Tell whether the peer has published or pushed it, and the two sides fit."""
+        return self._state.planned
+
     async def layer(self, layer: int, group: str | None = None) -> None:
         """Wait until a layer of every block has landed, and may be read.
 

@@ -73,6 +73,7 @@ class LoadPrompt:
         hashes: Of its blocks.
         remote: The other engine's ranks.
         declined: Nothing is wanted any more; the other engine may free its blocks.
+        computed: The other engine has said that it computed the prompt.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class LoadPrompt:
     hashes: dict[str, list[bytes]]
     remote: tuple[str, ...]
     declined: bool = False
+    computed: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class TransferParams:
     Attributes:
         sends: Its KV goes to another engine (``do_remote_decode``).
         loads: Its KV comes from another engine (``do_remote_prefill``).
+        computed: That engine has made this reference itself, in its answer.
         transfer_id: What both engines call the transfer; "" if none was given.
         remote: Addresses of the other engine's ranks, in rank order.
         signature: Of whoever has named them; "" if nobody has signed.
@@ -119,6 +122,7 @@ class TransferParams:
 
     sends: bool = False
     loads: bool = False
+    computed: bool = False
     transfer_id: str = ""
     remote: tuple[str, ...] = ()
     signature: str = ""
@@ -158,6 +162,7 @@ class TransferParams:
         return cls(
             sends=asked["do_remote_decode"],
             loads=asked["do_remote_prefill"],
+            computed=asked["computed"],
             remote=tuple(str(Address.parse(one)) for one in remote),
             **texts,
         )
@@ -181,7 +186,7 @@ class TransferParams:
             )
 
 
-_FLAGS: Final = ("do_remote_decode", "do_remote_prefill")
+_FLAGS: Final = ("do_remote_decode", "do_remote_prefill", "computed")
 _TEXTS: Final = ("transfer_id", "signature")
 
 
@@ -190,6 +195,7 @@ def answer(transfer_id: str, remote: tuple[str, ...]) -> dict[str, Any]:
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
+        "computed": True,
         "transfer_id": transfer_id,
         "remote": list(remote),
     }

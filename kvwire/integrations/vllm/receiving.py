@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from kvwire.integrations.vllm.topology import RankRoute
 from kvwire.kv.blocks import Ids
 
 logger: logging.Logger = logging.getLogger("kvwire")
+
+# What prefill has answered for is published already; if not, it never will be: it was
+# fetched before, or is another process now.
+_PUBLISHED_WITHIN_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,11 @@ class PromptReceive:
             self._parts, self._begun = parts, True
         if self._reason or load.declined:
             await self._abort(communicator)
+        impatience = asyncio.get_running_loop().call_later(
+            _PUBLISHED_WITHIN_S, self._end_unmet
+        )
         outcomes = [await part for part in self._parts]
+        impatience.cancel()
         for part in self._parts:
             await part.drained()
         lost = {
@@ -198,6 +206,11 @@ class PromptReceive:
         return [
             link.pull(self._route.id, self._cache, blocks, **options) for link in links
         ]
+
+    def _end_unmet(self) -> None:
+        for part in self._parts if self.load.computed else ():
+            if not part.met:
+                part.abort("it was published once, and is not any more")
 
     async def _abort(self, communicator: Communicator) -> None:
         for part in self._parts:

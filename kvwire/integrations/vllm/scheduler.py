@@ -269,6 +269,7 @@ class SchedulerSide:
             cached=cached,
             hashes=self._hashes(request, tokens),
             remote=wanted.remote,
+            computed=wanted.computed,
         )
 
     def _declined(self, request: Any, wanted: TransferParams) -> LoadPrompt:

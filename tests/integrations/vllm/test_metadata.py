@@ -13,7 +13,7 @@ from kvwire.integrations.vllm.metadata import TransferParams, answer
 def test_an_answer_is_what_decode_reads() -> None:
     wanted = TransferParams.read(answer("id", ("a:1", "b:2")))
     assert wanted == TransferParams(
-        loads=True, transfer_id="id", remote=("tcp://a:1", "tcp://b:2")
+        loads=True, computed=True, transfer_id="id", remote=("tcp://a:1", "tcp://b:2")
     )
     wanted.check(pushed=False)
 

@@ -64,6 +64,7 @@ def test_a_prompt_in_one_step() -> None:
         {
             "do_remote_prefill": True,
             "do_remote_decode": False,
+            "computed": True,
             "transfer_id": "t",
             "remote": ["a:1", "b:2"],
         },

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvwire import UsageError
+from kvwire.integrations.vllm import receiving
 from kvwire.integrations.vllm.metadata import WorkerStep
 from tests.integrations.vllm.fakes import (
     BLOCKS,
@@ -279,6 +280,19 @@ def test_the_other_engine_is_not_there(mode: str) -> None:
         p.forward(FROM)
         p.side.finished(("p",))
         assert eventually(lambda: freed(p))
+
+
+def test_a_prompt_that_was_fetched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill has said where it is, and it is there no more: nobody waits for long."""
+    monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
+    with workers() as ((p,), (d,)):
+        p.side.begin_step(sending(FROM, 10))
+        p.forward(FROM)
+        p.side.finished(("p",))
+        for missing in (set[int](), set(INTO)):
+            fetch(d, fetching(addresses([p]), computed=True))
+            assert eventually(lambda: received(d))
+            assert d.side.take_errors() == missing
 
 
 def test_another_prompt_is_refused() -> None:

@@ -1,0 +1,62 @@
+"""What the fault matrix makes of answers, without vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.faults.__main__ import bad, table
+from tests.integrations.vllm.faults.answers import Outcome, Reference, judged
+from tests.integrations.vllm.faults.arena import Tally
+
+
+def answer(*tokens: int, best: tuple[float, float] = (9.0, 5.0)) -> Any:
+    """A completion, and the two best logits of each of its tokens."""
+    logits = [{f"token_id:{one}": best[0], "token_id:7": best[1]} for one in tokens]
+    return {
+        "choices": [{"token_ids": list(tokens), "logprobs": {"top_logprobs": logits}}]
+    }
+
+
+@pytest.mark.parametrize(
+    ("best", "said", "outcome"),
+    [
+        ((9.0, 5.0), (1, 2, 3), Outcome.RIGHT),
+        ((9.0, 5.0), (1, 7, 3), Outcome.WRONG),
+        ((9.0, 5.0), (1, 2), Outcome.WRONG),
+        # bfloat16 has 8 bits: between 9 and 9.03 it has no number.
+        ((9.03, 9.0), (1, 7, 9), Outcome.NEAR),
+        ((9.03, 9.0), (1, 8, 3), Outcome.WRONG),
+    ],
+)
+def test_an_answer_is_judged_by_its_first_other_token(
+    best: tuple[float, float], said: tuple[int, ...], outcome: Outcome
+) -> None:
+    known = Reference.of([5], answer(1, 2, 3, best=best))
+    assert judged(known, answer(*said)) is outcome
+
+
+@pytest.mark.parametrize(
+    ("tally", "never"),
+    [
+        (Tally(Counter({"right": 9, "near tie": 1, "client left": 3})), False),
+        (Tally(Counter({"right": 9, "wrong": 1})), True),
+        (Tally(Counter({"hang": 1})), True),
+        (Tally(crashes=1), True),
+        (Tally(leaked=1), True),
+    ],
+)
+def test_what_never_may_happen(tally: Tally, never: bool) -> None:
+    assert bad(tally) is never
+
+
+def test_the_table() -> None:
+    rows = {"kvwire": {"cut": Tally(Counter({"right": 7, "hang": 1}), slowest_s=2.04)}}
+    _, _, line = table(rows).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:5] == ["cut", "kvwire", "8", "7", "0"]
+    assert cells[-1] == "2.0 s"
+    json.dumps(vars(rows["kvwire"]["cut"]))
