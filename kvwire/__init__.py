@@ -50,6 +50,13 @@ if TYPE_CHECKING:
     from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
     from kvwire.config import Config
     from kvwire.connection import Connection, Peer
+    from kvwire.endpoint.snapshot import (
+        ConnectionSnapshot,
+        Snapshot,
+        StoreCallSnapshot,
+        StoreSnapshot,
+        TransferSnapshot,
+    )
     from kvwire.engine import Engine
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
@@ -81,6 +88,7 @@ __all__ = [
     "Connection",
     "ConnectionClosed",
     "ConnectionLost",
+    "ConnectionSnapshot",
     "DeadlineExceeded",
     "Engine",
     "FlowControlViolation",
@@ -112,10 +120,14 @@ __all__ = [
     "Request",
     "RequestCancelled",
     "RequestError",
+    "Snapshot",
     "StaleRegion",
+    "StoreCallSnapshot",
     "StoreRequest",
     "StoreServer",
+    "StoreSnapshot",
     "Timings",
+    "TransferSnapshot",
     "TransportReport",
     "UnexpectedFrame",
     "UsageError",
@@ -132,6 +144,11 @@ _HOMES: Final = {
     "open": "kvwire.communicator",
     "Config": "kvwire.config",
     "Connection": "kvwire.connection",
+    "ConnectionSnapshot": "kvwire.endpoint.snapshot",
+    "Snapshot": "kvwire.endpoint.snapshot",
+    "StoreCallSnapshot": "kvwire.endpoint.snapshot",
+    "StoreSnapshot": "kvwire.endpoint.snapshot",
+    "TransferSnapshot": "kvwire.endpoint.snapshot",
     "Engine": "kvwire.engine",
     "Incoming": "kvwire.transfer",
     "Joined": "kvwire.transfer",

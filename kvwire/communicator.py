@@ -14,6 +14,7 @@ from kvwire.driver.loop_thread import AsyncWith
 from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.membership import spec_digests
 from kvwire.endpoint.observers import Observers
+from kvwire.endpoint.snapshot import Snapshot, TransferSnapshot
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
@@ -358,6 +359,23 @@ class Communicator(AsyncWith):
         state = IncomingState(self._state, id, cache, blocks, options)
         self._state.start(state)
         return Incoming(state)
+
+    def transfers(self) -> tuple[TransferSnapshot, ...]:
+        """Show the transfers that are open now, oldest first, and what each waits for.
+
+        For operators and logs: it looks at every open transfer.
+        """
+        self._state.thread.check("Communicator.transfers")
+        return self._state.transfers()
+
+    def snapshot(self) -> Snapshot:
+        """Show what is open now: connections, transfers, stores on this loop, counters.
+
+        Plain values, which ``msgspec.json.encode`` takes; ``kvwire top`` shows the same
+        of a live process. See docs/howto/inspect.md.
+        """
+        self._state.thread.check("Communicator.snapshot")
+        return self._state.snapshot()
 
     async def fired(self, event: Any) -> None:
         """Wait until an event on a stream of a GPU has fired; the stream does not wait.

@@ -24,6 +24,7 @@ from kvwire.communicator import open as open_communicator
 from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection
 from kvwire.driver.io_thread import IOThread, bind_thread
+from kvwire.endpoint.snapshot import Snapshot
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
@@ -101,6 +102,10 @@ class Engine:
         # Timed on the loop: a connection is taken by us or by nobody.
         connection = self._thread.call(_accepted(self._communicator, timeout))
         return EngineConnection(self, connection)
+
+    def snapshot(self) -> Snapshot:
+        """See :meth:`kvwire.Communicator.snapshot`."""
+        return self._thread.run(self._communicator.snapshot)
 
     def publish(
         self,

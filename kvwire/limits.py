@@ -298,6 +298,8 @@ LEASE_S: Final = 30.0
 RESTART_GRACE_S: Final = 1.0
 # A transfer that is open for so long is named in the log, once, with what it waits for.
 WAITING_LOG_S: Final = 10.0
+# Connections and transfers in a snapshot: a megabyte of JSON at most.
+SNAPSHOT_ROWS_MAX: Final = 1000
 # Memory that may wait to be let go of before new transfers are refused.
 QUARANTINE_BYTES: Final = 4 * GIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.

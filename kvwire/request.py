@@ -35,10 +35,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         self._waits = None
 
     def __repr__(self) -> str:
-        state, text = self._state, "pending"
-        if state.over:
-            text = f"failed: {state.error}" if state.error else "done"
-        return f"<Request {text}>"
+        return repr(self._state)
 
     def done(self) -> bool:
         """Tell whether the completion is known."""

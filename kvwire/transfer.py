@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvwire.driver.loop_thread import FORKED, AsyncWith
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, shown
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome, join_outcomes
 from kvwire.transfers.incoming import IncomingState
@@ -31,8 +31,13 @@ class _Transfer:
     _state: OutgoingState | IncomingState
 
     def __repr__(self) -> str:
-        state = "over" if self._state.done() else self._state.waits_for
-        return f"<{type(self).__name__} {self._state.id!r}, {state}>"
+        end, outcome = self._state, self._state.outcome
+        peers = [shown(connection.peer.name) for connection in end.connections]
+        said = f"<{type(self).__name__} {end.id!r} with {', '.join(peers) or 'nobody'}"
+        if outcome is not None:
+            return f"{said}, over: {outcome.state}>"
+        layers = f"{end.progress.landed} of {end.progress.layers} layers landed"
+        return f"{said} for {end.age_s:.1f} s, {layers}: {end.waits_for}>"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Transfer) and self._state is other._state

@@ -34,6 +34,12 @@ from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.observers import Observers
 from kvwire.endpoint.peer import PeerState
 from kvwire.endpoint.reconnect import Reconnector
+from kvwire.endpoint.snapshot import (
+    Snapshot,
+    TransferSnapshot,
+    snapshot_of,
+    transfer_snapshots,
+)
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
@@ -369,6 +375,14 @@ class CommunicatorState:
         self.buffers.collect()
 
     # --- KV transfers -----------------------------------------------------------------
+
+    def transfers(self) -> tuple[TransferSnapshot, ...]:
+        """See :meth:`kvwire.Communicator.transfers`."""
+        return transfer_snapshots(list(self.registry.live))
+
+    def snapshot(self) -> Snapshot:
+        """See :meth:`kvwire.Communicator.snapshot`."""
+        return snapshot_of(self)
 
     def start(self, end: IncomingState | OutgoingState) -> None:
         """Let a transfer wait for its peer, or meet one that waits."""

@@ -24,6 +24,7 @@ from kvwire.errors import (
     RequestCancelled,
     UsageError,
     WireCode,
+    shown,
     wrong_type,
 )
 from kvwire.kv.fragments import Fragments
@@ -49,7 +50,7 @@ from kvwire.proto.events import (
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestKind
+from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.proto.transfers import Transfers
 from kvwire.transfers.base import Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
@@ -72,6 +73,11 @@ if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState
 
 _TAG_MAX: Final = 2**64 - 1
+# What they wait for until they move.
+_MESSAGES: Final = {
+    RequestKind.SEND: "the peer to receive it",
+    RequestKind.RECV: "a message",
+}
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
@@ -102,6 +108,7 @@ class ConnectionState:
         self._buffers = communicator.buffers
         self.thread: LoopThread = communicator.thread
         self._loop = communicator.loop
+        self._made_at = self._loop.time()
         self._check = communicator.config.checksum != "off"
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.
@@ -113,8 +120,21 @@ class ConnectionState:
         self.staging: DeviceStaging = self.driver.staging
 
     def __repr__(self) -> str:
-        state = self.core.phase.value
-        return f"<Connection to {self.peer} over {self.transport}, {state}>"
+        said = f"{self.core.phase.value} for {self.age_s:.1f} s"
+        if not self.closed:
+            said += f", {self.core.open_requests} requests"
+            said += f", heard {self.silent_s:.1f} s ago"
+        return f"<Connection to {self.peer} over {self.transport}, {said}>"
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since the handshake."""
+        return self._loop.time() - self._made_at
+
+    @property
+    def silent_s(self) -> float:
+        """Serve a transfer, as ConnectionPort says."""
+        return max(0.0, self.core.silence_s(self._loop.time()))
 
     @property
     def public(self) -> Any:
@@ -306,6 +326,19 @@ class ConnectionState:
         self.driver.run()
 
     # --- what requests ask for --------------------------------------------------------
+
+    def describe(self, request: RequestState[Any]) -> str:
+        """Serve a request, as RequestOwner says."""
+        core, peer = request.core, shown(self.peer.name)
+        if core is None:
+            return f"recv from {peer}, not posted: nobody awaits it"
+        if core.kind in _MESSAGES:
+            what = f"{core.kind.value} of tag {core.tag}, with {peer}"
+            if core.state is RequestStage.POSTED:
+                return f"{what}, waits for {_MESSAGES[core.kind]}"
+        else:
+            what = f"{core.kind.value} with {peer}"
+        return f"{what}, {core.moved} of {core.nbytes} bytes moved"
 
     def cancel_request(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""

@@ -57,6 +57,12 @@ class DeferredRequest:
         self.task: asyncio.Task[None] | None = None
         self.repost(self.outer)
 
+    def describe(self, request: RequestState[Any]) -> str:
+        """Serve a request, as RequestOwner says."""
+        if self._inner is not None and not self._inner.over:
+            return f"in {self._inner!r}"
+        return "waits for a connection to the peer"
+
     def cancel_request(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""
         if self._inner is not None:

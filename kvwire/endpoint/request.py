@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvwire.backend import Payload
@@ -27,6 +28,7 @@ class RequestState(Generic[T]):
 
     Attributes:
         over: The completion is known.
+        begun_at: When it was begun, on the monotonic clock.
         error: Why it failed; None while it is not over, and after a success.
         core: The core's record, while the request is posted.
         into: Where the bytes of a receive go.
@@ -35,6 +37,7 @@ class RequestState(Generic[T]):
 
     # Defaults, so that a request that is over at once sets two attributes and no more.
     over: bool = False
+    begun_at: float = 0.0
     error: KVWireError | None = None
     core: RequestRecord | None = None
     into: Payload | None = None
@@ -53,6 +56,7 @@ class RequestState(Generic[T]):
         """Make the state of a request that its owner is about to post."""
         request = cls()
         request._owner = owner
+        request.begun_at = monotonic()
         request.post = post
         request.into = into
         return request
@@ -72,6 +76,13 @@ class RequestState(Generic[T]):
         request.over = True
         request.error = error
         return request
+
+    def __repr__(self) -> str:
+        if self.over:
+            return f"<Request failed: {self.error}>" if self.error else "<Request done>"
+        assert self._owner is not None
+        age_s = monotonic() - self.begun_at
+        return f"<Request {self._owner.describe(self)}, {age_s:.1f} s old>"
 
     def result(self) -> T:
         """Return the result, or raise the error.
@@ -162,6 +173,9 @@ class RequestOwner(Protocol):
     @property
     def thread(self) -> LoopThread:
         """Who may wait for its requests."""
+
+    def describe(self, request: RequestState[Any]) -> str:
+        """Say of a request that is not over what it is, and what it waits for."""
 
     def cancel_request(self, request: RequestState[Any]) -> None:
         """End it."""

@@ -150,6 +150,22 @@ class Landed:
         """Tell whether everything has landed."""
         return not any(map(np.logical_or.reduce, self._left))
 
+    @property
+    def layers(self) -> int:
+        """Return how many layers of every block have landed, over all groups."""
+        return sum(int(np.count_nonzero(left == 0)) for left in self._left)
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many payload bytes have landed, without what was there before."""
+        plan = self.plan
+        moved = (
+            np.count_nonzero(cells if plan.moves_all(i) else cells[:, plan.wanted(i)])
+            for i, cells in enumerate(self._cells)
+        )
+        sizes = (walk.granule_bytes for walk in plan.groups)
+        return sum(int(n) * size for n, size in zip(moved, sizes, strict=True))
+
     def layer(self, layer: int, group: str | None = None) -> bool:
         """Tell whether a layer of every block has landed.
 

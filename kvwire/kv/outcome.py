@@ -112,7 +112,6 @@ def outcome_of(
         )
     here: dict[str, Ids] = {}
     missing: dict[str, MissingOfGroup] = {}
-    nbytes = 0
     for index, walk in enumerate(plan.groups):
         by_layer = landed.by_layer(index)
         whole = landed.blocks(index)
@@ -122,8 +121,6 @@ def outcome_of(
         missing[walk.group] = MissingOfGroup(
             ids[~whole], codes[~whole], walk.layers, ~by_layer[:, ~whole]
         )
-        moved = np.count_nonzero(landed.cells(index)[:, plan.wanted(index)])
-        nbytes += int(moved) * walk.granule_bytes
     return Outcome(
         complete=False,
         landed=BlockSet(here),
@@ -134,7 +131,7 @@ def outcome_of(
         tokens=plan.template.tokens,
         timings=timings or Timings(),
         layers_grouped=layers_grouped,
-        nbytes=nbytes,
+        nbytes=landed.nbytes,
     )
 
 

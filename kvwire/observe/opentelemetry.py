@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Self
 import kvwire
 from kvwire import Communicator, Connection, Outcome
 from kvwire.extras import needed_by
+from kvwire.transfers.base import text_of
 
 with needed_by("kvwire.observe.opentelemetry", extra="traces"):
     from opentelemetry import trace
@@ -84,7 +85,7 @@ class TransferTracer:
             f"kvwire {verb}",
             kind=kind,
             attributes={
-                "kvwire.transfer.id": _text(transfer.id),
+                "kvwire.transfer.id": text_of(transfer.id),
                 "kvwire.communicator": self._communicator.name,
             },
         )
@@ -116,7 +117,3 @@ class TransferTracer:
             reasons = "; ".join(outcome.missing.reasons)
             span.set_status(Status(StatusCode.ERROR, reasons))
         span.end()
-
-
-def _text(id: str | bytes | int) -> str:
-    return id.hex() if isinstance(id, bytes) else str(id)

@@ -167,6 +167,15 @@ class ConnectionCore:
         """Tell whether nothing that either side has begun is unfinished."""
         return not len(self._requests)
 
+    @property
+    def open_requests(self) -> int:
+        """Return how many requests either side has begun that are not over."""
+        return len(self._requests)
+
+    def silence_s(self, now: float) -> float:
+        """Return how long nothing was heard of the peer."""
+        return self._liveness.silence_s(now)
+
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, raw: bytes | memoryview) -> ChunkArrival:

@@ -148,6 +148,11 @@ class Index:
         self.name(keys, slots)
         self.unpin(keys, slots)
 
+    @property
+    def pinned(self) -> int:
+        """Return how many slots are pinned now."""
+        return int(np.count_nonzero(self._pins))
+
     def pin(self, keys: Keys, slots: Ids) -> None:
         """Hold named slots; one that is there twice is held twice."""
         np.add.at(self._pins, slots, 1)

@@ -18,16 +18,21 @@ from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, TypeVar, overload
 
+import msgspec
+
 from kvwire.clock import yields_before_raising
+from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import ClosedOK, UsageError, nearest
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Side, TransferPlan
+from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace, namespace_of
+from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import (
     GroupRequest,
@@ -69,11 +74,12 @@ class BlockStore:
             through=write == "through",
             threads=self._threads,
         )
-        self._live: set[asyncio.Task[Any]] = set()
+        self._live: dict[asyncio.Task[Any], Operation] = {}
         self._closed = False
         self._closing = asyncio.Lock()
         # The tiers below that are not closed yet.
         self._open = list(below)
+        show_store(self)
 
     @staticmethod
     def open(tiers: Sequence[str], *, write: Write = "through") -> OpeningStore:
@@ -186,7 +192,7 @@ class BlockStore:
         """
         plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
         work = PutOperation(self._tiers, requests)
-        return StoreRequest(work, self._begin(work.run_as(plan)))
+        return StoreRequest(work, self._begin(work, work.run_as(plan)))
 
     def get(
         self,
@@ -217,7 +223,7 @@ class BlockStore:
         """
         plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
         work = GetOperation(self._tiers, requests)
-        return StoreRequest(work, self._begin(work.run_as(plan)))
+        return StoreRequest(work, self._begin(work, work.run_as(plan)))
 
     # --- the store --------------------------------------------------------------------
 
@@ -314,12 +320,26 @@ class BlockStore:
         )
         return TransferPlan(cache, lists, images, side), requests
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _begin(self, work: Operation, run: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start to move blocks; a close waits for it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._live.add(task)
-        task.add_done_callback(self._live.discard)
+        task = asyncio.get_running_loop().create_task(run)
+        self._live[task] = work
+        task.add_done_callback(self._live.pop)
         return task
+
+    def _snapshot(self) -> StoreSnapshot:
+        """Show what is under way; see :meth:`kvwire.Communicator.snapshot`."""
+        calls = [
+            StoreCallSnapshot(verb=work.verb, blocks=work.blocks, age_s=work.age_s)
+            for work in self._live.values()
+        ]
+        return StoreSnapshot(
+            name=self.name,
+            calls=tuple(calls[:SNAPSHOT_ROWS_MAX]),
+            pinned_blocks=self._tiers.memory.index.pinned,
+            counters=msgspec.structs.asdict(self.counters),
+            trouble={name: said for name, said in self.report.items() if said},
+        )
 
     async def _settled(self) -> None:
         """Wait for every request so far, and for what goes on in the background."""

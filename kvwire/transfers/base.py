@@ -115,6 +115,29 @@ class UnnotifiedPeers(NamedTuple):
     known: frozenset[bytes]
 
 
+def text_of(id: str | bytes | int) -> str:
+    """Return a transfer's id as a text, for people."""
+    return id.hex() if isinstance(id, bytes) else str(id)
+
+
+class Progress(NamedTuple):
+    """Counts the layers, over all groups, and payload bytes of a transfer.
+
+    Attributes:
+        layers: How many there are; 0 until its peer is known.
+        marked: Those that the producer has marked, as far as this side knows.
+        landed: Those of which every block has landed.
+        nbytes: Payload bytes that move; 0 until its peer is known.
+        landed_bytes: Those that have landed.
+    """
+
+    layers: int = 0
+    marked: int = 0
+    landed: int = 0
+    nbytes: int = 0
+    landed_bytes: int = 0
+
+
 class Attempt:
     """Runs a transfer with one peer, on the connection that carries it now.
 
@@ -349,6 +372,21 @@ class KVTransfer:
     def waits_for(self) -> str:
         """Say what a transfer that is not over waits for, for logs and outcomes."""
         raise NotImplementedError
+
+    @property
+    def progress(self) -> Progress:
+        """Count what is marked and what has landed; for snapshots, not for loops."""
+        raise NotImplementedError
+
+    @property
+    def connections(self) -> Sequence[ConnectionPort]:
+        """Return the connections it runs on now, or has run on last."""
+        raise NotImplementedError
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since it was asked for."""
+        return self.phases.age_s
 
     @property
     def finishing(self) -> bool:

@@ -64,6 +64,11 @@ class Coverage:
         return self._whole == self._all_layers
 
     @property
+    def whole(self) -> int:
+        """Return how many layers were added in whole."""
+        return self._whole.bit_count()
+
+    @property
     def untouched(self) -> int:
         """Return how many layers have no block that was added."""
         return (self._all_layers & ~self._whole & ~self._begun).bit_count()

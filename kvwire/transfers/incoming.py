@@ -29,6 +29,7 @@ from kvwire.transfers.base import (
     UNMARKED,
     Answer,
     KVTransfer,
+    Progress,
     UnnotifiedPeers,
     damaged_of,
     recoverable,
@@ -170,7 +171,33 @@ class IncomingState(KVTransfer):
             return f"the peer {peer} has not published it"
         if self._in(*OFF_LINK):
             return f"the connection to {peer} is lost"
-        return f"the peer {peer} has not finished it"
+        layers, marked, landed, _, _ = self.progress
+        said = "all that was marked has landed, and the commit is missing"
+        if landed < marked:
+            said = f"{landed} of {marked} marked layers have landed, of {layers}"
+        elif marked < layers:
+            said = f"it has marked {marked} of {layers} layers"
+        return f"the peer {peer} has not finished it: {said}"
+
+    @property
+    def progress(self) -> Progress:
+        """See KVTransfer."""
+        if not self.planned or self.attempt is None:
+            return Progress()
+        layers = sum(len(walk.layers) for walk in self.plan.groups)
+        landed = self.landed.layers
+        return Progress(
+            layers,
+            max(self.attempt.marked_layers, landed),
+            landed,
+            self.plan.nbytes,
+            self.landed.nbytes,
+        )
+
+    @property
+    def connections(self) -> tuple[ConnectionPort, ...]:
+        """See KVTransfer."""
+        return () if self.attempt is None else (self.attempt.connection,)
 
     def interrupted(self, origin: bytes) -> bool:
         """Tell whether the transfer waits for another link to a peer."""

@@ -349,6 +349,12 @@ class TransferRegistry:
         """Tell whether a producer may not know what has landed here."""
         return bool(self._settling or self._settle_retries)
 
+    @property
+    def unanswered(self) -> list[str]:
+        """Return the ids that peers ask for and that nobody here has named."""
+        keys = [key for key in self._asked if key not in self._waiting]
+        return [key[0][1:].decode(errors="replace") for key in keys]
+
     async def all_settled(self) -> None:
         """Wait until every producer knows what has landed here, or has given up.
 

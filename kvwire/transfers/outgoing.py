@@ -26,6 +26,7 @@ from kvwire.transfers.base import (
     UNMARKED,
     Answer,
     KVTransfer,
+    Progress,
     UnnotifiedPeers,
     recoverable,
 )
@@ -139,9 +140,39 @@ class OutgoingState(KVTransfer):
             return f"the peer {', '.join(peers)} has not expected it"
         if len(self.attempts) < self.consumers:
             return f"{len(self.attempts)} of {self.consumers} consumers have pulled it"
+        marked, layers = self.ready_log.layers
         if not self.ready_log.finished:
-            return "finish() has not been called"
-        return "the consumer has not taken all of it"
+            said = f"{marked} of {layers} layers are marked"
+            return f"finish() has not been called: {said}"
+        if not self.ready_log.all_in:
+            return "an event that a mark is behind has not fired"
+        said = ", ".join(
+            f"{shown(d.connection.peer.name)} has {d.landed.layers} of {layers} layers"
+            for d in self.attempts
+            if d.planned and d.state is not AttemptState.OVER
+        )
+        return f"the consumer has not taken all of it: {said}"
+
+    @property
+    def progress(self) -> Progress:
+        """See KVTransfer."""
+        marked, layers = self.ready_log.layers
+        met = [d for d in self.attempts if d.planned]
+        if not met:
+            return Progress(layers, marked)
+        slowest = min(met, key=lambda d: d.landed.nbytes)
+        return Progress(
+            layers,
+            marked,
+            slowest.landed.layers,
+            slowest.plan.nbytes,
+            slowest.landed.nbytes,
+        )
+
+    @property
+    def connections(self) -> tuple[ConnectionPort, ...]:
+        """See KVTransfer."""
+        return tuple(attempt.connection for attempt in self.attempts)
 
     def interrupted(self, origin: bytes) -> bool:
         """Tell whether the transfer waits for another link to a peer."""

@@ -33,6 +33,10 @@ class ConnectionPort(Protocol):
         """Who is at the other end."""
 
     @property
+    def silent_s(self) -> float:
+        """How long nothing was heard of the peer."""
+
+    @property
     def transfers(self) -> Transfers:
         """What the core of the connection does for transfers."""
 

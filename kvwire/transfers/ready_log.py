@@ -169,6 +169,13 @@ class ReadyLog:
         return self.finished and not self._later and not self.failed
 
     @property
+    def layers(self) -> tuple[int, int]:
+        """Return how many layers were marked in whole, and how many there are."""
+        groups = self._groups.values()
+        whole = sum(group.coverage.whole for group in groups)
+        return whole, sum(len(group.layers) for group in groups)
+
+    @property
     def complete(self) -> bool:
         """Tell whether everything was marked."""
         return all(group.coverage.complete for group in self._groups.values())

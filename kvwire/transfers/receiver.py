@@ -40,6 +40,8 @@ class ReceiveAttempt(Attempt):
         super().__init__(connection, asks=asks)
         self.incoming = incoming
         self._segments: dict[int, Segment] = {}
+        # What was marked or had landed; None until the two sides agree.
+        self._promised: Landed | None = None
 
     def begin(self) -> None:
         """Expect what the plan has, less what was reported as landed."""
@@ -83,6 +85,11 @@ class ReceiveAttempt(Attempt):
             self._note_parts()
         self.incoming.attempt_ended(error)
 
+    @property
+    def marked_layers(self) -> int:
+        """Return how many layers the producer has marked, as far as is known here."""
+        return 0 if self._promised is None else self._promised.layers
+
     def chunk_bytes(self) -> int:
         """Return the bytes of a chunk on this connection."""
         return self.connection.chunk_bytes
@@ -111,6 +118,7 @@ class ReceiveAttempt(Attempt):
                 f"segment {core.number}: {core.nbytes} bytes of {segment.granules} "
                 f"granules; {SEGMENT_BYTES_MAX} are the most of more than one",
             )
+        assert self._promised is not None
         if self._promised.touches(segment):
             raise ProtocolError(
                 "KVW-TR-11", f"segment {core.number}: part of it was marked before"

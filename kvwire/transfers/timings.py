@@ -28,6 +28,11 @@ class PhaseTimer:
         self.created: float = monotonic() if created is None else created
         self._at: dict[Phase, float] = {}
 
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since the transfer was asked for."""
+        return monotonic() - self.created
+
     def mark_first(self, phase: Phase) -> None:
         """Note when a phase came first; what an earlier link has noted stands."""
         self._at.setdefault(phase, monotonic())

@@ -587,10 +587,12 @@ def test_idle_while_nothing_is_open() -> None:
     pair = ConnectionPair()
     ends = (pair.client, pair.server)
     idle = [[end.core.idle for end in ends]]
+    assert pair.client.core.silence_s(pair.now + 5.0) == 5.0
     pair.server.stalled = True
     pair.client.get(pair.server.grant(pair.server.expose(100)))
     pair.deliver(pair.client)
     idle.append([end.core.idle for end in ends])
+    assert [end.core.open_requests for end in ends] == [1, 1]
     pair.server.stalled = False
     pair.server.collect()
     expect_fine(pair)

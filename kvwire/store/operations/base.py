@@ -87,6 +87,21 @@ class Operation(ABC):
         return here
 
     @property
+    def verb(self) -> str:
+        """Say whether it is a put or a get."""
+        return type(self).__name__.removesuffix("Operation").lower()
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks it is for."""
+        return sum(map(len, self._requests))
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since the call."""
+        return monotonic() - self._created
+
+    @property
     def reasons(self) -> list[str]:
         """Return why blocks have not landed, each reason once."""
         used = {code for codes in self._codes.values() for code in codes.tolist()}

@@ -201,7 +201,7 @@ class ClientSession:
             keys = request.names.keys
             blocks = ImageRequest(namespace, keys, images, request.order)
             put = PutOperation(self._tiers, (blocks,))
-            await self._store._begin(put.run())  # noqa: SLF001
+            await self._store._begin(put, put.run())  # noqa: SLF001
         kept = put.landed(blocks)
         self._written_bytes += int(kept.sum()) * namespace.image_bytes
         results = np.where(kept, _LANDED, _FAILED)
@@ -248,7 +248,7 @@ class ClientSession:
             images = images_in(berth, namespace.image_bytes, keys.size)
             blocks = ImageRequest(namespace, keys, images)
             got = GetOperation(self._tiers, (blocks,))
-            await self._store._begin(got.run())  # noqa: SLF001
+            await self._store._begin(got, got.run())  # noqa: SLF001
             here = got.landed(blocks)
             results = np.where(here, _LANDED, _FAILED)
             results[got.absent(blocks)] = BlockResult.MISSING

@@ -1,0 +1,237 @@
+"""What is open on a communicator now, and what each waits for: plain values.
+
+Taken for operators and dumps, on the loop, in one turn of it: nothing is kept for a
+snapshot between two of them. ``msgspec.json.encode`` and ``dataclasses.asdict`` take
+all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+from kvwire.errors import printable
+from kvwire.limits import NAME_CHARS_MAX, SNAPSHOT_ROWS_MAX
+from kvwire.transfers.base import text_of
+
+if TYPE_CHECKING:
+    from kvwire.endpoint.communicator import CommunicatorState
+    from kvwire.endpoint.connection import ConnectionState
+    from kvwire.transfers.matching import End
+
+# Shorter silence is what a link with nothing to say looks like.
+SILENCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSnapshot:
+    """Shows one end of a KV transfer that has no outcome yet.
+
+    Attributes:
+        id: Its id, as a text.
+        side: Whether this side sends it or receives it.
+        peers: The names of the peers it runs with now.
+        age_s: Since the call.
+        layers: Layers that it has, over all groups; 0 until its peer is known.
+        layers_marked: Those that its producer has marked, as far as this side knows.
+        layers_landed: Those of which every block has landed.
+        nbytes: Payload bytes that move; 0 until its peer is known.
+        landed_bytes: Those that have landed; of several consumers, at the slowest.
+        waits_for: What it waits for, in words.
+    """
+
+    id: str
+    side: Literal["outgoing", "incoming"]
+    peers: tuple[str, ...]
+    age_s: float
+    layers: int
+    layers_marked: int
+    layers_landed: int
+    nbytes: int
+    landed_bytes: int
+    waits_for: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSnapshot:
+    """Shows one connection.
+
+    Attributes:
+        peer: The peer's name.
+        address: Where it is; "" if the transport does not know.
+        transport: What carries its data now.
+        state: How far it is, such as ``"open"``.
+        age_s: Since its handshake.
+        silent_s: Since anything was heard of the peer.
+        queued_bytes: Bytes that its link has taken and not sent.
+        requests: What is open on it: messages, puts, gets, transfers.
+        unreceived: Messages that are here, or announced, and that nobody receives.
+    """
+
+    peer: str
+    address: str
+    transport: str
+    state: str
+    age_s: float
+    silent_s: float
+    queued_bytes: int
+    requests: int
+    unreceived: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCallSnapshot:
+    """Shows one put or get of a store that is under way.
+
+    Attributes:
+        verb: Which of the two.
+        blocks: Blocks that it is for.
+        age_s: Since the call.
+    """
+
+    verb: str
+    blocks: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSnapshot:
+    """Shows one store of the same event loop.
+
+    Attributes:
+        name: Its tiers.
+        calls: Puts and gets under way, oldest first.
+        pinned_blocks: Slots of the memory tier that may not be evicted now.
+        counters: Its counters, by their names.
+        trouble: What each tier has reported last; tiers without trouble are left out.
+    """
+
+    name: str
+    calls: tuple[StoreCallSnapshot, ...]
+    pinned_blocks: int
+    counters: dict[str, int]
+    trouble: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Shows what is open on a communicator, and the stores on its loop.
+
+    Attributes:
+        name: Of the communicator.
+        pid: Of its process.
+        incarnation: What tells this start of it from others, in hexadecimal.
+        at_s: When, in seconds since 1970.
+        connections: Its connections; ``SNAPSHOT_ROWS_MAX`` at most.
+        transfers: Its open transfers, oldest first; ``SNAPSHOT_ROWS_MAX`` at most.
+        open_connections: How many connections there are.
+        open_transfers: How many transfers are open.
+        asked: Ids that peers ask for and that nobody here has named.
+        stores: The stores on the same event loop.
+        quarantined_bytes: Bytes of ended requests that a transport may still touch.
+        counters: The counters of the communicator, by their names.
+    """
+
+    name: str
+    pid: int
+    incarnation: str
+    at_s: float
+    connections: tuple[ConnectionSnapshot, ...]
+    transfers: tuple[TransferSnapshot, ...]
+    open_connections: int
+    open_transfers: int
+    asked: tuple[str, ...]
+    stores: tuple[StoreSnapshot, ...]
+    quarantined_bytes: int
+    counters: dict[str, int]
+
+
+class StorePort(Protocol):
+    """A store, as snapshots see it."""
+
+    def _snapshot(self) -> StoreSnapshot:
+        """Show it."""
+
+
+_Stores = weakref.WeakSet[StorePort]
+# Each loop has its own set, so no thread reads one while another one changes it.
+_stores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Stores]
+_stores = weakref.WeakKeyDictionary()
+
+
+def show_store(store: StorePort) -> None:
+    """Have a store of the running loop in the snapshots that are taken on it."""
+    loop = asyncio.get_running_loop()
+    if loop not in _stores:
+        _stores[loop] = weakref.WeakSet()
+    _stores[loop].add(store)
+
+
+def snapshot_of(communicator: CommunicatorState) -> Snapshot:
+    """Take a snapshot, on the communicator's loop."""
+    live = list(communicator.registry.live)
+    connections = communicator.live_connections
+    asked = communicator.registry.unanswered[:SNAPSHOT_ROWS_MAX]
+    return Snapshot(
+        name=communicator.name,
+        pid=os.getpid(),
+        incarnation=communicator.incarnation.hex(),
+        at_s=time.time(),
+        connections=tuple(map(_connection, connections[:SNAPSHOT_ROWS_MAX])),
+        transfers=transfer_snapshots(live[:SNAPSHOT_ROWS_MAX]),
+        open_connections=len(connections),
+        open_transfers=len(live),
+        asked=tuple(printable(name) for name in asked),
+        stores=tuple(s._snapshot() for s in _stores.get(communicator.loop, ())),  # noqa: SLF001 - no user's business
+        quarantined_bytes=communicator.quarantined_bytes,
+        counters=msgspec.structs.asdict(communicator.counters),
+    )
+
+
+def transfer_snapshots(ends: Sequence[End]) -> tuple[TransferSnapshot, ...]:
+    """Show transfers; call it on their loop."""
+    return tuple(map(_transfer, ends))
+
+
+def _transfer(end: End) -> TransferSnapshot:
+    progress = end.progress
+    waits_for = end.waits_for
+    silent = [
+        f"{printable(c.peer.name)} is silent for {c.silent_s:.1f} s"
+        for c in end.connections
+        if c.silent_s >= SILENCE_S
+    ]
+    return TransferSnapshot(
+        id=text_of(end.id)[:NAME_CHARS_MAX],
+        side="incoming" if end.receives else "outgoing",
+        peers=tuple(printable(c.peer.name) for c in end.connections),
+        age_s=end.age_s,
+        layers=progress.layers,
+        layers_marked=progress.marked,
+        layers_landed=progress.landed,
+        nbytes=progress.nbytes,
+        landed_bytes=progress.landed_bytes,
+        waits_for="; ".join((waits_for, *silent)),
+    )
+
+
+def _connection(connection: ConnectionState) -> ConnectionSnapshot:
+    peer = connection.peer
+    return ConnectionSnapshot(
+        peer=printable(peer.name),
+        address=str(peer.address or ""),
+        transport=connection.transport,
+        state=connection.core.phase.value,
+        age_s=connection.age_s,
+        silent_s=connection.silent_s,
+        queued_bytes=connection.link.queued_bytes,
+        requests=connection.core.open_requests,
+        unreceived=sum(connection.unreceived.values()),
+    )
