@@ -25,7 +25,7 @@ from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_stor
 from kvwire.errors import ClosedOK, UsageError, nearest
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
-from kvwire.kv.paged import PagedCache
+from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import Side, TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
@@ -307,17 +307,9 @@ class BlockStore:
             )
         lists = cache.block_lists(blocks)
         requests = group_requests(cache, lists, hashes, hash_tokens)
-        images = Geometry(
-            tuple(
-                GroupGeometry(
-                    name=request.group.name,
-                    spec=request.namespace.spec,
-                    order=request.group.order,
-                    blocks=len(request),
-                )
-                for request in requests
-            )
-        )
+        # A template knows its descriptions by identity, so each has to be made once.
+        key = tuple((one.namespace.digest, len(one)) for one in requests)
+        images = computed_once(cache, key, lambda: _images(requests))
         return TransferPlan(cache, lists, images, side), requests
 
     def _begin(self, work: Operation, run: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -377,6 +369,21 @@ class BlockStore:
                 f"differ in {fields}; pass cache="
             )
         return known[0] if known else None
+
+
+def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
+    """Describe the images that a call is about."""
+    return Geometry(
+        tuple(
+            GroupGeometry(
+                name=request.group.name,
+                spec=request.namespace.spec,
+                order=request.group.order,
+                blocks=len(request),
+            )
+            for request in requests
+        )
+    )
 
 
 class OpeningStore:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, UsageError
+from kvwire.kv import plan as plan_module
 from kvwire.kv.layout import Layout
 from kvwire.store import store as store_module
 from kvwire.store.address import TierAddress
@@ -37,6 +39,26 @@ async def test_what_was_put_is_got() -> None:
     assert outcome.nbytes == 5 * SPEC.block_bytes
     assert same(source, [3, 1, 4, 15, 9], target, [0, 2, 5, 7, 8])
     assert not target.tokens([1, 3, 4, 6]).any()
+
+
+async def test_a_call_of_known_size_plans_nothing_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[object] = []
+    template = plan_module.PlanTemplate
+
+    def counted(*args: Any) -> plan_module.PlanTemplate:
+        planned.append(args)
+        return template(*args)
+
+    monkeypatch.setattr(plan_module, "PlanTemplate", counted)
+    hashes, have, want = chain(9), Filled(seed=1).cache, Filled().cache
+    async with BlockStore.open(MEMORY) as store:
+        for first in range(0, 9, 3):
+            some = hashes[first : first + 3]
+            assert (await store.put(some, have, [3, 1, 4])).complete
+            assert (await store.get(some, want, [0, 2, 5])).complete
+    assert len(planned) == 2, "one for puts of three blocks, one for gets"
 
 
 async def test_what_is_not_there_is_missing() -> None:

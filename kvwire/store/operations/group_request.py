@@ -17,8 +17,8 @@ from kvwire.errors import UsageError
 from kvwire.kv.blocks import BlockLists, Ids
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
-from kvwire.kv.mapping import GroupMap
-from kvwire.kv.paged import CacheGroup, PagedCache
+from kvwire.kv.mapping import GroupMap, Steps
+from kvwire.kv.paged import CacheGroup, PagedCache, computed_once
 from kvwire.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, ORDERS, Namespace, namespace_of, order_of
@@ -88,7 +88,8 @@ class GroupRequest(BlockRequest):
     """Holds the blocks of one group that a put or a get is about. Immutable.
 
     Args:
-        group: The group of the caller's cache.
+        cache: The caller's cache.
+        name: Of its group.
         ids: Its block ids, in token order.
         hashes: The names of the blocks; as many tokens as the blocks hold.
         hash_tokens: Tokens that each hash stands for; None for those of a block.
@@ -100,16 +101,19 @@ class GroupRequest(BlockRequest):
         UsageError: The hashes do not fit the blocks.
     """
 
-    __slots__ = ("_ids", "group")
+    __slots__ = ("_cache", "_ids", "group")
 
     def __init__(
         self,
-        group: CacheGroup,
+        cache: PagedCache,
+        name: str,
         ids: Ids,
         hashes: Sequence[bytes],
         hash_tokens: int | None,
     ) -> None:
-        self.group: CacheGroup = group
+        self._cache = cache
+        self.group: CacheGroup = cache.groups[name]
+        group = self.group
         self.namespace = namespace_of(group, hash_tokens)
         self.order = order_of(group)
         self.keys = as_keys(keys_of(hashes, self.namespace))
@@ -127,6 +131,13 @@ class GroupRequest(BlockRequest):
         """See BlockRequest."""
         here, unit = self.group.spec.block_tokens, self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
+        steps = self._steps(order, granule)
+        if here == unit:
+            wanted = np.ones(positions.size, np.bool_)
+            listed = GroupMap(
+                steps.walk, self.group, self._ids[positions], wanted, steps
+            )
+            return listed.fragments(steps.walk.layers, slice(0, positions.size))
         # Only the blocks from the first to the last of them are looked at.
         first = int(positions[0]) * unit // here
         last = -(-(int(positions[-1]) + 1) * unit // here)
@@ -135,14 +146,19 @@ class GroupRequest(BlockRequest):
         start = positions[:, None] * per_hash + np.arange(per_hash)
         wanted = np.zeros(granules, np.bool_)
         wanted[start.ravel() - first * (here // granule)] = True
-        walk = self._walk(order, granule, granules)
-        listed = GroupMap(walk, self.group, self._ids[first:last], wanted)
+        walk = steps.walk
+        listed = GroupMap(walk, self.group, self._ids[first:last], wanted, steps)
         found = listed.fragments(walk.layers, slice(0, granules))
         return found if per_hash == 1 else _woven(found, walk, per_hash)
 
-    def _walk(self, order: int, granule: int, granules: int) -> Canonical:
+    def _steps(self, order: int, granule: int) -> Steps:
+        """Return where a granule's elements lie, but for its block."""
+        key = "image", self.group.name, order, granule
+        return computed_once(self._cache, key, lambda: self._computed(order, granule))
+
+    def _computed(self, order: int, granule: int) -> Steps:
         spec = self.group.spec
-        return Canonical(
+        walk = Canonical(
             group=self.group.name,
             order=("block", *ORDERS[order]),
             layers=spec.layer_indices,
@@ -150,10 +166,11 @@ class GroupRequest(BlockRequest):
             components=spec.components,
             head_dim=spec.head_dim,
             item_bytes=spec.item_bytes,
-            tokens=granules * granule,
+            tokens=granule,
             granule_tokens=granule,
-            granules=granules,
+            granules=1,
         )
+        return Steps(walk, self.group)
 
 
 def group_requests(
@@ -173,8 +190,8 @@ def group_requests(
     if isinstance(hash_tokens, Mapping) and hash_tokens.keys() - cache.groups.keys():
         raise UsageError(f"hash_tokens: the groups are {', '.join(cache.groups)}")
     return tuple(
-        GroupRequest(group, lists[name], named[name], _of(hash_tokens, name))
-        for name, group in cache.groups.items()
+        GroupRequest(cache, name, lists[name], named[name], _of(hash_tokens, name))
+        for name in cache.groups
     )
 
 

@@ -65,8 +65,9 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     ids = data.draw(st.permutations(range(blocks + 1)))[:blocks]
     source = Store(spec, blocks + 1, data.draw(shapes(spec)))
     source.fill(ids)
-    group = source.cache().groups["kv"]
-    request = GroupRequest(group, np.array(ids), chain(int(units)), hash_tokens)
+    cache = source.cache()
+    group = cache.groups["kv"]
+    request = GroupRequest(cache, "kv", np.array(ids), chain(int(units)), hash_tokens)
     order = data.draw(st.integers(0, len(ORDERS) - 1))
     some = sorted(data.draw(st.sets(st.integers(0, int(units) - 1), min_size=1)))
 
@@ -80,7 +81,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
 
     target = Store(spec, blocks + 1, data.draw(shapes(spec)))
     there = GroupRequest(
-        target.cache().groups["kv"], np.array(ids), chain(int(units)), hash_tokens
+        target.cache(), "kv", np.array(ids), chain(int(units)), hash_tokens
     )
     into = there.fragments(np.array(some), order)
     assert isinstance(into, Fragments)
