@@ -24,192 +24,57 @@ from tests.support.wrong_uses.things import ME, WrongUse
 untyped: Any = kvwire
 
 
-def _keys(name: str, key: str, value: Any, words: str) -> WrongUse:
-    return WrongUse(f"`{name}`", lambda t: t.opened(**{key: value}), UsageError, words)
+def _key(key: str, value: Any, words: str) -> WrongUse:
+    """Make a row of one key; what begins with a colon follows its name and value."""
+    said = f"arguments: {key}={value!r}{words}" if words[0] == ":" else words
+    name = f"`open({key}={value!r})`"
+    return WrongUse(name, lambda t: t.opened(**{key: value}), UsageError, said)
 
 
 CONFIG: Final = [
-    _keys("open(lane=4)", "lane", 4, "did you mean 'lanes'?"),
-    _keys(
-        "open(trust='pks')",
-        "trust",
-        "pks",
-        "arguments: trust='pks': Invalid enum value 'pks'; did you",
+    _key("lane", 4, "did you mean 'lanes'?"),
+    _key("trust", "pks", ": Invalid enum value 'pks'; did you"),
+    _key("trust", "psk", 'config: trust="psk" needs psk_file; `kvwire keygen FILE`'),
+    _key("trust", "mtls", 'config: trust="mtls" needs tls_cert_file, tls_key_file'),
+    _key("psk_file", "x", 'config: a psk_file is given, so trust must be "psk"'),
+    _key("tls_peers", ["*"], 'config: tls_peers is given, so trust must be "mtls"'),
+    _key("checksum", "sample", ": Invalid enum value 'sample'"),
+    _key("checksum", True, ": Expected `str`, got `bool`; known"),
+    _key("lanes", 0, ": Expected `int` >= 1"),
+    _key("lanes", "many", ": Expected `int`, got `str`"),
+    _key("lanes", 1.5, ": Expected `int`, got `float`"),
+    _key("chunk_bytes", 1, ": Expected `int` >= 65536"),
+    _key("chunk_bytes", "4 apples", ": write a number and B, KiB"),
+    _key(
+        "window_bytes", "1TiB", "arguments: window_bytes=1099511627776: Expected `int`"
     ),
-    _keys(
-        "open(trust='psk')",
-        "trust",
-        "psk",
-        'config: trust="psk" needs psk_file; `kvwire keygen FILE`',
+    _key("lease_s", -1, ": Expected `float` > 0.0"),
+    _key("lease_s", "soon", ": Expected `float`, got `str`"),
+    _key("restart_grace_s", 0, ": Expected `float` > 0.0"),
+    _key("ping_misses", 1, ": Expected `int` >= 2"),
+    _key("resume", "maybe", ": write true or false"),
+    _key("prefer", "tcp", ": a list is needed, such as ['tcp']"),
+    _key("prefer", ["rdma"], "no installed package offers a transport 'rdma'; known"),
+    _key("require", ["locl"], "no installed package offers a transport 'locl'; did"),
+    _key("forbid", ["locl"], "no installed package offers a transport 'locl'; did"),
+    _key("forbid", [1], ": Expected `str`, got `int`"),
+    _key("backends", {"lcal": {}}, "backends: no installed package offers a transport"),
+    *(
+        _key("backends", {name: {key: value}}, f"backends.{name}: {words}")
+        for name, key, value, words in (
+            ("local", "tracr", "none", "there is no setting 'tracr'; did you mean"),
+            ("local", "tracer", "non", "tracer='non'; did you mean 'none'? known are"),
+            ("tcp", "x", "1", "there is no setting 'x'; it has none"),
+            ("ucx", "tls", "", "there is no setting 'tls'; there is"),
+        )
     ),
-    _keys(
-        "open(trust='mtls')",
-        "trust",
-        "mtls",
-        'config: trust="mtls" needs tls_cert_file, tls_key_file',
-    ),
-    _keys(
-        "open(psk_file='x')",
-        "psk_file",
-        "x",
-        'config: a psk_file is given, so trust must be "psk"',
-    ),
-    _keys(
-        "open(tls_peers=['*'])",
-        "tls_peers",
-        ["*"],
-        'config: tls_peers is given, so trust must be "mtls"',
-    ),
-    _keys(
-        "open(checksum='sample')",
-        "checksum",
-        "sample",
-        "arguments: checksum='sample': Invalid enum value 'sample'",
-    ),
-    _keys(
-        "open(checksum=True)",
-        "checksum",
-        True,
-        "arguments: checksum=True: Expected `str`, got `bool`; known",
-    ),
-    _keys("open(lanes=0)", "lanes", 0, "arguments: lanes=0: Expected `int` >= 1"),
-    _keys(
-        "open(lanes='many')",
-        "lanes",
-        "many",
-        "arguments: lanes='many': Expected `int`, got `str`",
-    ),
-    _keys(
-        "open(lanes=1.5)",
-        "lanes",
-        1.5,
-        "arguments: lanes=1.5: Expected `int`, got `float`",
-    ),
-    _keys(
-        "open(chunk_bytes=1)",
-        "chunk_bytes",
-        1,
-        "arguments: chunk_bytes=1: Expected `int` >= 65536",
-    ),
-    _keys(
-        "open(chunk_bytes='4 apples')",
-        "chunk_bytes",
-        "4 apples",
-        "arguments: chunk_bytes='4 apples': write a number and B, KiB",
-    ),
-    _keys(
-        "open(window_bytes='1TiB')",
-        "window_bytes",
-        "1TiB",
-        "arguments: window_bytes=1099511627776: Expected `int` <=",
-    ),
-    _keys(
-        "open(lease_s=-1)",
-        "lease_s",
-        -1,
-        "arguments: lease_s=-1: Expected `float` > 0.0",
-    ),
-    _keys(
-        "open(lease_s='soon')",
-        "lease_s",
-        "soon",
-        "arguments: lease_s='soon': Expected `float`, got `str`",
-    ),
-    _keys(
-        "open(restart_grace_s=0)",
-        "restart_grace_s",
-        0,
-        "arguments: restart_grace_s=0: Expected `float` > 0.0",
-    ),
-    _keys(
-        "open(ping_misses=1)",
-        "ping_misses",
-        1,
-        "arguments: ping_misses=1: Expected `int` >= 2",
-    ),
-    _keys(
-        "open(resume='maybe')",
-        "resume",
-        "maybe",
-        "arguments: resume='maybe': write true or false",
-    ),
-    _keys(
-        "open(prefer='tcp')",
-        "prefer",
-        "tcp",
-        "arguments: prefer='tcp': a list is needed, such as ['tcp']",
-    ),
-    _keys(
-        "open(prefer=['rdma'])",
-        "prefer",
-        ["rdma"],
-        "prefer: no installed package offers a transport 'rdma'; known",
-    ),
-    _keys(
-        "open(require=['locl'])",
-        "require",
-        ["locl"],
-        "require: no installed package offers a transport 'locl'; did",
-    ),
-    _keys(
-        "open(forbid=['locl'])",
-        "forbid",
-        ["locl"],
-        "forbid: no installed package offers a transport 'locl'; did",
-    ),
-    _keys(
-        "open(forbid=[1])",
-        "forbid",
-        [1],
-        "arguments: forbid=[1]: Expected `str`, got `int`",
-    ),
-    _keys(
-        "open(backends={'lcal': {}})",
-        "backends",
-        {"lcal": {}},
-        "backends: no installed package offers a transport 'lcal'; did",
-    ),
-    _keys(
-        "open(backends={'local': {'tracr': 'none'}})",
-        "backends",
-        {"local": {"tracr": "none"}},
-        "backends.local: there is no setting 'tracr'; did you mean",
-    ),
-    _keys(
-        "open(backends={'local': {'tracer': 'non'}})",
-        "backends",
-        {"local": {"tracer": "non"}},
-        "backends.local: tracer='non'; did you mean 'none'? known are",
-    ),
-    _keys(
-        "open(backends={'tcp': {'x': 1}})",
-        "backends",
-        {"tcp": {"x": "1"}},
-        "backends.tcp: there is no setting 'x'; it has none",
-    ),
-    _keys(
-        "open(backends={'ucx': {'tls': ''}})",
-        "backends",
-        {"ucx": {"tls": ""}},
-        "backends.ucx: there is no setting 'tls'; there is",
-    ),
-    _keys(
-        "open(io_cpus=[-1])",
-        "io_cpus",
-        [-1],
-        "arguments: io_cpus=[-1]: Expected `int` >= 0",
-    ),
-    _keys(
-        "open(name='x' * 200)",
-        "name",
-        "x" * 200,
+    _key("io_cpus", [-1], ": Expected `int` >= 0"),
+    _key("profile", {"model": 7}, ": Expected `str`, got `int`"),
+    WrongUse(
+        "`open(name='x' * 200)`",
+        lambda t: t.opened(name="x" * 200),
+        UsageError,
         "arguments: name='xxxxxxxxxxxx...xxxxxxxxxxxxx': Expected",
-    ),
-    _keys(
-        "open(profile={'model': 7})",
-        "profile",
-        {"model": 7},
-        "arguments: profile={'model': 7}: Expected `str`, got `int`",
     ),
     WrongUse(
         "`open(require=['tcp'], forbid=['tcp'])`",
@@ -279,6 +144,34 @@ CONFIG: Final = [
     ),
 ]
 
+_CONNECT: Final[dict[type, dict[Any, str]]] = {
+    UsageError: {
+        "127.0.0.1": 'has no port; write "host:0" for any free',
+        "127.0.0.1:99999": "Port out of range 0-65535",
+        "127.0.0.1:port": "Port could not be cast to integer",
+        "::1:80": "Port could not be cast to integer value as",
+        "": "address '' has no port; write \"host:0\" for any free one",
+        ":80": "address 'tcp://:80' names no host; write 127.0.0.1 for this",
+        7400: 'address 7400: write "host:port", or pass a kvwire.Address',
+        ("127.0.0.1", 7400): '7400): write "host:port", or pass a',
+        None: 'address None: write "host:port", or pass a kvwire.Address',
+        "tcp://user@127.0.0.1:80": "user@127.0.0.1:80': only scheme://host:port is",
+        "tcp://127.0.0.1:80/path": "/path': only scheme://host:port is understood",
+        "x" * 70 + ":80": "address 'tcp://",
+        "192.0.2.1:80": "'tcp://192.0.2.1:80' means 192.0.2.1, which is not this host",
+    },
+    BackendUnavailable: {
+        "http://127.0.0.1:80": "no backend called 'http' is installed; did",
+        "tpc://127.0.0.1:80": "no backend called 'tpc' is installed; did",
+        "local://127.0.0.1:80": "has no addresses of its own; connect to a",
+    },
+    ConnectError: {
+        "127.0.0.1:1": "Connection refused",
+        "inproc://nobody": "cannot connect to inproc://nobody: nobody in this process",
+        "nohost.invalid:80": "cannot connect to tcp://nohost.invalid:80",
+    },
+}
+
 ADDRESSES: Final = (
     [
         WrongUse(
@@ -287,95 +180,8 @@ ADDRESSES: Final = (
             error,
             words,
         )
-        for address, error, words in [
-            (
-                "127.0.0.1",
-                UsageError,
-                "address '127.0.0.1' has no port; write \"host:0\" for any free",
-            ),
-            (
-                "127.0.0.1:99999",
-                UsageError,
-                "address '127.0.0.1:99999': Port out of range 0-65535",
-            ),
-            (
-                "127.0.0.1:port",
-                UsageError,
-                "address '127.0.0.1:port': Port could not be cast to integer",
-            ),
-            (
-                "::1:80",
-                UsageError,
-                "address '::1:80': Port could not be cast to integer value as",
-            ),
-            (
-                "",
-                UsageError,
-                "address '' has no port; write \"host:0\" for any free one",
-            ),
-            (
-                ":80",
-                UsageError,
-                "address 'tcp://:80' names no host; write 127.0.0.1 for this",
-            ),
-            (
-                7400,
-                UsageError,
-                'address 7400: write "host:port", or pass a kvwire.Address',
-            ),
-            (
-                ("127.0.0.1", 7400),
-                UsageError,
-                "address ('127.0.0.1', 7400): write \"host:port\", or pass a",
-            ),
-            (
-                None,
-                UsageError,
-                'address None: write "host:port", or pass a kvwire.Address',
-            ),
-            (
-                "http://127.0.0.1:80",
-                BackendUnavailable,
-                "transport 'http': no backend called 'http' is installed; did",
-            ),
-            (
-                "tpc://127.0.0.1:80",
-                BackendUnavailable,
-                "transport 'tpc': no backend called 'tpc' is installed; did",
-            ),
-            (
-                "local://127.0.0.1:80",
-                BackendUnavailable,
-                "transport 'local': has no addresses of its own; connect to a",
-            ),
-            (
-                "tcp://user@127.0.0.1:80",
-                UsageError,
-                "address 'tcp://user@127.0.0.1:80': only scheme://host:port is",
-            ),
-            (
-                "tcp://127.0.0.1:80/path",
-                UsageError,
-                "/path': only scheme://host:port is understood",
-            ),
-            ("127.0.0.1:1", ConnectError, "Connection refused"),
-            (
-                "inproc://nobody",
-                ConnectError,
-                "cannot connect to inproc://nobody: nobody in this process",
-            ),
-            (
-                "nohost.invalid:80",
-                ConnectError,
-                "cannot connect to tcp://nohost.invalid:80",
-            ),
-            ("x" * 70 + ":80", UsageError, "address 'tcp://"),
-            (
-                "192.0.2.1:80",
-                UsageError,
-                "'tcp://192.0.2.1:80' means 192.0.2.1, which is not this host",
-            ),
-        ]
+        for error, rows in _CONNECT.items()
+        for address, words in rows.items()
     ]
     + [
         WrongUse(
