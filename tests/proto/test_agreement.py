@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.proto.agreement import Identity, common_parameters
-from kvwire.types import TrustMode
+from kvwire.proto.agreement import common_parameters
 from kvwire.wire.handshake_messages import ConnectionParameters
 
 counts = st.integers(0, 2**32 - 1)
@@ -45,19 +44,3 @@ def test_a_feature_is_used_if_both_have_it(
     features = common_parameters(mine, theirs).features
     for bit in range(32):
         assert features >> bit & 1 == mine.features >> bit & theirs.features >> bit & 1
-
-
-def test_an_identity_that_is_printed_keeps_its_keys() -> None:
-    secret = b"a secret of this side"
-    mine = Identity(
-        name="p-0",
-        incarnation=bytes(16),
-        trust=TrustMode.PSK,
-        parameters=ConnectionParameters(
-            chunk_bytes=1, eager_bytes=1, window_bytes=1, window_messages=1
-        ),
-        psk=secret,
-        keys={b"id": secret},
-    )
-    assert "p-0" in repr(mine)
-    assert secret.decode() not in repr(mine)

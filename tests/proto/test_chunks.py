@@ -17,7 +17,7 @@ from kvwire.errors import (
     UnexpectedFrame,
 )
 from kvwire.limits import LINK_CHUNKS_MAX
-from kvwire.proto.chunks import ChunkArrival, ChunkPlace
+from kvwire.proto.chunks import ChunkPlace
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.wire.header import FrameType, decode_header
@@ -132,50 +132,7 @@ def test_a_link_that_reports_nothing_gets_no_more() -> None:
     assert side.chunks.next_chunk() is not None
 
 
-def test_a_request_that_is_over_gives_up_its_turn() -> None:
-    """In the middle of the others, and when it is the only one."""
-    side = Side()
-    first, second = side.put(15), side.put(15)
-    side.requests.fail(first, ConnectionLost("x"), tell=None)
-    assert [side.chunk().mover, side.chunk().mover] == [second, second]
-    third = side.put(15)
-    side.requests.fail(third, ConnectionLost("x"), tell=None)
-    assert side.chunks.sending
-    assert side.chunks.next_chunk() is None
-    assert not side.chunks.sending
-
-
 # --- chunks on lanes that break
-
-
-def test_a_chunk_that_was_lost_goes_first() -> None:
-    """Before all others, and its memory is held all the time."""
-    side = Side()
-    request, other = side.put(25), side.put(25)
-    lost = side.chunk()
-    lost.lane = 3
-    side.chunks.chunk_missed(lost)
-    assert side.chunks.sending
-    again = side.chunk()
-    assert (again.mover, again.position, again.lane) == (request, lost.position, 0)
-    assert side.chunk().mover is other
-    side.chunks.chunk_sent(again)
-    assert request.state is RequestStage.MOVING
-
-
-def test_a_lane_may_take_several_chunks_at_once() -> None:
-    """Whole chunks, or all that is left; a lane that wants less gets one."""
-    side = Side()
-    request = side.put(48)
-    bursts = []
-    while (chunk := side.chunks.next_chunk(lambda buffer: 25)) is not None:
-        assert chunk.buffer == request.buffer
-        bursts.append((chunk.position, chunk.length))
-    assert bursts == [(0, 20), (20, 20), (40, 8)]
-    side.put(30)
-    chunk = side.chunks.next_chunk(lambda buffer: 0)
-    assert chunk is not None
-    assert chunk.length == CHUNK
 
 
 def test_a_span_that_was_lost_goes_as_chunks() -> None:
@@ -241,31 +198,6 @@ def test_what_is_no_span_is_refused(kind: FrameType, offset: int, length: int) -
         side.chunks.data_header(header)
 
 
-def test_the_last_chunk_may_be_the_lost_one() -> None:
-    """A request is not through before it has been sent again."""
-    side = Side()
-    request = side.put(15)
-    chunks = [side.chunk(), side.chunk()]
-    side.chunks.chunk_missed(chunks[1])
-    side.chunks.chunk_sent(chunks[0])
-    assert request.in_flight == 1
-    side.chunks.chunk_sent(side.chunk())
-    assert request.state is RequestStage.WAITING
-
-
-def test_a_lost_chunk_of_a_request_that_is_over_is_not_sent() -> None:
-    """Its memory is given back instead."""
-    side = Side()
-    request = side.put(15)
-    lost = side.chunk()
-    side.requests.fail(request, ConnectionLost("x"), tell=None)
-    assert side.holds.drained == []
-    side.chunks.chunk_missed(lost)
-    assert side.chunks.next_chunk() is None
-    assert side.holds.drained == [request.buffer]
-    assert request.in_flight == 0
-
-
 def test_a_request_ends_while_its_lost_chunk_waits() -> None:
     """It is not sent any more, and its memory is given back."""
     side = Side()
@@ -291,24 +223,6 @@ def test_the_end_of_the_link_frees_what_no_lane_holds() -> None:
     assert side.holds.drained == [on_link.buffer, lost.buffer]
     side.chunks.chunk_sent(on_lane)
     assert side.holds.drained[2:] == [on_lane.buffer]
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_an_arrival_that_was_lost_may_come_again(again: bool) -> None:
-    """And one that was not, may not."""
-    side = Side()
-    request = side.get(25)
-    first = side.chunks.data_header(data(request.wire_id, 10, 10))
-    if again:
-        side.chunks.missed(first)
-        side.chunks.data_landed(
-            side.chunks.data_header(data(request.wire_id, 10, 10)), intact=True
-        )
-        assert request.moved == 10
-    else:
-        with pytest.raises(UnexpectedFrame) as caught:
-            side.chunks.data_header(data(request.wire_id, 10, 10))
-        assert caught.value.rule == "KVW-DT-03"
 
 
 def test_a_lost_arrival_of_a_segment_may_come_again() -> None:
@@ -376,46 +290,6 @@ def test_payload_for_what_does_not_receive() -> None:
         assert caught.value.rule == "KVW-DT-01"
 
 
-@pytest.mark.rule("KVW-DT-02", "breaks")
-def test_chunks_that_are_none() -> None:
-    """Every offset and length around the edges of 25 bytes, but for the three."""
-    side = Side()
-    request = side.get(25)
-    offsets = [*range(31), 40, 2**32, 2**63, 2**64 - 1, 2**64 - 10]
-    good = set(pieces(25))
-    for offset, length in itertools.product(offsets, range(1, 31)):
-        if (offset, length) in good:
-            continue
-        with pytest.raises(MalformedFrame) as caught:
-            side.chunks.data_header(data(request.wire_id, offset, length))
-        assert caught.value.rule == "KVW-DT-02"
-    assert side.holds.drained == []
-
-
-@pytest.mark.rule("KVW-DT-03", "breaks")
-@pytest.mark.parametrize("order", [[0, 0], [2, 2], [0, 1, 0], [1, 0, 1], [2, 1, 2]])
-def test_a_chunk_that_comes_again(order: list[int]) -> None:
-    """Landed before, or still landing."""
-    side = Side()
-    request = side.get(25)
-    headers = [data(request.wire_id, at, length) for at, length in pieces(25)]
-    *good, again = order
-    for number in good:
-        side.chunks.data_header(headers[number])
-    with pytest.raises(UnexpectedFrame) as caught:
-        side.chunks.data_header(headers[again])
-    assert caught.value.rule == "KVW-DT-03"
-
-
-def test_payload_for_a_request_of_the_past_goes_nowhere() -> None:
-    """It was on its way when the request ended."""
-    side = Side()
-    request = side.get(25)
-    side.requests.fail(request, ConnectionLost("x"), tell=None)
-    arrival = side.chunks.data_header(data(request.wire_id, 0, 10))
-    assert (arrival.place, arrival.buffer) == (ChunkPlace.NOWHERE, None)
-
-
 @pytest.mark.rule("KVW-DT-04", "breaks")
 def test_damage_fails_the_request_and_nothing_else() -> None:
     """The peer is told, and a chunk that is right does not repair it."""
@@ -477,11 +351,3 @@ def test_a_link_that_is_gone_holds_nothing() -> None:
     assert not side.chunks._scheduler.count
     assert len(side.holds) == 0
     side.chunks.link_gone()
-
-
-def test_arrivals_are_told_apart_by_identity() -> None:
-    """Two of the same content are two."""
-    header = data(1, 0, 10)
-    assert ChunkArrival(ChunkPlace.NOWHERE, header) != ChunkArrival(
-        ChunkPlace.NOWHERE, header
-    )

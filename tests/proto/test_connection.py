@@ -8,26 +8,20 @@ from collections.abc import Callable
 import pytest
 
 from kvwire.errors import (
-    AccessDenied,
     ClosedOK,
     ConnectionClosed,
     ConnectionLost,
     DeadlineExceeded,
-    IntegrityError,
-    MessageTooLarge,
     PeerCancelled,
-    PeerError,
     PeerUnresponsive,
     RequestCancelled,
-    RequestError,
     StaleRegion,
     WireCode,
 )
-from kvwire.limits import LAST_WORD_DELAY_S, REASON_CHARS_MAX
-from kvwire.proto.chunks import ChunkPlace
+from kvwire.limits import LAST_WORD_DELAY_S
 from kvwire.proto.state import CloseState
 from kvwire.types import Role, TrustMode
-from kvwire.wire.control import Announce, Close, Credit, Fail, Ping
+from kvwire.wire.control import Announce, Close, Ping
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 from tests.proto.moving import ask, moved
@@ -108,44 +102,6 @@ def test_the_handshake_is_over(frame_type: FrameType) -> None:
     expect_broken(pair, pair.server, "KVW-CN-01")
 
 
-@pytest.mark.rule("KVW-CN-02", "breaks")
-@pytest.mark.parametrize(
-    ("frame_type", "body", "request_id"),
-    [
-        (FrameType.PING, Ping(1), 1),
-        (FrameType.PONG, Ping(1), 1),
-        (FrameType.CLOSE, Close(1), 2),
-        (FrameType.CREDIT, Credit(1, 1), 1),
-        (FrameType.ANNOUNCE, Announce(bytes(8), 5), 0),
-        (FrameType.FAIL, Fail(36, ""), 0),
-    ],
-)
-def test_a_request_where_there_is_none(
-    frame_type: FrameType,
-    body: Ping | Close | Credit | Announce | Fail,
-    request_id: int,
-) -> None:
-    """And none where there must be one."""
-    pair = ConnectionPair()
-    pair.client.forge(frame_type, body, request=request_id)
-    expect_broken(pair, pair.server, "KVW-CN-02")
-
-
-@pytest.mark.rule("KVW-CN-02", "breaks")
-@pytest.mark.parametrize("field", ["segment", "offset"])
-@pytest.mark.parametrize("frame_type", [FrameType.PING, FrameType.ANNOUNCE])
-def test_a_control_frame_with_the_fields_of_payload(
-    frame_type: FrameType, field: str
-) -> None:
-    """They mean nothing there."""
-    pair = ConnectionPair()
-    framing = pair.client.core.outbox.framing
-    fields = {"request": int(frame_type != FrameType.PING), field: 1}
-    header = framing.payload(frame_type, 5, check=0, **fields)
-    pair.client.wire.append((header, bytes(5)))
-    expect_broken(pair, pair.server, "KVW-CN-02")
-
-
 def test_any_byte_is_a_sign_of_life() -> None:
     """Also of a frame that takes longer than the whole patience."""
     pair = ConnectionPair()
@@ -178,39 +134,6 @@ def test_a_silent_peer_is_dead_within_its_patience() -> None:
         expect_error(end, request, PeerUnresponsive)
     end.tick()
     assert len([e for e in end.events if e is end.ended]) == 1
-
-
-def test_the_earliest_timer_comes_first() -> None:
-    """A deadline, the end of a close, or a look at the peer."""
-    end = ConnectionPair().client
-    regular = end.core.next_tick
-    end.recv(TAG, deadline=end.now + 0.25)
-    assert end.core.next_tick == end.now + 0.25
-    end.send(TAG, bytes(LARGE), deadline=end.now + 60.0)
-    assert end.core.next_tick == end.now + 0.25
-    end.close(timeout_s=0.125)
-    assert end.core.next_tick == end.now + 0.125 < regular
-
-
-def test_pings_are_answered() -> None:
-    """Once each, with their number."""
-    pair = ConnectionPair()
-    pair.client.now = pair.client.core.next_tick
-    pair.client.tick()
-    (ping,) = on_the_wire(pair.client)
-    pair.deliver(pair.client)
-    (pong,) = on_the_wire(pair.server)
-    assert (ping.header.type, pong.header.type) == (FrameType.PING, FrameType.PONG)
-    assert ping.body == pong.body
-    expect_fine(pair)
-
-
-@pytest.mark.rule("KVW-LV-01", "breaks")
-def test_an_answer_to_no_ping() -> None:
-    """Nobody has asked."""
-    pair = ConnectionPair()
-    pair.server.forge(FrameType.PONG, Ping(1))
-    expect_broken(pair, pair.client, "KVW-LV-01")
 
 
 @pytest.mark.rule("KVW-LV-02", "breaks")
@@ -276,39 +199,6 @@ def test_credit_comes_back() -> None:
 # --- one request, ended by the peer
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (WireCode.DEADLINE, DeadlineExceeded),
-        (WireCode.ACCESS, AccessDenied),
-        (WireCode.STALE, StaleRegion),
-        (WireCode.INTEGRITY, IntegrityError),
-        (WireCode.CANCELLED, PeerCancelled),
-        (WireCode.TOO_LARGE, MessageTooLarge),
-        (WireCode.OTHER, PeerError),
-        # Codes of connections and handshakes, and some nobody knows.
-        (WireCode.OK, PeerError),
-        (WireCode.GOING_AWAY, PeerError),
-        (WireCode.VERSION, PeerError),
-        (WireCode.AUTHENTICATION, PeerError),
-        (40, PeerError),
-        (65_535, PeerError),
-    ],
-)
-def test_whatever_the_peer_says_is_a_request_error(
-    code: int, kind: type[RequestError]
-) -> None:
-    """Its text is quoted and cut: it may be anything."""
-    pair = ConnectionPair()
-    request = pair.client.get(pair.server.grant(pair.server.expose(100)))
-    pair.server.forge(FrameType.FAIL, Fail(code, "x\n" * 100), request=1)
-    expect_fine(pair)
-    expect_error(pair.client, request, kind)
-    text = str(pair.client.error(request))
-    assert "\n" not in text
-    assert len(text) < REASON_CHARS_MAX + 60
-
-
 # --- closing
 
 
@@ -351,22 +241,6 @@ def test_close_may_be_called_in_every_phase(phase: CloseState) -> None:
     pair.advance(6.0)
     assert pair.server.core.phase is CloseState.CLOSED
     assert pair.server.core.error is not None
-
-
-def test_close_has_a_deadline() -> None:
-    """A peer that never finishes does not hold it up."""
-    pair = ConnectionPair()
-    pair.server.stalled = True
-    got = pair.client.get(pair.server.grant(pair.server.expose(100)))
-    pair.run()
-    pair.client.close(timeout_s=3.0)
-    assert pair.client.core.phase is CloseState.FLUSHING
-    assert pair.client.core.next_tick <= pair.now + 3.0
-    pair.advance(2.9)
-    assert got not in pair.client.done
-    pair.advance(0.2)
-    expect_error(pair.client, got, ConnectionLost)
-    assert "in time" in str(pair.client.error(got))
 
 
 @pytest.mark.rule("KVW-CL-01", "breaks")
@@ -416,20 +290,6 @@ def test_the_peer_may_start_until_it_has_closed(phase: CloseState, what: str) ->
     start_something(pair, what)
     pair.deliver(pair.client)
     assert pair.server.broken is None
-
-
-@pytest.mark.parametrize("what", ["message", "announce", "put", "get", "open"])
-def test_a_closed_connection_drops_what_comes(what: str) -> None:
-    """It answers nothing, it fails nothing, and it counts frames as before."""
-    pair = in_phase(CloseState.CLOSED)
-    start_something(pair, what)
-    header, body = pair.client.wire.popleft()
-    arrival = pair.server.header(header)
-    assert arrival is not None
-    assert arrival.place is ChunkPlace.NOWHERE
-    pair.server.body(arrival, body)
-    assert pair.server.broken is None
-    assert not pair.server.core.outbox.frames
 
 
 def test_a_frame_whose_body_comes_after_the_end() -> None:
@@ -571,15 +431,6 @@ def test_a_message_announced_while_the_peer_closes() -> None:
     expect_fine(pair)
     for request in (message, transfer):
         expect_error(pair.server, request, ClosedOK)
-
-
-def test_the_first_reason_is_the_reason() -> None:
-    """Whatever else goes wrong afterwards."""
-    pair = ConnectionPair()
-    first = ConnectionLost("first")
-    pair.client.core.fail(first)
-    pair.client.core.fail(ConnectionLost("second"))
-    assert pair.client.core.error is first
 
 
 def test_idle_while_nothing_is_open() -> None:

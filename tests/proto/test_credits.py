@@ -80,11 +80,3 @@ def test_credit_goes_back_in_lumps() -> None:
         large.arrived(size)
     assert [large.taken(size) for size in (499, 1)] == [False, True]
     assert large.give_back() == (2, 500)
-
-
-def test_a_message_may_use_up_everything() -> None:
-    """And none of 0 bytes is free: it costs a message."""
-    sender = SendCredit(1, 10)
-    assert not sender.spend(11)
-    assert sender.spend(10)
-    assert not sender.spend(0)

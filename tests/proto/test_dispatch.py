@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvwire.errors import (
-    AccessDenied,
     ClosedOK,
     KVWireError,
     PeerError,
@@ -167,25 +166,12 @@ def test_a_frame_reaches_its_part(frame_type: FrameType) -> None:
     assert scene.calls == [*(["check_may_start"] if begins else []), route]
 
 
-def test_a_ping_is_answered_with_its_number() -> None:
-    scene = Scene()
-    scene.hear(FrameType.PING, Ping(7))
-    ((raw, _),) = scene.outbox.frames
-    assert decode_header(raw).type == FrameType.PONG
-
-
 def test_done_ends_the_consumer_s_part_of_a_transfer() -> None:
     scene = Scene()
     request = scene.begin(RequestKind.INCOMING)
     assert request.wire_id is not None
     scene.hear(FrameType.FIN, Fin(0), request.wire_id)
     assert scene.calls == ["transfers.confirmed"]
-
-
-def test_an_error_that_both_sides_know_keeps_its_class() -> None:
-    error = Scene().failed(RequestKind.GET, WireCode.ACCESS, "no grant")
-    assert isinstance(error, AccessDenied)
-    assert "no grant" in str(error)
 
 
 @pytest.mark.parametrize(

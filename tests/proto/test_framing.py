@@ -63,14 +63,6 @@ def test_payload_is_not_sealed(sealed: bool) -> None:
         assert (read.request, read.segment, read.offset) == (0, 0, 0)
 
 
-def test_a_payload_need_not_be_checked() -> None:
-    """Without a check the flag is off; a check of 0 is one."""
-    client, server = framings(sealed=False)
-    assert server.accept_header(client.payload(FrameType.DATA, 9)).flags == 0
-    header = server.accept_header(client.payload(FrameType.DATA, 9, check=0))
-    assert (header.flags, header.payload_check) == (Flag.CHECKED, 0)
-
-
 @pytest.mark.rule("KVW-HD-05", "keeps")
 @both_modes
 def test_the_number_wraps_and_the_seal_does_not(sealed: bool) -> None:

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from kvwire.proto.keepalive import Keepalive
-from tests.support.core_pair.pair import ConnectionPair
 
 INTERVAL_S = 2.0
 
@@ -44,16 +43,3 @@ def test_no_gap_is_longer_than_an_interval(seed: int) -> None:
         if mine.is_due(now, frames_sent):
             assert INTERVAL_S / 2 <= now - spoke_at <= INTERVAL_S
             spoke_at, frames_sent = now, frames_sent + 1
-
-
-def test_a_side_that_only_receives_is_heard_of() -> None:
-    """The other side's pings wait behind its payload; these do not."""
-    pair = ConnectionPair()
-    server = pair.server
-    for _ in range(20):
-        pair.now += 0.5
-        server.now = pair.client.now = pair.now
-        server.core.heard(pair.now)
-        if server.core.next_tick <= pair.now:
-            server.tick()
-    assert len(server.wire) == 5, "a ping each interval, though nothing is asked"

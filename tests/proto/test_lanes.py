@@ -10,11 +10,9 @@ from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import (
     LaneAsked,
     LaneBootstrapped,
-    LaneClosed,
     LaneOpened,
 )
 from kvwire.proto.lanes import LaneStage
-from kvwire.proto.state import CloseState
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     Body,
@@ -25,8 +23,7 @@ from kvwire.wire.control import (
     LaneReady,
 )
 from kvwire.wire.header import Flag, FrameType, decode_header
-from tests.proto.lanes import CHUNK, Scene, expect_refused, expect_whole
-from tests.support.core_pair.pair import ConnectionPair
+from tests.proto.lanes import Scene, expect_refused, expect_whole
 from tests.support.core_pair.pair_lanes import BACKEND
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
@@ -60,34 +57,6 @@ def test_a_lane_comes_up() -> None:
         LaneBootstrapped(lane=1, bootstrap=b"the server's half")
     ]
     assert scene.server.core.lanes.backend(1) == BACKEND
-
-
-def test_numbers_end_before_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvwire.proto.lanes.LANE_NUMBER_MAX", 1)
-    scene = Scene()
-    scene.up()
-    scene.lanes.end(scene.half(CLIENT))
-    scene.lanes.rest()
-    assert scene.client.core.lanes.next_number() is None
-
-
-def test_a_lane_that_is_declined() -> None:
-    """The client hears why, and says that its half is gone too."""
-    scene = Scene()
-    scene.lanes.refuses = True
-    number = scene.lanes.ask()
-    scene.lanes.rest()
-    assert scene.client.events == [LaneClosed(lane=number, reason="not today")]
-    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.CLOSED
-
-
-def test_a_pair_without_lanes_declines() -> None:
-    """As a front does that knows no transport of that name."""
-    pair = ConnectionPair()
-    pair.client.core.lanes.open(1, BACKEND, b"")
-    pair.client.collect()
-    pair.run()
-    assert pair.client.events == [LaneClosed(lane=1, reason="there are no lanes here")]
 
 
 @pytest.mark.parametrize("late", ["answer", "raised"])
@@ -135,24 +104,6 @@ def test_lanes_are_raised_one_after_the_other(number: int) -> None:
 
 
 @pytest.mark.rule("KVW-LN-01", "breaks")
-@pytest.mark.parametrize(
-    ("asked", "lane", "backend"),
-    [(False, 1, BACKEND), (True, 2, BACKEND), (True, 1, "another")],
-)
-def test_a_server_answers_what_it_was_asked(
-    asked: bool, lane: int, backend: str
-) -> None:
-    scene = Scene()
-    if asked:
-        scene.client.core.lanes.open(1, BACKEND, b"")
-        scene.client.core.outbox.frames.clear()
-    scene.server.forge(
-        FrameType.LANE_OPEN, LaneOpen(lane=lane, backend=backend, bootstrap=b"")
-    )
-    expect_refused(scene, scene.client, "KVW-LN-01")
-
-
-@pytest.mark.rule("KVW-LN-01", "breaks")
 def test_a_server_answers_once() -> None:
     scene = Scene()
     scene.up()
@@ -160,15 +111,6 @@ def test_a_server_answers_once() -> None:
         FrameType.LANE_OPEN, LaneOpen(lane=1, backend=BACKEND, bootstrap=b"")
     )
     expect_refused(scene, scene.client, "KVW-LN-01")
-
-
-@pytest.mark.rule("KVW-LN-02", "breaks")
-@pytest.mark.parametrize("lane", [0, 1])
-def test_a_server_does_not_say_raised(lane: int) -> None:
-    scene = Scene()
-    scene.up()
-    scene.server.forge(FrameType.LANE_READY, LaneReady(lane=lane))
-    expect_refused(scene, scene.client, "KVW-LN-02")
 
 
 @pytest.mark.rule("KVW-LN-02", "breaks")
@@ -215,65 +157,6 @@ def test_payload_in_any_order(backwards: bool) -> None:
     assert request.buffer in scene.client.memory
     for descriptor in descriptors:
         scene.lanes.sent(scene.half(CLIENT), descriptor)
-    expect_whole(scene, request)
-
-
-def test_the_other_way_round() -> None:
-    """The server sends on the same lane, and counts by itself."""
-    scene = Scene()
-    scene.up()
-    scene.put()
-    scene.lanes.rest()
-    request = scene.client.get(scene.grant)
-    scene.lanes.rest()
-    assert scene.client.received(request) == scene.data
-
-
-def test_a_chunk_is_announced_as_it_would_be_sent() -> None:
-    """Segment, offset, bytes and check are those of a DATA frame."""
-    scene = Scene(chunks=1)
-    scene.up()
-    request = scene.put()
-    (aside,) = scene.said(FrameType.LANE_DATA, scene.client)
-    assert isinstance(aside, LaneData)
-    header = decode_header(scene.client.wire[-1][0])
-    assert header.request == request.wire_id
-    assert (aside.lane, aside.segment, aside.offset) == (1, 0, 0)
-    assert aside.nbytes == len(scene.data)
-    assert aside.check is not None
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_several_chunks_as_one_payload(cut: bool) -> None:
-    """What gets lost of them goes again as single chunks, which the wire can carry."""
-    scene = Scene()
-    scene.lanes.span_bytes = 2 * CHUNK
-    scene.up()
-    request = scene.put()
-    sizes = [
-        body.nbytes
-        for body in scene.said(FrameType.LANE_DATA, scene.client)
-        if isinstance(body, LaneData)
-    ]
-    assert sizes == [2 * CHUNK, len(scene.data) - 2 * CHUNK]
-    scene.pair.run()
-    if cut:
-        scene.lanes.end(scene.half(SERVER))
-    scene.lanes.rest()
-    expect_whole(scene, request)
-
-
-def test_a_payload_without_check_is_believed() -> None:
-    """As a DATA frame without the flag is."""
-    scene = Scene(chunks=1)
-    scene.up()
-    scene.client.aside = lambda peer, chunk, check: announced(scene, chunk, None)
-    request = scene.put()
-    scene.pair.run()
-    (descriptor,) = scene.descriptors(SERVER)
-    arrival = scene.half(SERVER).arriving[descriptor]
-    assert not arrival.header.flags & Flag.CHECKED
-    scene.lanes.rest()
     expect_whole(scene, request)
 
 
@@ -428,43 +311,6 @@ def test_more_taken_than_sent(lane: int, count: int) -> None:
     expect_refused(scene, scene.client, "KVW-LN-05")
 
 
-@pytest.mark.rule("KVW-LN-05", "breaks")
-def test_what_was_missed_is_not_taken() -> None:
-    """It is going to be sent again."""
-    scene = Scene()
-    scene.up()
-    scene.put()
-    scene.server.forge(
-        FrameType.LANE_CLOSE, LaneClose(lane=1, reason="", seen=3, missed=(0,))
-    )
-    scene.server.forge(FrameType.LANE_ACK, LaneAck(lane=1, count=1))
-    expect_refused(scene, scene.client, "KVW-LN-05")
-
-
-def test_a_close_waits_for_what_is_on_a_lane() -> None:
-    """Its fate has to be known first."""
-    scene = Scene()
-    scene.up()
-    scene.put()
-    scene.client.close()
-    scene.pair.run()
-    assert scene.client.core.phase is CloseState.FLUSHING
-    scene.lanes.rest()
-    assert scene.client.ended is not None
-    assert scene.client.ended.graceful
-
-
-def test_a_lane_is_a_sign_of_life() -> None:
-    """A payload that lands puts the next ping off."""
-    scene = Scene(chunks=1)
-    scene.up()
-    scene.put()
-    scene.pair.run()
-    scene.server.now += 1.5
-    scene.lanes.move(scene.half(SERVER), *scene.descriptors(SERVER))
-    assert scene.server.core._liveness.silence_s(scene.server.now) == 0
-
-
 @pytest.mark.rule("KVW-LN-06", "keeps")
 @pytest.mark.parametrize("role", list(Role))
 def test_what_was_missed_is_sent_again(role: Role) -> None:
@@ -481,27 +327,6 @@ def test_what_was_missed_is_sent_again(role: Role) -> None:
     (lower,) = scene.said(FrameType.LANE_CLOSE, scene.server)
     assert isinstance(lower, LaneClose)
     assert (lower.seen, lower.missed) == (3, (0, 2))
-    scene.lanes.rest()
-    expect_whole(scene, request)
-
-
-def test_an_announcement_that_crosses_lower_is_missed_too() -> None:
-    """And named in another LANE_CLOSE."""
-    scene = Scene()
-    scene.up()
-    request = scene.put()
-    scene.lanes.end(scene.half(SERVER))
-    scene.pair.deliver(scene.server)
-    while scene.client.wire:
-        scene.pair.deliver(scene.client)
-    lowers = scene.said(FrameType.LANE_CLOSE, scene.server)
-    assert [
-        (body.seen, body.missed) for body in lowers if isinstance(body, LaneClose)
-    ] == [
-        (1, (0,)),
-        (2, (1,)),
-        (3, (2,)),
-    ]
     scene.lanes.rest()
     expect_whole(scene, request)
 
@@ -542,36 +367,6 @@ def test_a_half_that_is_gone_says_so_once() -> None:
     scene.server.core.lane_gone(1, "again")
     scene.server.collect()
     assert len(scene.said(FrameType.LANE_CLOSE, scene.server)) == 1
-
-
-def test_a_long_reason_is_cut() -> None:
-    scene = Scene()
-    scene.up()
-    scene.lanes.end(scene.half(SERVER), "x" * 10_000)
-    scene.lanes.rest()
-    assert scene.client.broken is None
-
-
-@pytest.mark.rule("KVW-LN-06", "breaks")
-@pytest.mark.parametrize(
-    ("lane", "seen", "missed"),
-    [
-        (1, 4, ()),  # one more than was announced
-        (1, 2, (2,)),  # not seen, and so not missed
-        (1, 3, (0,)),  # which LANE_ACK has said to be there
-        (2, 0, ()),
-    ],
-)
-def test_a_lower_that_cannot_be(lane: int, seen: int, missed: tuple[int, ...]) -> None:
-    scene = Scene()
-    scene.up()
-    scene.put()
-    scene.pair.run()
-    scene.lanes.move(scene.half(SERVER), scene.descriptors(SERVER)[0])
-    scene.pair.run()
-    body = LaneClose(lane=lane, reason="", seen=seen, missed=missed)
-    scene.server.forge(FrameType.LANE_CLOSE, body)
-    expect_refused(scene, scene.client, "KVW-LN-06")
 
 
 @pytest.mark.rule("KVW-LN-06", "breaks")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvwire.limits import LANES_MAX
-from kvwire.proto.events import LaneClosed
 from kvwire.proto.lanes import LaneStage
 from kvwire.types import Role
-from kvwire.wire.control import LaneClose
-from kvwire.wire.header import FrameType
 from tests.proto.lanes import Scene, expect_whole
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
@@ -65,36 +62,3 @@ def test_a_lane_is_raised_after_the_first_choice() -> None:
     expect_whole(scene, request)
     assert scene.half(CLIENT, 2).number == 2
     assert scene.server.core.lanes.initial_set_done
-
-
-def test_a_lane_is_not_over_before_all_that_was_missed_is_named() -> None:
-    """Both have said LANE_CLOSE; the fate of what the client announced is not known."""
-    scene = Scene(chunks=1)
-    scene.up()
-    scene.lanes.end(scene.half(SERVER))
-    request = scene.put()
-    scene.pair.deliver(scene.server)
-    scene.lanes.end(scene.half(CLIENT))
-    assert scene.stage(CLIENT) is LaneStage.CLOSED
-    assert not is_over(scene)
-    scene.lanes.rest()
-    assert is_over(scene)
-    assert scene.lanes.raise_one() == 2
-    expect_whole(scene, request)
-
-
-def is_over(scene: Scene) -> bool:
-    """Whether lane 1 is, as the client sees it."""
-    return scene.client.core.lanes._lanes[1].over
-
-
-def test_what_a_peer_says_of_its_end_cannot_be_taken_for_the_log_s_own() -> None:
-    scene = Scene()
-    scene.up()
-    reason = "gone\n2026-01-01 ERROR all is lost\x1b[2J"
-    scene.server.forge(
-        FrameType.LANE_CLOSE, LaneClose(lane=1, reason=reason, seen=0, missed=())
-    )
-    scene.pair.deliver(scene.server)
-    (event,) = (e for e in scene.client.events if isinstance(e, LaneClosed))
-    assert event.reason == repr(reason)

@@ -21,21 +21,6 @@ def watch(now: float = 100.0) -> Liveness:
     return Liveness(interval_s=PING_INTERVAL_S, misses=PING_MISSES, now=now)
 
 
-def test_silence_is_asked_about_and_then_ended() -> None:
-    """A ping for each interval, and the verdict within 6.5 s (goal R13)."""
-    liveness = watch()
-    said: list[tuple[float, LivenessVerdict]] = []
-    while not said or said[-1][1] is not LivenessVerdict.DEAD:
-        now = liveness.due
-        said.append((now - 100.0, liveness.look(now)))
-    assert said == [
-        (2.0, LivenessVerdict.PING),
-        (4.0, LivenessVerdict.PING),
-        (6.0, LivenessVerdict.DEAD),
-    ]
-    assert liveness.silence_s(106.0) == 6.0
-
-
 def test_nothing_is_said_before_it_is_due() -> None:
     """A look in between changes nothing."""
     liveness = watch()
@@ -123,39 +108,6 @@ def test_an_answer_to_no_ping(answers: list[int]) -> None:
     with pytest.raises(UnexpectedFrame) as caught:
         liveness.pong_received(wrong)
     assert caught.value.rule == "KVW-LV-01"
-
-
-@pytest.mark.rule("KVW-LV-02", "keeps")
-def test_ten_pings_a_second_are_fine() -> None:
-    """For as long as anybody likes."""
-    liveness = watch()
-    for count in range(1000):
-        liveness.ping_received(100.0 + count // PINGS_PER_SECOND_MAX)
-    assert liveness._pings_left == 0.0
-
-
-@pytest.mark.rule("KVW-LV-02", "breaks")
-def test_more_are_not() -> None:
-    """The first one that was not earned ends it."""
-    liveness = watch()
-    for _ in range(PINGS_PER_SECOND_MAX):
-        liveness.ping_received(100.0)
-    with pytest.raises(FlowControlViolation) as caught:
-        liveness.ping_received(100.09)
-    assert caught.value.rule == "KVW-LV-02"
-
-
-@pytest.mark.rule("KVW-LV-02", "breaks")
-def test_a_little_too_many_add_up() -> None:
-    """Eleven a second for eleven seconds."""
-    liveness = watch()
-    for second in range(9):
-        for count in range(PINGS_PER_SECOND_MAX + 1):
-            at = 100.0 + second + count / (PINGS_PER_SECOND_MAX + 1)
-            liveness.ping_received(at)
-    liveness.ping_received(109.0)
-    with pytest.raises(FlowControlViolation):
-        liveness.ping_received(109.0)
 
 
 @pytest.mark.rule("KVW-LV-02", "breaks")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections import defaultdict
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -21,16 +18,14 @@ from kvwire.errors import (
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto import messages as module
 from kvwire.proto.requests import RequestRecord
-from kvwire.wire.control import Announce, Credit, Ready
+from kvwire.wire.control import Announce, Ready
 from kvwire.wire.header import FrameType
 from tests.proto.expect import (
     expect_broken,
     expect_error,
     expect_fine,
-    on_the_wire,
 )
 from tests.support.core_pair.pair import ConnectionPair
-from tests.support.core_pair.peer import Peer
 
 TAG = 7
 SMALL, LARGE = b"small", b"large" * 30_000  # 64 bytes travel at once
@@ -70,17 +65,6 @@ def test_a_message_arrives(data: bytes, first: str, room: int | None) -> None:
         assert sent.buffer in pair.client.freed
     assert not pair.server.memory
     assert not pair.client.memory
-
-
-def test_what_travels_at_once() -> None:
-    """Up to the agreed size, without a request and with the tag as its offset."""
-    pair = ConnectionPair()
-    assert pair.client.send(2**64 - 1, b"x" * 64) is None
-    assert pair.client.send(0, b"x" * 65) is not None
-    first, second = on_the_wire(pair.client)
-    assert (first.header.type, first.header.request) == (FrameType.MESSAGE, 0)
-    assert first.header.offset == 2**64 - 1
-    assert second.header.type == FrameType.ANNOUNCE
 
 
 def test_messages_land_in_the_receivers_memory() -> None:
@@ -130,20 +114,6 @@ def test_each_tag_keeps_its_order(steps: list[tuple[str, int, int]]) -> None:
         got = [pair.server.received(r) for r in receives[tag][: len(messages)]]
         assert got == messages
     assert not pair.client.memory
-
-
-@pytest.mark.parametrize(
-    "order", list(itertools.permutations([SMALL, LARGE, b"z" * 99]))
-)
-def test_announced_and_eager_of_one_tag(order: tuple[bytes, ...]) -> None:
-    """An eager one does not overtake an announced one, nor the other way round."""
-    pair = ConnectionPair()
-    for data in order:
-        pair.client.send(TAG, data)
-    pair.run()
-    receives = [pair.server.recv(TAG, len(LARGE)) for _ in order]
-    expect_fine(pair)
-    assert tuple(map(pair.server.received, receives)) == order
 
 
 @pytest.mark.parametrize("data", [SMALL, b"y" * 100])
@@ -211,31 +181,6 @@ def test_credit_runs_out_and_comes_back() -> None:
     assert pair.client.send(99, SMALL) is None
 
 
-@pytest.mark.rule("KVW-CR-01", "breaks")
-@pytest.mark.parametrize(("size", "fit"), [(0, 8), (64, 8), (1, 8)])
-def test_a_sender_that_does_not_wait_for_credit(size: int, fit: int) -> None:
-    """The first message beyond the window."""
-    pair = ConnectionPair()
-    for _ in range(fit):
-        pair.client.forge_payload(FrameType.MESSAGE, bytes(size), offset=TAG)
-    expect_fine(pair)
-    pair.client.forge_payload(FrameType.MESSAGE, bytes(size), offset=TAG)
-    expect_broken(pair, pair.server, "KVW-CR-01")
-
-
-@pytest.mark.rule("KVW-CR-02", "breaks")
-@pytest.mark.parametrize("credit", [Credit(1, 0), Credit(3, 5), Credit(2, 11)])
-def test_credit_for_nothing(credit: Credit) -> None:
-    """More messages or bytes than were sent."""
-    pair = ConnectionPair()
-    if credit.messages > 1:
-        pair.client.send(TAG, SMALL)
-        pair.client.send(TAG, SMALL)
-        pair.run()
-    pair.server.forge(FrameType.CREDIT, credit)
-    expect_broken(pair, pair.client, "KVW-CR-02")
-
-
 # --- rules
 
 
@@ -253,17 +198,6 @@ def test_messages_that_are_none(size: int, request_id: int, segment: int) -> Non
 
 
 @pytest.mark.rule("KVW-MS-02", "breaks")
-@pytest.mark.parametrize("nbytes", [0, 99, 101])
-def test_ready_for_another_size(nbytes: int) -> None:
-    """Memory for more, less or nothing is not memory for it."""
-    pair = ConnectionPair()
-    pair.client.send(TAG, bytes(100))
-    pair.run()
-    pair.server.forge(FrameType.READY, Ready(nbytes), request=1)
-    expect_broken(pair, pair.client, "KVW-MS-02")
-
-
-@pytest.mark.rule("KVW-MS-02", "breaks")
 def test_ready_for_what_was_not_announced() -> None:
     """A put, and a receive that has met the other side's message."""
     pair = ConnectionPair()
@@ -277,18 +211,6 @@ def test_ready_for_what_was_not_announced() -> None:
     other.deliver(other.client)
     other.client.forge(FrameType.READY, Ready(100), request=receive.wire_id or 0)
     expect_broken(other, other.server, "KVW-MS-02")
-
-
-@pytest.mark.rule("KVW-RQ-01", "breaks")
-def test_ready_twice() -> None:
-    """The bytes are moving already."""
-    pair = ConnectionPair()
-    pair.client.stalled = True
-    pair.client.send(TAG, bytes(100))
-    pair.server.recv(TAG, 100)
-    pair.run()
-    pair.server.forge(FrameType.READY, Ready(100), request=1)
-    expect_broken(pair, pair.client, "KVW-RQ-01")
 
 
 @pytest.mark.rule("KVW-MS-03", "keeps")
@@ -374,34 +296,6 @@ def test_cancelled_after_any_number_of_frames(
     assert pair.server.received(late) == b"alive"
 
 
-def test_a_message_that_was_taken_back() -> None:
-    """Before anybody has asked for it; those around it are as they were."""
-    pair = ConnectionPair()
-    sends = [pair.client.send(TAG, bytes([n]) * 100) for n in range(3)]
-    pair.run()
-    middle = sends[1]
-    assert middle is not None
-    pair.client.cancel(middle)
-    pair.run()
-    receives = [pair.server.recv(TAG, 100) for _ in range(3)]
-    expect_fine(pair)
-    got = [pair.server.received(receive) for receive in receives[:2]]
-    assert got == [b"\0" * 100, b"\2" * 100]
-    assert receives[2] not in pair.server.done
-
-
-def test_the_only_message_of_a_tag_is_taken_back() -> None:
-    """Nothing of the tag is left."""
-    pair = ConnectionPair()
-    sent = pair.client.send(TAG, bytes(100))
-    assert sent is not None
-    pair.run()
-    pair.client.cancel(sent)
-    expect_fine(pair)
-    receive = pair.server.recv(TAG, 100)
-    assert receive not in pair.server.done
-
-
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_receive_that_was_withdrawn(place: int) -> None:
     """It takes no message; the others keep their order."""
@@ -416,37 +310,6 @@ def test_a_receive_that_was_withdrawn(place: int) -> None:
         pair.client.send(TAG, data)
     expect_fine(pair)
     assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
-
-
-class Compared(module.UnreceivedMessage, eq=False, kw_only=True):
-    """Counts how often one is compared with another."""
-
-    times: ClassVar[int] = 0
-
-    def __eq__(self, other: object) -> bool:
-        Compared.times += 1
-        return self is other
-
-    __hash__ = object.__hash__
-
-
-def test_messages_that_are_taken_back_are_not_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A peer may announce and take back a message behind 4,000 others, for ever."""
-    monkeypatch.setattr(module, "UnreceivedMessage", Compared)
-    pair = ConnectionPair()
-    use_up_credit(pair)
-    sent = [pair.client.send(99, LARGE) for _ in range(50)]
-    pair.run()
-    for request in sent[::-1]:
-        assert request is not None
-        pair.client.cancel(request)
-    pair.run()
-    assert not pair.server.core.messages._announced
-    assert Compared.times == 0
-    for _ in range(8):
-        assert pair.server.received(pair.server.recv(99)) == b""
 
 
 def test_a_receive_that_has_met_its_message_is_not_withdrawn() -> None:
@@ -526,21 +389,6 @@ def test_a_link_that_ends_within_a_message(behind: bool) -> None:
     assert len(pair.server.core.holds) == 0
 
 
-def test_announcements_end_with_the_link_and_messages_do_not() -> None:
-    """What is here can be taken; the rest cannot come."""
-    pair = ConnectionPair()
-    pair.client.send(TAG, SMALL)
-    pair.client.send(TAG, bytes(100))
-    pair.client.send(8, bytes(100))
-    pair.run()
-    messages = pair.server.core.messages
-    assert messages.waits(8, whole=False)
-    assert not messages.waits(9, whole=True)
-    pair.server.lose()
-    assert messages.waits(TAG, whole=True)
-    assert not messages.waits(8, whole=False)
-
-
 @pytest.mark.parametrize("announced", ["before", "after"])
 def test_who_closes_turns_announced_messages_away(announced: str) -> None:
     """Both sides close: neither waits for a receive that the other will never post."""
@@ -560,40 +408,3 @@ def test_who_closes_turns_announced_messages_away(announced: str) -> None:
         assert end.ended is not None
         assert isinstance(end.ended.error, ClosedOK)
         assert request.buffer in end.freed
-
-
-def test_receives_that_have_met_nothing_are_known() -> None:
-    """Of every tag; those that have met their message are not among them."""
-    pair = ConnectionPair()
-    waiting = [pair.server.recv(tag, 100) for tag in (1, 2, 2)]
-    pair.client.send(2, b"x")
-    pair.run()
-    assert pair.server.core.messages.posted == [waiting[0], waiting[2]]
-
-
-def test_many_messages_of_many_tags() -> None:
-    """A long run of everything at once, in one order for each tag."""
-    chance, pair = random.Random(4), ConnectionPair()
-    ends = {pair.client: pair.server, pair.server: pair.client}
-    sent: dict[tuple[Peer, int], list[bytes]] = defaultdict(list)
-    receives: dict[tuple[Peer, int], list[RequestRecord]] = defaultdict(list)
-    for _ in range(2000):
-        end, tag = chance.choice(list(ends)), chance.randrange(4)
-        match chance.randrange(3):
-            case 0:
-                data = chance.randbytes(chance.choice([0, 10, 64, 100, 70_000]))
-                sent[end, tag].append(data)
-                end.send(tag, data)
-            case 1 if len(receives[end, tag]) < len(sent[ends[end], tag]) + 5:
-                receives[end, tag].append(end.recv(tag, 70_000))
-            case _:
-                pair.deliver(end)
-    for (end, tag), messages in sent.items():
-        other = ends[end]
-        while len(receives[other, tag]) < len(messages):
-            receives[other, tag].append(other.recv(tag, None))
-    expect_fine(pair)
-    for (end, tag), messages in sent.items():
-        other = ends[end]
-        got = [other.received(r) for r in receives[other, tag][: len(messages)]]
-        assert got == messages

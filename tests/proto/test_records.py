@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvwire.proto.records import SegmentRecord, TransferRecord
+from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 
@@ -18,10 +18,3 @@ def test_a_segment_is_in_the_state_of_its_transfer() -> None:
         request.advance(event)
         states.append(segment.state)
     assert states == [RequestStage.POSTED, RequestStage.MOVING, RequestStage.FAILED]
-
-
-def test_two_transfers_share_nothing() -> None:
-    """Each has its own segments."""
-    one, two = TransferRecord(id=b"one"), TransferRecord(id=b"two")
-    assert one.segments is not two.segments
-    assert one.acknowledge is not two.acknowledge

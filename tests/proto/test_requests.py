@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import pytest
@@ -16,16 +15,16 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
+from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
 from kvwire.proto.events import RequestDone
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
-from kvwire.proto.requests import SENDING, SERVING, RequestRecord, RequestTable
-from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestStage
+from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
+from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind
 from kvwire.types import BufferId, RequestId, Role
 from kvwire.wire.control import Body, Fail, Fin, decode_body
-from kvwire.wire.header import FrameType, decode_header
+from kvwire.wire.header import decode_header
 
 both_roles = pytest.mark.parametrize("role", list(Role))
 
@@ -84,16 +83,6 @@ def table(role: Role = Role.CLIENT) -> Table:
 
 def first_of(role: Role) -> int:
     return 1 if role is Role.CLIENT else 2
-
-
-@both_roles
-def test_numbers_count_up_and_do_not_meet(role: Role) -> None:
-    """The client's are odd, the server's even."""
-    side = table(role)
-    numbers = [side.started().wire_id for _ in range(4)]
-    first = first_of(role)
-    assert numbers == [first, first + 2, first + 4, first + 6]
-    assert len(side.requests) == 4
 
 
 @pytest.mark.rule("KVW-RQ-02", "keeps")
@@ -200,23 +189,6 @@ def test_a_receive_gets_its_number_when_it_is_matched() -> None:
     assert list(side.requests) == []
 
 
-def test_all_open_requests_are_seen() -> None:
-    """And the list may change under the one who looks."""
-    side = table()
-    ours, theirs, waiting = (
-        side.started(),
-        side.served(2),
-        side.request(RequestKind.RECV),
-    )
-    side.requests.post(waiting)
-    seen = []
-    for request in side.requests:
-        seen.append(request)
-        side.requests.fail(request, ConnectionLost("over"), tell=None)
-    assert seen == [ours, theirs, waiting]
-    assert len(side.requests) == 0
-
-
 @pytest.mark.rule("KVW-RQ-01", "keeps")
 def test_one_completion_when_it_is_done() -> None:
     """With the bytes moved; its memory drains."""
@@ -261,13 +233,6 @@ def test_a_request_without_memory_fails_too() -> None:
     assert side.said() == [], "the peer does not know of it"
 
 
-def test_reasons_fit_their_field() -> None:
-    """However long the error's text is."""
-    side = table()
-    side.requests.tell_failed(RequestId(3), WireCode.ACCESS, "é" * 1000)
-    assert side.said() == [(3, Fail(WireCode.ACCESS, "é" * REASON_CHARS_MAX))]
-
-
 def test_done_says_how_much() -> None:
     """All of it, since a put is all or nothing."""
     side = table()
@@ -287,28 +252,7 @@ def test_a_step_that_does_not_exist(kind: RequestKind) -> None:
     assert request.state is FIRST_STATE[kind]
 
 
-def test_kinds_are_sorted_by_direction() -> None:
-    """Who sends payload, and whose memory is a region."""
-    assert {RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE_GET} == SENDING
-    assert {RequestKind.SERVE_PUT, RequestKind.SERVE_GET} == SERVING
-
-
 # --- deadlines
-
-
-def test_deadlines_come_in_their_order() -> None:
-    """Not in that of the requests; each once, and only for those still open."""
-    side = table()
-    times = list(range(100, 150))
-    random.Random(1).shuffle(times)
-    by_time = {float(at): side.started(deadline=float(at)) for at in times}
-    done = by_time[110.0]
-    side.requests.fail(done, ConnectionLost("over"), tell=None)
-    expired: list[RequestRecord] = []
-    while (due := side.requests.next_deadline) is not None:
-        assert side.requests.expire(due - 0.5) == []
-        expired += side.requests.expire(due)
-    assert expired == [by_time[at] for at in sorted(by_time) if at != 110.0]
 
 
 def test_a_request_without_a_deadline_never_expires() -> None:
@@ -362,20 +306,3 @@ def test_the_error_of_a_deadline_says_how_far_it_came() -> None:
     error = RequestTable.expired(request)
     assert isinstance(error, DeadlineExceeded)
     assert "the get was moving, 3 of 5 bytes" in str(error)
-
-
-def test_states_of_a_fresh_request() -> None:
-    """Nothing is over before it began."""
-    for kind in RequestKind:
-        request = RequestRecord(kind=kind, wire_id=None, buffer=None, nbytes=0)
-        assert not request.over
-        assert request.state in (RequestStage.POSTED, RequestStage.MOVING)
-
-
-def test_frames_of_failures_name_their_type() -> None:
-    """FAIL and FIN, with the request in the header."""
-    side = table()
-    request = side.started()
-    side.requests.fail(request, PeerCancelled("x"), tell=WireCode.CANCELLED)
-    header, _ = side.outbox.frames[0]
-    assert decode_header(header).type == FrameType.FAIL

@@ -14,7 +14,6 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import (
-    LANDED_MAX,
     LAST_WORD_DELAY_S,
     LAST_WORDS_MAX,
     TRANSFERS_WAITING_MAX,
@@ -38,7 +37,7 @@ from kvwire.wire.control import (
     SegmentBody,
 )
 from kvwire.wire.header import FrameType
-from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
+from tests.proto.expect import expect_broken, expect_error, expect_fine
 from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
 from tests.support.core_pair.pair import ConnectionPair
 
@@ -76,37 +75,6 @@ def test_a_transfer(pull: bool) -> None:
         assert peer.transfers[request].damaged == ()
         assert len(peer.core.holds) == 0
     assert m.consumer.done[m.incoming].nbytes == sum(map(len, parts))
-
-
-@both_ways
-def test_a_transfer_of_nothing(pull: bool) -> None:
-    """No segment at all, and it need not be complete."""
-    m = moved(pull=pull)
-    m.commit(complete=False)
-    expect_fine(m.pair)
-    (committed,) = events_of(m.consumer, TransferCommitted)
-    assert not committed.complete
-    assert m.producer.error(m.outgoing) is None
-    assert m.consumer.error(m.incoming) is None
-
-
-def test_many_segments_are_acknowledged_together() -> None:
-    """In frames of at most LANDED_MAX."""
-    m = moved()
-    m.consumer.stalled = True
-    for _ in range(3):
-        m.mark(b"x")
-    landed = [f for f in on_the_wire(m.producer) if f.header.type == FrameType.DATA]
-    assert len(landed) == 3
-    transfer = m.consumer.core.transfers.transfer(m.incoming)
-    transfer.acknowledge = list(range(1, 2 * LANDED_MAX + 2))
-    m.consumer.core.transfers._send_landed(m.incoming, transfer)
-    sizes = []
-    while m.consumer.core.outbox.frames:
-        _, body = m.consumer.core.outbox.frames.popleft()
-        sizes.append(len(body))
-    assert len(sizes) == 3
-    assert transfer.acknowledge == []
 
 
 # --- damage
@@ -205,14 +173,6 @@ def test_agreeing_with_oneself() -> None:
     expect_broken(pair, pair.server, "KVW-TR-02")
 
 
-@pytest.mark.rule("KVW-RQ-01", "breaks")
-def test_agreeing_twice() -> None:
-    """It is moving already."""
-    m = moved()
-    m.pair.server.forge(FrameType.AGREE, Agree(b""), request=m.asker.wire_id or 0)
-    expect_broken(m.pair, m.pair.client, "KVW-RQ-01")
-
-
 @pytest.mark.rule("KVW-TR-03", "breaks")
 @pytest.mark.parametrize("number", [1, 3, 65_536])
 def test_marks_out_of_turn(number: int) -> None:
@@ -240,33 +200,6 @@ def test_settled_with_other_segments(damaged: tuple[int, ...]) -> None:
     expect_broken(m.pair, m.producer, "KVW-TR-06")
 
 
-@pytest.mark.rule("KVW-TR-06", "breaks")
-def test_settled_out_of_turn() -> None:
-    """Before the commit, before everything was sent, and a second time."""
-    early = moved()
-    early.consumer.forge(
-        FrameType.COMMIT_ACK, CommitAck(()), request=early.asker.wire_id or 0
-    )
-    expect_broken(early.pair, early.producer, "KVW-TR-06")
-    unsent = moved()
-    unsent.producer.stalled = True
-    unsent.mark(b"x")
-    unsent.commit()
-    unsent.consumer.forge(
-        FrameType.COMMIT_ACK, CommitAck((1,)), request=unsent.asker.wire_id or 0
-    )
-    expect_broken(unsent.pair, unsent.producer, "KVW-TR-06")
-    twice = moved()
-    twice.producer.slow = True
-    twice.mark(b"x")
-    twice.commit()
-    twice.pair.run()
-    twice.consumer.forge(
-        FrameType.COMMIT_ACK, CommitAck(()), request=twice.asker.wire_id or 0
-    )
-    expect_broken(twice.pair, twice.producer, "KVW-TR-06")
-
-
 @pytest.mark.rule("KVW-TR-07", "breaks")
 @pytest.mark.parametrize("segment", [2, 2**32 - 1])
 def test_payload_for_a_segment_that_was_not_marked(segment: int) -> None:
@@ -277,36 +210,6 @@ def test_payload_for_a_segment_that_was_not_marked(segment: int) -> None:
         FrameType.DATA, b"x", request=m.asker.wire_id or 0, segment=segment
     )
     expect_broken(m.pair, m.consumer, "KVW-TR-07")
-
-
-@pytest.mark.rule("KVW-TR-07", "breaks")
-def test_payload_without_a_place() -> None:
-    """A segment that the application has given no memory, a producer, a get."""
-    unplaced = moved()
-    unplaced.consumer.place = None
-    unplaced.mark(b"x")
-    expect_broken(unplaced.pair, unplaced.consumer, "KVW-TR-07")
-    backwards = moved()
-    backwards.mark(b"x")
-    backwards.consumer.forge_payload(
-        FrameType.DATA, b"x", request=backwards.asker.wire_id or 0, segment=1
-    )
-    expect_broken(backwards.pair, backwards.producer, "KVW-TR-07")
-    pair = ConnectionPair()
-    got = pair.client.get(pair.server.grant(pair.server.expose(10)))
-    pair.server.forge_payload(
-        FrameType.DATA, bytes(10), request=got.wire_id or 0, segment=1
-    )
-    expect_broken(pair, pair.client, "KVW-TR-07")
-
-
-@pytest.mark.rule("KVW-DT-01", "breaks")
-def test_payload_of_a_transfer_without_a_segment() -> None:
-    """A transfer has no bytes of its own."""
-    m = moved()
-    m.mark(b"x")
-    m.producer.forge_payload(FrameType.DATA, b"x", request=m.asker.wire_id or 0)
-    expect_broken(m.pair, m.consumer, "KVW-DT-01")
 
 
 @pytest.mark.rule("KVW-DT-02", "breaks")
@@ -338,27 +241,6 @@ def test_chunks_that_are_none(offset: int, length: int, rule: str) -> None:
 @pytest.mark.rule("KVW-TR-08", "breaks")
 @pytest.mark.parametrize(
     ("frame_type", "body"),
-    [
-        (FrameType.SEGMENT, SegmentBody(1, BOX, 5)),
-        (FrameType.COMMIT, Commit(0, True)),
-    ],
-)
-def test_words_of_the_other_side(
-    frame_type: FrameType, body: SegmentBody | Commit
-) -> None:
-    """The consumer does not mark, nor does anybody mark a put."""
-    m = moved()
-    m.consumer.forge(frame_type, body, request=m.asker.wire_id or 0)
-    expect_broken(m.pair, m.producer, "KVW-TR-08")
-    pair = ConnectionPair()
-    put = pair.client.put(bytes(10), pair.server.grant(pair.server.expose(10)))
-    pair.server.forge(frame_type, body, request=put.wire_id or 0)
-    expect_broken(pair, pair.client, "KVW-TR-08")
-
-
-@pytest.mark.rule("KVW-TR-08", "breaks")
-@pytest.mark.parametrize(
-    ("frame_type", "body"),
     [(FrameType.SEGMENT_ACK, SegmentAck((1,))), (FrameType.COMMIT_ACK, CommitAck(()))],
 )
 def test_words_of_the_consumer(
@@ -371,46 +253,7 @@ def test_words_of_the_consumer(
     expect_broken(m.pair, m.consumer, "KVW-TR-08")
 
 
-@pytest.mark.rule("KVW-RQ-01", "breaks")
-def test_done_before_the_last_word() -> None:
-    """The producer confirms what the consumer has said."""
-    m = moved()
-    m.mark(b"x")
-    m.producer.forge(FrameType.FIN, Fin(0), request=m.asker.wire_id or 0)
-    expect_broken(m.pair, m.consumer, "KVW-RQ-01")
-
-
-@pytest.mark.rule("KVW-RQ-02", "breaks")
-def test_a_transfer_has_the_next_number() -> None:
-    """Like everything that starts."""
-    pair = ConnectionPair()
-    pair.client.forge(FrameType.OPEN, Open(b"x", False, 0, b""), request=3)
-    expect_broken(pair, pair.server, "KVW-RQ-02")
-
-
 # --- in fewer frames
-
-
-@pytest.mark.rule("KVW-TR-06", "keeps")
-@both_ways
-def test_three_frames_after_the_answer(pull: bool) -> None:
-    """The only segment says that it is the last one; one answer says all of it."""
-    m = moved(pull=pull, brief=True)
-    m.mark(b"x" * 100, commit=2)
-    assert m.names == ["SEGMENT", "DATA"]
-    m.pair.deliver(m.producer)
-    m.pair.deliver(m.producer)
-    assert m.names == ["COMMIT_ACK"]
-    expect_fine(m.pair)
-    assert m.content(1) == b"x" * 100
-    (committed,) = events_of(m.consumer, TransferCommitted)
-    assert committed.complete
-    (said,) = events_of(m.producer, SegmentsAcknowledged)
-    assert said.numbers == (1,)
-    assert m.producer.error(m.outgoing) is None
-    m.pair.advance(LAST_WORD_DELAY_S)
-    for peer in (m.producer, m.consumer):
-        assert len(peer.core.holds) == 0
 
 
 @pytest.mark.rule("KVW-TR-08", "keeps")
