@@ -18,28 +18,6 @@ ONE = {"kv": 10}
 TWO = {"full": 10, "window": 4}
 
 
-def test_a_plain_list_is_of_the_only_group() -> None:
-    for ids in ([3, 0, 9], (3, 0, 9), np.array([3, 0, 9], np.uint32)):
-        found = block_lists(ids, ONE)
-        assert list(found) == ["kv"]
-        assert found["kv"].tolist() == [3, 0, 9]
-        assert found["kv"].dtype == np.int64
-
-
-def test_the_list_is_a_copy() -> None:
-    """The caller may go on using its array."""
-    ids = np.array([1, 2], np.int64)
-    found = block_lists(ids, ONE)
-    ids[0] = 7
-    assert found["kv"].tolist() == [1, 2]
-
-
-def test_groups_come_in_the_caches_order() -> None:
-    found = block_lists({"window": [3], "full": []}, TWO)
-    assert [ids.tolist() for ids in found.values()] == [[], [3]]
-    assert list(found) == ["full", "window"]
-
-
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [

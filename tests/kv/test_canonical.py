@@ -63,20 +63,6 @@ def test_the_order_that_fragments_least(
     assert " ".join(walk_of(side(producer), side(consumer)).order) == order
 
 
-def test_a_shard_of_one_head_has_no_head_order() -> None:
-    """HND of one head is NHD of one head: the producer's order costs nothing."""
-    one = side(HND, kv_heads=1, shard=(2, 4))
-    assert " ".join(walk_of(one, side(NHD)).order) == HND
-    assert walk_of(one, side(NHD)).heads == range(2, 3)
-
-
-def test_the_consumer_decides_where_that_saves_more() -> None:
-    """The producer has more heads than it sends, so it is cut up in either order."""
-    shard = side(HND, kv_heads=2, shard=(1, 2))
-    assert " ".join(walk_of(side(NHD), shard).order) == HND
-    assert " ".join(walk_of(shard, side(NHD)).order) == HND
-
-
 @pytest.mark.parametrize(
     ("sizes", "blocks", "granule", "granules"),
     [

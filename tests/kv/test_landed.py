@@ -72,50 +72,6 @@ def plan_of(
     return TransferPlan(cache, blocks, peer, Side.CONSUMER, have=bits)
 
 
-def test_marking_twice_changes_nothing() -> None:
-    """A chunk may come again after a reconnect."""
-    landed = Landed(plan_of({"kv": (SPEC, [5, 3])}))
-    (segment,) = landed.plan.segments(layers=1)
-    for _ in range(2):
-        landed.mark(segment)
-        landed.mark_but(segment, [(0, 1)])
-    assert landed.cells(0).tolist() == [[False] * 2, [True] * 2, [False] * 2]
-    assert [landed.layer(n) for n in range(3)] == [False, True, False]
-    assert not landed.complete
-
-
-def test_what_the_consumer_had_counts() -> None:
-    landed = Landed(plan_of({"kv": (SPEC, [5, 3])}, kv=[True, False]))
-    assert landed.usable_prefix == 1
-    assert not landed.layer(0)
-    for segment in landed.plan.segments(blocks=1):
-        landed.mark(segment)
-    assert landed.complete
-
-
-def test_a_layer_is_gated_in_each_group() -> None:
-    landed = Landed(plan_of({"a": (SPEC, [1]), "b": (SPEC, [1])}))
-    for segment in landed.plan.segments(layers=0, group="a"):
-        landed.mark(segment)
-    assert landed.layer(0, group="a")
-    assert not landed.layer(0)
-    assert landed.layer(7), "nobody waits for a layer that is not carried"
-    with pytest.raises(UsageError, match="no group 'c'"):
-        landed.layer(0, group="c")
-
-
-def test_the_prefix_is_that_of_the_worst_group() -> None:
-    """Groups of other block sizes: counted in tokens, told in blocks of the first."""
-    coarse = KVSpec(layers=1, kv_heads=1, head_dim=2, block_tokens=8)
-    landed = Landed(plan_of({"a": (SPEC, [1, 2, 3, 4]), "b": (coarse, [1, 2])}))
-    for segment in landed.plan.segments():
-        landed.mark(Segment(segment.group, 0, segment.layers, 0, 1))
-    assert (landed.usable_tokens, landed.usable_prefix) == (4, 1)
-    for segment in landed.plan.segments(group="a"):
-        landed.mark(segment)
-    assert (landed.usable_tokens, landed.usable_prefix) == (8, 2)
-
-
 def test_a_state_is_all_or_nothing() -> None:
     """It is of one position, and so is what may be used beside it."""
     state = KVSpec(
@@ -178,21 +134,6 @@ def test_boxes_cover_what_landed_and_the_lacking_what_did_not(
     (whole,) = plan.segments()
     assert landed.cells(0)[:, wanted].all()
     assert [s for s in landed.lacking(whole) if plan.nbytes_of(s)] == []
-
-
-def test_whole_layers_are_one_box() -> None:
-    """However many segments they came in; and no more boxes than asked for."""
-    landed = Landed(plan_of({"a": (SPEC, [5, 3]), "b": (SPEC, [1])}))
-    for layer in (0, 1):
-        for block in (0, 1):
-            for segment in landed.plan.segments(layer, block, "a"):
-                landed.mark(segment)
-    (last,) = landed.plan.segments(2, None, "b")
-    landed.mark(last)
-    assert landed.boxes(9) == [Segment(0, 0, 2, 0, 2), last]
-    assert landed.boxes(1) == [Segment(0, 0, 2, 0, 2)]
-    (whole,) = landed.plan.segments(group="a")
-    assert landed.lacking(whole) == [Segment(0, 2, 1, 0, 2)]
 
 
 WIDE = KVSpec(layers=4, kv_heads=1, head_dim=1, block_tokens=1)

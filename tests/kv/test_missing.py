@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from kvwire.errors import UsageError
 from kvwire.kv.missing import MissingBlocks, MissingOfGroup, join_missing
 
 
@@ -29,28 +27,6 @@ def test_each_block_has_its_reason_and_layers() -> None:
     assert found.ids("a").tolist() == [7, 3]
     assert found.layers(("a", 3)) == (4,)
     assert repr(found) == "MissingBlocks(2 blocks; lost; never sent)"
-
-
-def test_only_reasons_that_a_block_has_are_named() -> None:
-    """What else could have happened is no reason for anything."""
-    texts = ["lost", "never sent", "damaged"]
-    assert missing([7], texts).reasons == ("lost",)
-    assert repr(missing([7], texts)) == "MissingBlocks(1 blocks; lost)"
-    assert repr(missing([], texts)) == "MissingBlocks(0 blocks)"
-    assert join_missing([missing([], texts), missing([4], texts)]).reasons == ("lost",)
-
-
-def test_a_block_that_is_not_missing_has_no_reason() -> None:
-    """Ids of other groups are other blocks (R31)."""
-    found = missing([7, 3], ["lost", "never sent"])
-    for block in (("a", 4), ("b", 7), ("a", -1), ("a", 10**30)):
-        assert block not in found
-        with pytest.raises(KeyError):
-            found[block]
-    with pytest.raises(KeyError):
-        found.layers(("a", 4))
-    with pytest.raises(UsageError, match="no group 'b'; there is a"):
-        found.ids("b")
 
 
 def test_a_join_misses_what_any_share_misses() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.types import MemoryKind
-from tests.kv.tensors import FakeTensor, fake_bfloat16
+from tests.kv.tensors import FakeTensor
 
 SPEC = KVSpec(layers=3, kv_heads=4, head_dim=8, block_tokens=2)
 SHAPE = (9, 2, 2, 4, 8)
@@ -44,38 +42,6 @@ def test_one_tensor_for_each_layer() -> None:
     assert order_of(cache) == "layer block kv token head dim"
 
 
-def test_one_cross_layer_tensor() -> None:
-    tensor = np.zeros((9, 3, 2, 2, 4, 8), np.uint16)
-    cache = PagedCache(SPEC, tensor)
-    base = tensor.ctypes.data
-    expected = [[base + 256 * n, base + 256 * n + 128] for n in range(3)]
-    assert cache.groups["kv"].bases.tolist() == expected
-    assert order_of(cache) == "block layer kv token head dim"
-    assert order_of(PagedCache(SPEC, [tensor])) == "block layer kv token head dim"
-
-
-def test_keys_and_values_apart() -> None:
-    keys, values = layers(9, 2, 4, 8), layers(9, 2, 4, 8)
-    for pairs in (
-        zip(keys, values, strict=True),
-        map(list, zip(keys, values, strict=True)),
-    ):
-        cache = PagedCache(SPEC, list(pairs), "NHD")
-        expected = [
-            [k.ctypes.data, v.ctypes.data] for k, v in zip(keys, values, strict=True)
-        ]
-        assert cache.groups["kv"].bases.tolist() == expected
-
-
-def test_keys_and_values_apart_and_cross_layer() -> None:
-    keys, values = layers(9, 3, 2, 4, 8, count=2)
-    cache = PagedCache(SPEC, [(keys, values)])
-    expected = [
-        [keys.ctypes.data + 128 * n, values.ctypes.data + 128 * n] for n in range(3)
-    ]
-    assert cache.groups["kv"].bases.tolist() == expected
-
-
 @pytest.mark.parametrize(
     ("memory", "order"),
     [
@@ -94,15 +60,6 @@ def test_the_memory_decides_the_order(memory: tuple[int, ...], order: str) -> No
     ]
     cache = PagedCache(SPEC, tensors, AxisOrder("block kv token head dim"))
     assert order_of(cache) == order
-
-
-def test_views_of_one_tensor_are_one_tensor() -> None:
-    big = np.zeros((9, 3, 2, 2, 4, 8), np.uint16)
-    views = PagedCache(SPEC, [big[:, n] for n in range(3)])
-    assert order_of(views) == order_of(PagedCache(SPEC, big))
-    np.testing.assert_array_equal(
-        views.groups["kv"].bases, PagedCache(SPEC, big).groups["kv"].bases
-    )
 
 
 def test_an_axis_of_one_element_goes_where_it_usually_is() -> None:
@@ -171,30 +128,6 @@ def test_groups_may_share_memory() -> None:
     pool = layers()
     cache = PagedCache.grouped({"a": (SPEC, pool), "b": (SPEC, pool)}, layout="NHD")
     assert list(cache.groups) == ["a", "b"]
-
-
-def test_torch_like_tensors() -> None:
-    tensors = [fake_bfloat16(*SHAPE) for _ in range(3)]
-    cache = PagedCache(SPEC, tensors)
-    assert cache.groups["kv"].bases[:, 0].tolist() == [t.data_ptr() for t in tensors]
-    assert cache.groups["kv"].strides == {
-        "block": 256,
-        "token": 64,
-        "head": 16,
-        "dim": 2,
-    }
-
-
-def test_the_tensors_are_kept() -> None:
-    tensor = np.zeros((9, 3, 2, 2, 4, 8), np.uint16)
-    alive = weakref.ref(tensor)
-    cache = PagedCache(SPEC, tensor)
-    del tensor
-    gc.collect()
-    assert alive() is not None
-    del cache
-    gc.collect()
-    assert alive() is None
 
 
 def test_one_read_only_tensor_makes_a_read_only_cache() -> None:

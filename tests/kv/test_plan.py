@@ -20,7 +20,6 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import (
-    Array,
     Shape,
     Store,
     gather,
@@ -94,46 +93,6 @@ def test_any_two_shares(scenario: Scenario, data: st.DataObject) -> None:
     check_transfer(scenario, lambda plan: data.draw(partitions(plan)))
 
 
-def test_equal_layouts_move_whole_blocks() -> None:
-    """The common case: a fragment is a block of a layer, keys and values together."""
-    here, there = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
-    (segment,) = here.segments(layers=0)
-    assert here.fragments(segment).lengths.tolist() == [BLOCK_BYTES] * 3
-    assert there.fragments(segment).lengths.tolist() == [BLOCK_BYTES] * 3
-
-
-def test_neighbouring_blocks_move_together() -> None:
-    here, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"], ids=[1, 2, 0])
-    (segment,) = here.segments(layers=0)
-    fragments = here.fragments(segment)
-    assert fragments.lengths.tolist() == [2 * BLOCK_BYTES, BLOCK_BYTES]
-
-
-def test_cross_layer_blocks_move_whole() -> None:
-    """One fragment for a block of every layer, although the peer keeps layers apart."""
-    for pair in (("cross NHD", "NHD"), ("NHD", "cross NHD")):
-        plans = plans_of(*(LAYOUTS[name] for name in pair))
-        cross = plans[pair.index("cross NHD")]
-        (segment,) = cross.segments()
-        assert cross.fragments(segment).lengths.tolist() == [2 * BLOCK_BYTES] * 3
-
-
-def test_a_mismatch_fragments_one_side_only() -> None:
-    here, there = plans_of(LAYOUTS["NHD"], LAYOUTS["HND"])
-    (segment,) = here.segments(layers=0)
-    assert len(here.fragments(segment)) == 3
-    # For each key and value, token and head; but the last of the keys and the first of
-    # the values of a block are neighbours.
-    assert len(there.fragments(segment)) == 3 * (2 * 4 * 2 - 1)
-
-
-def test_views_of_a_cross_layer_tensor_are_one() -> None:
-    """However the tensors were passed, the memory decides."""
-    here, _ = plans_of(LAYOUTS["views"], LAYOUTS["NHD"])
-    (segment,) = here.segments()
-    assert here.fragments(segment).lengths.tolist() == [2 * BLOCK_BYTES] * 3
-
-
 def test_streaming_by_layer_is_the_whole_in_parts() -> None:
     """The answer kept for the next layer is moved to the right place."""
     here, _ = plans_of(LAYOUTS["HND"], LAYOUTS["NHD"])
@@ -194,34 +153,6 @@ def test_what_the_consumer_has_is_not_moved(
             assert raw[at] == expected
 
 
-def test_groups_move_independently() -> None:
-    """A hybrid cache: block ids of two groups collide and mean different memory."""
-    full = KVSpec(layers=2, kv_heads=2, head_dim=3, block_tokens=4)
-    window = KVSpec(layers=1, kv_heads=1, head_dim=5, block_tokens=2)
-    stores = {
-        side: {
-            "full": Store(full, 4, LAYOUTS["NHD"]),
-            "window": Store(window, 4, LAYOUTS[layout]),
-        }
-        for side, layout in (("here", "HND"), ("there", "NHD"))
-    }
-    ids = {"full": [3, 1], "window": [1]}
-    caches = {}
-    for side, groups in stores.items():
-        caches[side] = PagedCache.grouped(
-            {name: (s.spec, s.tensors(), s.layout) for name, s in groups.items()}
-        )
-    for name, store in stores["here"].items():
-        store.fill(ids[name])
-    producer = plan_for(caches["here"], ids, caches["there"], Side.PRODUCER)
-    consumer = plan_for(caches["there"], ids, caches["here"], Side.CONSUMER)
-    for segment in producer.segments():
-        scatter(gather(producer.fragments(segment)), consumer.fragments(segment))
-    for name, store in stores["there"].items():
-        for raw, wanted in zip(store.raw, expected_raw(store, ids[name]), strict=True):
-            np.testing.assert_array_equal(raw, wanted)
-
-
 def test_marks_of_groups_name_their_group() -> None:
     spec = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=2)
     groups = {name: (spec, Store(spec, 3, LAYOUTS["NHD"]).tensors()) for name in "ab"}
@@ -233,21 +164,6 @@ def test_marks_of_groups_name_their_group() -> None:
         plan.segments(layers=1)
     with pytest.raises(UsageError, match="no group 'c'; there is a, b"):
         plan.segments(group="c")
-
-
-def test_a_mark_of_what_the_peer_lacks_moves_nothing() -> None:
-    """A producer of both stages may mark every layer; each consumer gets its own."""
-    spec = KVSpec(layers=4, kv_heads=1, head_dim=2, block_tokens=2)
-    stage = replace(spec, layers=2, first_layer=2)
-    here = Store(spec, 2, LAYOUTS["NHD"]).cache()
-    there = Store(stage, 2, LAYOUTS["NHD"]).cache()
-    plan = plan_for(here, [0], there, Side.PRODUCER)
-    assert plan.segments(layers=1) == ()
-    assert plan.segments(layers=slice(1, 3)) == (Segment(0, 2, 1, 0, 1),)
-    with pytest.raises(
-        UsageError, match="layers of group 'kv': 4 is not one of 0 to 3"
-    ):
-        plan.segments(layers=4)
 
 
 def test_blocks_of_a_segment() -> None:
@@ -505,10 +421,3 @@ def plan_for(
     """A plan of one side where both list the same block ids."""
     there = describe(peer, peer.block_lists(blocks))
     return TransferPlan(cache, blocks, there, side, have=have)
-
-
-def expected_raw(store: Store, ids: list[int]) -> list[Array]:
-    """What the allocations of a store look like with these blocks stamped."""
-    fresh = Store(store.spec, store.extents["block"], store.shape)
-    fresh.fill(ids)
-    return fresh.raw

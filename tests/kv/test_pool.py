@@ -140,18 +140,6 @@ TestPool.settings = settings(
 )
 
 
-def test_a_prefix_survives_longer_than_its_tail() -> None:
-    """A prompt of three blocks is freed; taking one block costs it only its end."""
-    pool = BlockPool(3, 4)
-    hashes = HashScheme(4).block_hashes(range(12))
-    blocks = pool.allocate(3)
-    pool.cache(blocks, hashes)
-    pool.free(blocks)
-    assert pool.lookup(hashes) == blocks
-    assert pool.allocate(1) == [blocks[2]]
-    assert pool.lookup(hashes) == blocks[:2]
-
-
 def test_the_least_recently_used_prefix_goes_first() -> None:
     pool = BlockPool(4, 4)
     first, second = (HashScheme(4, s).block_hashes(range(8)) for s in (b"1", b"2"))
@@ -166,17 +154,6 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     assert (len(pool.lookup(first)), len(pool.lookup(second))) == (2, 0)
 
 
-def test_blocks_without_content_are_taken_before_cached_ones() -> None:
-    pool = BlockPool(2, 4)
-    hashes = HashScheme(4).block_hashes(range(4))
-    kept, dropped = pool.allocate(2)
-    pool.cache([kept], hashes)
-    pool.free([kept])
-    pool.free([dropped])
-    assert pool.allocate(1) == [dropped]
-    assert pool.lookup(hashes) == [kept]
-
-
 def test_a_shared_block_is_held_by_each() -> None:
     pool = BlockPool(2, 4)
     hashes = HashScheme(4).block_hashes(range(4))
@@ -187,16 +164,6 @@ def test_a_shared_block_is_held_by_each() -> None:
     assert (pool.ref_count(blocks[0]), pool.free_blocks) == (1, 1)
     pool.free(blocks)
     assert pool.free_blocks == 2
-
-
-def test_the_second_block_of_one_content_stays_without_name() -> None:
-    pool = BlockPool(2, 4)
-    name = HashScheme(4).block_hashes(range(4))
-    first, second = pool.allocate(2)
-    pool.cache([first], name)
-    pool.cache([second], name)
-    assert pool.lookup(name) == [first]
-    assert pool.hash_of(second) is None
 
 
 def test_an_evicted_block_is_taken_next() -> None:

@@ -17,13 +17,6 @@ from tests.support.depth import examples
 SPEC = KVSpec(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
 
 
-def test_bytes_of_a_block() -> None:
-    """Llama-3-8B: 64 KiB a block and layer, 2 MiB a block."""
-    assert SPEC.token_bytes == 2 * 8 * 128 * 2
-    assert SPEC.layer_block_bytes == 64 * 1024
-    assert SPEC.block_bytes == 2 * 1024 * 1024
-
-
 def test_every_dtype_has_its_size() -> None:
     sizes = {
         name: replace(SPEC, dtype=dtype_name(name)).item_bytes for name in DTYPE_BYTES
@@ -74,12 +67,6 @@ def test_mla_is_replicated_without_being_asked() -> None:
     assert (spec.total_kv_heads, spec.heads, spec.replicas) == (1, range(1), 8)
     split = replace(SPEC, kv_heads=2, components=1, shard=(1, 2))
     assert split.heads == range(2, 4), "one component of several heads is split"
-
-
-def test_pipeline_stages() -> None:
-    spec = replace(SPEC, layers=16, first_layer=16)
-    assert (spec.layer_indices, spec.total_layers) == (range(16, 32), 32)
-    assert replace(spec, first_layer=0, model_layers=32).total_layers == 32
 
 
 @pytest.mark.parametrize(
@@ -149,13 +136,6 @@ def test_r35_what_differs_is_named(
     assert caught.value.fields == names
     # All names first: what a peer is told may be cut short.
     assert str(caught.value).startswith(f"group 'full' differs in {', '.join(names)}: ")
-
-
-def test_a_mismatch_says_both_values_and_whose_they_are() -> None:
-    with pytest.raises(ProfileMismatch, match="kv_heads is 8 here and 32 there"):
-        SPEC.require_same_model(replace(SPEC, shard=(0, 4)))
-    with pytest.raises(ProfileMismatch, match="kv_heads is 8 left and 32 right"):
-        SPEC.require_same_model(replace(SPEC, shard=(0, 4)), sides=("left", "right"))
 
 
 @st.composite

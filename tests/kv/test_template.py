@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvwire import limits
-from kvwire.errors import UsageError
 from kvwire.kv.geometry import Geometry, describe, geometry_of
 from kvwire.kv.landed import Landed
 from kvwire.kv.mapping import Steps
@@ -39,11 +35,6 @@ def plan(here: PagedCache, ids: list[int], peer: Geometry) -> TransferPlan:
     return TransferPlan(here, ids, peer, Side.CONSUMER)
 
 
-def addresses(planned: TransferPlan, layers: slice) -> list[int]:
-    (segment,) = planned.segments(layers=layers)
-    return [int(address) for address in planned.fragments(segment).addresses]
-
-
 def test_transfers_of_one_size_share_a_template() -> None:
     here, there = cache(), cache()
     first = plan(here, [1, 3], said(there, 2))
@@ -53,46 +44,6 @@ def test_transfers_of_one_size_share_a_template() -> None:
     assert plan(here, [5, 9, 11], said(there, 3)).template is not first.template
     other = TransferPlan(here, [1, 3], said(there, 2), Side.PRODUCER)
     assert other.template is not first.template
-
-
-def test_a_template_knows_no_block() -> None:
-    """Where a transfer's bytes lie is the same as without one before it."""
-    here, peer = cache(), said(cache(), 3)
-    plan(here, [0, 1, 2], peer).fragments(plan(here, [0, 1, 2], peer).segments()[0])
-    bases = here.groups["kv"].bases
-    block = here.groups["kv"].strides["block"]
-    half = SPEC.layer_block_bytes // 2
-    assert half < block
-    expected = [
-        int(bases[layer, 0]) + number * block
-        for layer in range(3)
-        for number in (7, 12, 2)
-    ]
-    assert addresses(plan(here, [7, 12, 2], peer), slice(None)) == expected
-    # And layer by layer, where each is the last one moved.
-    streamed = plan(here, [7, 12, 2], peer)
-    found = [addresses(streamed, slice(layer, layer + 1)) for layer in range(3)]
-    assert list(chain(*found)) == expected
-
-
-def test_layers_that_are_not_evenly_apart() -> None:
-    """Keys and values lie apart by another distance in each layer: nothing is moved."""
-    memory = np.zeros(60_000, np.float16)
-    shape = (16, SPEC.block_tokens, SPEC.kv_heads, SPEC.head_dim)
-    size = int(np.prod(shape))
-    starts = [(0, 5000), (10_000, 20_000), (30_000, 33_000)]
-    pairs = [
-        tuple(memory[start : start + size].reshape(shape) for start in pair)
-        for pair in starts
-    ]
-    uneven = PagedCache(SPEC, pairs, layout="NHD")
-    walk = plan(uneven, [1], said(cache(), 1)).groups[0]
-    assert Steps(walk, uneven.groups["kv"]).distances is None
-    streamed = plan(uneven, [1], said(cache(), 1))
-    block = uneven.groups["kv"].strides["block"]
-    for layer, pair in enumerate(starts):
-        at = [memory.ctypes.data + 2 * start + block for start in pair]
-        assert addresses(streamed, slice(layer, layer + 1)) == at
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,19 +70,6 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "KV_TEMPLATE_STEPS_MAX", 0)
     large = steps.of(range(1, 3))
     assert steps.of(range(1, 3)) is not large
-
-
-def test_what_a_peer_says_again_is_the_same_object() -> None:
-    """And what it may not say is refused each time."""
-    there = cache()
-    assert said(there, 2) is said(cache(), 2)
-    wider = cache(replace(SPEC, block_tokens=8))
-    assert said(wider, 2) is not said(there, 2)
-    encoded = cast("Any", describe(there, there.block_lists([0])).encode())
-    name, pairs, order, _, tokens = encoded[0]
-    for _ in range(2):
-        with pytest.raises(UsageError):
-            geometry_of(((name, pairs, order, -1, tokens),))
 
 
 def test_the_outcome_of_everything() -> None:

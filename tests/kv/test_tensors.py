@@ -16,17 +16,6 @@ from kvwire.types import Device, MemoryKind
 from tests.kv.tensors import FakeTensor
 
 
-def test_an_array_in_place() -> None:
-    array = np.zeros((4, 6), np.float32)[1:, ::2]
-    view = tensor_view(array, "t")
-    assert view.address == array.ctypes.data
-    assert (view.shape, view.strides) == ((3, 3), (24, 8))
-    assert (view.dtype, view.item_bytes) == ("float32", 4)
-    assert view.kind is MemoryKind.HOST
-    assert view.writable
-    assert view.owner is array
-
-
 def test_a_read_only_array() -> None:
     array = np.zeros(3)
     array.flags.writeable = False

@@ -243,6 +243,22 @@ def test_close_may_be_called_in_every_phase(phase: CloseState) -> None:
     assert pair.server.core.error is not None
 
 
+def test_close_has_a_deadline() -> None:
+    """A peer that never finishes does not hold it up."""
+    pair = ConnectionPair()
+    pair.server.stalled = True
+    got = pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.run()
+    pair.client.close(timeout_s=3.0)
+    assert pair.client.core.phase is CloseState.FLUSHING
+    assert pair.client.core.next_tick <= pair.now + 3.0
+    pair.advance(2.9)
+    assert got not in pair.client.done
+    pair.advance(0.2)
+    expect_error(pair.client, got, ConnectionLost)
+    assert "in time" in str(pair.client.error(got))
+
+
 @pytest.mark.rule("KVW-CL-01", "breaks")
 def test_a_second_close() -> None:
     """While the first is being answered."""

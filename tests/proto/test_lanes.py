@@ -59,6 +59,15 @@ def test_a_lane_comes_up() -> None:
     assert scene.server.core.lanes.backend(1) == BACKEND
 
 
+def test_numbers_end_before_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvwire.proto.lanes.LANE_NUMBER_MAX", 1)
+    scene = Scene()
+    scene.up()
+    scene.lanes.end(scene.half(CLIENT))
+    scene.lanes.rest()
+    assert scene.client.core.lanes.next_number() is None
+
+
 @pytest.mark.parametrize("late", ["answer", "raised"])
 def test_a_client_that_has_given_up_hears_of_it_late(late: str) -> None:
     """LANE_OPEN and LANE_READY that were under way when a half went are no errors."""
