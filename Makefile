@@ -99,7 +99,7 @@ test-torch: $(TORCH_STAMP)
 	  tests/backends/kvwire_nccl/test_pipe.py tests/kv/test_torch.py $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
-VLLM_TESTS ?= tests/integrations/vllm
+VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 

@@ -264,7 +264,7 @@ def layer_caches(
     for shape in shapes:
         rows: dict[int, int] = {}
         ordered: list[Any] = []
-        for name in sorted(shape.layers or tensors, key=_layer_index):
+        for name in sorted(shape.layers or tensors, key=layer_index):
             if name not in tensors:
                 raise UsageError(f"vLLM registered no KV cache of layer {name!r}")
             tensor = _state_bytes(name, tensors[name], shape)
@@ -324,8 +324,8 @@ _LAYOUTS: Final = (
 _MLA_LAYOUTS: Final = ("block token dim", "block head token dim")
 
 
-def _layer_index(name: str) -> tuple[list[int], str]:
-    """Sorts ``model.layers.10.self_attn.attn`` behind ``model.layers.9...``."""
+def layer_index(name: str) -> tuple[list[int], str]:
+    """Sort ``model.layers.10.self_attn.attn`` behind ``model.layers.9...``."""
     return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 

@@ -22,7 +22,6 @@ prompt without its last token, and vLLM frees none of the blocks that decode wil
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import secrets
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from typing import Any
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import PUSH, REQUEST, VllmSettings
+from kvwire.integrations.vllm.identity import identity_of
 from kvwire.integrations.vllm.metadata import (
     Blocks,
     ComputedTokens,
@@ -293,7 +293,7 @@ class SchedulerSide:
         if request.prompt_token_ids is None:
             return {}
         tokens = request.prompt_token_ids[:count]
-        salt = self._salt + _identity(request)
+        salt = self._salt + identity_of(request)
         chains: dict[int, list[bytes]] = {}
         found: dict[str, list[bytes]] = {}
         for shape in self._shapes:
@@ -369,15 +369,3 @@ def _of_group(name: str, named: bytes) -> bytes:
     if name == DEFAULT_GROUP:
         return named
     return hashlib.sha256(named + name.encode()).digest()
-
-
-def _identity(request: Any) -> bytes:
-    """Return what the KV of a request depends on besides its tokens."""
-    adapter = getattr(request, "lora_request", None)
-    names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
-    names += [
-        getattr(feature, "identifier", None)
-        for feature in getattr(request, "mm_features", None) or ()
-    ]
-    # Written so that no name can look like two others: clients choose some of them.
-    return json.dumps(names).encode()

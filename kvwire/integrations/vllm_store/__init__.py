@@ -1,0 +1,36 @@
+"""kvwire's store under vLLM: prefixes that outlive an engine, and that engines share.
+
+vLLM loads it by the path of this module::
+
+    --kv-transfer-config '{"kv_connector": "KvwireStoreConnector",
+        "kv_connector_module_path": "kvwire.integrations.vllm_store",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "tiers": ["memory:4GiB", "disk:/var/kv?size=100GiB"]}}'
+
+Only :class:`KvwireStoreConnector` needs vLLM; the two sides that it forwards to do not:
+
+* :class:`~kvwire.integrations.vllm_store.scheduler.StoreScheduler` says what is saved
+  and loaded when.
+* :class:`~kvwire.integrations.vllm_store.worker.StoreWorker` does it, and answers what
+  the store has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvwire.integrations.vllm_store.connector import KvwireStoreConnector
+
+__all__ = ["KvwireStoreConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KvwireStoreConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvwire.integrations.vllm_store.connector import (  # noqa: PLC0415 - vLLM is heavy
+        KvwireStoreConnector,
+    )
+
+    return KvwireStoreConnector

@@ -1,0 +1,125 @@
+"""The one question of vLLM's scheduler to its workers: how much of a prompt is there?
+
+Scheduler and workers may be processes of their own, and the store is the workers'. A
+worker listens on this host and leaves its address in a file that only this user can
+read; the scheduler finds the file by the engine's id, and asks by messages. A question
+is its number, which is the tag of the answer, and the hashes; an answer is a count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final
+
+from kvwire import Communicator, Connection, Engine
+from kvwire.errors import KVWireError, UsageError
+from kvwire.integrations.vllm.peers import Peers
+
+logger: logging.Logger = logging.getLogger("kvwire")
+
+_QUESTIONS: Final = 1
+_NUMBER_BYTES: Final = 8
+_HASH_BYTES: Final = 32
+
+Match = Callable[[list[bytes]], Awaitable[int]]
+"""Returns how many leading blocks of a chain a store has."""
+
+
+def address_file(engine_id: str, rank: int) -> Path:
+    """Return the file with the address of a rank, in a directory of this user alone.
+
+    Raises:
+        UsageError: Somebody else owns the directory, or may write to it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"kvwire-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UsageError(f"{folder} must belong to this user alone (mode 0700)")
+    return folder / f"{re.sub('[^0-9A-Za-z_.-]', '_', engine_id)}-{rank}.store"
+
+
+async def answer(communicator: Communicator, match: Match) -> None:
+    """Answer everybody who connects, until the communicator is closed.
+
+    Cancel safety: it ends; questions that are open get no answer.
+    """
+    with contextlib.suppress(KVWireError):
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                tasks.create_task(_serve(await communicator.accept(), match))
+
+
+async def _serve(connection: Connection, match: Match) -> None:
+    with contextlib.suppress(KVWireError):
+        while True:
+            asked = bytes(await connection.recv(_QUESTIONS))
+            ends = range(_NUMBER_BYTES, len(asked), _HASH_BYTES)
+            found = await match([asked[at : at + _HASH_BYTES] for at in ends])
+            tag = int.from_bytes(asked[:_NUMBER_BYTES], "little")
+            await connection.send(tag, found.to_bytes(4, "little"))
+
+
+class Lookup:
+    """Asks the ranks of one engine what their stores have.
+
+    Args:
+        engine: Whose loop it runs on.
+        files: With the address of each rank.
+        timeout_s: After this the answer is nothing.
+
+    Raises:
+        UsageError: A rank has left no address on this host.
+    """
+
+    def __init__(self, engine: Engine, files: Sequence[Path], timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._tags = itertools.count(_QUESTIONS + 1)
+        for file in files:
+            if not file.exists():
+                raise UsageError(
+                    f"{file} is not there: all ranks of an engine that uses a store "
+                    f"run on the host of its scheduler"
+                )
+        self._addresses = [file.read_text() for file in files]
+        self._peers = engine.start(_peers).result()
+        self.begin(())  # so that the first prompt need not dial
+
+    def begin(self, hashes: Sequence[bytes]) -> Future[int]:
+        """Ask how many leading blocks of a chain every rank has; never fails."""
+        said = b"".join(hashes)
+
+        async def ask(_: Communicator) -> int:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    asked = (self._ask(one, said) for one in self._addresses)
+                    return min(await asyncio.gather(*asked))
+            except (KVWireError, TimeoutError, OSError) as exc:
+                logger.warning("the store was not asked: %s", str(exc) or repr(exc))
+                return 0
+
+        return self._engine.start(ask)
+
+    async def _ask(self, address: str, said: bytes) -> int:
+        connection = await self._peers.connection(address)
+        tag = next(self._tags)
+        await connection.send(_QUESTIONS, tag.to_bytes(_NUMBER_BYTES, "little") + said)
+        try:
+            return int.from_bytes(await connection.recv(tag), "little")
+        except asyncio.CancelledError:
+            connection.discard(tag)
+            raise
+
+
+async def _peers(communicator: Communicator) -> Peers:
+    return Peers(communicator)

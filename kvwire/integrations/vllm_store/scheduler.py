@@ -1,0 +1,212 @@
+"""The scheduler's side: what of each request is loaded and saved, and when it is free.
+
+Nothing here moves a byte. Whatever vLLM has computed is saved block by block, prompts
+and answers alike, as soon as the tokens of a block are known and its KV is written.
+A prompt's leading blocks that the store has are loaded before it is scheduled, all but
+its last token, which vLLM computes itself.
+
+A request's blocks are its own while any worker saves or loads them. So one that ends is
+freed when all workers have said so, and the workers wait for those of one that is
+preempted. One that ends before its load was reported is freed by that report: vLLM
+wants one report of a request, not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvwire.integrations.vllm.identity import identity_of
+from kvwire.integrations.vllm_store.metadata import NamedBlocks, StoreStep
+from kvwire.kv.hashing import HashScheme
+
+Ask = Callable[[Sequence[bytes]], Future[int]]
+"""Asks how many leading blocks of a chain the store has; never fails."""
+
+# An answer from this host takes a fraction of this, and to ask again costs a step.
+_PATIENCE_S: Final = 0.002
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """Tracks one request.
+
+    Attributes:
+        request: vLLM's; only read.
+        hashes: Of its full blocks, as far as they were needed.
+        ids: Its blocks, as far as vLLM has named them.
+        asked: The answer of the store, if it was asked since it was last scheduled.
+        computed: Tokens that vLLM had when it asked.
+        saved: Blocks that the store has, or that the workers were told to save.
+        busy: The workers may be saving its blocks.
+        loading: They are loading, and have not said that they are through.
+    """
+
+    request: Any
+    hashes: list[bytes] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    asked: Future[int] | None = None
+    computed: int = 0
+    saved: int = 0
+    busy: bool = False
+    loading: bool = False
+
+
+class StoreScheduler:
+    """Does the connector's work in the scheduler's process.
+
+    Args:
+        block_tokens: Of vLLM's blocks.
+        ask: Asks the store.
+        gated: Loads are reported before they are over.
+    """
+
+    def __init__(self, block_tokens: int, ask: Ask, *, gated: bool = False) -> None:
+        self._block_tokens = block_tokens
+        self._scheme = HashScheme(block_tokens)
+        self._ask = ask
+        self._gated = gated
+        self._requests: dict[str, _Tracked] = {}
+        self._step = StoreStep()
+        # Over, and not free on every worker.
+        self._leaving: set[str] = set()
+
+    @property
+    def waiting(self) -> bool:
+        """Tell whether steps are needed to hear that blocks are free."""
+        return bool(self._leaving)
+
+    def begun(self, request: Any) -> None:
+        """Ask the store for a request that has just come."""
+        if request.prompt_token_ids is not None:
+            self._answer(self._tracked(request))
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens more the store has; None if it has not said yet."""
+        if request.prompt_token_ids is None or getattr(
+            request, "skip_reading_prefix_cache", False
+        ):
+            return 0, False
+        tracked = self._tracked(request)
+        asked = self._answer(tracked)
+        try:
+            found = asked.result(_PATIENCE_S) * self._block_tokens - computed
+        except TimeoutError:
+            return None, False
+        tracked.computed = computed
+        return (found, True) if found > 0 else (0, False)
+
+    def allocated(self, request: Any, ids: Sequence[int], external: int) -> None:
+        """Note the blocks that a request got, some of which are to be loaded."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return
+        tracked.asked = None
+        if external:
+            first = tracked.computed // self._block_tokens
+            stop = first + external // self._block_tokens
+            tracked.loading, tracked.saved = True, stop
+            self._step.loads.append(
+                NamedBlocks(
+                    request.request_id,
+                    tracked.hashes[first:stop],
+                    list(ids[first:stop]),
+                )
+            )
+
+    def step(self, output: Any) -> StoreStep:
+        """Return what the workers are told for a step that was scheduled."""
+        step, self._step = self._step, StoreStep()
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.ids, tracked.busy = [], False
+            step.fenced.add(request_id)
+        step.idle = not output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self._requests:
+                self._requests[new.req_id].ids = []
+            self._scheduled(
+                step, output, new.req_id, new.block_ids, new.num_computed_tokens
+            )
+        cached = output.scheduled_cached_reqs
+        for request_id, ids, computed in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            strict=True,
+        ):
+            self._scheduled(step, output, request_id, ids, computed)
+        return step
+
+    def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
+        """Note requests whose blocks are free, and whose loads are here, everywhere."""
+        self._leaving.difference_update(sent)
+        for request_id in received:
+            if request_id in self._requests:
+                self._requests[request_id].loading = False
+
+    def finished(self, request: Any) -> bool:
+        """End a request; whether its blocks are freed later, as the workers say."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return False
+        if self._gated:
+            self._step.fenced.add(request.request_id)
+        later = tracked.busy and not tracked.loading
+        if later:
+            self._step.leaving.add(request.request_id)
+            self._leaving.add(request.request_id)
+        return later
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _tracked(self, request: Any) -> _Tracked:
+        return self._requests.setdefault(request.request_id, _Tracked(request))
+
+    def _answer(self, tracked: _Tracked) -> Future[int]:
+        if tracked.asked is None:
+            # vLLM computes the last token: what comes out of it begins the answer.
+            usable = (len(tracked.request.all_token_ids) - 1) // self._block_tokens
+            hashes = self._hashes(tracked, usable)
+            if not hashes:
+                tracked.asked = Future()
+                tracked.asked.set_result(0)
+            else:
+                tracked.asked = self._ask(hashes)
+        return tracked.asked
+
+    def _hashes(self, tracked: _Tracked, count: int) -> list[bytes]:
+        """Return the hashes of a request's first blocks; only new ones are computed."""
+        known = len(tracked.hashes)
+        if count > known:
+            size = self._block_tokens
+            tokens = tracked.request.all_token_ids[known * size : count * size]
+            tracked.hashes += self._scheme.block_hashes(
+                list(tokens),
+                parent=tracked.hashes[-1] if known else None,
+                salt=identity_of(tracked.request),
+            )
+        return tracked.hashes[:count]
+
+    def _scheduled(
+        self, step: StoreStep, output: Any, request_id: str, ids: Any, computed: int
+    ) -> None:
+        """Add what one request of a step completes."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        if ids is not None:
+            tracked.ids += ids[0]
+        written = computed + output.num_scheduled_tokens.get(request_id, 0)
+        # A pass may be scheduled before the tokens of the one before it are known.
+        known = min(written, len(tracked.request.all_token_ids))
+        full = min(known // self._block_tokens, len(tracked.ids))
+        if full <= tracked.saved:
+            return
+        hashes = self._hashes(tracked, full)
+        part = slice(tracked.saved, full)
+        step.saves.append(NamedBlocks(request_id, hashes[part], tracked.ids[part]))
+        tracked.saved, tracked.busy = full, True

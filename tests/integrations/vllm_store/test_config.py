@@ -1,0 +1,38 @@
+"""What may stand in ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvwire.errors import UsageError
+from kvwire.integrations.vllm_store.config import StoreSettings
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"tier": []}, "no key 'tier'"),
+        ({"tiers": "memory:1GiB"}, "tiers='memory:1GiB'"),
+        ({"tiers": []}, "tiers"),
+        ({"tiers": ["8GiB"]}, "8GiB"),
+        ({"write": "never"}, "write='never'"),
+        ({"parts": 0}, "parts=0"),
+        ({"parts": True}, "parts=True"),
+        ({"fingerprint": 3}, "fingerprint=3"),
+        ({"lookup_timeout_s": 0}, "lookup_timeout_s=0"),
+    ],
+)
+def test_what_is_wrong_is_named(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        StoreSettings.read(extra)
+
+
+def test_ranks_do_not_share_a_directory() -> None:
+    shared = StoreSettings.read({"tiers": ["memory:1GiB", "disk:/kv?size=1GiB"]})
+    assert shared.tiers_of(0, 1) == list(shared.tiers)
+    with pytest.raises(UsageError, match="rank"):
+        shared.tiers_of(0, 2)
+    own = StoreSettings.read({"tiers": ["memory:1GiB", "disk:/kv{rank}?size=1GiB"]})
+    assert own.tiers_of(1, 2) == ["memory:1GiB", "disk:/kv1?size=1GiB"]

@@ -1,0 +1,147 @@
+"""Real vLLM engines on a store: after a kill, and two that share a server.
+
+`make test-vllm` runs this; without vLLM every test is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvwire.config import Config
+from kvwire.errors import KVWireError
+from tests.support.waiting import eventually
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+from kvwire.store.server.stats_client import ask_report
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.serving import (
+    Engine,
+    Process,
+    engine,
+    free_port,
+    prompt,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+BLOCK_TOKENS = 128
+PROMPTS = (128, 129, 300, 3000)
+HITS = "vllm:external_prefix_cache_hits_total"
+
+
+class Server:
+    """A store server, as a process that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self._process = Process(
+            [
+                *(sys.executable, "-m", "kvwire", "store", "serve"),
+                *("--listen", self.address, "--tier", "memory:64MiB"),
+                *("--tier", f"disk:{folder / 'kv'}?size=256MiB"),
+            ],
+            folder / "server.log",
+            "",
+        )
+        self.restart()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def restart(self) -> None:
+        """Kill it, and start it again on what is on its disk."""
+        self.kill()
+        self._process.start()
+        assert eventually(self._answers), self._process.tail()
+
+    def _answers(self) -> bool:
+        try:
+            return self.blocks() >= 0
+        except KVWireError:
+            return False
+
+    def blocks(self) -> int:
+        """How many blocks are on its disk."""
+        report = asyncio.run(ask_report(self.address, Config()))
+        return report.tiers[-1].stats.blocks
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    yield made
+    made.kill()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("gqa", tmp_path_factory.mktemp("model"))
+
+
+def store(server: Server, parts: int) -> dict[str, Any]:
+    """The connector, on the server."""
+    return {
+        "kv_connector": "KvwireStoreConnector",
+        "kv_connector_module_path": "kvwire.integrations.vllm_store",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "tiers": ["memory:16MiB", f"kvwire://{server.address}"],
+            "parts": parts,
+            "lookup_timeout_s": 60.0,
+        },
+    }
+
+
+def loaded(one: Engine, ids: list[int], tokens: int = 12) -> tuple[list[int], int]:
+    """What an engine makes of a prompt, and how much of it came from elsewhere."""
+    before = one.metric(HITS)
+    made = tokens_of(one.generate(ids, tokens))
+    return made, int(one.metric(HITS) - before)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_engines_share_prefixes_that_outlive_them(
+    server: Server, model: Path, tmp_path: Path, parts: int
+) -> None:
+    """Beside KvwireConnector, which moves others of their prompts."""
+    wire = {"lease_s": 3.0, "require": ["tcp"]}
+    beside = [store(server, parts)]
+    first = engine(model, tmp_path, "first", 0, wire, beside=beside)
+    second = engine(model, tmp_path, "second", 1, wire, beside=beside)
+    prompts = [prompt(tokens, seed=parts) for tokens in PROMPTS]
+    usable = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPTS]
+    before = server.blocks()
+    with running(first, second):
+        cold = [loaded(first, ids) for ids in prompts]
+        assert [hits for _, hits in cold] == [0] * len(prompts)
+        answers = [made for made, _ in cold]
+        kept = sum(tokens // BLOCK_TOKENS for tokens in PROMPTS)
+        assert eventually(lambda: server.blocks() - before == parts * kept)
+        shared = [loaded(second, ids) for ids in prompts]
+        assert shared == list(zip(answers, usable, strict=True))
+        moved = Pair(first, second)
+        other = prompt(500, seed=10 + parts)
+        assert moved.both(other) == moved.local(other)
+        # All that lies in the memory of the two is lost, and that of the server.
+        first.kill()
+        server.restart()
+        first.start()
+        first.wait()
+        again = [loaded(first, ids) for ids in prompts]
+        assert again == list(zip(answers, usable, strict=True))
+        assert eventually(lambda: first.idle and second.idle)

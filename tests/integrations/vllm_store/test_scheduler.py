@@ -1,0 +1,163 @@
+"""What is loaded and saved when, on vLLM's objects as far as they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+
+from kvwire.integrations.vllm_store.scheduler import StoreScheduler
+from kvwire.kv.hashing import HashScheme
+from tests.integrations.vllm import fakes
+from tests.integrations.vllm.fakes import BLOCK_TOKENS, Cached, New, Output
+
+TOKENS = list(range(100, 110))  # two blocks and a half
+
+
+@dataclass
+class Request(fakes.Request):
+    """A request, with what it has generated."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return self._all_token_ids
+
+
+class Store:
+    """Answers when it is told to.
+
+    Attributes:
+        asked: What it was asked, and the answers.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[bytes], Future[int]]] = []
+
+    def ask(self, hashes: Sequence[bytes]) -> Future[int]:
+        self.asked.append((list(hashes), Future()))
+        return self.asked[-1][1]
+
+
+def hashes_of(request: Request) -> list[bytes]:
+    """The names of its blocks, without those of its kind of request."""
+    salt = b'["", null]'
+    scheme = HashScheme(BLOCK_TOKENS)
+    return scheme.block_hashes(list(request.all_token_ids), salt=salt)
+
+
+def matched(
+    tokens: list[int], has: int, *, computed: int = 0
+) -> tuple[StoreScheduler, Request, tuple[int | None, bool]]:
+    """A request of which a store has so many blocks, and what vLLM is told."""
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    request = Request("r", tokens)
+    side.begun(request)
+    for asked, said in store.asked:
+        said.set_result(min(has, len(asked)))
+    return side, request, side.matched(request, computed)
+
+
+def first(ids: list[int], computed: int, tokens: int) -> Output:
+    """The step in which the request is scheduled first."""
+    return Output({"r": tokens}, [New("r", (ids,), computed)])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "has", "computed", "found"),
+    [
+        (10, 0, 0, 0),
+        (10, 1, 0, 4),
+        (10, 2, 0, 8),
+        (10, 2, 4, 4),
+        (10, 2, 8, 0),
+        (8, 2, 0, 4),  # vLLM computes the last token itself
+        (4, 1, 0, 0),
+    ],
+)
+def test_hits_are_trimmed(tokens: int, has: int, computed: int, found: int) -> None:
+    *_, told = matched(TOKENS[:tokens], has, computed=computed)
+    assert told == (found, found > 0)
+
+
+def test_it_waits_for_the_answer_of_the_store() -> None:
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    request = Request("r", TOKENS)
+    side.begun(request)
+    assert side.matched(request, 0) == (None, False)
+    ((hashes, said),) = store.asked
+    assert hashes == hashes_of(request)[:2]
+    said.set_result(1)
+    assert side.matched(request, 0) == (4, True)
+    assert len(store.asked) == 1
+
+
+def test_requests_that_read_no_prefix_load_none() -> None:
+    side = StoreScheduler(BLOCK_TOKENS, Store().ask)
+    asked = Request("r", TOKENS, skip_reading_prefix_cache=True)
+    assert side.matched(asked, 0) == (0, False)
+
+
+def test_what_is_loaded_is_not_saved_again() -> None:
+    side, request, _ = matched(TOKENS, 1)
+    side.allocated(request, [7, 8, 9], 4)
+    hashes = hashes_of(request)
+    step = side.step(Output({}))
+    assert step.loads == [("r", hashes[:1], [7])]
+    assert step.idle
+    side.reported((), ["r"])
+    step = side.step(first([7, 8, 9], 4, 6))
+    assert step.saves == [("r", hashes[1:2], [8])]
+
+
+def test_answers_are_saved_once_their_tokens_are_known() -> None:
+    side, request, _ = matched(TOKENS, 0)
+    side.allocated(request, [7, 8, 9], 0)
+    assert side.step(first([7, 8, 9], 0, 10)).saves == [
+        ("r", hashes_of(request)[:2], [7, 8])
+    ]
+    # Scheduled ahead of the token that the last step has generated.
+    later = Cached(["r"], [None], [11])
+    assert side.step(Output({"r": 1}, scheduled_cached_reqs=later)).saves == []
+    request._all_token_ids += [1, 2]
+    later = Cached(["r"], [([4],)], [12])
+    assert side.step(Output({"r": 1}, scheduled_cached_reqs=later)).saves == [
+        ("r", hashes_of(request)[2:3], [9])
+    ]
+
+
+def test_blocks_are_freed_when_the_workers_say_so() -> None:
+    side, request, _ = matched(TOKENS, 0)
+    side.step(first([7, 8, 9], 0, 3))
+    assert not side.finished(request)  # nothing was saved yet
+    side, request, _ = matched(TOKENS, 0)
+    side.step(first([7, 8, 9], 0, 10))
+    assert side.finished(request)
+    assert side.waiting
+    assert side.step(Output({})).leaving == {"r"}
+    side.reported(["r"], ())
+    assert not side.waiting
+
+
+def test_one_that_ends_while_it_is_loaded_is_freed_by_that_report() -> None:
+    side, request, _ = matched(TOKENS, 2)
+    side.allocated(request, [7, 8, 9], 8)
+    assert not side.finished(request)
+    assert side.step(Output({})).loads
+
+
+def test_a_preempted_request_is_fenced_and_asks_again() -> None:
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    request = Request("r", TOKENS)
+    side.begun(request)
+    side.allocated(request, [7, 8, 9], 0)
+    side.step(first([7, 8, 9], 0, 10))
+    assert side.step(Output({}, preempted_req_ids={"r"})).fenced == {"r"}
+    assert side.matched(request, 0) == (None, False)
+    assert len(store.asked) == 2
+    # It has drained, and nothing was saved since.
+    assert not side.finished(request)
