@@ -19,11 +19,12 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
+import numpy as np
 
 from kvwire.clock import yields_before_raising
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import ClosedOK, UsageError, nearest
-from kvwire.kv.blocks import Blocks
+from kvwire.kv.blocks import Bits, Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import Side, TransferPlan
@@ -153,13 +154,28 @@ class BlockStore:
         found: dict[str, int] = {}
         groups = tuple(cache.groups) if cache else self._groups(hashes)
         for name, listed in by_group(hashes, groups).items():
-            namespace = self._namespace(name, cache, hash_tokens)
-            if namespace is None or not listed:
-                found[name] = 0
-                continue
-            there = await self._tiers.find(as_keys(keys_of(listed, namespace)))
+            there = await self._present(name, listed, cache, hash_tokens)
             found[name] = there.size if there.all() else int(there.argmin())
         return found if isinstance(hashes, Mapping) else next(iter(found.values()))
+
+    @yields_before_raising
+    async def present(self, hashes: Sequence[bytes], cache: PagedCache) -> list[bool]:
+        """Return which blocks are here, of those that need not be a chain.
+
+        Args:
+            hashes: Of the blocks.
+            cache: The cache they are wanted for, of one group.
+
+        Raises:
+            UsageError: The hashes are none, or the cache has several groups.
+            ClosedOK: The store is closed.
+
+        Cancel safety: safe, it only looks.
+        """
+        self._check_open()
+        ((name, listed),) = by_group(hashes, tuple(cache.groups)).items()
+        found: list[bool] = (await self._present(name, listed, cache, None)).tolist()
+        return found
 
     def put(
         self,
@@ -287,6 +303,19 @@ class BlockStore:
         await self.close()
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _present(
+        self,
+        group: str,
+        hashes: Sequence[bytes],
+        cache: PagedCache | None,
+        hash_tokens: HashTokens,
+    ) -> Bits:
+        """Return which blocks of a group are in some tier."""
+        namespace = self._namespace(group, cache, hash_tokens)
+        if namespace is None or not hashes:
+            return np.zeros(len(hashes), np.bool_)
+        return await self._tiers.find(as_keys(keys_of(hashes, namespace)))
 
     def _plan(
         self,

@@ -1,0 +1,116 @@
+"""Pages of bytes in a store, for engines that have their own names for what is in them.
+
+Offloading tiers of engines move pages of one length between their memory and whatever
+is below it, from threads without an event loop. To a store a page is a block of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire import BlockStore, Communicator, Engine, KVSpec, PagedCache, StoreRequest
+from kvwire.config import Config
+from kvwire.kv.blocks import DEFAULT_GROUP, BlockIds, among
+from kvwire.kv.layout import AxisOrder
+from kvwire.store.store import Write
+
+
+class PageStore:
+    """Keeps pages under keys; from any thread.
+
+    Args:
+        tiers: Of :meth:`kvwire.BlockStore.open`.
+        write: Likewise.
+        name: Sets what is in the pages apart: the model, and how its KV lies in them.
+
+    Raises:
+        UsageError: The store cannot be opened, and why.
+    """
+
+    def __init__(
+        self, tiers: Sequence[str], *, write: Write = "through", name: str = ""
+    ) -> None:
+        self._name = name
+        self._engine = Engine(Config(name="pages"))
+
+        async def opened(_: Communicator) -> BlockStore:
+            return await BlockStore.open(tiers, write=write)
+
+        try:
+            self._store = self._engine.start(opened).result()
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<PageStore {self._store!r}>"
+
+    def pages(self, memory: Any) -> PagedCache:
+        """See memory of shape (pages, ...) as pages.
+
+        Raises:
+            UsageError: A page does not lie in one piece.
+        """
+        array: npt.NDArray[Any] = np.asarray(memory)
+        bytes_ = array.reshape(len(array), -1).view(np.uint8)
+        spec = KVSpec(
+            layers=1,
+            kv_heads=1,
+            head_dim=bytes_.shape[1],
+            block_tokens=1,
+            dtype="uint8",
+            components=1,
+            fingerprint=self._name,
+            kind="state",
+        )
+        return PagedCache(spec, [bytes_], AxisOrder("block dim"))
+
+    def present(self, keys: Sequence[bytes], pages: PagedCache) -> Future[list[bool]]:
+        """Tell which pages are here, of the length of these."""
+
+        async def run(_: Communicator) -> list[bool]:
+            return await self._store.present(keys, pages)
+
+        return self._engine.start(run)
+
+    def put(
+        self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
+    ) -> Future[list[bool]]:
+        """Keep pages; tells which are kept when nothing reads the caller's any more."""
+
+        async def run(_: Communicator) -> list[bool]:
+            return await _landed(self._store.put(keys, pages, ids))
+
+        return self._engine.start(run)
+
+    def get(
+        self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
+    ) -> Future[list[bool]]:
+        """Fill pages; tells which are whole when nothing writes to them any more."""
+
+        async def run(_: Communicator) -> list[bool]:
+            return await _landed(self._store.get(keys, pages, ids))
+
+        return self._engine.start(run)
+
+    def close(self) -> None:
+        """End the store, once what was begun is over."""
+
+        async def closed(_: Communicator) -> None:
+            await self._store.close()
+
+        self._engine.start(closed).result()
+        self._engine.close()
+
+
+async def _landed(request: StoreRequest) -> list[bool]:
+    outcome = await request
+    await request.drained()
+    ids = outcome.lists[DEFAULT_GROUP]
+    found: list[bool] = among(ids, outcome.landed.ids()).tolist()
+    return found

@@ -1,0 +1,122 @@
+"""A store as secondary tier of vLLM's own OffloadingConnector.
+
+vLLM loads it by the path of this module, as an entry of ``secondary_tiers``::
+
+    {"type": "KvwireTier", "module_path": "kvwire.integrations.vllm_store.tier",
+     "tiers": ["memory:1GiB", "disk:/var/kv?size=100GiB"], "name": "llama-3.1-8b"}
+
+All its methods run in the scheduler and return at once; a job is over when nothing of
+the store touches vLLM's memory any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, ClassVar
+
+from kvwire.extras import needed_by
+from kvwire.integrations.pages import PageStore
+from kvwire.store.store import Write
+
+with needed_by("KvwireTier", command="pip install vllm"):
+    from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+
+class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
+    """Keeps chunks of vLLM's primary tier in a store.
+
+    Args:
+        offloading_spec: vLLM's.
+        primary_kv_view: Its memory, a row for each chunk.
+        tier_type: As vLLM calls it.
+        tiers: Of :meth:`kvwire.BlockStore.open`.
+        write: Likewise.
+        name: Sets models and layouts apart; engines that share say the same.
+        backpressure_detector: vLLM's.
+    """
+
+    medium: ClassVar[Any] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        tiers: Sequence[str],
+        write: Write = "through",
+        name: str = "",
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(
+            offloading_spec, primary_kv_view, tier_type, backpressure_detector
+        )
+        self._store = PageStore(tiers, write=write, name=name)
+        self._pages = self._store.pages(primary_kv_view)
+        self._jobs: dict[int, tuple[Any, Future[list[bool]]]] = {}
+        # What requests wait to hear, by request and key.
+        self._asked: dict[str, dict[bytes, Future[list[bool]]]] = {}
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """See vLLM."""
+        asked = self._asked.setdefault(req_context.req_id, {})
+        if key not in asked:
+            asked[key] = self._store.present([key], self._pages)
+        if not asked[key].done():
+            return LookupResult.RETRY
+        (there,) = asked.pop(key).result()
+        return LookupResult.HIT if there else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """See vLLM."""
+        self._begin(job_metadata, self._store.put)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """See vLLM."""
+        self._begin(job_metadata, self._store.get)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """See vLLM."""
+        over = [number for number, (_, moved) in self._jobs.items() if moved.done()]
+        return [_result(*self._jobs.pop(number), self._pages.spec) for number in over]
+
+    def has_pending_work(self) -> bool:
+        """See vLLM."""
+        return bool(self._jobs)
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """See vLLM."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """See vLLM."""
+        self._asked.pop(req_context.req_id, None)
+
+    def drain_jobs(self) -> None:
+        """See vLLM: nothing touches its memory when this returns."""
+        wait([moved for _, moved in self._jobs.values()])
+
+    def shutdown(self) -> None:
+        """See vLLM."""
+        self._store.close()
+
+    def _begin(self, job: Any, move: Any) -> None:
+        keys = [bytes(key) for key in job.keys]
+        self._jobs[job.job_id] = (job, move(keys, self._pages, job.chunk_ids))
+
+
+def _result(job: Any, moved: Future[list[bool]], spec: Any) -> Any:
+    """Return what became of a job, key by key."""
+    landed = moved.result() if moved.exception() is None else [False] * len(job.keys)
+    keys: Collection[Any] = [
+        key for key, one in zip(job.keys, landed, strict=True) if one
+    ]
+    return JobResult(
+        job_id=job.job_id,
+        success=all(landed),
+        successful_keys=keys,
+        transfer_time=time.monotonic() - job.submit_time,
+        transfer_bytes=len(keys) * spec.block_bytes,
+    )
