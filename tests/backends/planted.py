@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,23 @@ class Plants:
         def register(plant: Plant) -> Plant:
             self.cases.extend((check, plant) for check in checks)
             return plant
+
+        return register
+
+    def instead_of(
+        self, right: Any, *checks: str
+    ) -> Callable[[Callable[..., Any]], Plant]:
+        """Register what a bug makes of a method; it is passed the right one first."""
+
+        owner_name, name = right.__qualname__.split(".")
+
+        def register(bug: Callable[..., Any]) -> Plant:
+            def plant(patch: pytest.MonkeyPatch) -> None:
+                owner = getattr(sys.modules[right.__module__], owner_name)
+                patch.setattr(owner, name, lambda *arguments: bug(right, *arguments))
+
+            plant.__name__ = bug.__name__
+            return self.caught_by(*checks)(plant)
 
         return register
 

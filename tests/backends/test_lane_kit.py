@@ -28,6 +28,7 @@ from tests.backends.planted import Plant, Plants, expect_caught, id_of
 
 PLANTS = Plants()
 caught_by = PLANTS.caught_by
+instead_of = PLANTS.instead_of
 
 # A planted bug may make the kit wait in vain; nothing here takes as long by itself.
 _TIMEOUT_S = 0.5
@@ -116,35 +117,26 @@ def changes_its_bootstrap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "bootstrap", property(lambda self: os.urandom(16)))
 
 
-@caught_by("join.refuses-client[half]", "leak.cycles[refused]")
-def fails_on_a_bad_bootstrap_with_another_error(patch: pytest.MonkeyPatch) -> None:
-    async def join(self: InprocLane, bootstrap: bytes, handler: LaneHandler) -> None:
-        raise ValueError("not 16 bytes")
-
-    patch.setattr(InprocLane, "join", join)
-
-
-@caught_by("join.aborted")
-def joins_after_it_was_aborted(patch: pytest.MonkeyPatch) -> None:
-    join = InprocLane.join
-
-    async def late(self: InprocLane, bootstrap: bytes, handler: LaneHandler) -> None:
-        self._ended = False
-        await join(self, bootstrap, handler)
-        self._ended = True
-
-    patch.setattr(InprocLane, "join", late)
+@instead_of(InprocLane.join, "join.refuses-client[half]", "leak.cycles[refused]")
+async def fails_on_a_bad_bootstrap_with_another_error(
+    _: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
+) -> None:
+    raise ValueError("not 16 bytes")
 
 
-@caught_by("join.idle")
-def closes_before_it_is_asked(patch: pytest.MonkeyPatch) -> None:
-    init = InprocLane.__init__
+@instead_of(InprocLane.join, "join.aborted")
+async def joins_after_it_was_aborted(
+    join: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
+) -> None:
+    self._ended = False
+    await join(self, bootstrap, handler)
+    self._ended = True
 
-    def hasty(self: InprocLane, context: Any) -> None:
-        init(self, context)
-        self._loop.call_soon(self.abort)
 
-    patch.setattr(InprocLane, "__init__", hasty)
+@instead_of(InprocLane.__init__, "join.idle")
+def closes_before_it_is_asked(init: Any, self: InprocLane, context: Any) -> None:
+    init(self, context)
+    self._loop.call_soon(self.abort)
 
 
 # --- payloads -------------------------------------------------------------------------
@@ -172,16 +164,13 @@ def never_gives_memory_back(patch: pytest.MonkeyPatch) -> None:
     _patch_handler(patch, "payload_sent", lambda call, *arguments: None)
 
 
-@caught_by("payload.dropped")
-def fails_without_a_destination(patch: pytest.MonkeyPatch) -> None:
-    receive = InprocLane.receive
-
-    def needy(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
-        if landing.payload is None:
-            raise ValueError("no destination")
-        receive(self, descriptor, landing)
-
-    patch.setattr(InprocLane, "receive", needy)
+@instead_of(InprocLane.receive, "payload.dropped")
+def fails_without_a_destination(
+    receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
+) -> None:
+    if landing.payload is None:
+        raise ValueError("no destination")
+    receive(self, descriptor, landing)
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -211,26 +200,21 @@ def _once_for_each_token(patch: pytest.MonkeyPatch) -> None:
     _patch_handler(patch, "payload_sent", once)
 
 
-@caught_by("memory.abort-receiver", "memory.abort-midway")
-def writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    end = InprocLane._end
+@instead_of(InprocLane._end, "memory.abort-receiver", "memory.abort-midway")
+def writes_after_the_end(end: Any, self: InprocLane, error: Exception | None) -> None:
+    landings = [landing.payload for _, landing in self._awaited]
+    end(self, error)
 
-    def late(self: InprocLane, error: Exception | None) -> None:
-        landings = [landing.payload for _, landing in self._awaited]
-        end(self, error)
+    def write(turns: int) -> None:
+        if turns:
+            self._loop.call_soon(write, turns - 1)
+            return
+        for payload in landings:
+            assert isinstance(payload, memoryview)
+            payload[0] = 7
 
-        def write(turns: int) -> None:
-            if turns:
-                self._loop.call_soon(write, turns - 1)
-                return
-            for payload in landings:
-                assert isinstance(payload, memoryview)
-                payload[0] = 7
-
-        # By then its owner has been told that the memory is free.
-        write(turns=8)
-
-    patch.setattr(InprocLane, "_end", late)
+    # By then its owner has been told that the memory is free.
+    write(turns=8)
 
 
 @caught_by("memory.abort-sender", "memory.released-aborted")
@@ -249,40 +233,27 @@ def is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
 # --- callbacks ------------------------------------------------------------------------
 
 
-@caught_by("callback.unflushed")
-def delivers_from_inside_receive(patch: pytest.MonkeyPatch) -> None:
-    receive = InprocLane.receive
-
-    def eager(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
-        receive(self, descriptor, landing)
-        self._turn()
-
-    patch.setattr(InprocLane, "receive", eager)
+@instead_of(InprocLane.receive, "callback.unflushed")
+def delivers_from_inside_receive(
+    receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
+) -> None:
+    receive(self, descriptor, landing)
+    self._turn()
 
 
-@caught_by("abort.own[up]", "abort.twice")
-def calls_back_from_inside_abort(patch: pytest.MonkeyPatch) -> None:
-    abort = InprocLane.abort
-
-    def eager(self: InprocLane) -> None:
-        handler = self._handler
-        abort(self)
-        if handler is not None:
-            handler.lane_closed(self, None)
-
-    patch.setattr(InprocLane, "abort", eager)
+@instead_of(InprocLane.abort, "abort.own[up]", "abort.twice")
+def calls_back_from_inside_abort(abort: Any, self: InprocLane) -> None:
+    handler = self._handler
+    abort(self)
+    if handler is not None:
+        handler.lane_closed(self, None)
 
 
-@caught_by("callback.once", "payload.in-turn")
-def calls_back_on_another_thread(patch: pytest.MonkeyPatch) -> None:
-    turn = InprocLane._turn
-
-    def elsewhere(self: InprocLane) -> None:
-        thread = threading.Thread(target=turn, args=(self,))
-        thread.start()
-        thread.join()
-
-    patch.setattr(InprocLane, "_turn", elsewhere)
+@instead_of(InprocLane._turn, "callback.once", "payload.in-turn")
+def calls_back_on_another_thread(turn: Any, self: InprocLane) -> None:
+    thread = threading.Thread(target=turn, args=(self,))
+    thread.start()
+    thread.join()
 
 
 @caught_by("callback.raises-received", "callback.raises-sent")
@@ -340,52 +311,43 @@ def never_says_that_it_ended(patch: pytest.MonkeyPatch) -> None:
     _patch_handler(patch, "lane_closed", lambda call, *arguments: None)
 
 
-# --- descriptors and leaks
-# ----------------------------------------------------------------
+# --- descriptors and leaks ------------------------------------------------------------
 
 
-@caught_by("descriptor.refused[one-byte-more]", "descriptor.refused[too-long]")
-def takes_any_descriptor(patch: pytest.MonkeyPatch) -> None:
-    receive = InprocLane.receive
-
-    def trusting(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
-        receive(self, descriptor[:8].ljust(8, b"\0"), landing)
-
-    patch.setattr(InprocLane, "receive", trusting)
-
-
-@caught_by("descriptor.truncated[view]", "descriptor.refused[of-ones]")
-def fails_on_a_wrong_descriptor_with_another_error(patch: pytest.MonkeyPatch) -> None:
-    receive = InprocLane.receive
-
-    def unpacking(self: InprocLane, descriptor: bytes, landing: Landing) -> None:
-        if len(descriptor) != 8:
-            raise IndexError("8 bytes are needed")
-        receive(self, descriptor, landing)
-
-    patch.setattr(InprocLane, "receive", unpacking)
+@instead_of(
+    InprocLane.receive,
+    "descriptor.refused[one-byte-more]",
+    "descriptor.refused[too-long]",
+)
+def takes_any_descriptor(
+    receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
+) -> None:
+    receive(self, descriptor[:8].ljust(8, b"\0"), landing)
 
 
-@caught_by("leak.cycles[unjoined]", "join.idle")
-def leaks_a_descriptor_for_each_lane(patch: pytest.MonkeyPatch) -> None:
-    init = InprocLane.__init__
+@instead_of(
+    InprocLane.receive, "descriptor.truncated[view]", "descriptor.refused[of-ones]"
+)
+def fails_on_a_wrong_descriptor_with_another_error(
+    receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
+) -> None:
+    if len(descriptor) != 8:
+        raise IndexError("8 bytes are needed")
+    receive(self, descriptor, landing)
 
-    def leaky(self: InprocLane, context: Any) -> None:
-        init(self, context)
-        PLANTS.leak_a_descriptor()
 
-    patch.setattr(InprocLane, "__init__", leaky)
+@instead_of(InprocLane.__init__, "leak.cycles[unjoined]", "join.idle")
+def leaks_a_descriptor_for_each_lane(init: Any, self: InprocLane, context: Any) -> None:
+    init(self, context)
+    PLANTS.leak_a_descriptor()
 
 
-@caught_by("leak.cycles[closed]", "join.idle")
-def leaks_a_task_for_each_join(patch: pytest.MonkeyPatch) -> None:
-    join = InprocLane.join
-
-    async def leaky(self: InprocLane, bootstrap: bytes, handler: LaneHandler) -> None:
-        PLANTS.leak_a_task()
-        await join(self, bootstrap, handler)
-
-    patch.setattr(InprocLane, "join", leaky)
+@instead_of(InprocLane.join, "leak.cycles[closed]", "join.idle")
+async def leaks_a_task_for_each_join(
+    join: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
+) -> None:
+    PLANTS.leak_a_task()
+    await join(self, bootstrap, handler)
 
 
 @caught_by("leak.collected", "memory.released-closed")
